@@ -229,7 +229,7 @@ def divergence(
         num_chains=128,
         num_draws=60,
         thinning=N // S,
-        warmup=2000,
+        burn_in=2000,
     )
     flat = np.asarray(samples.params, np.float64).reshape(-1, len(optimum))
     if not np.all(np.isfinite(flat)):

@@ -68,11 +68,11 @@ def make_optimizers(
     n: int, batch_size: int, l2: float
 ) -> dict[str, Callable[[float], optax.GradientTransformationExtraArgs]]:
     """The stochastic methods, each from a rate; they take a full gradient every two passes of steps."""
-    svrg = optperm.svrg(refresh_every=2 * (n // batch_size))
+    svrg = optperm.svrg(every=2 * (n // batch_size))
     return {
         "svrg": lambda rate: optax.chain(svrg, optax.sgd(rate)),
         # Three times the steps of SGD, which were best on the digits
-        "svrg, Nesterov momentum .9": lambda rate: optax.chain(
+        "svrg, Nesterov momentum 0.9": lambda rate: optax.chain(
             svrg, optax.sgd(0.3 * rate, momentum=0.9, nesterov=True)
         ),
         "katyusha": lambda rate: optperm.katyusha(rate, l2, batch_size / (2 * n)),

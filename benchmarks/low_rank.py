@@ -44,7 +44,7 @@ LOW, SCALES = (0.125, 0.25, 0.5, 1.0, 2.0), (0.015625, 0.03125, 0.0625, 0.125, 0
 
 def low_rank(**options: Any) -> Tx:
     """Return Adam in subspaces of a quarter of each matrix."""
-    return optperm.low_rank(optax.scale_by_adam(), 1 / 4, update_every=EVERY, **options)
+    return optperm.low_rank(optax.scale_by_adam(), 1 / 4, every=EVERY, **options)
 
 
 # What each makes of a kernel's gradient, and the scales of its grid. The rank is that of a width of 96.
@@ -64,14 +64,12 @@ METHODS: dict[str, tuple[Callable[[int], Tx], tuple[float, ...]]] = {
     "random, carried": (lambda width: low_rank(projection="random", residual=None), LOW),
     "random, carried, residual": (lambda width: low_rank(projection="random"), LOW),
     "power, carried, residual": (
-        lambda width: optperm.low_rank(
-            optax.scale_by_adam(), 1 / 4, update_every=20, projection="power"
-        ),
+        lambda width: optperm.low_rank(optax.scale_by_adam(), 1 / 4, every=20, projection="power"),
         LOW,
     ),
-    "apollo": (lambda width: optperm.apollo(rank=1 / 4, update_every=EVERY), LOW),
+    "apollo": (lambda width: optperm.apollo(rank=1 / 4, every=EVERY), LOW),
     "apollo, rank 1": (
-        lambda width: optperm.apollo(rank=1, by="tensor", scale=128**0.5, update_every=EVERY),
+        lambda width: optperm.apollo(rank=1, by="tensor", scale=128**0.5, every=EVERY),
         LOW,
     ),
 }
@@ -159,13 +157,9 @@ class Task:
         return [float(self.evaluate(carry[0], ids)) for ids in self.tests], seconds
 
     def words(self, name: str) -> float:
-        """Return the numbers of the optimizer's state for each parameter."""
-        params = jax.eval_shape(self.start, 0)
-        state = jax.eval_shape(
-            optimizer(METHODS[name][0](library_bytes.WIDTH), 1, 1, 10).init, params
-        )
-        sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state, params)]
-        return sizes[0] / sizes[1]
+        """Return the words of the optimizer's state for each parameter."""
+        tx = optimizer(METHODS[name][0](library_bytes.WIDTH), 1, 1, 10)
+        return optperm.memory.state_report(tx, jax.eval_shape(self.start, 0)).words_per_param
 
 
 def train(
@@ -337,7 +331,7 @@ def memory(layers: int = 12, width: int = 768, vocabulary: int = 20_000) -> None
         state = jax.eval_shape(tx.init, shapes)
         program = jax.jit(take, donate_argnums=(0, 1)).lower(shapes, state, ids).compile()
         held = program.memory_analysis()
-        of_state = sum(leaf.size for leaf in jax.tree.leaves(state)) / size
+        of_state = optperm.memory.state_report(tx, shapes).words_per_param
         arguments, temporary = held.argument_size_in_bytes, held.temp_size_in_bytes
         RESULTS.row(
             f"A compiled training step of a decoder of {size / 1e6:.0f} million params, float32",

@@ -9,11 +9,11 @@ which this command makes:
     python benchmarks/posterior.py --make-reference
 
 All samplers use the same batch size, chains and steps. For each sampler the script prints, over all
-params, the least, median and largest ratio of its standard deviations to the reference's, the largest
+params, the minimum, median and maximum ratio of its standard deviations to the reference's, the maximum
 error of a mean in standard deviations, the divergence of the draws' Gaussian from the reference's, and
 the seconds.
 
-Constant SGD runs with its defaults. The script also prints its least effective sample size, in all and
+Constant SGD runs with its defaults. The script also prints its minimum effective sample size, in all and
 per processor second, and the warnings of the report. SGLD and SGHMC show the best of a printed grid of
 step sizes, chosen in hindsight by the reference itself, which a user does not have. "Mandt" is constant
 SGD without injected noise (`optperm.mandt_sgd`), which says so where it is unstable. It and BlackJAX's
@@ -44,6 +44,7 @@ import numpy as np
 import optax
 import results
 import scipy.optimize
+import scoring
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 
 import optperm
@@ -54,10 +55,10 @@ CHAINS, STEPS, START, THINNING = 4, 40_000, 8_000, 10
 SD_RATIOS, MEAN_ERROR = (0.8, 1.25), 0.3
 # And of constant SGD by its defaults.
 GOAL_RATIOS, GOAL_ERROR = (0.9, 1.1), 0.1
-# Largest eigenvalues of a step's h A.
+# Maximum eigenvalues of a step's h A.
 GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-# The least effective sample size of as many chains, steps and seeds with isotropic injected noise, which
-# the commit had.
+# The minimum effective sample size of as many chains, steps and seeds with isotropic injected noise,
+# which the commit had.
 ISOTROPIC = "532f1da"
 ESS_BEFORE = {
     ("raw diabetes", 8): "7",
@@ -166,7 +167,7 @@ def raw_diabetes() -> Problem:
 
 
 def collinear() -> Problem:
-    """Six features, of which four follow from the others but for a noise of .05: condition 3.8e3."""
+    """Six features, of which four follow from the others but for a noise of 0.05: condition 3.8e3."""
     rng = np.random.default_rng(0)
     z = rng.normal(size=(600, 2))
     x = np.c_[np.ones(600), z, z @ rng.normal(size=(2, 4)) + 0.05 * rng.normal(size=(600, 4))]
@@ -265,7 +266,7 @@ def logistic() -> Problem:
 
 
 def raw_cancer() -> Problem:
-    """Breast cancer with features in their own units, from .004 to 600; prior N(0, 1)."""
+    """Breast cancer with features in their own units, from 0.004 to 600; prior N(0, 1)."""
     x, y = load_breast_cancer(return_X_y=True)
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
 
@@ -464,16 +465,16 @@ def samples_of(
         return optax.apply_updates(params, updates), opt_state
 
     first = jnp.zeros(problem.size) if start is None else jnp.float32(start)
-    warmup = steps * START // STEPS
+    burn_in = steps * START // STEPS
     return optperm.bayes.draw_samples(
         step,
         first,
         tx.init(first),
         jax.random.key(seed),
         num_chains=chains,
-        num_draws=(steps - warmup) // THINNING,
+        num_draws=(steps - burn_in) // THINNING,
         thinning=THINNING,
-        warmup=warmup,
+        burn_in=burn_in,
     )
 
 
@@ -537,7 +538,7 @@ def blackjax_sgld(
     """The draws of BlackJAX's own SGLD."""
     import blackjax  # noqa: PLC0415
 
-    n, warmup = problem.num_data, steps * START // STEPS
+    n, burn_in = problem.num_data, steps * START // STEPS
 
     def log_density_gradient(w: jax.Array, batch: Any) -> jax.Array:
         return -n * jax.grad(problem.loss_fn)(w, batch)
@@ -556,7 +557,7 @@ def blackjax_sgld(
 
         return jax.lax.scan(step, jnp.float32(start), jax.random.split(key, steps))[1]
 
-    return np.asarray(run(jax.random.split(jax.random.key(seed), CHAINS))[:, warmup::THINNING])
+    return np.asarray(run(jax.random.split(jax.random.key(seed), CHAINS))[:, burn_in::THINNING])
 
 
 def rows_of(
@@ -573,13 +574,13 @@ def rows_of(
     largest = float(np.linalg.eigvalsh(hessian)[-1])
     sizes = [2 * c / (n * largest) for c in GRID]
     found, size = best_of(
-        lambda eps: optperm.sgld(eps, n, seed=seed), sizes, problem, batch_size, seed, steps
+        lambda eps: optperm.sgld(eps, n, key=seed), sizes, problem, batch_size, seed, steps
     )
     yield f"sgld, best, h A {size * n * largest / 2:.3g}", found
     friction = 0.1
     sizes = [friction * c / (n * largest) for c in GRID]
     found, size = best_of(
-        lambda eta: optperm.sghmc(eta, n, friction, seed=seed),
+        lambda eta: optperm.sghmc(eta, n, friction, key=seed),
         sizes,
         problem,
         batch_size,
@@ -627,7 +628,7 @@ class Verdict(NamedTuple):
 
     Attributes:
       found: Draws beside the reference.
-      ess: The least bulk effective sample size.
+      ess: The minimum bulk effective sample size.
       warnings: The report's.
     """
 
@@ -759,7 +760,7 @@ def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints and returns all figures."""
     rows = []
     print(
-        f"{CHAINS} chains of {arguments.steps} steps; the grid's largest eigenvalues of h A: {GRID}"
+        f"{CHAINS} chains of {arguments.steps} steps; the grid's maximum eigenvalues of h A: {GRID}"
     )
     for name in arguments.problems:
         problem = PROBLEMS[name]()
@@ -773,8 +774,8 @@ def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                         f"{name}, batches of {batch_size}",
                         sampler=method,
                         seed=seed,
-                        least_sd=least,
-                        largest_sd=most,
+                        minimum_sd=least,
+                        maximum_sd=most,
                         in_range=f"{found.in_range:.0%}",
                         mean_error=f"{found.mean_error:.2f}",
                         KL="" if np.isnan(divergence) else f"{divergence:.3g}",
@@ -851,9 +852,9 @@ METHODS = {
     "constant_sgd diagonal": Method("T", TEMPERATURES, _constant("diagonal")),
     "Mandt diagonal, T = 1": Method("max_step", LENGTHS, _mandt),
     "sgld, T = 1": Method("epsilon N / 2", LENGTHS, _sgld(1.0)),
-    "sgld, T = .1": Method("epsilon N / 2", LENGTHS, _sgld(0.1)),
-    "sghmc, T = 1": Method("eta N / .1", LENGTHS, _sghmc(1.0)),
-    "sghmc, T = .1": Method("eta N / .1", LENGTHS, _sghmc(0.1)),
+    "sgld, T = 0.1": Method("epsilon N / 2", LENGTHS, _sgld(0.1)),
+    "sghmc, T = 1": Method("eta N / 0.1", LENGTHS, _sghmc(1.0)),
+    "sghmc, T = 0.1": Method("eta N / 0.1", LENGTHS, _sghmc(0.1)),
 }
 
 
@@ -909,7 +910,7 @@ def mlp_draws(method: Method, value: float, steps: int, seeds: int) -> Any:
         num_chains=number,
         num_draws=min(draws, half),
         thinning=max(half // draws, 1),
-        warmup=half,
+        burn_in=half,
         stacked=True,
     )
     if method.keeps == "mean":
@@ -942,9 +943,9 @@ def scores(draws: Any, examples: Any) -> Scores:
         ).mean
         log = jnp.log(jnp.maximum(probabilities, 1e-30))
         nll = optax.softmax_cross_entropy_with_integer_labels(log, examples["y"]).mean()
-        found = optperm.bayes.calibration(probabilities, examples["y"])
+        error = scoring.calibration_error(probabilities, examples["y"])
         wrong = jnp.argmax(probabilities, axis=1) != examples["y"]
-        return nll, found.expected_calibration_error, jnp.mean(wrong)
+        return nll, error, jnp.mean(wrong)
 
     seeds = len(draws["w1"])
     rows = [of_seed(jax.tree.map(lambda leaf: leaf[seed], draws)) for seed in range(seeds)]  # noqa: B023

@@ -1,4 +1,4 @@
-"""Accuracy at a share of zeros: gradual and one-shot pruning, RigL, SET, static masks and SNIP.
+"""Accuracy by sparsity: gradual and one-shot pruning, RigL, SET, static masks and SNIP.
 
 The network is an MLP of 300 and 100 hidden units on MNIST, or a convolutional network on CIFAR-10;
 biases stay dense. All methods train for the same number of steps with Adam and a rate that falls to 0 by
@@ -47,101 +47,110 @@ class Run(NamedTuple):
     layers: int
 
 
-# A row: from a share and a run to an optimizer.
+# A row: from a sparsity and a run to an optimizer.
 def adam(run: Run) -> optax.GradientTransformation:
     """The optimizer of all rows."""
     return optax.adam(optax.cosine_decay_schedule(run.rate, run.steps))
 
 
-def gradual(share: Any, run: Run, **options: Any) -> Any:
+def gradual(sparsity: Any, run: Run, **options: Any) -> Any:
     """Zhu and Gupta's ramp from 10 to 75 % of the steps."""
     ramp = optax.polynomial_schedule(0.0, 1.0, 3, round(0.65 * run.steps), round(0.1 * run.steps))
-    return optperm.prune_gradually(adam(run), share, ramp, every=run.every, **options)
+    return optperm.prune_gradually(adam(run), sparsity, ramp, every=run.every, **options)
 
 
-def moving(share: Any, run: Run, **options: Any) -> Any:
+def moving(sparsity: Any, run: Run, **options: Any) -> Any:
     """RigL to 75 % of the steps; by options SET, or a static mask."""
     key, end = jax.random.key(1000 + run.seed), round(0.75 * run.steps)
-    return optperm.rigl(adam(run), share, end=end, key=key, every=run.every, **options)
+    return optperm.rigl(adam(run), sparsity, end=end, key=key, every=run.every, **options)
 
 
-def held(share: float, run: Run) -> Any:
+def held(sparsity: float, run: Run) -> Any:
     """Masks that are set by hand."""
     return optax.chain(adam(run), optperm.mask_elements())
 
 
-def same_share(share: float, run: Run) -> dict[str, float]:
-    """The share of each leaf, in the place of ERK's."""
-    return {name: share for index in range(run.layers) for name in (f"w{index}", f"b{index}")}
+def same_sparsity(sparsity: float, run: Run) -> dict[str, float]:
+    """The sparsity of each leaf, in the place of ERK's."""
+    return {name: sparsity for index in range(run.layers) for name in (f"w{index}", f"b{index}")}
 
 
 ROWS: dict[str, Callable[..., Any]] = {
     "gradual magnitude, global": functools.partial(gradual, scope="global"),
     "gradual magnitude, ERK": gradual,
-    "gradual magnitude, the same share": functools.partial(gradual, scope="leaf"),
+    "gradual magnitude, the same sparsity": functools.partial(gradual, scope="leaf"),
     "gradual movement, ERK": functools.partial(gradual, criterion="movement"),
     "one-shot magnitude, global": held,
     "RigL, ERK": moving,
     "SET, ERK": functools.partial(moving, grow="random"),
     "static random, ERK": functools.partial(moving, drop_fraction=0),
-    "static random, the same share": lambda share, run: moving(
-        same_share(share, run), run, drop_fraction=0
+    "static random, the same sparsity": lambda sparsity, run: moving(
+        same_sparsity(sparsity, run), run, drop_fraction=0
     ),
     "SNIP, global": held,
     "dense": held,
 }
 # Whole units of the hidden layers, for `--export`.
 UNITS = {
-    "units": lambda share, run: gradual(
-        same_share(share, run) | {"w2": 0.0}, run, structure=optperm.sparsity.Units()
+    "units": lambda sparsity, run: gradual(
+        same_sparsity(sparsity, run) | {"w2": 0.0}, run, structure=optperm.sparsity.Units()
     )
 }
 
 
-@functools.partial(jax.jit, static_argnames=("name", "share", "steps", "every"))
+@functools.partial(jax.jit, static_argnames=("name", "sparsity", "steps", "every"))
 def trained(
-    name: str, share: float, steps: int, every: int, rate: Any, seed: Any, batches: Any, data: Any
+    name: str,
+    sparsity: float,
+    steps: int,
+    every: int,
+    rate: Any,
+    seed: Any,
+    batches: Any,
+    data: Any,
 ) -> Any:
     """The params of a row after batches of indices (steps, BATCH): one program for all rates."""
     params = images.initial(seed, data[0].shape[1:], hidden=HIDDEN)
-    tx = (ROWS | UNITS)[name](share, Run(steps, rate, seed, every, len(params) // 2))
+    tx = (ROWS | UNITS)[name](sparsity, Run(steps, rate, seed, every, len(params) // 2))
     state = tx.init(params)
     if name == "SNIP, global":
         grads = jax.grad(images.loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))
         scores = jax.tree.map(lambda w, g: jnp.abs(w * g), params, grads)
-        params, state = optperm.sparsity.prune(params, state, share, scope="global", scores=scores)
+        params, state = optperm.sparsity.prune(
+            params, state, sparsity, scope="global", scores=scores
+        )
     elif isinstance(state, optperm.sparsity.SparseState):
         params, state = optperm.sparsity.prune(params, state, 0.0)
     if name == "one-shot magnitude, global":
         first, batches = batches[: steps // 2], batches[steps // 2 :]
         params, state = images.train(tx, params, state, first, data)
-        params, state = optperm.sparsity.prune(params, state, share, scope="global")
+        params, state = optperm.sparsity.prune(params, state, sparsity, scope="global")
     return images.train(tx, params, state, batches, data)[0]
 
 
-def fit(every: int, name: str, share: Any, rate: float, seed: int, steps: int, data: Any) -> Any:
+def fit(every: int, name: str, sparsity: Any, rate: float, seed: int, steps: int, data: Any) -> Any:
     """The trained params of a row."""
     batches = images.batches(len(data[0]), BATCH, steps, seed)
-    return trained(name, share, steps, every, rate, seed, batches, data)
+    return trained(name, sparsity, steps, every, rate, seed, batches, data)
 
 
 def table(options: argparse.Namespace, data: str, steps: int, train: Any, test: Any) -> None:
-    """Accuracy by row and share, each at its rate."""
-    title = f"{data}, test accuracy by the share of zeros" + (", tuned rates" * options.tune)
+    """Accuracy by row and sparsity, each at its rate."""
+    title = f"{data}, test accuracy by sparsity" + (", tuned rates" * options.tune)
     for name in options.rows or ROWS:
         cells = {}
-        for share in (0.0,) if name == "dense" else options.sparsity:
+        for sparsity in (0.0,) if name == "dense" else options.sparsity:
             start, rate = time.process_time(), options.rate
-            of_row = functools.partial(fit, options.every, name, share)
+            of_row = functools.partial(fit, options.every, name, sparsity)
             if options.tune:
                 rate, _ = images.tune(RATES, of_row, steps, train)
             nets = [of_row(rate, seed, steps, train) for seed in range(options.seeds)]
             scores = [images.accuracy(params, test) for params in nets]
             chosen = f" ({rate:g})" if options.tune else ""
-            cells[f"{share:.0%}"] = f"{images.spread(scores)}{chosen}"
+            cells[f"{sparsity:.0%}"] = f"{images.spread(scores)}{chosen}"
             each = " ".join(f"{score:.4f}" for score in scores)
             seconds = time.process_time() - start
-            print(f"{name:36} {share:5.0%} rate {rate:g}: {each}  {seconds:.0f} s", flush=True)
+            print(f"{name:36} {sparsity:5.0%} rate {rate:g}: {each}  {seconds:.0f} s", flush=True)
         RESULTS.row(title, method=name, **cells)
         RESULTS.write(options.json)
 
@@ -190,24 +199,27 @@ def export_table(options: argparse.Namespace, steps: int, data: Any, test: Any) 
 
     jitted, sparse = jax.jit(images.logits), jax.jit(lambda p, x: apply_sparse(p, x, jnp))
 
-    def train(name: str, share: float) -> Any:
-        return fit(options.every, name, share, options.rate, 0, steps, data)
+    def train(name: str, sparsity: float) -> Any:
+        return fit(options.every, name, sparsity, options.rate, 0, steps, data)
 
     show("dense", jitted, train("dense", 0.0), jnp)
-    for share in options.sparsity:
-        params = train("gradual magnitude, ERK", share)
-        show(f"{share:.0%} zeros, dense product", jitted, params, jnp)
+    for sparsity in options.sparsity:
+        params = train("gradual magnitude, ERK", sparsity)
+        show(f"{sparsity:.0%} zeros, dense product", jitted, params, jnp)
         for kind in ("bcsr", "bcoo"):
             show(
-                f"{share:.0%} zeros, {kind}", sparse, optperm.sparsity.to_sparse(params, kind), jnp
+                f"{sparsity:.0%} zeros, {kind}",
+                sparse,
+                optperm.sparsity.to_sparse(params, kind),
+                jnp,
             )
         by_scipy = optperm.sparsity.to_sparse(params, "scipy")
         by_scipy = {k: np.asarray(v) if k.startswith("b") else v for k, v in by_scipy.items()}
-        show(f"{share:.0%} zeros, scipy", lambda p, x: apply_sparse(p, x, np), by_scipy, np)
+        show(f"{sparsity:.0%} zeros, scipy", lambda p, x: apply_sparse(p, x, np), by_scipy, np)
         small = optperm.sparsity.remove_units(params, GROUPS, zero_at_zero=True)
         shapes = [small[f"w{i}"].shape for i in range(3)]
         show(
-            f"{share:.0%} zeros, unused units removed {shapes[0][1]}-{shapes[1][1]}",
+            f"{sparsity:.0%} zeros, unused units removed {shapes[0][1]}-{shapes[1][1]}",
             jitted,
             small,
             jnp,

@@ -140,7 +140,7 @@ def train(method: Method, rate: float, seed: int, steps: int, data: np.ndarray) 
 
 
 def zeros_of(params: Any) -> tuple[float, int]:
-    """Return the share of zeros of the kernels, and the most nonzeros in four inputs of an output."""
+    """Return the sparsity of the kernels, and the most nonzeros in four inputs of an output."""
     flags = jax.tree.leaves(are_kernels(params))
     kernels = [
         np.asarray(w) for w, flag in zip(jax.tree.leaves(params), flags, strict=True) if flag
@@ -173,13 +173,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         best = min(RATES, key=lambda rate: tried[rate] if math.isfinite(tried[rate]) else math.inf)
         nets = [train(method, best, seed, options.steps, data) for seed in range(options.seeds)]
         losses = [float(evaluate(params, test)) for params in nets]
-        shares, most = zip(*map(zeros_of, nets), strict=True)
+        sparsities, most = zip(*map(zeros_of, nets), strict=True)
         RESULTS.row(
             f"Bytes of {name}: {options.steps} steps, {options.seeds} seeds",
             method=title,
             nats_a_byte=f"{np.mean(losses):.3f} ± {np.std(losses, ddof=min(len(losses) - 1, 1)):.3f}",
             rate=f"{best:g}",
-            zeros_of_the_kernels=f"{np.mean(shares):.2%}",
+            zeros_of_the_kernels=f"{np.mean(sparsities):.2%}",
             most_nonzeros_in_four_inputs=max(most),
         )
         RESULTS.row(
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             **{f"{rate:g}": f"{loss:.3f}" for rate, loss in tried.items()},
         )
         grid = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in tried.items())
-        print(f"{title:36} {grid}; {best:g} {losses} {shares} {most}", flush=True)
+        print(f"{title:36} {grid}; {best:g} {losses} {sparsities} {most}", flush=True)
         RESULTS.write(options.json)
 
 

@@ -8,10 +8,10 @@ a constant rate, and EMA is the exponential mean of its params over a tenth of t
 for two thirds of the steps, with 41 snapshots; then the second phase begins, in 20 dimensions (41 for
 `twa`).
 
-The labels are all right, few, or partly random: a share of .2 is drawn at random, as in the scripts of
-DLDR's authors. Each method takes the numbers of its printed grid that are best on a validation split,
-whose labels are as wrong as the others, with one seed and a third of the steps. Seconds are the
-processor seconds of a training run, without compilation.
+The labels are all right, few, or partly random: a fraction of 0.2 is drawn at random, as in the scripts
+of DLDR's authors. Each method takes the hyperparameters of its printed grid that are best on a
+validation split, whose labels are as wrong as the others, with one seed and a third of the steps.
+Seconds are the processor seconds of a training run, without compilation.
 
     python benchmarks/subspaces.py [--data mnist.npz] [--examples 10000] [--steps 600] [--seeds 3]
 """
@@ -69,9 +69,7 @@ def after_sgd(second: Callable[..., Any], restart: Any = "last") -> Callable[...
         every = max(2 * steps // 3 // SNAPSHOTS, 1)
         m = min(SNAPSHOTS, 2 * steps // 3 // every) + 1
         then = second(m, steps - (m - 1) * every, *numbers)
-        return optperm.dldr(
-            momentum(rate), then, sample_every=every, num_samples=m, restart=restart
-        )
+        return optperm.dldr(momentum(rate), then, every=every, num_snapshots=m, restart=restart)
 
     return make
 
@@ -101,11 +99,11 @@ METHODS: dict[str, tuple[Any, ...]] = {
         ONE,
     ),
     "dldr, project": (
-        after_sgd(lambda m, rest, rate: optperm.project(m // 2, cosine(rest, rate))),
+        after_sgd(lambda m, rest, rate: optperm.project(cosine(rest, rate), n_components=m // 2)),
         (RATES, RATES),
     ),
     "dldr, twa": (
-        after_sgd(lambda m, rest, rate: optperm.twa(m, cosine(rest, rate)), "mean"),
+        after_sgd(lambda m, rest, rate: optperm.twa(cosine(rest, rate), n_components=m), "mean"),
         (RATES, RATES),
     ),
 }
@@ -186,7 +184,7 @@ def main() -> None:
     kinds = ["right", "few", "wrong"]
     parser.add_argument("--labels", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--few", type=int, default=100, help="how many are few")
-    parser.add_argument("--wrong", type=float, default=0.2, help="the share drawn at random")
+    parser.add_argument("--wrong", type=float, default=0.2, help="the fraction drawn at random")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)

@@ -86,17 +86,17 @@ def compare_steps(repetitions: int, width: int, batch_sizes: list[int]) -> None:
     never, sgd = 10**6, optax.sgd(1e-3)
     of_sgd = {
         "svrg": optperm.svrg(),
-        "refresh_every": optperm.svrg(refresh_every=never),
-        "loopless": optperm.svrg(refresh_probability=0.0),
+        "svrg(every=m)": optperm.svrg(every=never),
+        "loopless": optperm.svrg(probability=0.0),
         "storm": optperm.recursive_gradient(0.1),
-        "sarah": optperm.recursive_gradient(0.0, refresh_every=never),
+        "sarah": optperm.recursive_gradient(0.0, every=never),
         "page": optperm.recursive_gradient(0.0, 0.0),
     }
     model = Network(width)
     loss_fn = functools.partial(cross_entropy, model)
     params = model.init(jax.random.key(0), jnp.zeros((1, 784)))["params"]
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"One step between refreshes, an MLP of {size:,} params, over SGD's and over AdamW's")
+    print(f"One step between snapshots, an MLP of {size:,} params, over SGD's and over AdamW's")
     print("(bars: 2.1, and 1.1 for mars; of the medians, and of the fastest tenths)")
     for batch_size in batch_sizes:
         x = jax.random.normal(jax.random.key(1), (batch_size, 784))
@@ -244,7 +244,7 @@ def _svrg(
     """The same for SVRG with a snapshot every five passes, taken inside the compiled loop."""
     n = len(signed)
     steps = n // batch_size
-    tx = optax.chain(optperm.svrg(refresh_every=5 * steps), optax.sgd(learning_rate))
+    tx = optax.chain(optperm.svrg(every=5 * steps), optax.sgd(learning_rate))
     everything = {"x": jnp.asarray(signed), "l2": 1.0 / n}
 
     def full_grad_fn(w: jax.Array) -> jax.Array:
@@ -408,23 +408,17 @@ def _before_sgd(make: Callable[[int, int], Any]) -> Callable[..., Any]:
 
 METHODS = {
     "SGD": Method(lambda rate, *_: optax.sgd(rate)),
-    "SGD, momentum .9": Method(lambda rate, *_: optax.sgd(rate, 0.9), rates=1 / 8),
+    "SGD, momentum 0.9": Method(lambda rate, *_: optax.sgd(rate, 0.9), rates=1 / 8),
     "Adam": Method(lambda rate, *_: optax.adam(rate), rates=1 / 64),
-    "SVRG": Method(_before_sgd(lambda _, m: optperm.svrg(refresh_every=m)), 2, True),
-    "SVRG, loopless": Method(
-        _before_sgd(lambda _, m: optperm.svrg(refresh_probability=1 / m)), 2, True
-    ),
+    "SVRG": Method(_before_sgd(lambda _, m: optperm.svrg(every=m)), 2, True),
+    "SVRG, loopless": Method(_before_sgd(lambda _, m: optperm.svrg(probability=1 / m)), 2, True),
     "alpha-SVRG": Method(
-        _before_sgd(
-            lambda n, m: optperm.svrg(optax.linear_schedule(0.75, 0.0, n), refresh_every=m)
-        ),
+        _before_sgd(lambda n, m: optperm.svrg(optax.linear_schedule(0.75, 0.0, n), every=m)),
         2,
         True,
     ),
-    "STORM, a = .1": Method(_before_sgd(lambda *_: optperm.recursive_gradient(0.1)), 2),
-    "SARAH": Method(
-        _before_sgd(lambda _, m: optperm.recursive_gradient(0.0, refresh_every=m)), 2, True
-    ),
+    "STORM, a = 0.1": Method(_before_sgd(lambda *_: optperm.recursive_gradient(0.1)), 2),
+    "SARAH": Method(_before_sgd(lambda _, m: optperm.recursive_gradient(0.0, every=m)), 2, True),
     "PAGE": Method(_before_sgd(lambda _, m: optperm.recursive_gradient(0.0, 1 / m)), 2, True),
 }
 BATCH = 32
@@ -513,7 +507,7 @@ def _runner(
 
 
 def _test_error(problem: Problem, params: optax.Params) -> jax.Array:
-    """The share of the test examples whose most likely class is another one."""
+    """The fraction of the test examples whose most likely class is another one."""
     classes = jnp.arange(10 if problem.test["y"].max() > 1 else 2)
 
     def loss_of(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -526,7 +520,7 @@ def _test_error(problem: Problem, params: optax.Params) -> jax.Array:
 def _split(
     x: np.ndarray, y: np.ndarray, wrong: float = 0.0
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Three quarters to train on, of whose labels a share is drawn anew, and a quarter to test on."""
+    """Three quarters to train on, of whose labels a fraction is drawn anew, and a quarter to test on."""
     rng = np.random.default_rng(0)
     order, count = rng.permutation(len(x)), 3 * len(x) // 4
     x, y = np.asarray(x[order], float), y[order]
@@ -693,8 +687,8 @@ def compare_mars(steps: int, seeds: int, rates: list[float], repetitions: int) -
 
     # Gradients at the last params are not clipped: those that they are compared with may not be either.
     methods: dict[str, tuple[Any, int]] = {
-        "AdamW .9 .999": (lambda rate: optax.chain(clip, adamw(rate)), 1),
-        "AdamW .95 .99": (lambda rate: optax.chain(clip, adamw(rate, b1=0.95, b2=0.99)), 1),
+        "AdamW 0.9 0.999": (lambda rate: optax.chain(clip, adamw(rate)), 1),
+        "AdamW 0.95 0.99": (lambda rate: optax.chain(clip, adamw(rate, b1=0.95, b2=0.99)), 1),
         "MARS-AdamW": (
             lambda rate: optax.chain(clip, optperm.mars(), adamw(rate, b1=0.95, b2=0.99)),
             1,

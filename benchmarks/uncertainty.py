@@ -4,8 +4,8 @@ The network is an MLP on gray images, or a convolutional network on color images
 same number of gradients (the ensemble five times as many). The script prints the accuracy, negative
 log-likelihood (NLL), calibration error and Brier score on test images, the NLL and ECE on the same
 images rotated by 30 degrees, and how well the entropy of the prediction separates test images from noise
-and from other data (AUROC). Each method takes the number of its printed grid that has the lowest NLL on
-a validation split, with one seed and a third of the steps.
+and from other data (AUROC). Each method takes the hyperparameters of its printed grid that have the
+lowest NLL on a validation split, with one seed and a third of the steps.
 
     python benchmarks/uncertainty.py --data mnist.npz --other cifar10.npz [--seeds 3] [--epochs 10]
     python benchmarks/uncertainty.py --only steps [--repetitions 101]
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+import scoring
 from scipy import ndimage
 
 import optperm
@@ -34,7 +35,7 @@ import optperm
 BATCH, HIDDEN, DRAWS, MODELS, COLLECTED = 128, (256, 256), 8, 5, 20
 RESULTS = results.Results()
 
-# How each method is made, of its number and of how many steps and images there are.
+# How each method is made, of its hyperparameters and of how many steps and images there are.
 
 
 def make_adam(number: Any, steps: int, size: int) -> Any:
@@ -80,15 +81,16 @@ def make_constant_sgd(number: Any, steps: int, size: int) -> Any:
 def make_ivon(number: Any, steps: int, size: int) -> Any:
     """Return IVON at a rate that falls by a cosine.
 
-    Its first draws deviate by 1 / sqrt(ess * hess_init), which has to be less than the initial weights.
+    Its first draws deviate by 1 / sqrt(num_data * hess_init), which has to be less than the initial
+    weights.
     """
     rate, precision, clip_radius = number
     schedule = optax.cosine_decay_schedule(rate, steps)
     return optperm.ivon(
         schedule,
-        ess=size,
+        num_data=size,
         hess_init=precision / size,
-        beta2=1 - 1 / steps,
+        b2=1 - 1 / steps,
         clip_radius=clip_radius,
     )
 
@@ -104,7 +106,7 @@ def train(
 
 
 def loss_with_prior(params: Any, batch: Any, precision: float, size: int) -> jax.Array:
-    """Return the mean loss of a batch with its share of the prior."""
+    """Return the mean loss of a batch with the prior."""
     return images.loss_fn(params, batch) + optperm.bayes.normal_prior(params, precision, size)
 
 
@@ -130,7 +132,7 @@ def train_at_draws(
 
 
 class Setting(NamedTuple):
-    """What a method trains with, beside its own number.
+    """What a method trains with, beside its own hyperparameters.
 
     Attributes:
       seed: The seed of the initial params, the batches and the draws.
@@ -189,7 +191,7 @@ def swag(number: float, setting: Setting) -> Ways:
     """Train with SGD, and collect."""
     params, state = train(make_swag, number, *setting.start())
     draws = optperm.bayes.sample_params(state, params, jax.random.key(setting.seed), DRAWS)
-    return {"SWA": stack(optperm.bayes.swag_mean(state)), f"SWAG, {DRAWS} draws": draws}
+    return {"SWA": stack(optperm.bayes.posterior_mean(state)), f"SWAG, {DRAWS} draws": draws}
 
 
 def ivon(number: tuple[float, ...], setting: Setting) -> Ways:
@@ -231,7 +233,7 @@ def last_layer(number: float, setting: Setting) -> Ways:
             num_chains=2,
             num_draws=DRAWS // 2,
             thinning=250,
-            warmup=1000,
+            burn_in=1000,
             starts=stack(last, last),
         )
     draws = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), samples.params)
@@ -240,8 +242,8 @@ def last_layer(number: float, setting: Setting) -> Ways:
     return {f"Last layer, {DRAWS} draws": models}
 
 
-# By name: what trains, how many trainings it costs, and the grid of its number: a rate, a step size,
-# IVON's rate, the precision of its first draws and the largest entry of its direction, or a
+# By name: what trains, how many trainings it costs, and the grid of its hyperparameters: a rate, a step
+# size, IVON's rate, the precision of its first draws and the maximum entry of its direction, or a
 # temperature and a factor on step sizes. None takes Adam's best rate; Adam comes first.
 METHODS: dict[str, tuple[Callable[[Any, Setting], Ways], int, tuple[Any, ...] | None]] = {
     "Adam": (adam, 1, (1e-3, 3e-3, 1e-2)),
@@ -271,21 +273,19 @@ def negative_nll(ways: Ways, held: images.Data) -> float:
     found = predict([*ways.values()][-1], held[0]).mean
     if not jnp.isfinite(found).all():
         return float("nan")
-    return -float(optperm.bayes.classification_scores(found, held[1]).nll)
+    return -scoring.classification(found, held[1]).nll
 
 
 def judge(models: Any, test: images.Data, rotated: Any, others: Any) -> dict[str, float]:
     """Return all figures of a row."""
     inside = predict(models, test[0])
-    scores = optperm.bayes.classification_scores(inside.mean, test[1])
-    far = optperm.bayes.classification_scores(predict(models, rotated).mean, test[1])
+    scores = scoring.classification(inside.mean, test[1])
+    far = scoring.classification(predict(models, rotated).mean, test[1])
     row = {"accuracy": scores.accuracy, "NLL": scores.nll, "ECE": scores.calibration_error}
     row |= {"Brier": scores.brier, "NLL, rotated": far.nll, "ECE, rotated": far.calibration_error}
     for name, other in others.items():
-        row[f"AUROC, {name}"] = optperm.bayes.auroc(
-            inside.entropy(), predict(models, other).entropy()
-        )
-    return {name: float(value) for name, value in row.items()}
+        row[f"AUROC, {name}"] = scoring.auroc(inside.entropy(), predict(models, other).entropy())
+    return row
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -330,7 +330,7 @@ def compare(arguments: argparse.Namespace) -> None:
                 method=way,
                 trainings=cost,
                 **cells,
-                number=images.text(best),
+                hyperparameters=images.text(best),
                 grid=shown,
             )
             print(f"{way:24} {images.text(best)}:", ", ".join(f"{k} {v}" for k, v in cells.items()))
@@ -373,7 +373,7 @@ def compare_steps(arguments: argparse.Namespace) -> None:
 def compare_draws(arguments: argparse.Namespace) -> None:
     """Print what a draw of the MLP's params takes, beside `jax.random.normal` for each leaf."""
     params = images.initial(0, (28, 28, 1), hidden=HIDDEN)
-    state = optperm.ivon(0.1, ess=50_000.0).init(params)
+    state = optperm.ivon(0.1, num_data=50_000.0).init(params)
 
     @jax.jit
     def normal(key: jax.Array) -> Any:
@@ -404,7 +404,7 @@ def _stepper(method: str, part: str, shape: tuple[int, ...]) -> Callable[[], Any
     """Return a function that takes one more step, compiled, with params and state donated."""
     params = images.initial(0, shape, hidden=HIDDEN)
     batch = jax.random.uniform(jax.random.key(0), (BATCH, *shape)), jnp.arange(BATCH) % 10
-    tx = optax.adam(1e-3) if method == "Adam" else optperm.ivon(0.1, ess=50_000.0)
+    tx = optax.adam(1e-3) if method == "Adam" else optperm.ivon(0.1, num_data=50_000.0)
     given = jax.tree.map(lambda leaf: leaf + 1e-3, params)
 
     @functools.partial(jax.jit, donate_argnums=0)

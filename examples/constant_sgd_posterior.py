@@ -51,7 +51,7 @@ def sample(tx: Any, mode: np.ndarray, data: Any, num_draws: int) -> optperm.baye
     params = {"w": jnp.asarray(mode, jnp.float32)}
     key, counts = jax.random.key(0), {"num_chains": CHAINS, "num_draws": num_draws}
     return optperm.bayes.draw_samples(
-        step, params, tx.init(params), key, thinning=n // BATCH, warmup=2 * ESTIMATION, **counts
+        step, params, tx.init(params), key, thinning=n // BATCH, burn_in=2 * ESTIMATION, **counts
     )
 
 
@@ -92,11 +92,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
         )
         print(f"{name:8s} divergence {found[name][0]:.4f}, computed {found[name][1]:.4f}", end="")
         if arviz is not None:
-            table = arviz.convert_to_dataset(optperm.bayes.samples_as_dict(samples.params))
+            table = arviz.convert_to_dataset(samples.as_dict())
             r_hat, size = arviz.rhat(table)["w"].max(), arviz.ess(table)["w"].min()
-            print(
-                f", largest R-hat {float(r_hat):.4f}, smallest bulk ESS {float(size):.0f}", end=""
-            )
+            print(f", maximum R-hat {float(r_hat):.4f}, minimum bulk ESS {float(size):.0f}", end="")
         print(f", of {len(flat)} draws")
 
     figure = Figure(figsize=(6, 6))

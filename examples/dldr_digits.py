@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
 
     def two_phases(then: Any, restart: Any = "last") -> np.ndarray:
         tx = optperm.dldr(
-            optax.sgd(0.1), then, sample_every=SAMPLE_EVERY, num_samples=samples, restart=restart
+            optax.sgd(0.1), then, every=SAMPLE_EVERY, num_snapshots=samples, restart=restart
         )
         return train(tx, data, test, 2 * arguments.epochs)
 
@@ -92,9 +92,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     plain, most = optax.with_extra_args_support(optax.sgd(0.1)), sizes[-1]
     curves = {
         "SGD": train(plain, data, test, 2 * arguments.epochs),
-        f"P-SGD, k = {most}": two_phases(optperm.project(most, optax.sgd(0.1))),
+        f"P-SGD, k = {most}": two_phases(optperm.project(optax.sgd(0.1), n_components=most)),
         f"P-BFGS, k = {most}": bfgs[most],
-        f"TWA, k = {most}": two_phases(optperm.twa(most, optax.sgd(0.1)), restart="mean"),
+        f"TWA, k = {most}": two_phases(
+            optperm.twa(optax.sgd(0.1), n_components=most), restart="mean"
+        ),
     }
     figure = Figure(figsize=(6, 5.5))
     axes = figure.subplot_mosaic([["loss", "loss"], ["accuracy", "k"]])

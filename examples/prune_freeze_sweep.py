@@ -1,8 +1,8 @@
 """How much of a network needs training? Pruning and freezing an MLP on scikit-learn's digits.
 
-After 200 steps of constant SGD a share p of each array is pruned (zero from then on) or frozen, and 3000
-more steps follow, for all shares at once, with `jax.vmap` over masks. With `--legacy` the loss applies a
-second softmax, and N is the number of params, as in the first version of the experiment.
+After 200 steps of constant SGD a fraction p of each array is pruned (zero from then on) or frozen, and
+3000 more steps follow, for all fractions at once, with `jax.vmap` over masks. With `--legacy` the loss
+applies a second softmax, and N is the number of params, as in the first version of the experiment.
 
     python examples/prune_freeze_sweep.py [--fractions 51] [--repeats 5] [--legacy]
 """
@@ -113,7 +113,9 @@ def main(argv: list[str] | None = None) -> np.ndarray:
         for number, (y, d) in enumerate(curves):
             axes.plot(p, y, "--" if number < len(PRUNE) else "-")
             axes.fill_between(p, y - d, y + d, alpha=0.2)
-        axes.set(xlabel="share pruned or frozen", xlim=(0.4, 1), ylabel=f"{SETS[index]} accuracy")
+        axes.set(
+            xlabel="fraction pruned or frozen", xlim=(0.4, 1), ylabel=f"{SETS[index]} accuracy"
+        )
     picture.legend(axes.lines, NAMES, loc="outside lower center", ncols=2)
     picture.savefig(options.out)
     return found

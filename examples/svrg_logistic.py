@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Curve]:
     rate = 1 / (np.max(np.sum(x**2, axis=1)) / 4 + 1 / n)
     with jax.enable_x64(True):
         signed = jnp.asarray((2.0 * y - 1.0)[:, None] * x)
-        every = optperm.svrg(refresh_every=5 * n)
-        loopless = optperm.svrg(refresh_probability=1 / (5 * n))
+        every = optperm.svrg(every=5 * n)
+        loopless = optperm.svrg(probability=1 / (5 * n))
         curves = {
             f"{name}/L": train(optax.chain(svrg, optax.sgd(times * rate)), signed, chosen.passes)
             for name, svrg, times in (

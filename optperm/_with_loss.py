@@ -25,7 +25,7 @@ class WithLossState(NamedTuple):
     Attributes:
       count: Steps taken.
       key: Data of the threefry key from which every batch is drawn.
-      inner_state: State of `tx`.
+      inner_state: State of `inner`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -34,29 +34,29 @@ class WithLossState(NamedTuple):
 
 
 def with_loss(
-    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     loss_fn: LossFn,
     data: Any,
     batch_size: int | None = None,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Evaluate a loss within `update`, for loops that pass no extra arguments.
 
     Each step takes a batch B, all data or :math:`|B|` examples drawn with replacement, and calls
 
     .. math::
-      \text{tx.update}(\nabla L_B(\theta), s, \theta, \text{value} = L_B(\theta), \ldots), \qquad
+      \text{inner.update}(\nabla L_B(\theta), s, \theta, \text{value} = L_B(\theta), \ldots), \qquad
       L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i)
 
     with all that `optperm.evaluate` returns for this batch.
 
     Args:
-      tx: The whole optimizer: a transformation in front of `with_loss` in a chain has no effect.
+      inner: The whole optimizer: a transformation in front of `with_loss` in a chain has no effect.
       loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the leaves.
       data: A tree of arrays with one leading axis of examples. All examples share leaves of rank 0; a
         typed random key among them is folded with the number of the step.
       batch_size: :math:`|B|`; None for all data in each step.
-      seed: Seed of the batches.
+      key: The random key of the batches: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `WithLossState`. Its `update` needs `params`, and ignores the
@@ -87,24 +87,25 @@ def with_loss(
 
       A step costs one more gradient than the loop's own. The data stay in memory as long as the result
       does, and are constants of a program that calls `update`. Replicas and chains whose states have the
-      same seed draw the same batches.
+      same key draw the same batches.
 
     Raises:
-      TypeError: If the loss is not a real scalar, or `batch_size` or `seed` is not an integer.
+      TypeError: If the loss is not a real scalar, `batch_size` is not an integer, or `key` is neither an
+        int nor a random key.
       ValueError: If `batch_size` is below 1, or the leaves of `data` are not equally long.
     """
     data = jax.tree.map(jnp.asarray, data)
     size = checks.count_examples("data", data, has_scalars=True)
     if batch_size is not None:
         checks.check_static_count("batch_size", batch_size)
-    checks.check_key("seed", seed)
+    checks.check_key("key", key)
 
     def draw(key: jax.Array, number: int) -> Any:
         indices = jax.random.randint(key, (number,), 0, size)
         return jax.tree.map(lambda leaf: leaf[indices] if leaf.ndim else leaf, data)
 
     def init(params: optax.Params) -> WithLossState:
-        return WithLossState(jnp.zeros([], jnp.int32), key_data(seed), tx.init(params))
+        return WithLossState(jnp.zeros([], jnp.int32), key_data(key), inner.init(params))
 
     def update(
         updates: optax.Updates, state: WithLossState, params: optax.Params, **extra_args: Any
@@ -129,8 +130,8 @@ def with_loss(
             return mask_like(evaluate(loss_fn, whole, fold_keys(data)).grad, at)
 
         extras = extra_args | e.extra_args | {"full_grad_fn": full_grad_fn}
-        extras = known_extra_args(tx, extras)
-        moves, inner_state = tx.update(e.grad, state.inner_state, params, **extras)
+        extras = known_extra_args(inner, extras)
+        moves, inner_state = inner.update(e.grad, state.inner_state, params, **extras)
         count = optax.safe_increment(state.count)
         return cast_like(moves, params), WithLossState(count, state.key, inner_state)
 

@@ -60,25 +60,20 @@ FUNCTIONS = {
         "params": PARAMS,
         "key": jax.random.key(0),
         "batch_size": 2,
+        "sampler": lambda num_data, batch_size: optperm.sgld(1e-4, num_data),
         "num_chains": 1,
         "num_draws": 4,
         "thinning": 1,
-        "warmup": 4,
-    },
-    "auroc": {"scores": jnp.ones(2), "other_scores": jnp.ones(2)},
-    "classification_scores": {
-        "probabilities": jnp.array([[0.25, 0.75]] * 2),
-        "labels": jnp.array([0, 1]),
+        "burn_in": 4,
     },
     "sample_params": {
         "opt_state": state(optperm.ivon(0.1, 10.0)),
         "params": PARAMS,
         "key": jax.random.key(0),
     },
-    "swag_mean": {
+    "posterior_mean": {
         "opt_state": optperm.swag(1).update(PARAMS, state(optperm.swag(1)), PARAMS)[1],
     },
-    "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "Compression": {"fraction": 0.5},
     "draw_samples": {
@@ -102,8 +97,7 @@ FUNCTIONS = {
         "other_covariance": jnp.eye(2),
     },
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
-    "low_rank_report": {"tx_or_rank": optperm.apollo(rank=1), "params": PARAMS},
-    "interval_coverage": {"draws": jnp.ones((2, 5, 3)), "targets": jnp.ones(3)},
+    "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.mandt_sgd(10, 2))},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
@@ -122,13 +116,12 @@ FUNCTIONS = {
         "samples": optperm.bayes.Samples(DRAWS, PARAMS, (), jnp.int32(4), jnp.int32(1)),
         "inputs": BATCH,
     },
-    "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
+    "prune": {"params": PARAMS, "opt_state": MASKED, "sparsity": 0.5},
     "remove_units": {
         "params": {"a": np.eye(2), "b": np.eye(2)},
         "groups": {"u": [("a", -1), ("b", 0)]},
     },
     "reset_masks": {"opt_state": MASKED},
-    "samples_as_dict": {"samples_params": DRAWS},
     "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
     "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
     "svrg_learning_rate": {
@@ -141,7 +134,7 @@ FUNCTIONS = {
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
-    "with_loss": {"tx": sgd(), "loss_fn": loss_fn, "data": BATCH},
+    "with_loss": {"inner": sgd(), "loss_fn": loss_fn, "data": BATCH},
 }
 CASES = FUNCTIONS | {ours.name: ours.required for ours in TRANSFORMATIONS if ours.name in PUBLIC}
 PARAMETERS = {name: tuple(inspect.signature(PUBLIC[name]).parameters) for name in CASES}
@@ -209,15 +202,14 @@ _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 # arguments stand in its entry in `transformations.py`.
 LIMITS = {
     "Compression": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
-    "draw_samples": {"warmup": {"minimum": 0}},
+    "draw_samples": {"burn_in": {"minimum": 0}},
     "erk_sparsity": {"sparsity": SHARE},
-    "interval_coverage": {"levels": None},
-    "sample": {"sampler": None, "warmup": {"minimum": 0}},
-    "low_rank_report": {"tx_or_rank": None},
+    "freeze": {"key": None},
+    "sample": {"sampler": None, "burn_in": {"minimum": 0}},
     "pca_basis": {"num_snapshots": None},
-    "svrg_learning_rate": {"num_passes": {"minimum": 0}, "seed": {"minimum": 0}},
+    "prune": {"key": None},
+    "svrg_learning_rate": {"num_passes": {"minimum": 0}},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
-    "with_loss": {"seed": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}
 
 
@@ -292,10 +284,11 @@ def type_error(message, **change):
 
 
 NOT_BOUND = value_error("axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
+NO_KEY = type_error("key must be an int or a random key", key="0")
 NO_PLAIN_INTEGER = type_error("static_args", n_components=jnp.array(2))
 FULL_GRADIENT_MISSING = [
     value_error(r"extra argument full_grad_fn.*optperm\.evaluate", grad_fn=mean, **options)
-    for options in ({"refresh_every": 2}, {"refresh_probability": 0.5})
+    for options in ({"every": 2}, {"probability": 0.5})
 ]
 # Functions that look for a state, and what they call it.
 STATES = {
@@ -303,7 +296,7 @@ STATES = {
     "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "sample_params": r"IvonState or SwagState \(the state of optperm.ivon or optperm.swag\)",
-    "swag_mean": r"SwagState \(the state of optperm.swag\)",
+    "posterior_mean": r"SwagState \(the state of optperm.swag\)",
     "adapted_kernel": "NoiseKernel .*optperm.constant_sgd or optperm.mandt_sgd",
     "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
     "prune": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
@@ -349,25 +342,6 @@ REFUSED = {
         ),
         type_error(r"updates\['b'\] must be an array", updates=one_leaf(b="x")),
     ],
-    "calibration": [
-        type_error("probabilities must be floating", probabilities=np.ones((2, 2), int)),
-        type_error("labels integers, got", labels=np.array([0.0, 1.0])),
-        value_error(r"must be \(n, classes\)", probabilities=np.full(2, 0.5)),
-        value_error(
-            r"got \(0, 2\)",
-            probabilities=np.zeros((0, 2)),
-            labels=np.zeros(0, int),
-        ),
-        value_error(r"labels \(n,\).* and \(1, 2\)", labels=np.array([[0, 1]])),
-        value_error(r"row 0 is \[2\. 0\.\].*softmax", probabilities=TWO * 2),
-        value_error("at least 0.*row 1", probabilities=np.array([[0.5, 0.5], [1.5, -0.5]])),
-        value_error(
-            "row 0 is .nan nan", probabilities=np.full((1, 2), np.nan), labels=np.array([0])
-        ),
-        value_error(r"labels must lie in \[0, 1\].*got 2", labels=np.array([0, 2])),
-        value_error(r"labels must lie in \[0, 1\].*got -1", labels=np.array([-1, 1])),
-    ],
-    "auroc": [value_error(r"must be numbers of shape \(n,\)", scores=Each([TWO, np.zeros(0)]))],
     "swag": [value_error("at least 2", rank=1)],
     "ivon.update": [value_error(r"extra argument draw.*sample_params")],
     "constant_sgd": [
@@ -388,28 +362,26 @@ REFUSED = {
         value_error("extra argument value_fn, .*optperm.evaluate", value=0.0),
     ],
     "dldr": [
-        value_error(
-            "sample_every must be at most 2147483647", sample_every=2**20, num_samples=2**11 + 2
-        ),
-        type_error("static_args", num_samples=jnp.array(2)),
+        value_error("every must be at most 2147483647", every=2**20, num_snapshots=2**11 + 2),
+        type_error("static_args", num_snapshots=jnp.array(2)),
     ],
     "dldr.init": [
         value_error(
-            "n_components=3 needs num_samples of at least 4, got 3",
-            num_samples=3,
+            "n_components=3 needs num_snapshots of at least 4, got 3",
+            num_snapshots=3,
             subspace_optimizer=optperm.dim_reduce(n_components=3),
         ),
         value_error(
-            "n_components=3 needs num_samples of at least 3, got 2",
-            num_samples=2,
-            subspace_optimizer=optperm.twa(3, sgd()),
+            "n_components=3 needs num_snapshots of at least 3, got 2",
+            num_snapshots=2,
+            subspace_optimizer=optperm.twa(sgd(), n_components=3),
         ),
-        value_error("places params", optimizer=optperm.sgperm()),
+        value_error("inner places params", inner=optperm.sgperm()),
         value_error("must hold one of dim_reduce, project or twa, got 0", subspace_optimizer=sgd()),
         value_error(
             "must hold one of dim_reduce, project or twa, got 2",
             subspace_optimizer=optax.chain(
-                optperm.project(1, sgd()), optperm.dim_reduce(n_components=1)
+                optperm.project(sgd(), n_components=1), optperm.dim_reduce(n_components=1)
             ),
         ),
     ],
@@ -445,6 +417,7 @@ REFUSED = {
     ],
     "freeze": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
+        NO_KEY,
         value_error(
             r"needs scores, from optperm.variance.full_gradient",
             criterion=Each(["gradient", "preconditioned_gradient"]),
@@ -533,29 +506,20 @@ REFUSED = {
     "mars.update": [value_error(r"extra argument grad_fn.*optperm\.evaluate", exact=True)],
     "prune": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
-        type_error("call the schedule first", fraction=optax.constant_schedule(0.5)),
+        NO_KEY,
+        type_error("call the schedule first", sparsity=optax.constant_schedule(0.5)),
     ],
     "record_trajectory": [
-        type_error("static_args", capacity=jnp.array(3)),
+        type_error("static_args", num_snapshots=jnp.array(3)),
         type_error("dtype must be", dtype=jnp.int32),
     ],
     "recursive_gradient": [
-        value_error("not both", refresh_every=2, refresh_probability=0.5),
+        value_error("not both", every=2, probability=0.5),
         value_error(r"must be in \[0, 1\], got 1.5", a=1.5),
     ],
     "recursive_gradient.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate", full_grad_fn=mean),
         *FULL_GRADIENT_MISSING,
-    ],
-    "samples_as_dict": [
-        value_error(
-            r"Two leaves.*'a\.b'",
-            samples_params={"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))},
-        ),
-        value_error(
-            "same axes of chains and draws",
-            samples_params=Each([{}, {"a": jnp.ones((2, 5)), "b": jnp.ones(2)}]),
-        ),
     ],
     "mandt_sgd.update": [
         value_error(r"argument per_example_grad_fn.*optperm.evaluate\(loss_fn, params, batch\)"),
@@ -609,7 +573,7 @@ REFUSED = {
         value_error("momentum must be in", momentum=-0.1),
         value_error("noise must be real", noise=TWO * 1j),
     ],
-    "svrg": [value_error("not both", refresh_every=2, refresh_probability=0.5)],
+    "svrg": [value_error("not both", every=2, probability=0.5)],
     "svrg.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate"),
         *FULL_GRADIENT_MISSING,
@@ -635,7 +599,7 @@ REFUSED = {
 }
 # What is at a limit, and works.
 ALLOWED = {
-    "dldr": {"sample_every": 2**20, "num_samples": 2**11},
+    "dldr": {"every": 2**20, "num_snapshots": 2**11},
 }
 
 

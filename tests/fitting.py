@@ -33,7 +33,7 @@ def _method(name, axis_name):
         "sgperm": lambda: optperm.sgperm(0.3, partition_ratio=0.5, min_partition_size=2),
         "svrg": lambda: optax.chain(optperm.svrg(0.5), optax.sgd(0.05)),
         "dldr": lambda: optperm.dldr(
-            optax.sgd(0.1), optperm.dim_reduce(n_components=3), sample_every=2, num_samples=4
+            optax.sgd(0.1), optperm.dim_reduce(n_components=3), every=2, num_snapshots=4
         ),
         "laperm": lambda: optperm.laperm(optax.adam(1e-2), 4),
         # With batch statistics the examples of a batch cannot be told apart.

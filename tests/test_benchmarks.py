@@ -1,6 +1,7 @@
 """Every benchmark runs, at its smallest size, and prints its figures."""
 
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -9,8 +10,11 @@ import runpy
 import sys
 
 import jax
+import numpy as np
 import pytest
+import scoring
 import support
+from sklearn.metrics import log_loss
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
@@ -85,7 +89,7 @@ RUNS = [
 # What has tests of its own.
 ELSEWHERE = {"kills.py", "dim_reduce.py", "accelerators.py"}
 # What they share.
-SHARED = {"images.py", "results.py", "accelerator_programs.py"}
+SHARED = {"images.py", "results.py", "scoring.py", "accelerator_programs.py"}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 
@@ -133,3 +137,23 @@ def test_no_benchmark_is_left_out():
     there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     scripts = {script for script, _, _ in RUNS}
     assert there == scripts | ELSEWHERE | SHARED
+
+
+def test_scores_by_hand():
+    """Of confidences inside of bins and on their edges, which belong to the bin below, and of ties."""
+    rng = np.random.default_rng(0)
+    on_edges = np.array([[k / 15, (1 - k / 15) / 2, (1 - k / 15) / 2] for k in range(5, 15)])
+    p = np.concatenate([rng.dirichlet([1.0, 1.0, 1.0], size=400), on_edges]).astype(np.float32)
+    labels = rng.integers(0, 3, size=len(p))
+    right, confidences, error = p.argmax(axis=1) == labels, p.max(axis=1), 0.0
+    for low, high in itertools.pairwise(np.float32([b / 15 for b in range(16)])):
+        inside = (low < confidences) & (confidences <= high)
+        error += abs(np.sum(right[inside] - confidences[inside].astype(float))) / len(p)
+    distances = [
+        np.sum((row - np.eye(3)[label]) ** 2) for row, label in zip(p, labels, strict=True)
+    ]
+    wanted = np.mean(right), log_loss(labels, p), np.mean(distances), error
+    np.testing.assert_allclose(scoring.classification(p, labels), wanted, rtol=1e-5)
+    sure = np.tile(np.float32([0.9, 0.1]), (6, 1))
+    assert scoring.calibration_error(sure, np.ones(6, int)) == pytest.approx(0.9)
+    assert scoring.auroc([0.1, 0.2], [0.2, 0.3]) == 0.875

@@ -90,12 +90,18 @@ def test_what_follows_dim_reduce_is_warned_of():
     """Its curvature is that of the steps that it made; a gradient may be clipped before it."""
     loss = {"value": 1.0, "value_fn": lambda params: jnp.float32(0.5)}
     method = optperm.dim_reduce(n_components=1)
-    clip, phases = optax.clip(1.0), {"sample_every": 1, "num_samples": 2}
+    clip, phases = optax.clip(1.0), {"every": 1, "num_snapshots": 2}
     for parts, is_wrong in (
         ((method, optax.scale(0.1)), True),
         ((optperm.dldr(optax.sgd(0.1), method, **phases), optax.scale(0.1)), True),
         ((clip, method), False),
-        ((optperm.dldr(optax.sgd(0.1), optperm.twa(1, optax.sgd(0.1)), **phases), clip), False),
+        (
+            (
+                optperm.dldr(optax.sgd(0.1), optperm.twa(optax.sgd(0.1), n_components=1), **phases),
+                clip,
+            ),
+            False,
+        ),
     ):
         tx = optax.chain(*parts)
         updates, state = tx.update(KERNEL, tx.init(KERNEL), KERNEL, **loss)

@@ -143,7 +143,7 @@ WRAPPERS = {
     "prune_gradually": lambda tx: optperm.prune_gradually(tx, 0.25, 1.0, every=1),
     "rigl": lambda tx: optperm.rigl(tx, 0.25, end=9, every=3, key=jax.random.key(1)),
     "dldr": lambda tx: optperm.dldr(
-        tx, optperm.project(2, sgd()), sample_every=1, num_samples=4, restart="mean"
+        tx, optperm.project(sgd(), n_components=2), every=1, num_snapshots=4, restart="mean"
     ),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "partition": lambda tx: optax.partition({"method": tx, "other": sgd()}, only_kernels),
@@ -331,7 +331,7 @@ def test_params_to_evaluate_of_schedule_free_are_sparse_or_it_is_refused():
     for t in range(STEPS):
         updates, opt_state = tx.update(gradient(params, t), opt_state, params)
         params = optperm.apply_updates(params, updates, opt_state)
-    evaluated = optax.contrib.schedule_free_eval_params(opt_state.inner, params)
+    evaluated = optax.contrib.schedule_free_eval_params(opt_state.inner_state, params)
     for live, leaf in zip(
         jax.tree.leaves(opt_state.mask),
         (evaluated["deep"]["kernel"], evaluated["kernel"]),

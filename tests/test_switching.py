@@ -163,7 +163,7 @@ def test_entries_are_held_in_their_phase_alone():
     """What a mask of the first optimizer holds moves freely after the switch, and no earlier."""
     masked = optax.chain(sgd(), optperm.mask_elements())
     tx = optperm.switch_after(2, masked, sgd(0.5))
-    first, opt_state = optperm.sparsity.prune(start(), tx.init(start()), fraction=0.5)
+    first, opt_state = optperm.sparsity.prune(start(), tx.init(start()), sparsity=0.5)
     pruned = first["kernel"] == 0.0
     ones = [jax.tree.map(jnp.ones_like, first)] * 3
     for index, (p, _) in enumerate(loops.train(tx, first, ones, opt_state=opt_state)):
@@ -292,12 +292,12 @@ READ = {
         lambda s, p: optperm.bayes.sample_params(s, p, jax.random.key(0)),
     ),
     "set_basis": (
-        optperm.project(1, sgd()),
+        optperm.project(sgd(), n_components=1),
         lambda s, p: optperm.subspace.set_basis(s, one_row_of(p)),
     ),
-    "swag_mean": (collected(), lambda s, p: optperm.bayes.swag_mean(s)),
+    "posterior_mean": (collected(), lambda s, p: optperm.bayes.posterior_mean(s)),
     "take_snapshot": (
-        optperm.svrg(refresh_every=3),
+        optperm.svrg(every=3),
         lambda s, p: optperm.variance.take_snapshot(s, p, p),
     ),
     "trajectory": (optperm.record_trajectory(1, 2), lambda s, p: optperm.subspace.trajectory(s)),
@@ -317,7 +317,7 @@ def test_every_function_of_a_state_is_tested_in_phases():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.filterwarnings("ignore:The (first|largest|least) ")
+@pytest.mark.filterwarnings("ignore:The (first|maximum|minimum) ")
 @pytest.mark.parametrize("name", READ)
 def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     """And of two states that of the phase that runs is found."""

@@ -32,7 +32,7 @@ def run(tx, num_steps=6, gradient=None):
 
 def test_all_data_are_those_of_a_loop_that_passes_the_extra_arguments():
     """SVRG takes its snapshots within the step, of the gradient over all data."""
-    inner = optax.chain(optperm.svrg(refresh_every=3), optax.sgd(0.1))
+    inner = optax.chain(optperm.svrg(every=3), optax.sgd(0.1))
     params, _ = run(optperm.with_loss(inner, loss_fn, DATA))
     by_hand, state = START, inner.init(START)
     for after in params["w"][1:]:
@@ -45,7 +45,7 @@ def test_all_data_are_those_of_a_loop_that_passes_the_extra_arguments():
 
 def test_snapshot_of_a_part_of_the_params_is_that_of_the_documented_loop():
     """Inside `optax.partition` a method asks for the full gradient at its part of the params."""
-    svrg_sgd = optax.chain(optperm.svrg(refresh_every=2), optax.sgd(0.1))
+    svrg_sgd = optax.chain(optperm.svrg(every=2), optax.sgd(0.1))
     tx = optax.partition({"svrg": svrg_sgd, "rest": optax.sgd(0.05)}, {"w": "svrg", "b": "rest"})
 
     def loss(params, batch):
@@ -92,9 +92,11 @@ def recorded(num_examples):
 
 
 def test_each_step_draws_a_batch_of_its_own_for_everything():
-    """Loss, gradient and closures are of the same examples, which a seed repeats and a step changes."""
-    tx = optperm.with_loss(recorded(4), loss_fn, DATA, 4, seed=5)
+    """Loss, gradient and closures are of the same examples, which a key repeats and a step changes."""
+    tx = optperm.with_loss(recorded(4), loss_fn, DATA, 4, key=5)
     params, state = run(tx, 4, gradient={"w": jnp.full(3, jnp.nan)})
+    typed = optperm.with_loss(recorded(4), loss_fn, DATA, 4, key=jax.random.key(5))
+    support.assert_same_bits(typed.init(START).key, state.key)
     grads, values, each = state.inner_state
     rows = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(
         START, {"x": X[:, None], "y": DATA["y"][:, None], "scale": jnp.ones(12)}

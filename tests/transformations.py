@@ -105,11 +105,11 @@ class Transformation:
 
 
 def svrg_and_sgd(
-    learning_rate: optax.ScalarOrSchedule, refresh_probability: float
+    learning_rate: optax.ScalarOrSchedule, probability: float
 ) -> optax.GradientTransformationExtraArgs:
     """Loopless SVRG with something after it."""
     return optax.chain(
-        optperm.svrg(refresh_probability=refresh_probability),
+        optperm.svrg(probability=probability),
         optax.sgd(learning_rate, momentum=0.5),
     )
 
@@ -160,12 +160,17 @@ ABOVE_ZERO = {"is_open": True}
 FROM_ZERO = {"minimum": 0}
 SEARCH_LIMITS = {"rho": SHARE, "gamma": SHARE, "sigma": SHARE}
 NOISE_LIMITS = {
-    **dict.fromkeys(("max_step", "stability", "rho"), ABOVE_ZERO),
-    **dict.fromkeys(("burn_in", "seed"), FROM_ZERO),
+    **dict.fromkeys(("max_step", "stability", "noise_ratio"), ABOVE_ZERO),
+    "burn_in": FROM_ZERO,
 }
-# What entries of `low_rank` and `apollo` have in common; a rank is an integer, or a share.
+# What entries of `low_rank` and `apollo` have in common; a rank is an integer, or a ratio.
 LOW_RANK: dict[str, Any] = {
-    "limits": {"rank": None, "limit": {"low": 1.0}, "scale": ABOVE_ZERO, "seed": FROM_ZERO},
+    "limits": {
+        "rank": None,
+        "limit": {"low": 1.0},
+        "scale": ABOVE_ZERO,
+        **dict.fromkeys(("b1", "b2"), SHARE | {"is_below": True}),
+    },
     "static": ("rank",),
     "lenient": True,
     "knows": "nothing",
@@ -236,8 +241,8 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.record_trajectory,
-        {"every": 2, "capacity": 3},
-        static=("capacity",),
+        {"every": 2, "num_snapshots": 3},
+        static=("num_snapshots",),
         is_identity=True,
         rows=(3,),
         no_minimum="hands on the updates as they came",
@@ -245,7 +250,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.dim_reduce,
-        {"n_components": 2, "optimizer": optax.sgd(0.01), "alpha": 0.2},
+        {"n_components": 2, "inner": optax.sgd(0.01), "alpha": 0.2},
         limits=SEARCH_LIMITS,
         static=("n_components",),
         lenient=True,
@@ -268,7 +273,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.project,
-        {"n_components": 2, "optimizer": optax.sgd(2e-3, 0.9)},
+        {"inner": optax.sgd(2e-3, 0.9), "n_components": 2},
         static=("n_components",),
         lenient=True,
         knows="shapes",
@@ -279,7 +284,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.twa,
-        {"n_components": 2, "optimizer": optax.adam(2e-3)},
+        {"inner": optax.adam(2e-3), "n_components": 2},
         static=("n_components",),
         lenient=True,
         knows="shapes",
@@ -291,13 +296,13 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.dldr,
         {
-            "optimizer": optax.sgd(1e-3, 0.9),
+            "inner": optax.sgd(1e-3, 0.9),
             "subspace_optimizer": optperm.dim_reduce(n_components=1),
-            "sample_every": 1,
-            "num_samples": 2,
+            "every": 1,
+            "num_snapshots": 2,
         },
         limits={"start": FROM_ZERO},
-        static=("num_samples",),
+        static=("num_snapshots",),
         lenient=True,
         rows=(1,),
         extra_args=LOSS,
@@ -307,14 +312,14 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.dldr,
         {
-            "optimizer": optax.sgd(1e-3, 0.9),
-            "subspace_optimizer": optperm.twa(2, optax.adam(1e-3)),
-            "sample_every": 1,
-            "num_samples": 2,
+            "inner": optax.sgd(1e-3, 0.9),
+            "subspace_optimizer": optperm.twa(optax.adam(1e-3), n_components=2),
+            "every": 1,
+            "num_snapshots": 2,
             "restart": "mean",
         },
         other_name="dldr-twa",
-        static=("num_samples",),
+        static=("num_snapshots",),
         lenient=True,
         knows="shapes",
         rows=(1, 2),
@@ -326,7 +331,7 @@ TRANSFORMATIONS = (
         {
             "inner": optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)),
             "rank": 1,
-            "update_every": 2,
+            "every": 2,
         },
         **LOW_RANK,
     ),
@@ -336,7 +341,7 @@ TRANSFORMATIONS = (
             "inner": optax.sgd(1e-3, 0.5),
             "rank": 2,
             "projection": "svd",
-            "update_every": 2,
+            "every": 2,
             "residual": None,
         },
         other_name="low_rank-svd",
@@ -345,7 +350,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.apollo,
-        {"inner": optax.adam(1e-2), "rank": 1, "update_every": 2},
+        {"inner": optax.adam(1e-2), "rank": 1, "every": 2},
         **LOW_RANK,
     ),
     Transformation(
@@ -368,7 +373,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.prune_gradually,
         {
-            "optimizer": optax.sgd(2e-3, 0.9),
+            "inner": optax.sgd(2e-3, 0.9),
             "sparsity": 0.5,
             "ramp": optax.linear_schedule(0.0, 1.0, 4),
             "every": 2,
@@ -383,7 +388,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.rigl,
         {
-            "optimizer": optax.sgd(2e-3, 0.9),
+            "inner": optax.sgd(2e-3, 0.9),
             "sparsity": 0.5,
             "end": 200,
             "key": jax.random.key(0),
@@ -400,10 +405,9 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.rigl,
         {
-            "optimizer": optax.adam(2e-3),
+            "inner": optax.adam(2e-3),
             "sparsity": 0.5,
             "end": 200,
-            "key": jax.random.key(0),
             "every": 2,
             "grow": "random",
             "skip_step": True,
@@ -418,24 +422,24 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.svrg,
-        {"coefficient": 0.5, "refresh_every": 2},
-        limits={"refresh_probability": SHARE},
+        {"coefficient": 0.5, "every": 2},
+        limits={"probability": SHARE},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
         no_minimum="corrects gradients for an optimizer after it; svrg_and_sgd has one",
         hands_on=True,
     ),
     Transformation(
         svrg_and_sgd,
-        {"learning_rate": 2e-3, "refresh_probability": 0.3},
+        {"learning_rate": 2e-3, "probability": 0.3},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
         hands_on=True,
     ),
     Transformation(
         optperm.katyusha,
-        {"learning_rate": 1e-3, "strong_convexity": 0.5, "refresh_probability": 0.3},
+        {"learning_rate": 1e-3, "strong_convexity": 0.5, "probability": 0.3},
         limits={
             **dict.fromkeys(("learning_rate", "strong_convexity"), ABOVE_ZERO),
-            "refresh_probability": SHARE | ABOVE_ZERO,
+            "probability": SHARE | ABOVE_ZERO,
         },
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
     ),
@@ -467,15 +471,15 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.recursive_gradient,
-        {"a": 0.5, "refresh_every": 2},
-        limits={"a": SHARE, "refresh_probability": SHARE},
+        {"a": 0.5, "every": 2},
+        limits={"a": SHARE, "probability": SHARE},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
         no_minimum="estimates gradients of a loss that the case does not pass",
         hands_on=True,
     ),
     Transformation(
         optperm.recursive_gradient,
-        {"a": 0.1, "refresh_probability": 0.3},
+        {"a": 0.1, "probability": 0.3},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
         no_minimum="estimates gradients of a loss that the case does not pass",
         hands_on=True,
@@ -521,10 +525,10 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         ivon,
-        {"learning_rate": 1e-3, "ess": 1.0, "beta2": 0.9},
+        {"learning_rate": 1e-3, "num_data": 1.0, "b2": 0.9},
         limits={
-            **dict.fromkeys(("ess", "hess_init", "weight_decay", "clip_radius"), ABOVE_ZERO),
-            **dict.fromkeys(("beta1", "beta2"), SHARE | {"is_below": True}),
+            **dict.fromkeys(("num_data", "hess_init", "weight_decay", "clip_radius"), ABOVE_ZERO),
+            **dict.fromkeys(("b1", "b2"), SHARE | {"is_below": True}),
         },
         static=("mc_samples",),
         knows="shapes",
@@ -544,14 +548,13 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.sgld,
         {"step_size": 4e-6, "num_data": 1000},
-        limits={"seed": FROM_ZERO},
         knows="shapes",
         no_minimum="samples",
     ),
     Transformation(
         optperm.sghmc,
         {"step_size": 1e-6, "num_data": 1000, "friction": 0.5},
-        limits={"friction": SHARE | ABOVE_ZERO, "noise_estimate": {"high": 0.5}, "seed": FROM_ZERO},
+        limits={"friction": SHARE | ABOVE_ZERO, "noise_estimate": {"high": 0.5}},
         knows="shapes",
         no_minimum="samples",
     ),

@@ -4,16 +4,10 @@ Constant SGD, Langevin dynamics, normal distributions of the params (IVON, SWAG)
 draws. See ``examples/constant_sgd_posterior.py``.
 """
 
-from optperm.bayes._calibration import Calibration as Calibration
-from optperm.bayes._calibration import Scores as Scores
-from optperm.bayes._calibration import auroc as auroc
-from optperm.bayes._calibration import calibration as calibration
-from optperm.bayes._calibration import classification_scores as classification_scores
-from optperm.bayes._calibration import interval_coverage as interval_coverage
 from optperm.bayes._constant_sgd import ConstantSgdState as ConstantSgdState
 from optperm.bayes._constant_sgd import constant_sgd as constant_sgd
+from optperm.bayes._draws import posterior_mean as posterior_mean
 from optperm.bayes._draws import sample_params as sample_params
-from optperm.bayes._draws import swag_mean as swag_mean
 from optperm.bayes._ivon import IvonState as IvonState
 from optperm.bayes._ivon import ivon as ivon
 from optperm.bayes._kernel import NoiseKernel as NoiseKernel
@@ -34,7 +28,6 @@ from optperm.bayes._report import posterior_report as posterior_report
 from optperm.bayes._sample import sample as sample
 from optperm.bayes._sampling import Samples as Samples
 from optperm.bayes._sampling import draw_samples as draw_samples
-from optperm.bayes._sampling import samples_as_dict as samples_as_dict
 from optperm.bayes._stationary import gaussian_kl as gaussian_kl
 from optperm.bayes._stationary import stationary_covariance as stationary_covariance
 from optperm.bayes._swag import SwagState as SwagState

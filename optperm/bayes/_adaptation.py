@@ -23,7 +23,7 @@ from optperm.core.mapped_axes import mark_varying, varying_axes, when
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree
 
-# The share by which the noise of a step may vary from place to place.
+# The fraction by which the noise of a step may vary from place to place.
 _VARIATION = 0.1
 # Curvature is taken to be its mean plus as many standard errors.
 _ERRORS = 2.0
@@ -69,13 +69,15 @@ class Adaptation(NamedTuple):
     correlation: Float32[Array, ""]
 
 
-def begin(params: optax.Params, preconditioner: Any, rho: Any) -> tuple[NoiseKernel, Adaptation]:
+def begin(
+    params: optax.Params, preconditioner: Any, noise_ratio: Any
+) -> tuple[NoiseKernel, Adaptation]:
     """Return a kernel that takes no steps, and the start of the first window.
 
     Args:
       params: The params.
       preconditioner: "scalar", "diagonal" or "full".
-      rho: The largest rho.
+      noise_ratio: The maximum of rho.
     """
     covariance = OUTER[preconditioner](
         jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
@@ -92,7 +94,7 @@ def begin(params: optax.Params, preconditioner: Any, rho: Any) -> tuple[NoiseKer
         return jax.tree.map(jnp.copy, noise)
 
     kernel = NoiseKernel(
-        basis, zeros(), zeros(), jnp.asarray(rho, jnp.float32) + zero(), zero(), zero() + 1,
+        basis, zeros(), zeros(), jnp.asarray(noise_ratio, jnp.float32) + zero(), zero(), zero() + 1,
         zero() + 1, zero() + 1, jnp.zeros([], jnp.int32), zero() > 0,
     )  # fmt: skip
     return kernel, Adaptation(
@@ -203,15 +205,15 @@ def learn(
     covariance = update_mean(seen.covariance, c_hat, n)
 
     # E[w^T C^ w w^T C^' w] of two successive batches: they share the chain's place, not their noise
-    share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
+    relative = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
     product = jax.tree.map(
         lambda one, two, r: jnp.minimum(one * r, _MOST_NOISE) * jnp.minimum(two * r, _MOST_NOISE),
         noise,
         seen.noise,
-        share,
+        relative,
     )
     n_pairs = jnp.maximum(n - 1, 1)
-    repeated = _mean(product, optax.tree.mul(kernel.noise, share))
+    repeated = _mean(product, optax.tree.mul(kernel.noise, relative))
     repeated = jnp.where(n > 1, seen.repeated + (repeated - seen.repeated) / n_pairs, 0.0)
 
     q = _measure_curvature(kernel, batch, h, key, seen.direction)
@@ -274,7 +276,7 @@ def hand_over(
     *,
     limit: jax.Array,
     momentum_factor: Any,
-    rho: Any,
+    noise_ratio: Any,
 ) -> tuple[NoiseKernel, Adaptation]:
     r"""Return the kernel of the next window, and the start of that window.
 
@@ -295,7 +297,7 @@ def hand_over(
       scale: s.
       limit: c.
       momentum_factor: (1 - mu) / (1 + mu).
-      rho: The largest rho.
+      noise_ratio: The maximum of rho.
     """
     n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
     found, noise, basis = seen.covariance, seen.covariance, kernel.basis
@@ -321,13 +323,13 @@ def hand_over(
     if not isinstance(basis, tuple):
         curvature = jnp.matmul((rotation**2).T, curvature, precision="highest")
 
-    # rho / (1 + rho) = .1 / sd(w^T C w h / s) over places
-    share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
-    weights = optax.tree.mul(kernel.noise, share)
-    level = jax.tree.map(lambda c, r: jnp.minimum(c * r, _MOST_NOISE) ** 2, found, share)
+    # rho / (1 + rho) = 0.1 / sd(w^T C w h / s) over places
+    relative = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
+    weights = optax.tree.mul(kernel.noise, relative)
+    level = jax.tree.map(lambda c, r: jnp.minimum(c * r, _MOST_NOISE) ** 2, found, relative)
     variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
-    old = kernel.rho / (1 + kernel.rho)
-    most = jnp.asarray(rho, jnp.float32)
+    old = kernel.noise_ratio / (1 + kernel.noise_ratio)
+    most = jnp.asarray(noise_ratio, jnp.float32)
     largest = jnp.minimum(most / (1 + most), old * _VARIATION / jnp.sqrt(variance + 1e-12))
     ratio = jax.tree.map(
         lambda c, noise: jnp.where(noise > 0, c / jnp.where(noise > 0, noise, 1.0), 1.0),
@@ -344,7 +346,7 @@ def hand_over(
         basis=basis,
         noise=noise,
         curvature=jax.tree.map(lambda a: a * excess.astype(a.dtype), curvature),
-        rho=jnp.where(is_first, most, largest / (1 - largest)).astype(jnp.float32),
+        noise_ratio=jnp.where(is_first, most, largest / (1 - largest)).astype(jnp.float32),
         # lambda_max of the old kernel, less by how much the new one is shortened
         stability=jnp.where(kernel.is_ready, effective * kernel.excess / excess, 0.0),
         excess=excess,
@@ -397,8 +399,8 @@ def _along(rows: Any, v: Any) -> jax.Array:
 
 def _update_root_square(n: jax.Array, root: jax.Array, new: jax.Array) -> jax.Array:
     """Return the root of the mean of n squares, of which one is new."""
-    before, share = (jnp.sqrt(x).astype(root.dtype) for x in (1 - 1 / n, 1 / n))
-    return jnp.hypot(before * root, share * new)
+    old_weight, weight = (jnp.sqrt(x).astype(root.dtype) for x in (1 - 1 / n, 1 / n))
+    return jnp.hypot(old_weight * root, weight * new)
 
 
 def update_mean(mean: Any, new: Any, n: jax.Array) -> Any:

@@ -84,11 +84,11 @@ def constant_sgd(
     momentum: float | jax.Array | None = None,
     temperature: optax.ScalarOrSchedule = 1.0,
     stability: float | jax.Array = 0.2,
-    rho: float | jax.Array = 10.0,
+    noise_ratio: float | jax.Array = 10.0,
     burn_in: int | jax.Array = 4000,
     freeze_after: int | jax.Array | None = None,
     burn_in_optimizer: optax.GradientTransformation | None = None,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
     chunk_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -129,22 +129,23 @@ def constant_sgd(
       estimator: How C is estimated: "per_example", from the extra argument `per_example_grad_fn`;
         "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
         examples.
-      learning_rate: Factor on `stability` and `rho`, a number or a schedule; the law stays the same.
-      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(.9, (S - 1) / (S + 1))`. Steps are
+      learning_rate: Factor on `stability` and `noise_ratio`, a number or a schedule; the law stays the
+        same.
+      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. Steps are
         :math:`(1 + \mu) / (1 - \mu)` times as long at the same stability.
       temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
-      stability: c, the largest eigenvalue of :math:`H A` (1 - mu) / (1 + mu), in (0, 2): variances are
+      stability: c, the maximum eigenvalue of :math:`H A` (1 - mu) / (1 + mu), in (0, 2): variances are
         too large by up to half of it.
-      rho: The largest :math:`\rho`, the ratio of the batches' noise to the injected noise; the warm-up
-        lowers it where the noise varies from place to place.
+      noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
+        The warm-up lowers :math:`\rho` where the noise varies from place to place.
       burn_in: Steps before the first step that samples. With 0 the params stay where they are for the
         first half of `freeze_after`, in which the noise and the curvature are learned.
       freeze_after: Steps after which nothing is learned. None for twice `burn_in`, at least 1,000 steps
         after it.
       burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
         curvature, which reach distant optima and do not depend on the units of features.
-      seed: Seed of the injected noise. `optperm.bayes.draw_samples` gives each chain noise of its
-        own; chains of your own take states that were initialized with different seeds.
+      key: A random key of the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
+        noise of its own; chains of your own take states that were initialized with different keys.
       chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
         at least 8.
       axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
@@ -196,11 +197,11 @@ def constant_sgd(
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
     checks.check_positive("stability", stability)
-    checks.check_positive("rho", rho)
+    checks.check_positive("noise_ratio", noise_ratio)
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
-    checks.check_key("seed", seed)
+    checks.check_key("key", key)
     rate = 1.0 if callable(learning_rate) else learning_rate
     is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
     if is_seen and float(stability) * float(rate) >= 2:
@@ -212,7 +213,9 @@ def constant_sgd(
     schedule = warmup(burn_in, freeze_after, batch_size, estimator, preconditioner)
 
     def init(params: optax.Params) -> ConstantSgdState:
-        kernel, adaptation = begin(params, _choose_preconditioner(preconditioner, params), rho)
+        kernel, adaptation = begin(
+            params, _choose_preconditioner(preconditioner, params), noise_ratio
+        )
         zero = jnp.zeros_like(kernel.stability)
         return ConstantSgdState(
             count=jnp.zeros([], jnp.int32),
@@ -220,7 +223,7 @@ def constant_sgd(
             uneven=jnp.zeros([], jnp.int32),
             left_out=jnp.zeros([], jnp.int32),
             freeze_after=jnp.asarray(schedule.freeze_after, jnp.int32),
-            key=key_data(seed),
+            key=key_data(key),
             scale=zero,
             limit=zero + 1,
             kernel=kernel,
@@ -245,7 +248,7 @@ def constant_sgd(
             lambda known: warm_up(
                 *known, batch, estimator, scale, fold(state.key, ~count),
                 number=schedule.number(count), is_open=is_open, ends_window=ends_window,
-                limit=c, rate=rate, momentum_factor=(1 - mu) / (1 + mu), rho=rho,
+                limit=c, rate=rate, momentum_factor=(1 - mu) / (1 + mu), noise_ratio=noise_ratio,
             ),
             (state.kernel, state.adaptation, state.uneven),
         )  # fmt: skip

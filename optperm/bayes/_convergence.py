@@ -8,13 +8,13 @@ import numpy as np
 
 
 def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
-    """Return the largest R-hat, the least bulk and tail effective sizes, the largest error of a mean.
+    """Return the maximum R-hat, the minimum bulk and tail effective sizes, the maximum error of a mean.
 
     Args:
       values: (chain, draw, entry), of at least four draws.
 
     Returns:
-      Four numbers. The last is the largest Monte Carlo error over the standard deviation.
+      Four numbers. The last is the maximum Monte Carlo error over the standard deviation.
     """
     halves, tails = _split(values), []
     for level in (0.05, 0.95):

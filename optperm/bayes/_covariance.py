@@ -20,7 +20,7 @@ Preconditioner = Literal["scalar", "diagonal", "full"]
 
 # From deviations d, a tree with a leading axis: the part of the sum of d d^T that is kept.
 Outer = Callable[[optax.Updates], Any]
-# Numbers of examples' gradients held at once, and the least number of examples.
+# Numbers of examples' gradients held at once, and the minimum number of examples.
 _CHUNK, _LEAST_CHUNK = 2**20, 8
 
 

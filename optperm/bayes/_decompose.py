@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-# Below this share of the largest eigenvalue, times D, a matrix of correlations has rounding alone.
+# Below this fraction of the maximum eigenvalue, times D, a matrix of correlations has rounding alone.
 _NOTHING = 1e-7
 # Gradients are rounded by about as many epsilons of their dtype.
 _ROUNDING = 10.0

@@ -29,7 +29,7 @@ _COLD = "The temperature is 0, at which no steps are taken: all draws of a chain
 
 
 class LangevinBiases(NamedTuple):
-    """The shares by which SGLD and SGHMC widen variances, and sentences on them."""
+    """The fractions by which SGLD and SGHMC widen variances, and sentences on them."""
 
     steps: float | None
     batches: float | None
@@ -128,7 +128,7 @@ def _judge_kernel(kernel: NoiseKernel) -> list[str]:
             found.append(
                 "The noise of the gradients is correlated: along the steepest direction a step's is "
                 f"{correlation:.2g} times what the preconditioner takes it for, and the variance there "
-                "too large by about that factor. Use preconditioner='full', or a smaller rho."
+                "too large by about that factor. Use preconditioner='full', or a smaller noise_ratio."
             )
     elif estimates < kernel.basis.shape[-1]:
         found.append(
@@ -145,19 +145,19 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
     if not np.any(np.asarray(state.steps)) and np.all(np.asarray(state.count) > 0):
         return [
             "No step has sampled: it was the burn-in, or noise and curvature are not known. See that "
-            "gradients are finite, and pass a longer warmup to draw_samples."
+            "gradients are finite, and pass a longer burn_in to draw_samples."
         ]
     if isinstance(state, ConstantSgdState):
         learning = int(np.max(state.freeze_after)) - before
         if learning > 0:
             return [
                 f"The first {learning} steps of the draws were taken while the warm-up still learned: "
-                "pass warmup=None to draw_samples."
+                "pass burn_in=None to draw_samples."
             ]
     if idle > before:
         return [
             f"Some draws are of steps that did not sample: {idle} steps did not, and only {before} came "
-            "before the first draw. Pass a longer warmup."
+            "before the first draw. Pass a longer burn_in."
         ]
     return []
 
@@ -182,7 +182,7 @@ def _judge_rounding(samples: Samples) -> list[str]:
 
 
 def langevin_biases(values: np.ndarray, state: SgldState | SghmcState) -> LangevinBiases:
-    """Return the shares by which steps and batches widen variances.
+    """Return the fractions by which steps and batches widen variances.
 
     Args:
       values: The draws, (chain, draw, entry).
@@ -204,7 +204,7 @@ def langevin_biases(values: np.ndarray, state: SgldState | SghmcState) -> Langev
         not_checked.append("The variance that the length of the steps adds, with a preconditioner.")
     if np.min(state.looks) > 0:
         batches = max(
-            float(np.max(np.asarray(x, np.float64))) for x in jax.tree.leaves(state.share)
+            float(np.max(np.asarray(x, np.float64))) for x in jax.tree.leaves(state.batch_bias)
         )
         if batches > _LARGEST_BIAS:
             warnings.append(
@@ -221,7 +221,7 @@ def langevin_biases(values: np.ndarray, state: SgldState | SghmcState) -> Langev
 def describe_r_hat(value: float) -> str:
     """Return the warning of a split R-hat that is too large."""
     return (
-        f"The largest split R-hat is {value:.3g}: the chains have too few draws to tell, have not "
+        f"The maximum split R-hat is {value:.3g}: the chains have too few draws to tell, have not "
         "mixed, or are in several modes (a parameter and its mirror image). Draw longer ones, and look "
         "at their means."
     )

@@ -11,7 +11,7 @@ from optperm.bayes._masters import MasterState, follow
 from optperm.bayes._normal_noise import normal_like
 from optperm.bayes._swag import SwagState
 from optperm.core import checks
-from optperm.core.keys import as_key
+from optperm.core.keys import as_key, make_key
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import (
     fill_masked,
@@ -23,7 +23,7 @@ from optperm.core.states import (
 
 
 def sample_params(
-    opt_state: Any, params: optax.Params, key: jax.Array, num_draws: int | None = None
+    opt_state: Any, params: optax.Params, key: int | jax.Array, num_draws: int | None = None
 ) -> optax.Params:
     r"""Draw params from the normal distribution of `optperm.ivon` or of `optperm.swag`.
 
@@ -38,7 +38,7 @@ def sample_params(
     Args:
       opt_state: The state of an optimizer with `optperm.ivon` or `optperm.swag` anywhere in it.
       params: The current params: the mean :math:`m` of `ivon`.
-      key: A key of `jax.random`. For replicas that draw independently, pass each its own key, for
+      key: A random key, or an int. For replicas that draw independently, pass each its own key, for
         instance `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
       num_draws: Draws to stack along a leading axis; None for one without such an axis.
 
@@ -50,7 +50,7 @@ def sample_params(
     Example:
       >>> import jax, jax.numpy as jnp, optperm
       >>> w = jnp.zeros(1000)
-      >>> opt_state = optperm.ivon(0.1, ess=25.0, hess_init=4.0, weight_decay=1e-6).init(w)
+      >>> opt_state = optperm.ivon(0.1, num_data=25.0, hess_init=4.0, weight_decay=1e-6).init(w)
       >>> draws = optperm.bayes.sample_params(opt_state, w, jax.random.key(0), num_draws=100)
       >>> draws.shape, round(float(draws.std()), 2)  # 1 / sqrt(25 * 4)
       ((100, 1000), 0.1)
@@ -70,11 +70,12 @@ def sample_params(
       :math:`1 / (\lambda (h_0 + \delta))`.
 
     Raises:
-      TypeError: If `key` is no key.
+      TypeError: If `key` is neither an int nor a key.
       ValueError: If there is no such state, or more than one; if params do not match it; if `swag` has
         collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients
         of several draws: take the mean loss over microbatches at one draw, or `mc_samples`.
     """
+    checks.check_key("key", key)
     if num_draws is not None:
         checks.check_static_count("num_draws", num_draws)
     state: Any = find_state(opt_state, (IvonState, SwagState), method="ivon or optperm.swag")
@@ -103,11 +104,14 @@ def sample_params(
         threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
         return fill_masked(draw_one(state, seen, threefry), params)
 
-    return draw(key) if num_draws is None else jax.vmap(draw)(jax.random.split(key, num_draws))
+    typed = make_key(key)
+    return draw(typed) if num_draws is None else jax.vmap(draw)(jax.random.split(typed, num_draws))
 
 
-def swag_mean(opt_state: Any) -> optax.Params:
-    """Return the mean of the params that `optperm.swag` has collected: stochastic weight averaging.
+def posterior_mean(opt_state: Any) -> optax.Params:
+    """Return the mean of the posterior that `optperm.swag` has collected: stochastic weight averaging.
+
+    The mean of the posterior of `optperm.ivon` is the params themselves.
 
     Args:
       opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
@@ -120,7 +124,7 @@ def swag_mean(opt_state: Any) -> optax.Params:
       >>> tx = optperm.swag(every=1)
       >>> opt_state = tx.init(jnp.zeros(2))
       >>> _, opt_state = tx.update(jnp.zeros(2), opt_state, jnp.array([1.0, 2.0]))
-      >>> optperm.bayes.swag_mean(opt_state).tolist()
+      >>> optperm.bayes.posterior_mean(opt_state).tolist()
       [1.0, 2.0]
 
     Raises:
@@ -155,7 +159,7 @@ def _draw_ivon(state: IvonState, params: optax.Params, key: jax.Array) -> optax.
     """Draw m + z / sqrt(lambda (h + delta))."""
 
     def draw(m: Any, h: jax.Array, z: jax.Array) -> jax.Array:
-        precision = state.ess.astype(h.dtype) * (h + state.weight_decay.astype(h.dtype))
+        precision = state.num_data.astype(h.dtype) * (h + state.weight_decay.astype(h.dtype))
         return m.astype(h.dtype) + z.astype(h.dtype) * jax.lax.rsqrt(precision)
 
     return jax.tree.map(draw, params, state.hessian, normal_like(key, params))
@@ -171,8 +175,8 @@ def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.
 
     def draw(mean: jax.Array, squares: jax.Array, rows: jax.Array, z: jax.Array) -> jax.Array:
         # Sigma_diag is the mean square, and with deviations has half of the weight
-        share = 0.5 if rank else 1.0
-        variance = share * squares / jnp.maximum(n, 1).astype(squares.dtype)
+        weight = 0.5 if rank else 1.0
+        variance = weight * squares / jnp.maximum(n, 1).astype(squares.dtype)
         theta = mean + jnp.sqrt(variance) * z.astype(mean.dtype)
         if not rank:
             return theta

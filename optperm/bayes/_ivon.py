@@ -40,24 +40,24 @@ class IvonState(NamedTuple):
       count: Steps taken.
       momentum: :math:`g`, the running mean of the gradients.
       hessian: :math:`h`, the estimate of the Hessian's diagonal.
-      ess: :math:`\lambda`. The variances are :math:`1 / (\lambda (h + \delta))`.
+      num_data: :math:`\lambda`. The variances are :math:`1 / (\lambda (h + \delta))`.
       weight_decay: :math:`\delta`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     momentum: PyTree[Float[Array, "?*shape"], "Params"]
     hessian: PyTree[Float[Array, "?*shape"], "Params"]
-    ess: Float[Array, ""]
+    num_data: Float[Array, ""]
     weight_decay: Float[Array, ""]
 
 
 def ivon(
     learning_rate: optax.ScalarOrSchedule,
-    ess: float | jax.Array,
+    num_data: float | jax.Array,
     *,
     hess_init: float = 1.0,
-    beta1: float | jax.Array = 0.9,
-    beta2: float | jax.Array = 0.99999,
+    b1: float | jax.Array = 0.9,
+    b2: float | jax.Array = 0.99999,
     weight_decay: float | jax.Array = 1e-4,
     mc_samples: int = 1,
     clip_radius: float | jax.Array = float("inf"),
@@ -84,17 +84,17 @@ def ivon(
     Args:
       learning_rate: :math:`\alpha`, a number or a schedule of the step. With `rescale_lr`, the rate of
         SGD with momentum is a good first guess.
-      ess: :math:`\lambda > 0`, the effective sample size: the number of training examples. A larger
+      num_data: :math:`\lambda > 0`, the number of training examples: the effective sample size. A larger
         number makes the distribution narrower ("cold").
-      hess_init: :math:`h_0 > 0`. Search this number first, from 0.01 to 1: a small one makes wide draws,
-        with which training diverges.
-      beta1: :math:`\beta_1 \in [0, 1)`.
-      beta2: :math:`\beta_2 \in [0, 1)`. For a short training take 1 - 1 / steps. With a small
+      hess_init: :math:`h_0 > 0`. Tune it first, from 0.01 to 1: a small one makes wide draws, with which
+        training diverges.
+      b1: :math:`\beta_1 \in [0, 1)`.
+      b2: :math:`\beta_2 \in [0, 1)`. For a short training take 1 - 1 / steps. With a small
         :math:`\beta_2` training diverges, since a single draw says little of the Hessian.
       weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
       mc_samples: Draws per step. With more than one, `updates` and `draw` have a leading axis of that
         length.
-      clip_radius: :math:`\xi > 0`, the largest entry of the direction. With 1e-3 and a rate near 1 deep
+      clip_radius: :math:`\xi > 0`, the maximum entry of the direction. With 1e-3 and a rate near 1 deep
         networks that diverge without it train.
       rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, so that the first
         step is a step of SGD.
@@ -109,7 +109,7 @@ def ivon(
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> curvature = jnp.array([1.0, 100.0])
       >>> grad_fn = jax.grad(lambda w: 0.5 * jnp.sum(curvature * (w - 1.0) ** 2))
-      >>> tx = optperm.ivon(0.05, ess=1000.0, beta2=0.999)
+      >>> tx = optperm.ivon(0.05, num_data=1000.0, b2=0.999)
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     draw = optperm.bayes.sample_params(opt_state, w, key)
@@ -141,7 +141,7 @@ def ivon(
       :math:`1 / (\lambda (\mathrm{diag} H + \delta))`: the best normal approximation with a diagonal
       covariance.
 
-      The state has two numbers per parameter, as the state of Adam. A step makes one normal number per
+      The state has two entries per parameter, as the state of Adam. A step makes one normal number per
       parameter besides, which counts where a batch is small for the network.
 
     Raises:
@@ -155,9 +155,13 @@ def ivon(
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_positive("clip_radius", clip_radius)
-    for name, number in {"ess": ess, "hess_init": hess_init, "weight_decay": weight_decay}.items():
+    for name, number in {
+        "num_data": num_data,
+        "hess_init": hess_init,
+        "weight_decay": weight_decay,
+    }.items():
         checks.check_positive(name, number, checks.LARGEST_FLOAT32)
-    for name, number in {"beta1": beta1, "beta2": beta2}.items():
+    for name, number in {"b1": b1, "b2": b2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
         if checks.is_concrete_number(number) and np.float32(number) == 1:
             raise ValueError(f"{name} must be below 1 in float32, got {number!r}.")
@@ -170,7 +174,7 @@ def ivon(
             count=jnp.zeros([], jnp.int32),
             momentum=wide_zeros(params),
             hessian=optax.tree.full_like(wide_zeros(params), hess_init),
-            ess=jnp.asarray(ess, dtype),
+            num_data=jnp.asarray(num_data, dtype),
             weight_decay=jnp.asarray(weight_decay, dtype),
         )
 
@@ -187,29 +191,29 @@ def ivon(
         if grads_of_draws is not None:
             checks.check_same_tree("updates", grads_of_draws, draw, source="draw", dtypes=False)
         count = optax.safe_increment(state.count)
-        rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
+        rate = resolve_schedule("learning_rate", learning_rate, state.count, state.num_data.dtype)
         of_draws = grads if grads_of_draws is None else grads_of_draws
         products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
         # All replicas have the same h, so that averages of epsilon g^ are averages of h^
         if axis_name is not None:
             _check_are_local(grads, axis_name)
             grads, products = jax.lax.pmean((grads, products), axis_name)
-        debias = 1 - jnp.asarray(beta1, rate.dtype) ** count.astype(rate.dtype)
+        debias = 1 - jnp.asarray(b1, rate.dtype) ** count.astype(rate.dtype)
 
         def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
             dtype = h.dtype
             # 1 - beta before it is rounded: float32 would lose 0.1 % of 1 - 0.99999
-            delta, b1, b2, debiasing, radius, alpha = (
+            delta, rate_1, rate_2, debiasing, radius, alpha = (
                 jnp.asarray(x, dtype)
-                for x in (weight_decay, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
+                for x in (weight_decay, 1 - b1, 1 - b2, debias, clip_radius, rate)
             )
             m, g_hat = m.astype(dtype), g_hat.astype(dtype)
             # h^ = lambda (h + delta) epsilon g^, by the lambda and the delta of the draw
-            h_hat = state.ess.astype(dtype) * (h + state.weight_decay.astype(dtype)) * product
+            h_hat = state.num_data.astype(dtype) * (h + state.weight_decay.astype(dtype)) * product
             # g <- beta_1 g + (1 - beta_1) g^
-            g = jnp.where(jnp.isfinite(g_hat), g + b1 * (g_hat - g), g)
+            g = jnp.where(jnp.isfinite(g_hat), g + rate_1 * (g_hat - g), g)
             # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
-            new_h = h + b2 * (h_hat - h) + 0.5 * (b2 * (h - h_hat)) ** 2 / (h + delta)
+            new_h = h + rate_2 * (h_hat - h) + 0.5 * (rate_2 * (h - h_hat)) ** 2 / (h + delta)
             # h + delta > 0, which holds for real numbers, can be lost in rounding
             h = jnp.where(jnp.isfinite(new_h) & (new_h + delta > 0), new_h, h)
             # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta)), by the new h
@@ -223,7 +227,7 @@ def ivon(
             jax.tree.map(lambda _, found, i=i: found[i], params, out) for i in range(3)
         )
         return updates, IvonState(
-            count, momentum, hessian, jnp.asarray(ess), jnp.asarray(weight_decay)
+            count, momentum, hessian, jnp.asarray(num_data), jnp.asarray(weight_decay)
         )
 
     single = with_masters(

@@ -26,7 +26,7 @@ class NoiseKernel(NamedTuple):
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top
 
-    The share that the batches may have in a step's noise, and the curvature
+    The fraction of a step's noise that may come from the batches, and the curvature
     :math:`a_i \approx w_i^\top A w_i`, limit the steps :math:`h_i`; injected noise adds the rest:
 
     .. math::
@@ -43,11 +43,11 @@ class NoiseKernel(NamedTuple):
         a single number of the scalar one.
       curvature: :math:`a`, of the same form: :math:`w_i^\top A w_i` corrected for momentum, for the
         spread of the batches' curvatures and for `excess`.
-      rho: :math:`\rho`, the largest ratio of the batches' noise to the injected noise.
+      noise_ratio: :math:`\rho`, the maximum ratio of the batches' noise to the injected noise.
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, measured in the last window.
       excess: The factor on the :math:`a_i` that brings `stability` down to c.
       drift: The noise in the last window over the noise in the window before.
-      correlation: Without a basis, the noise of steps along the direction of largest curvature over the
+      correlation: Without a basis, the noise of steps along the direction of maximum curvature over the
         noise without correlation: above 1 where the noise of entries is correlated.
       estimates: Number of estimates of C in the last window.
       is_ready: Whether noise and curvature are known; until then no step is taken.
@@ -56,7 +56,7 @@ class NoiseKernel(NamedTuple):
     basis: Any  # Float[Array, "d d"], or ()
     noise: PyTree[Float[Array, "..."]]
     curvature: PyTree[Float[Array, "..."]]
-    rho: Float32[Array, ""]
+    noise_ratio: Float32[Array, ""]
     stability: Float32[Array, ""]
     excess: Float32[Array, ""]
     drift: Float32[Array, ""]
@@ -76,7 +76,7 @@ class NoiseKernel(NamedTuple):
         # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c)
         def of_entry(noise: jax.Array, curvature: jax.Array) -> jax.Array:
             s, c, rho = (
-                jnp.asarray(x, noise.dtype) for x in (scale, limit * rate, self.rho * rate)
+                jnp.asarray(x, noise.dtype) for x in (scale, limit * rate, self.noise_ratio * rate)
             )
             h = s / jnp.maximum(noise * (1 + 1 / rho), s * curvature / c)
             return jnp.where(jnp.isfinite(h), h, 0.0)

@@ -28,7 +28,7 @@ from optperm.core.transformation import transformation
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
-# Steps from one estimate of the batches' noise to the next, and the least number of examples.
+# Steps from one estimate of the batches' noise to the next, and the minimum number of examples.
 _ESTIMATE_EVERY, _FEWEST = 200, 2
 
 
@@ -43,7 +43,7 @@ class SgldState(NamedTuple):
         preconditioner.
       left_out: Steps in which entries with a gradient that is not finite did not move.
       looks: Number of estimates of the batches' noise, one in 200 steps.
-      share: The share by which the batches' noise widens each variance, a tree like params.
+      batch_bias: The fraction by which the batches' noise widens each variance, a tree like params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -51,7 +51,7 @@ class SgldState(NamedTuple):
     reach: Float32[Array, ""]
     left_out: Int32[Array, ""]
     looks: Int32[Array, ""]
-    share: PyTree[Float[Array, "?*shape"], "Params"]
+    batch_bias: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 class SghmcState(NamedTuple):
@@ -64,7 +64,7 @@ class SghmcState(NamedTuple):
       reach: :math:`\eta T / (2 - \alpha)` of the last step, used as in `SgldState`.
       left_out: As in `SgldState`.
       looks: As in `SgldState`.
-      share: As in `SgldState`.
+      batch_bias: As in `SgldState`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class SghmcState(NamedTuple):
     reach: Float32[Array, ""]
     left_out: Int32[Array, ""]
     looks: Int32[Array, ""]
-    share: PyTree[Float[Array, "?*shape"], "Params"]
+    batch_bias: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 def sgld(
@@ -81,7 +81,7 @@ def sgld(
     num_data: int | jax.Array,
     temperature: optax.ScalarOrSchedule = 1.0,
     preconditioner: optax.Params | None = None,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sample by stochastic gradient Langevin dynamics: half a step downhill, and noise.
 
@@ -92,14 +92,14 @@ def sgld(
     with :math:`g_t` the gradient of the mean loss over a batch, which includes the prior
     (`optperm.bayes.normal_prior`). The distribution of the iterates tends to the posterior as
     :math:`\epsilon \to 0`: the noise of :math:`g_t`, of covariance :math:`R`, widens variances by the
-    share :math:`\epsilon N^2 M R / (4 T)`.
+    fraction :math:`\epsilon N^2 M R / (4 T)`.
 
     Args:
       step_size: :math:`\epsilon`, a number or a schedule of the step.
       num_data: N, the number of training examples.
       temperature: T, a number or a schedule of the step.
       preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
-      seed: Seed of the noise. The key is in the state.
+      key: A random key of the noise, or an int. The state holds it.
 
     Returns:
       A transformation whose state is an `SgldState`, with a float32 copy of params of 16 bits.
@@ -122,7 +122,7 @@ def sgld(
       al.). Do not put clipping, momentum or Adam's moments in front, which change the mean of the
       gradients too, nor anything that scales updates behind, which changes the temperature. Entries with
       a gradient that is not finite do not move. Each chain needs noise of its own:
-      `optperm.bayes.draw_samples` gives it; for your own chains, initialize states with different seeds.
+      `optperm.bayes.draw_samples` gives it; for your own chains, initialize states with different keys.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
@@ -131,7 +131,7 @@ def sgld(
     References:
       Welling and Teh, *Bayesian Learning via Stochastic Gradient Langevin Dynamics*, ICML 2011
     """
-    _check(step_size, num_data, temperature, seed)
+    _check(step_size, num_data, temperature, key)
     if preconditioner is not None:
         for leaf in jax.tree.leaves(preconditioner):
             if not isinstance(leaf, jax.core.Tracer) and not np.all(np.asarray(leaf) > 0):
@@ -144,11 +144,11 @@ def sgld(
             )
         return SgldState(
             count=jnp.zeros([], jnp.int32),
-            key=key_data(seed),
+            key=key_data(key),
             reach=jnp.zeros([], jnp.float32),
             left_out=jnp.zeros([], jnp.int32),
             looks=jnp.zeros([], jnp.int32),
-            share=wide_zeros(params),
+            batch_bias=wide_zeros(params),
         )
 
     def update(
@@ -170,19 +170,21 @@ def sgld(
             return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
 
         moves = jax.tree.map(move, noisy, xi, m)
-        # The noise of g adds epsilon N^2 M R / (4 T) to each variance, as a share of it
+        # The noise of g adds epsilon N^2 M R / (4 T) to each variance, as a fraction of it
         factor = jax.tree.map(lambda m: epsilon * n**2 / (4 * t) * jnp.asarray(m, dtype), m)
-        looks, share = _noise_share(state, g, params, extra_args, factor)
+        looks, batch_bias = _mean_bias(state, g, params, extra_args, factor)
         return zero_if_not_finite(moves), state._replace(
             count=optax.safe_increment(state.count),
             reach=(epsilon * t / 2 if preconditioner is None else 0 * epsilon).astype(jnp.float32),
             left_out=state.left_out + jnp.logical_not(all_finite(moves)).astype(jnp.int32),
             looks=looks,
-            share=share,
+            batch_bias=batch_bias,
         )
 
     return with_masters(
-        transformation(init, update, method="sgld", like=lambda state: state.share, dtypes=False),
+        transformation(
+            init, update, method="sgld", like=lambda state: state.batch_bias, dtypes=False
+        ),
         method="sgld",
     )
 
@@ -193,7 +195,7 @@ def sghmc(
     friction: float | jax.Array,
     temperature: optax.ScalarOrSchedule = 1.0,
     noise_estimate: float | jax.Array = 0.0,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sample by stochastic gradient Hamiltonian Monte Carlo: momentum, friction and noise.
 
@@ -212,7 +214,7 @@ def sghmc(
         stationary distribution.
       temperature: T, a number or a schedule of the step.
       noise_estimate: :math:`\hat\beta`, at most `friction`.
-      seed: Seed of the noise. The key is in the state.
+      key: A random key of the noise, or an int. The state holds it.
 
     Returns:
       A transformation whose state is an `SghmcState`, with a float32 copy of params of 16 bits.
@@ -233,7 +235,7 @@ def sghmc(
     Notes:
       Entries with a gradient that is not finite do not move, and keep their velocity. Each chain needs
       noise of its own: `optperm.bayes.draw_samples` gives it; for your own chains, initialize
-      states with different seeds.
+      states with different keys.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
@@ -243,7 +245,7 @@ def sghmc(
       Chen, Fox and Guestrin, `Stochastic Gradient Hamiltonian Monte Carlo
       <https://arxiv.org/abs/1402.4102>`_, ICML 2014
     """
-    _check(step_size, num_data, temperature, seed)
+    _check(step_size, num_data, temperature, key)
     checks.check_positive("friction", friction, 1.0)
     most = float(friction) if checks.is_concrete_number(friction) else 1.0
     checks.check_in_range("noise_estimate", noise_estimate, 0.0, most, may_be_schedule=False)
@@ -253,11 +255,11 @@ def sghmc(
         return SghmcState(
             count=jnp.zeros([], jnp.int32),
             velocity=wide_zeros(params),
-            key=key_data(seed),
+            key=key_data(key),
             reach=jnp.zeros([], jnp.float32),
             left_out=jnp.zeros([], jnp.int32),
             looks=jnp.zeros([], jnp.int32),
-            share=wide_zeros(params),
+            batch_bias=wide_zeros(params),
         )
 
     def update(
@@ -284,10 +286,10 @@ def sghmc(
         velocity = jax.tree.map(
             lambda v, old: jnp.where(jnp.isfinite(v), v, old), velocity, state.velocity
         )
-        # The noise of g adds eta N^2 R / (2 alpha T) to each variance, as a share of it
-        share = eta * jnp.asarray(num_data, dtype) ** 2 / (2 * alpha * t)
-        factor = optax.tree.full_like(velocity, share, dtype)
-        looks, share = _noise_share(state, g, params, extra_args, factor)
+        # The noise of g adds eta N^2 R / (2 alpha T) to each variance, as a fraction of it
+        relative = eta * jnp.asarray(num_data, dtype) ** 2 / (2 * alpha * t)
+        factor = optax.tree.full_like(velocity, relative, dtype)
+        looks, batch_bias = _mean_bias(state, g, params, extra_args, factor)
         return u, SghmcState(
             count=optax.safe_increment(state.count),
             velocity=velocity,
@@ -295,7 +297,7 @@ def sghmc(
             reach=(eta * t / (2 - alpha)).astype(jnp.float32),
             left_out=state.left_out + is_left_out.astype(jnp.int32),
             looks=looks,
-            share=share,
+            batch_bias=batch_bias,
         )
 
     return with_masters(
@@ -306,24 +308,24 @@ def sghmc(
     )
 
 
-def _noise_share(
+def _mean_bias(
     state: SgldState | SghmcState,
     g: optax.Updates,
     params: optax.Params,
     extra_args: dict[str, Any],
     factor: Any,
 ) -> tuple[jax.Array, Any]:
-    """Return the number of estimates of the batches' noise, and the mean share of variances it adds.
+    """Return the number of estimates of the batches' noise, and the mean fraction of variances it adds.
 
     Args:
       state: The state before.
       g: The gradient.
       params: The params.
       extra_args: The extra arguments.
-      factor: The share over the variance of the batch's gradient, a tree like params.
+      factor: The fraction over the variance of the batch's gradient, a tree like params.
     """
     grad_fn, grad = extra_args.get("per_example_grad_fn"), extra_args.get("grad")
-    known = state.looks, state.share
+    known = state.looks, state.batch_bias
     if grad_fn is None or grad is None or not jax.tree.leaves(params):
         return known
     pairs = zip(*map(jax.tree.leaves, (g, mask_like(grad, params))), strict=False)
@@ -337,20 +339,18 @@ def _noise_share(
         c_hat, _ = per_example(batch, diagonal)
         looks = known[0] + 1
 
-        # share <- share + (factor C^ / S - share) / looks
-        def towards(share: jax.Array, c: jax.Array, factor: jax.Array) -> jax.Array:
-            new = factor.astype(share.dtype) * (c / rows[0].shape[0]).astype(share.dtype)
-            return share + jnp.where(jnp.isfinite(new), new - share, 0.0) / looks.astype(
-                share.dtype
-            )
+        # bias <- bias + (factor C^ / S - bias) / looks
+        def towards(bias: jax.Array, c: jax.Array, factor: jax.Array) -> jax.Array:
+            new = factor.astype(bias.dtype) * (c / rows[0].shape[0]).astype(bias.dtype)
+            return bias + jnp.where(jnp.isfinite(new), new - bias, 0.0) / looks.astype(bias.dtype)
 
         return looks, jax.tree.map(towards, known[1], c_hat, factor)
 
     return when(state.count % _ESTIMATE_EVERY == 0, estimate, known)
 
 
-def _check(step_size: object, num_data: object, temperature: object, seed: object) -> None:
+def _check(step_size: object, num_data: object, temperature: object, key: object) -> None:
     checks.check_in_range("step_size", step_size, 0.0, float("inf"))
     checks.check_count("num_data", num_data)
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
-    checks.check_key("seed", seed)
+    checks.check_key("key", key)

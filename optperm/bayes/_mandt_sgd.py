@@ -125,8 +125,8 @@ def mandt_sgd(
       learning_rate: :math:`\eta`, a number or a schedule; 1 for sampling.
       momentum: :math:`\mu`, in [0, 1); None for none.
       temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
-      max_step: The largest eigenvalue of H; None for no limit. A limit changes the law.
-      damping: The least eigenvalue of C, in the units of C.
+      max_step: The maximum eigenvalue of H; None for no limit. A limit changes the law.
+      damping: The minimum eigenvalue of C, in the units of C.
       burn_in: Steps that only estimate C; the first step always does.
       freeze_after: Steps after which C is constant; None for never.
       burn_in_optimizer: The optimizer of the burn-in; None for no moves.

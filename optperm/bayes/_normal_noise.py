@@ -16,7 +16,7 @@ from optperm.core.shardings import shard_like
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _GROUPS = 5  # of four rounds
-# A sixth of all words of 32 bits, to a share of 4e-10.
+# A sixth of all words of 32 bits, to a fraction of 4e-10.
 _SIXTH = 2**32 // 6
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes._calibration import check_rows
 from optperm.bayes._sampling import Samples, check_draws
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
@@ -19,6 +18,9 @@ from optperm.core.states import without_variables
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
+
+# A softmax in bfloat16 sums to one to within as much, and its mean over draws is in float32.
+_ROUNDING = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
 class Ensemble(NamedTuple):
@@ -64,7 +66,7 @@ class Predictions(NamedTuple):
         if not shape or shape[-1] < 2:
             raise ValueError(f"Stack probabilities of at least two classes, got shape {shape}.")
         if can_be_seen(self.mean):
-            check_rows("The mean predictions", self.mean)
+            _check_rows(self.mean)
         return _entropy(self.mean)
 
     def mutual_information(self) -> jax.Array:
@@ -77,6 +79,19 @@ class Predictions(NamedTuple):
         """
         within = jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
         return jnp.maximum(self.entropy() - within, 0)  # rounding may leave less than nothing
+
+
+def _check_rows(probabilities: jax.Array) -> None:
+    """Raise a ValueError unless mean probabilities of classes, on the last axis, sum to one."""
+    values = np.asarray(probabilities, np.float64)
+    values = values.reshape(-1, values.shape[-1])
+    is_bad = ~((np.abs(values.sum(axis=1) - 1) <= _ROUNDING) & (values >= 0).all(axis=1))
+    if is_bad.any():
+        row = int(np.argmax(is_bad))
+        raise ValueError(
+            "The mean predictions must be at least 0 and each row must sum to one, but row "
+            f"{row} is {values[row][:8]}. Logits need jax.nn.softmax."
+        )
 
 
 def _entropy(probabilities: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from optperm.core.dtypes import accumulation_dtype
 def normal_prior(
     params: optax.Params, precision: float | jax.Array, num_data: int | jax.Array
 ) -> jax.Array:
-    r"""Return the share of a normal prior in the mean loss.
+    r"""Return the term of a normal prior in the mean loss.
 
     .. math::
       -\frac{1}{N} \log p(\theta) = \frac{p}{2 N} \|\theta\|^2 + \text{const}, \qquad

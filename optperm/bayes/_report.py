@@ -30,15 +30,15 @@ class PosteriorReport(NamedTuple):
     r"""The figures of `posterior_report`; None where a figure does not apply.
 
     Attributes:
-      r_hat: The largest rank-normalized split R-hat of any parameter.
-      ess_bulk: The smallest bulk effective sample size.
-      ess_tail: The smallest tail effective sample size, of the 5 % and 95 % quantiles.
-      mcse: The largest Monte Carlo error of a mean, over the standard deviation.
+      r_hat: The maximum rank-normalized split R-hat of any parameter.
+      ess_bulk: The minimum bulk effective sample size.
+      ess_tail: The minimum tail effective sample size, of the 5 % and 95 % quantiles.
+      mcse: The maximum Monte Carlo error of a mean, over the standard deviation.
       stability: :math:`\lambda_{\max}(H A)`, of constant SGD times (1 - mu) / (1 + mu).
-      rho: The largest ratio of the batches' noise to the injected noise, chosen by the warm-up.
+      noise_ratio: The maximum ratio of the batches' noise to the injected noise, chosen by the warm-up.
       drift: The noise in the last window of the warm-up over the noise in the window before.
-      step_bias: The largest share by which the length of SGLD's or SGHMC's steps widens a variance.
-      batch_bias: The largest share by which the noise of SGLD's or SGHMC's batches widens a variance.
+      step_bias: The maximum fraction by which the length of SGLD's or SGHMC's steps widens a variance.
+      batch_bias: The maximum fraction by which the noise of SGLD's or SGHMC's batches widens a variance.
       unmoved: Number of entries that have not moved in any chain.
       not_checked: Sentences on conditions that were not checked.
       warnings: Sentences on conditions that do not hold.
@@ -49,7 +49,7 @@ class PosteriorReport(NamedTuple):
     ess_tail: float
     mcse: float
     stability: float | None
-    rho: float | None
+    noise_ratio: float | None
     drift: float | None
     step_bias: float | None
     batch_bias: float | None
@@ -63,9 +63,9 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
 
     The report warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below
     400, chains diverge, or entries never move. Of constant SGD it warns if draws were taken before the
-    end of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above .5,
-    if gradients are not the mean of the examples' gradients, or if the noise is correlated under the
-    diagonal preconditioner. Of SGLD and SGHMC it warns if the length of the steps, to first order
+    end of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above
+    0.5, if gradients are not the mean of the examples' gradients, or if the noise is correlated under
+    the diagonal preconditioner. Of SGLD and SGHMC it warns if the length of the steps, to first order
 
     .. math::
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
@@ -97,9 +97,9 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
       ...     step, w, tx.init(w), jax.random.key(0), num_chains=4, num_draws=1000, thinning=100
       ... )
       >>> report = optperm.bayes.posterior_report(samples)  # doctest: +ELLIPSIS
-      R-hat, largest                 1.00...
-      effective draws, bulk, least   3...
-      effective draws, tail, least   ...
+      R-hat, maximum                 1.00...
+      effective draws, bulk, minimum 3...
+      effective draws, tail, minimum ...
       Monte Carlo error over sd      0.01...
       variance added by the steps    0.02...
       not checked: All chains began at one point, so R-hat cannot tell of other modes.
@@ -117,9 +117,9 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
     """
     report = _report(samples, samples.last_opt_state if opt_state is None else opt_state)
     lines = {
-        "R-hat, largest": report.r_hat,
-        "effective draws, bulk, least": report.ess_bulk,
-        "effective draws, tail, least": report.ess_tail,
+        "R-hat, maximum": report.r_hat,
+        "effective draws, bulk, minimum": report.ess_bulk,
+        "effective draws, tail, minimum": report.ess_tail,
         "Monte Carlo error over sd": report.mcse,
         "lambda_max(H A)": report.stability,
         "noise of last two windows": report.drift,
@@ -154,8 +154,8 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
             found.append(diagnostics.describe_r_hat(r_hat))
         if min(bulk, tail) < _LEAST_ESS:
             found.append(
-                f"The least effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} that "
-                "means and quantiles need: draw more."
+                f"The minimum effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} "
+                "that means and quantiles need: draw more."
             )
     langevin: list[Any] = find_running_states(opt_state, (SgldState, SghmcState))
     biases = diagnostics.LangevinBiases(None, None, [], [])
@@ -169,7 +169,7 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
         tail,
         mcse,
         stability=None if one is None else float(np.max(one.stability)),
-        rho=None if one is None else float(np.max(one.rho)),
+        noise_ratio=None if one is None else float(np.max(one.noise_ratio)),
         drift=None if one is None else float(np.mean(one.drift)),
         step_bias=biases.steps,
         batch_bias=biases.batches,

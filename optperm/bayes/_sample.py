@@ -1,4 +1,4 @@
-"""Sample a posterior with one call, including batches, starts and warm-up."""
+"""Sample a posterior with one call, including batches, starts and burn-in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optperm.bayes._sampling import Samples, make_runner, steps_to_learn
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite, cast_like
-from optperm.core.keys import is_key
+from optperm.core.keys import make_key
 from optperm.core.shardings import explicit_sharding
 from optperm.core.states import check_runs, without_variables
 from optperm.evaluation import evaluate
@@ -29,7 +29,7 @@ from optperm.exact import apply_updates
 _PARTS = 10
 # Up to this many params, L-BFGS on all examples takes the starts to an optimum.
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
-_WARMUP = 1000
+_BURN_IN = 1000
 _UNSEEN = (
     "In {:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds is, and "
     "the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)), and "
@@ -43,7 +43,7 @@ def sample(
     loss_fn: Callable[[Any, Any], jax.Array],
     data: Any,
     params: optax.Params,
-    key: jax.Array,
+    key: int | jax.Array,
     *,
     log_prior: Callable[[Any], jax.Array] | None = None,
     batch_size: int = 32,
@@ -51,7 +51,7 @@ def sample(
     num_chains: int = 4,
     num_draws: int = 1000,
     thinning: int = 20,
-    warmup: int | None = None,
+    burn_in: int | None = None,
     starts: Any = None,
     on_draws: Callable[[int, Any], None] | None = None,
 ) -> Samples:
@@ -63,7 +63,7 @@ def sample(
 
     Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin in pairs on
     either side of `params`, about 2 away in each entry, and L-BFGS on all examples takes each to an
-    optimum. After the warm-up, twice the standard deviation of its first draws displaces each chain, and
+    optimum. After the burn-in, twice the standard deviation of its first draws displaces each chain, and
     as many steps are discarded: so R-hat judges chains that began too far apart, not too near. The first
     draws are a tenth of `num_draws`, rounded up. Up to 10 draws there is no displacement.
 
@@ -72,7 +72,7 @@ def sample(
         batch, with or without the prior.
       data: A tree of arrays with a leading axis of N examples.
       params: A point near the posterior, a tree.
-      key: A random key, typed or the raw data of one.
+      key: A random key, or an int.
       log_prior: `log_prior(params)`, :math:`\log p(\theta)` up to a constant, a number; None if
         `loss_fn` includes the prior. It must be smooth and finite everywhere: sample :math:`u = \log m`
         in place of an :math:`m > 0`, with :math:`\log p(m) + u`, where :math:`e^u` is the Jacobian.
@@ -83,7 +83,8 @@ def sample(
       num_chains: Chains.
       num_draws: Draws of each chain.
       thinning: Steps from one draw to the next.
-      warmup: Steps before the draws; None for the steps in which the sampler learns, or 1,000.
+      burn_in: Steps of each chain before the draws; None for the steps in which the sampler learns, or
+        1,000.
       starts: Params with a leading axis of chains, or a function from a key to params, where the chains
         begin without a search and a displacement.
       on_draws: Called after each tenth of the draws (rounded up, so at most ten times), with the number
@@ -120,8 +121,9 @@ def sample(
         than the data, starts do not match the params, or params without starts are on a mesh with
         explicit axes.
     """
-    if warmup is not None:
-        checks.check_count("warmup", warmup, minimum=0)
+    checks.check_key("key", key)
+    if burn_in is not None:
+        checks.check_count("burn_in", burn_in, minimum=0)
     for name, count in (
         ("batch_size", batch_size),
         ("num_chains", num_chains),
@@ -147,7 +149,7 @@ def sample(
     jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
 
     step = _make_step(loss, tx, data, num_data, batch_size)
-    keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
+    keys = jax.random.split(make_key(key), 3)
     begun = (
         _search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
         if starts is None
@@ -156,16 +158,16 @@ def sample(
     part = -(-num_draws // _PARTS)
     run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
-    def draw(params: Any, watched: Any, first_step: Any, warmup: int = 0) -> Samples:
-        counts = {"thinning": thinning, "warmup": warmup, "first_step": first_step}
+    def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
+        counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
         return run(params, watched, keys[1], **counts)
 
     opt_state = jit_current(jax.vmap(tx.init))(begun)
     check_runs(opt_state, SAMPLERS, method="The sampler, which has a burn_in_optimizer of its own,")
-    if warmup is None:
-        warmup = steps_to_learn(opt_state) or _WARMUP
+    if burn_in is None:
+        burn_in = steps_to_learn(opt_state) or _BURN_IN
     none = jnp.zeros(num_chains, jnp.int32)
-    drawn = draw(begun, _Watched(opt_state, none + warmup, none), 0, warmup)
+    drawn = draw(begun, _Watched(opt_state, none + burn_in, none), 0, burn_in)
     if starts is None:
         # theta + 2 sd z, and as many steps again, which R-hat would otherwise count as draws
         z = normal_like(jax.random.key_data(keys[2]), begun)
@@ -202,8 +204,8 @@ class _Watched(NamedTuple):
 
     Attributes:
       opt_state: The state.
-      until_draws: Steps of the warm-up that are left.
-      unseen: Steps after the warm-up at which the loss was not finite, but its gradient was.
+      until_draws: Steps of the burn-in that are left.
+      unseen: Steps after the burn-in at which the loss was not finite, but its gradient was.
     """
 
     opt_state: Any
@@ -240,7 +242,7 @@ def _make_step(
 def _add_prior(
     loss_fn: Callable[[Any, Any], jax.Array], log_prior: Callable[[Any], Any], num_data: int
 ) -> Callable[[Any, Any], jax.Array]:
-    """Return the loss of a batch less one example's share of the log prior."""
+    """Return the loss of a batch less the log prior over the number of examples."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return loss_fn(params, batch) - log_prior(params) / num_data

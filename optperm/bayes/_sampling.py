@@ -18,7 +18,7 @@ from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
-from optperm.core.keys import is_key
+from optperm.core.keys import is_key, make_key
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import check_runs, find_states, without_variables
 
@@ -48,24 +48,62 @@ class Samples(NamedTuple):
     thinning: Int32[Array, ""]
     starts: PyTree[Shaped[Array, "chain ..."]] = None
 
+    def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
+        """Return the draws as a flat dictionary of arrays, which every version of ArviZ takes.
+
+        `arviz.rhat` and `arviz.ess` take::
+
+            arviz.convert_to_dataset(samples.as_dict())
+
+        Args:
+          separator: Joins the parts of a path to a name. ArviZ refuses a slash from version 1 on.
+
+        Returns:
+          NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that
+          is one array is "params". 16-bit floats become float32.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optperm
+          >>> step = lambda params, opt_state, key: (params, opt_state)  # no sampler
+          >>> samples = optperm.bayes.draw_samples(
+          ...     step, {"dense": {"bias": jnp.zeros(3)}}, (), 0, num_chains=2, num_draws=1
+          ... )
+          >>> {name: draws.shape for name, draws in samples.as_dict().items()}
+          {'dense.bias': (2, 1, 3)}
+
+        Raises:
+          ValueError: If two leaves have the same name, or leaves differ in their axes of chains and
+            draws.
+        """
+        params = without_variables(self.params)
+        check_draws(params)
+        arrays: dict[str, np.ndarray] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
+            if name in arrays:
+                raise ValueError(f"Two leaves of params have the name {name!r}: rename a key.")
+            is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+            arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
+        return arrays
+
 
 def draw_samples(
     step: StepFn,
     params: optax.Params,
     opt_state: Any,
-    key: jax.Array,
+    key: int | jax.Array,
     *,
     num_chains: int,
     num_draws: int,
     thinning: int = 1,
-    warmup: int | None = None,
+    burn_in: int | None = None,
     stacked: bool = False,
     first_step: int | jax.Array = 0,
 ) -> Samples:
     r"""Run several chains of a stochastic optimizer, and keep every k-th iterate of each.
 
     Draw i, from 0, of a chain is :math:`\theta_{w + (i + 1) k}` with k the `thinning` and w the
-    `warmup`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
+    `burn_in`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
     chains and draws. So a run in two parts, the second from the end of the first, is the run in one::
 
         first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
@@ -77,11 +115,11 @@ def draw_samples(
         the key. It must be traceable, and keep the form of its arguments.
       params: The start of all chains; with `stacked`, of each chain, on a leading axis.
       opt_state: The optimizer state to start from; with `stacked`, of each chain, on a leading axis.
-      key: A random key, typed or the raw data of one.
+      key: A random key, or an int.
       num_chains: Chains.
       num_draws: Draws of each chain.
       thinning: Steps from one draw to the next.
-      warmup: Steps of each chain before the first draw's. None for the steps in which
+      burn_in: Steps of each chain before the first draw's. None for the steps in which
         `optperm.constant_sgd` still learns, and 0 for other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
       first_step: The t of the first step: 0, or `next_step` of the earlier `Samples` to continue.
@@ -111,26 +149,28 @@ def draw_samples(
 
     Raises:
       TypeError: If an argument is of the wrong type.
-      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if a sampler is in a phase
+      ValueError: If a count is below 1, or `burn_in` or `first_step` below 0; if a sampler is in a phase
         of `optperm.switch_after` that is not running; if leaves have an axis of
         chains without `stacked`, or none of `num_chains` with it; if `step` changes the form of its
         arguments.
     """
+    checks.check_key("key", key)
     checks.check_static_count("num_chains", num_chains)
     checks.check_static_count("num_draws", num_draws)
     checks.check_count("thinning", thinning)
-    if warmup is not None:
-        checks.check_count("warmup", warmup, minimum=0)
+    if burn_in is not None:
+        checks.check_count("burn_in", burn_in, minimum=0)
     checks.check_count("first_step", first_step, minimum=0)
     params, opt_state = without_variables(params), without_variables(opt_state)
     samplers: list[Any] = find_states(opt_state, SAMPLERS)
     if not stacked and any(jnp.ndim(state.count) for state in samplers):
         raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
     check_runs(opt_state, SAMPLERS, method="The sampler")
-    if warmup is None:
-        warmup = steps_to_learn(opt_state)
+    if burn_in is None:
+        burn_in = steps_to_learn(opt_state)
     run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)
-    samples = run(params, opt_state, key, thinning=thinning, warmup=warmup, first_step=first_step)
+    counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
+    samples = run(params, opt_state, make_key(key), **counts)
     warn_of_draws(samples)
     return samples
 
@@ -184,7 +224,7 @@ def _run_chains(
     key: jax.Array,
     counts: dict[str, jax.Array],
 ) -> Samples:
-    thinning, warmup, first_step = (counts[k] for k in ("thinning", "warmup", "first_step"))
+    thinning, burn_in, first_step = (counts[k] for k in ("thinning", "burn_in", "first_step"))
     chains = jnp.arange(num_chains, dtype=jnp.int32)
     chain_keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)
     axes = jax.tree.unflatten(
@@ -202,8 +242,8 @@ def _run_chains(
             return _cast_step(returned, params, opt_state)
 
         def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
-            # The loop of the first draw takes the steps of the warmup too: one loop compiles one step
-            end = warmup + (index + 1) * thinning
+            # The loop of the first draw takes the steps of the burn-in too: one loop compiles one step
+            end = burn_in + (index + 1) * thinning
             start = jnp.where(index == 0, 0, end - thinning)
             carry = jax.lax.fori_loop(start, end, take_step, carry)
             return carry, wide_params(*carry)
@@ -216,7 +256,7 @@ def _run_chains(
     draws, last_params, last_opt_state = jax.vmap(
         run_chain, in_axes=(0, 0 if stacked else None, axes)
     )(chain_keys, params, opt_state)
-    next_step = first_step + warmup + num_draws * thinning
+    next_step = first_step + burn_in + num_draws * thinning
     starts = params
     if not stacked:
         starts = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_chains, *jnp.shape(p))), params)
@@ -260,41 +300,6 @@ def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[A
     return jax.tree.unflatten(form, states), jax.tree.unflatten(form, axes)
 
 
-def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> dict[str, np.ndarray]:
-    """Return draws as a flat dictionary of arrays, which every version of ArviZ takes.
-
-    `arviz.rhat` and `arviz.ess` take::
-
-        arviz.convert_to_dataset(optperm.bayes.samples_as_dict(samples.params))
-
-    Args:
-      samples_params: The `params` of a `Samples`: a tree with leaves `(chain, draw, *shape)`.
-      separator: Joins the parts of a path to a name. ArviZ refuses a slash from version 1 on.
-
-    Returns:
-      NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that
-      is one array is "params". 16-bit floats become float32.
-
-    Example:
-      >>> import jax.numpy as jnp, optperm
-      >>> optperm.bayes.samples_as_dict({"dense": {"bias": jnp.zeros((2, 1, 3))}})["dense.bias"].shape
-      (2, 1, 3)
-
-    Raises:
-      ValueError: If two leaves have the same name, or leaves differ in their axes of chains and draws.
-    """
-    samples_params = without_variables(samples_params)
-    check_draws(samples_params)
-    arrays: dict[str, np.ndarray] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(samples_params):
-        name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
-        if name in arrays:
-            raise ValueError(f"Two leaves of samples_params have the name {name!r}: rename a key.")
-        is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
-        arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
-    return arrays
-
-
 def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
     """Return what a step returned, without weak types; raise if it changed the form."""
     new_params, new_state = without_variables(returned)
@@ -304,11 +309,11 @@ def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any
     return cast_like(new_params, params), cast_like(new_state, opt_state)
 
 
-def check_draws(samples_params: Any) -> None:
+def check_draws(params: Any) -> None:
     """Raise unless every leaf has the same two leading axes, of chains and of draws."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(samples_params)]
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     axes = {shape[:2] for shape in shapes}
     if len(axes) != 1 or any(len(shape) < 2 or 0 in shape[:2] for shape in shapes):
         raise ValueError(
-            f"samples_params must be arrays with the same axes of chains and draws, got {shapes}."
+            f"The params of samples must be arrays with the same axes of chains and draws, got {shapes}."
         )

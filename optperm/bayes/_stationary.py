@@ -3,7 +3,7 @@
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
 JMLR 18(134), arXiv 1704.04289, 2017.
 
-The equations are solved in float64: float32 keeps few digits of the small difference of I - HA from I.
+The equations are solved in float64: float32 loses the accuracy of the small difference of I - HA from I.
 """
 
 import contextlib

@@ -80,7 +80,7 @@ def swag(
       >>> opt_state = tx.init(jnp.zeros(1))
       >>> for w in (jnp.array([1.0]), jnp.array([3.0])):
       ...     _, opt_state = tx.update(w, opt_state, w)
-      >>> optperm.bayes.swag_mean(opt_state).tolist(), (opt_state[1].squares / 2).tolist()
+      >>> optperm.bayes.posterior_mean(opt_state).tolist(), (opt_state[1].squares / 2).tolist()
       ([2.0], [1.0])
 
     Notes:
@@ -88,7 +88,7 @@ def swag(
       all draws are its params.
 
       Collect at the end of a training by SGD, with a constant rate that is large enough to move around.
-      `optperm.bayes.sample_params` draws params, and `optperm.bayes.swag_mean` returns
+      `optperm.bayes.sample_params` draws params, and `optperm.bayes.posterior_mean` returns
       :math:`\bar\theta`. Models with BatchNorm need new running statistics for the mean and for
       each draw: one pass over training data.
 
@@ -128,7 +128,7 @@ def swag(
             mean = jax.tree.map(next_mean, state.mean, params)
 
             # squares <- squares + (theta - old mean) (theta - new mean): unlike E theta^2 - mean^2, this
-            # sum (Welford's) loses no digits where the params hardly move
+            # sum (Welford's) loses no accuracy where the params hardly move
             def next_squares(squares: jax.Array, theta: Any, old: Any, new: Any) -> jax.Array:
                 theta = theta.astype(squares.dtype)
                 return squares + (theta - old) * (theta - new)

@@ -179,12 +179,12 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
     r"""Descend with steps scaled by each parameter's curvature.
 
     .. math::
-      m \leftarrow .9 m + .1 g, \qquad
-      d_k^2 \leftarrow .97 d_k^2 + .03 \left(z_k (A D z)_k / D_{kk}\right)^2, \qquad
-      u_k = -\frac{\eta_t}{d_k} m_k, \quad \eta_t = \frac{.1}{1 + t / 100}
+      m \leftarrow 0.9 m + 0.1 g, \qquad
+      d_k^2 \leftarrow 0.97 d_k^2 + 0.03 \left(z_k (A D z)_k / D_{kk}\right)^2, \qquad
+      u_k = -\frac{\eta_t}{d_k} m_k, \quad \eta_t = \frac{0.1}{1 + t / 100}
 
     with random signs z and :math:`D = \operatorname{diag}(d)^{-1/2}`, so that large curvatures do not
-    hide a small one. No step is longer than .02 or 2 % of the parameter: without curvature it is about
+    hide a small one. No step is longer than 0.02 or 2 % of the parameter: without curvature it is about
     Adam's step, and the number of steps to a distant optimum grows with the logarithm of the distance.
 
     Args:

@@ -175,14 +175,14 @@ def _diloco(
     return optperm.diloco(inner, outer, every=every, **how)
 
 
-def _low_rank(*, residual: bool, seed: int, **options: Any) -> Transformation:
-    how: dict[str, Any] = {"residual": "scaled" if residual else None, "seed": seed}
-    low_rank = functools.partial(optperm.low_rank, optax.scale_by_adam())
+def _low_rank(*, residual: bool, b1: float, b2: float, seed: int, **options: Any) -> Transformation:
+    how: dict[str, Any] = {"residual": "scaled" if residual else None, "key": seed}
+    low_rank = functools.partial(optperm.low_rank, optax.scale_by_adam(b1, b2), b1=b1, b2=b2)
     return _with_decay(low_rank, **how, **options)
 
 
 def _apollo(*, scale: float, seed: int, **options: Any) -> Transformation:
-    return _with_decay(optperm.apollo, scale=scale or "auto", seed=seed, **options)
+    return _with_decay(optperm.apollo, scale=scale or "auto", key=seed, **options)
 
 
 def _with_decay(
@@ -210,22 +210,24 @@ def _dldr(
 ) -> Transformation:
     sgd = optax.sgd(learning_rate, momentum, nesterov)
     checks.check_choice("second", second, ("dim_reduce", "project", "twa"))
-    names = ("sample_every", "num_samples", "start", "restart")
-    sampling = {name: options.pop(name) for name in names}
-    more = options if second == "dim_reduce" else {"optimizer": sgd}
+    names = ("every", "num_snapshots", "start", "restart")
+    recording = {name: options.pop(name) for name in names}
+    more = options if second == "dim_reduce" else {"inner": sgd}
     make = getattr(optperm, second)
-    tx = optperm.dldr(sgd, make(n_components=n_components, axis_name=axis_name, **more), **sampling)
-    jax.eval_shape(tx.init, {})  # `init` compares the numbers of samples and components
+    tx = optperm.dldr(
+        sgd, make(n_components=n_components, axis_name=axis_name, **more), **recording
+    )
+    jax.eval_shape(tx.init, {})  # `init` compares the numbers of snapshots and components
     return tx
 
 
 def _dldr_phase(
-    step: int, *, sample_every: int, num_samples: int, start: int, **_: Hyperparameter
+    step: int, *, every: int, num_snapshots: int, start: int, **_: Hyperparameter
 ) -> str:
-    """Return the phase: sampling until the last snapshot, then the subspace."""
+    """Return the phase: snapshots until the last of them, then the subspace."""
     # A snapshot is taken before its step, so the step after the last snapshot is in the subspace.
-    taken = max(0, -(-(step - start) // sample_every))
-    return "subspace" if taken >= num_samples else f"sampling {taken}/{num_samples}"
+    taken = max(0, -(-(step - start) // every))
+    return "subspace" if taken >= num_snapshots else f"snapshots {taken}/{num_snapshots}"
 
 
 def _constant_sgd(
@@ -246,7 +248,7 @@ def _constant_sgd(
 _IN_SUBSPACES = {
     "learning_rate": (3e-3, "The step size."),
     "weight_decay": (0.0, "The decay of all weights, times the step size."),
-    "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+    "rank": (0.25, "The rank, or from 0 to 1 its ratio to each matrix's smaller side."),
 }
 _ENTRIES = (
     Method(
@@ -327,15 +329,15 @@ _ENTRIES = (
     Method(
         "dldr",
         _dldr,
-        "--num-samples 31 --n-components 20",
+        "--num-snapshots 31 --n-components 20",
         (optperm.dldr, optperm.dim_reduce, optax.sgd),
         {
             "second": ("dim_reduce", "The method in the subspace: dim_reduce, project or twa."),
-            "sample_every": 5,
-            "num_samples": 16,
+            "every": 5,
+            "num_snapshots": 16,
             "n_components": 10,
             "alpha": 0.01,
-            "max_search_steps": (10, "The largest number of trials of a line search."),
+            "max_search_steps": (10, "The maximum number of trials of a line search."),
             "learning_rate": 0.1,
             "momentum": 0.0,
         },
@@ -349,6 +351,8 @@ _ENTRIES = (
         {
             **_IN_SUBSPACES,
             "residual": (True, "Add the scaled part of the gradient outside of the subspace."),
+            "b1": (0.9, "The decay rate of Adam's mean of gradients."),
+            "b2": (0.999, "The decay rate of Adam's mean of squared gradients."),
         },
     ),
     Method(

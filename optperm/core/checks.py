@@ -173,8 +173,9 @@ def check_key(name: str, value: Any) -> None:
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if (is_typed and shape == ()) or (dtype == jnp.uint32 and len(shape or ()) == 1):
         return
-    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not (is_number or (shape == () and jnp.issubdtype(dtype, jnp.integer))):
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    is_array = shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    if not (is_number or is_array):
         message = "must be an int or a random key, such as jax.random.key(0)"
         raise TypeError(f"{name} {message}, got {value!r}.")
     check_count(name, value, minimum=0, maximum=2**32 - 1)

@@ -1,6 +1,6 @@
 """Optimizers with small states.
 
-Low-rank states and APOLLO.
+Low-rank states and APOLLO, and a report on the size of any state.
 """
 
 from optperm.core.public import show_names as _show_names
@@ -8,7 +8,7 @@ from optperm.memory._apollo import ApolloState as ApolloState
 from optperm.memory._apollo import apollo as apollo
 from optperm.memory._low_rank import LowRankState as LowRankState
 from optperm.memory._low_rank import low_rank as low_rank
-from optperm.memory._state_report import LowRankReport as LowRankReport
-from optperm.memory._state_report import low_rank_report as low_rank_report
+from optperm.memory._state_report import StateReport as StateReport
+from optperm.memory._state_report import state_report as state_report
 
 _show_names(__name__)

@@ -14,6 +14,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import unshard
 from optperm.core.transformation import transformation
@@ -34,7 +35,6 @@ from optperm.memory._matrices import (
     map_plans,
     plan_matrices,
     project_leaf,
-    record_leaves,
 )
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ def apollo(
     inner: optax.GradientTransformation | None = None,
     rank: int | float = 1 / 4,
     *,
-    update_every: int | jax.Array = 200,
+    every: int | jax.Array = 200,
     by: By = "channel",
     scale: float | jax.Array | Literal["auto"] = "auto",
     limit: float | jax.Array | None = 1.01,
     dimension_numbers: DimensionNumbers | None = None,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale each gradient as an optimizer scales a random projection of it.
 
@@ -82,7 +82,7 @@ def apollo(
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},
 
     or the whole matrix by one number, and the norm of the step grows by at most the factor `limit`
-    per step. B changes every `update_every` steps. It is drawn in each step and never stored, and
+    per step. B changes every `every` steps. It is drawn in each step and never stored, and
     moments are kept over a change, since only norms are used.
 
     APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The learning rate and
@@ -96,15 +96,15 @@ def apollo(
     Args:
       inner: The optimizer, a direction that gets no params; None for `optax.scale_by_adam()`. A
         complete optimizer works too: the step takes its sign.
-      rank: r, an integer of at least 1, or a share in (0, 1) of each leaf's smaller side.
-      update_every: The number of steps with the same projection, at least 1.
+      rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
+      every: The number of steps with the same projection, at least 1.
       by: The part of a gradient that is scaled by one number: each "channel", or the "tensor".
       scale: A factor on the steps of projected leaves. N has r entries per column where Adam's step
         has d; "auto", :math:`\sqrt{d / r}`, corrects for this, so that the rate of AdamW can be
         used. The option of the authors' code is the square of this number.
       limit: The factor by which the norm of the step grows at most, at least 1; None for no limit.
       dimension_numbers: The axes of leaves to project, as in `optperm.low_rank`.
-      seed: Seed of the projections.
+      key: The random key of the projections: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is an `ApolloState`. Its `update` needs no params.
@@ -141,12 +141,12 @@ def apollo(
     inner = optax.scale_by_adam() if inner is None else inner
     checks.check_transformation("inner", inner)
     check_rank(rank)
-    checks.check_count("update_every", update_every)
+    checks.check_count("every", every)
     checks.check_choice("by", by, get_args(By))
     if not isinstance(scale, str) or scale != "auto":
         checks.check_positive("scale", scale)
     check_limit(limit)
-    checks.check_key("seed", seed)
+    checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:
@@ -156,7 +156,6 @@ def apollo(
         plans = plan(params)
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
-        record_leaves(params, plans)
         norm = map_plans(make_batch_zeros, params, plans)
         sign = mark_varying(jnp.zeros([], jnp.int8), varying_axes(params))
         return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)
@@ -167,13 +166,13 @@ def apollo(
         leaves = jax.tree.leaves(updates)
         structure: Any = jax.tree.structure(updates)
         plans, norms = plan(updates), structure.flatten_up_to(state.norm)
-        number = state.count // jnp.asarray(update_every, jnp.int32)
+        number = state.count // jnp.asarray(every, jnp.int32)
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
         exact = [
             leaf
             if m is None
-            else project_leaf(m, draw_gaussian_basis(seed, i, number, m, leaf), leaf)
+            else project_leaf(m, draw_gaussian_basis(key, i, number, m, leaf), leaf)
             for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
         ]
         low = make_low_rank_tree(updates, plans, exact)
@@ -204,9 +203,11 @@ def apollo(
 
 
 def draw_gaussian_basis(
-    seed: int | jax.Array, index: int, number: jax.Array, matrix: Matrix, leaf: jax.Array
+    key: int | jax.Array, index: int, number: jax.Array, matrix: Matrix, leaf: jax.Array
 ) -> jax.Array:
     """Draw B, (..., d, r), of the leaf with this index for this number of changes."""
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+    of_leaf = jax.random.fold_in(as_key(key_data(key)), index)
     shape, dtype = matrix.basis_shape, accumulation_dtype(leaf)
-    return jax.random.normal(jax.random.fold_in(key, number), shape, dtype) / math.sqrt(matrix.rank)
+    return jax.random.normal(jax.random.fold_in(of_leaf, number), shape, dtype) / math.sqrt(
+        matrix.rank
+    )

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import cond, mark_varying, varying_axes, when
 from optperm.core.shardings import shard_like, unshard
 from optperm.core.transformation import transformation
@@ -42,11 +43,9 @@ from optperm.memory._matrices import (
     map_plans,
     plan_matrices,
     project_leaf,
-    record_leaves,
 )
 from optperm.memory._moments import (
     Change,
-    Decays,
     carry_moments,
     check_moments,
     join_moments,
@@ -90,7 +89,7 @@ def low_rank(
     inner: optax.GradientTransformation,
     rank: int | float,
     *,
-    update_every: int | jax.Array | Callable[[jax.Array], jax.Array] = 200,
+    every: int | jax.Array | Callable[[jax.Array], jax.Array] = 200,
     projection: Projection = "random",
     residual: Residual | None = "scaled",
     carry: bool = True,
@@ -98,14 +97,15 @@ def low_rank(
     side: Side = "smaller",
     limit: float | jax.Array | None = 1.01,
     dimension_numbers: DimensionNumbers | None = None,
-    decays: Decays = (0.9, 0.999),
-    seed: int | jax.Array = 0,
+    b1: float | jax.Array = 0.9,
+    b2: float | jax.Array = 0.999,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run an optimizer on the part of each gradient that is in a small subspace.
 
     Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
-    :math:`R = P^\top G`, where P, d x r, is an orthonormal basis that changes every `update_every`
-    steps. So its moments have r x k numbers in place of d x k. With N its direction on R,
+    :math:`R = P^\top G`, where P, d x r, is an orthonormal basis that changes every `every` steps. So
+    its moments have r x k numbers in place of d x k. With N its direction on R,
 
     .. math::
       U = \text{scale} \, (P N + S), \qquad
@@ -130,7 +130,7 @@ def low_rank(
 
     Without `dimension_numbers`, all leaves of exactly two axes are projected whose state becomes
     smaller; other leaves are trained by the same optimizer at full rank.
-    `optperm.memory.low_rank_report` lists them. **Leave embeddings out**, as the papers do: a
+    `optperm.memory.state_report` lists them. **Leave embeddings out**, as the papers do: a
     batch's gradient has as many nonzero rows as the batch has tokens, and frequent tokens would choose
     the basis on their width.
 
@@ -140,13 +140,13 @@ def low_rank(
         params. A complete optimizer, such as `optax.adam(1e-3)`, works too: the residual takes its
         sign, the sign of :math:`\sum \langle N, R \rangle` in the first step where this is not 0. Put
         schedules outside, since the limiter would see their warm-up as growth.
-      rank: r, an integer of at least 1, or a share in (0, 1) of each leaf's smaller side.
-      update_every: The number of steps from one basis to the next, at least 1, or a schedule of this
+      rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
+      every: The number of steps from one basis to the next, at least 1, or a schedule of this
         number. All matrices get their first basis in step 0; later leaf i of L changes its basis at
-        i * update_every // L, modulo update_every.
+        i * every // L, modulo every.
       projection: "random", uniformly distributed bases; "svd", the first singular vectors of the
         gradient; or "power", the same for the first basis and then one step of subspace iteration
-        from the last basis, for `update_every` from 1 to 20.
+        from the last basis, for `every` from 1 to 20.
       residual: "scaled" for S, or None to lose the part outside the subspace. With a random basis
         :math:`E P P^\top = (r / d) I`: a rate times d / r is then unbiased, and noisy.
       carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
@@ -163,9 +163,10 @@ def low_rank(
         for all leaves of two axes and more; a tree like params of these and of None for full rank;
         or a function from params to such a tree. Axes that are not named are batch axes, along
         which each matrix has its own basis.
-      decays: :math:`(\beta_1, \beta_2)`, in [0, 1), of an Adam in `inner`, whose state does not hold
-        them; None carries over without bias corrections.
-      seed: Seed of random bases.
+      b1: :math:`\beta_1`, in [0, 1), of an Adam in `inner`, whose state does not hold it; 0.0 carries
+        first moments over without a bias correction.
+      b2: :math:`\beta_2`, in [0, 1), in the same way for second moments.
+      key: The random key of random bases: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `LowRankState`. Its `update` needs no params.
@@ -195,10 +196,10 @@ def low_rank(
       Published methods are choices of the arguments:
 
       - GaLore: `projection="svd", residual=None, carry=False`. Multiply the rate of its scripts by
-        their scale, .25.
+        their scale, 0.25.
       - Fira: `projection="svd", carry=False`.
       - GoLore: `projection="random", residual=None, carry=False`.
-      - LDAdam without its buffer of errors: `projection="power", residual=None, update_every=1`.
+      - LDAdam without its buffer of errors: `projection="power", residual=None, every=1`.
       - SubTrack++ and GrassJump are similar to `projection="power"` and `projection="random"`.
 
       With Adam a projected leaf takes (d r + 2 r k) words in place of 2 d k. The gradient itself
@@ -241,13 +242,15 @@ def low_rank(
       <https://arxiv.org/abs/2410.16103>`_, 2024
     """
     checks.check_transformation("inner", inner)
-    _check_choices(projection, residual, side, decays)
+    _check_choices(projection, residual, side)
     check_rank(rank)
-    if not callable(update_every):
-        checks.check_count("update_every", update_every)
+    if not callable(every):
+        checks.check_count("every", every)
     checks.check_positive("scale", scale)
     check_limit(limit)
-    checks.check_key("seed", seed)
+    _check_decay("b1", b1)
+    _check_decay("b2", b2)
+    checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:
@@ -256,8 +259,8 @@ def low_rank(
     def make_basis(index: int, count: jax.Array, g: jax.Array, old: jax.Array, first: Any) -> Any:
         if projection == "random":
             # Another key for each leaf and step: leaves of one shape get different bases.
-            key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
-            new = random_basis(jax.random.fold_in(key, count), old.shape, old.dtype)
+            of_leaf = jax.random.fold_in(as_key(key_data(key)), index)
+            new = random_basis(jax.random.fold_in(of_leaf, count), old.shape, old.dtype)
         else:
             new = _find_basis(projection, g, old, first)
         new = shard_like(new, old)
@@ -267,9 +270,9 @@ def low_rank(
     refresh = functools.partial(
         _refresh,
         make_basis=make_basis,
-        update_every=update_every,
+        every=every,
         needs_gradient=projection != "random",
-        carry=functools.partial(carry_moments, decays=decays) if carry else None,
+        carry=functools.partial(carry_moments, b1=b1, b2=b2) if carry else None,
     )
 
     def init(params: optax.Params) -> LowRankState:
@@ -278,7 +281,6 @@ def low_rank(
         inner_state = inner.init(low)
         if carry:
             check_moments(optimizer, inner_state, plans, low)
-        record_leaves(params, plans)
         return LowRankState(
             jnp.zeros([], jnp.int32),
             map_plans(make_basis_zeros, params, plans),
@@ -323,19 +325,17 @@ def low_rank(
     return transformation(init, update, method="low_rank", needs_params=False)
 
 
-def _check_choices(projection: str, residual: str | None, side: str, decays: Decays) -> None:
+def _check_choices(projection: str, residual: str | None, side: str) -> None:
     checks.check_choice("projection", projection, get_args(Projection))
     checks.check_choice("residual", residual or "scaled", get_args(Residual))
     checks.check_choice("side", side, get_args(Side))
-    if decays is None:
-        return
-    if not isinstance(decays, tuple | list) or len(decays) != 2:
-        raise TypeError(f"decays must be two numbers in [0, 1), or None, got {decays!r}.")
-    for decay in decays:
-        checks.check_in_range("each of decays", decay, 0.0, 1.0, may_be_schedule=False)
-        # A bias correction 1 - 1^t would be 0.
-        if checks.is_concrete_number(decay) and np.float32(decay) == 1:
-            raise ValueError(f"each of decays must be in [0, 1), got {decay!r}.")
+
+
+def _check_decay(name: str, decay: float | jax.Array) -> None:
+    checks.check_in_range(name, decay, 0.0, 1.0, may_be_schedule=False)
+    # A bias correction 1 - 1^t would be 0.
+    if checks.is_concrete_number(decay) and np.float32(decay) == 1:
+        raise ValueError(f"{name} must be in [0, 1), got {decay!r}.")
 
 
 def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) -> list[jax.Array]:
@@ -360,7 +360,7 @@ def _refresh(
     state: LowRankState,
     *,
     make_basis: Callable[..., jax.Array],
-    update_every: Any,
+    every: Any,
     needs_gradient: bool,
     carry: Callable[..., Any] | None,
 ) -> tuple[list[jax.Array], list[jax.Array], Any]:
@@ -372,8 +372,8 @@ def _refresh(
     count, inner_state = state.count, state.inner_state
     bases, dues = map(structure.flatten_up_to, (state.basis, state.next_refresh))
     moments = split_moments(inner_state if carry else None, structure)
-    every = update_every(count) if callable(update_every) else update_every
-    turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
+    period = every(count) if callable(every) else every
+    turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(period, jnp.int32), 1))
 
     def refresh_leaf(i: int, m: Matrix, old: jax.Array, due: jax.Array, moved: Any) -> Any:
         is_due = count >= due

@@ -5,12 +5,10 @@ All functions see matrices of shape (..., d, k), with the basis on the side of l
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +30,7 @@ _WANTED_NUMBERS = (
     "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params of these and "
     "of None, or a function to such a tree"
 )
-# On accelerators float32 products lose half their digits by default.
+# On accelerators float32 products have half the precision by default.
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
@@ -134,14 +132,12 @@ def plan_matrices(
 
     Args:
       tree: Params or updates.
-      rank: r, or r as a share of the smaller side.
+      rank: r, or its ratio to the smaller side.
       side: The side of the bases; the columns of a square matrix are its smaller side.
       dimension_numbers: The axes of the leaves to project; None for all leaves of two axes whose state
         becomes smaller.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if _AT_FULL_RANK.get():
-        return [None] * len(leaves)
     # One entry of axes for each leaf, None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if dimension_numbers is not None and leaves:
@@ -199,50 +195,11 @@ def _make_matrix(
 
 
 def check_rank(rank: object) -> None:
-    """Raise unless the rank is a plain integer of at least 1, or a share in (0, 1)."""
+    """Raise unless the rank is a plain integer of at least 1, or a ratio in (0, 1)."""
     if not isinstance(rank, float | np.floating):
         checks.check_static_count("rank", rank)
     elif not 0 < rank < 1:
-        raise ValueError(f"rank must be an integer, or a share in (0, 1), got {rank!r}.")
-
-
-class LeafPlan(NamedTuple):
-    """The name of a leaf that a low-rank method sees, its shape, and its view as matrices."""
-
-    name: str
-    shape: tuple[int, ...]
-    matrix: Matrix | None
-
-
-# `record_leaves` appends to this list while a report is made.
-_REPORT: contextvars.ContextVar[list[LeafPlan] | None] = contextvars.ContextVar(
-    "report", default=None
-)
-# Whether no leaf is projected, as a report compares with the same optimizer at full rank.
-_AT_FULL_RANK = contextvars.ContextVar("at_full_rank", default=False)
-
-
-def record_leaves(params: optax.Params, plans: Sequence[Matrix | None]) -> None:
-    """Append an entry for each leaf to the report, if one is being made."""
-    report = _REPORT.get()
-    if report is not None:
-        paths = jax.tree_util.tree_leaves_with_path(params)
-        report.extend(
-            LeafPlan(jax.tree_util.keystr(path), jnp.shape(leaf), matrix)
-            for (path, leaf), matrix in zip(paths, plans, strict=True)
-        )
-
-
-@contextlib.contextmanager
-def collect_leaves(*, at_full_rank: bool = False) -> Iterator[list[LeafPlan]]:
-    """Collect the leaves of all low-rank transformations that are initialized within this context."""
-    report: list[LeafPlan] = []
-    tokens = _REPORT.set(report), _AT_FULL_RANK.set(at_full_rank)
-    try:
-        yield report
-    finally:
-        _REPORT.reset(tokens[0])
-        _AT_FULL_RANK.reset(tokens[1])
+        raise ValueError(f"rank must be an integer, or a ratio in (0, 1), got {rank!r}.")
 
 
 def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:

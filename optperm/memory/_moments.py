@@ -17,8 +17,6 @@ from optperm.core.states import is_masked, mask_like, match_params
 from optperm.memory._matrices import Matrix
 from optperm.memory._projections import rotate
 
-Decays = tuple[float, float] | None
-
 
 class Change(NamedTuple):
     """A change of the basis of a leaf's matrices.
@@ -55,12 +53,18 @@ def _carry_squares(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _carry_adam(
-    change: Change, mu: jax.Array, nu: jax.Array, *, count: jax.Array, decays: Decays
+    change: Change,
+    mu: jax.Array,
+    nu: jax.Array,
+    *,
+    count: jax.Array,
+    b1: float | jax.Array,
+    b2: float | jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Return C M, and c2 |(C * C)(V / c2 - (M / c1)^2) + (C M / c1)^2|, as LDAdam does."""
     # c_i = 1 - b_i^t, the bias corrections; before the first step there is nothing to carry.
     t = jnp.maximum(count, 1).astype(nu.dtype)
-    c1, c2 = (1 - jnp.asarray(b, nu.dtype) ** t for b in decays or (0.0, 0.0))
+    c1, c2 = (1 - jnp.asarray(b, nu.dtype) ** t for b in (b1, b2))
     # Squares have no coordinates: the variance V / c2 - (M / c1)^2 is rotated as if entries were
     # uncorrelated, and the square of the rotated mean is added again.
     mean = change.rotate(mu)
@@ -128,7 +132,12 @@ def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
 
 
 def carry_moments(
-    inner_state: Any, change: Change, moments: list[tuple[Any, ...]], *, decays: Decays
+    inner_state: Any,
+    change: Change,
+    moments: list[tuple[Any, ...]],
+    *,
+    b1: float | jax.Array,
+    b2: float | jax.Array,
 ) -> list[tuple[Any, ...]]:
     """Return a leaf's moments in the coordinates of new bases.
 
@@ -136,7 +145,8 @@ def carry_moments(
       inner_state: The optimizer's state.
       change: The change of the leaf's bases.
       moments: The leaf's moments in each known state, (..., r, k) in the orientation of the leaf.
-      decays: The decays of Adam's moments, for its bias corrections; None for no corrections.
+      b1: The decay rate of Adam's first moments, for its bias correction; 0 for no correction.
+      b2: The decay rate of Adam's second moments.
     """
     where = change.is_new[..., None, None]
 
@@ -145,7 +155,7 @@ def carry_moments(
             return each
         formula = _KNOWN[type(state)][1]
         if formula is _carry_adam:
-            formula = functools.partial(_carry_adam, count=state.count, decays=decays)
+            formula = functools.partial(_carry_adam, count=state.count, b1=b1, b2=b2)
         # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
         low = [change.matrix.turn(leaf).astype(change.new.dtype) for leaf in each]
         return tuple(

@@ -13,7 +13,7 @@ from optperm.memory._matrices import product, project
 def gram_basis(g: jax.Array, rank: int) -> jax.Array:
     """Return the first left singular vectors of G, by its Gram matrix on the smaller side.
 
-    A Gram matrix has half the digits: directions whose singular value is below the largest one times
+    A Gram matrix has half the precision: directions whose singular value is below the largest one times
     the root of the machine's precision are arbitrary.
     """
     # G G' = U S^2 U'

@@ -6,6 +6,7 @@ Each weight has its own entry in a mask. See ``examples/prune_freeze_sweep.py``.
 from optperm.core.public import show_names as _show_names
 from optperm.sparsity._export import remove_units as remove_units
 from optperm.sparsity._export import to_sparse as to_sparse
+from optperm.sparsity._fractions import erk_sparsity as erk_sparsity
 from optperm.sparsity._gradual import prune_gradually as prune_gradually
 from optperm.sparsity._masks import MaskElementsState as MaskElementsState
 from optperm.sparsity._masks import freeze as freeze
@@ -13,7 +14,6 @@ from optperm.sparsity._masks import mask_elements as mask_elements
 from optperm.sparsity._masks import prune as prune
 from optperm.sparsity._masks import reset_masks as reset_masks
 from optperm.sparsity._rigl import rigl as rigl
-from optperm.sparsity._shares import erk_sparsity as erk_sparsity
 from optperm.sparsity._sparse_state import SparseState as SparseState
 from optperm.sparsity._straight_through import keep_top as keep_top
 from optperm.sparsity._structures import Blocks as Blocks

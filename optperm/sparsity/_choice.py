@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.keys import make_key
 from optperm.core.states import without_variables
+from optperm.sparsity._fractions import Scope, group_leaves, select_masked
 from optperm.sparsity._selection import keep_highest, order_codes
-from optperm.sparsity._shares import Scope, group_leaves, select_masked
 from optperm.sparsity._structures import (
     NOfM,
     Structure,
@@ -21,7 +22,7 @@ from optperm.sparsity._structures import (
     spread,
 )
 
-# "unit": the same share of the inputs of each output unit, a slice along the last axis.
+# "unit": the same fraction of the inputs of each output unit, a slice along the last axis.
 UnitScope = Literal[Scope, "unit"]
 
 
@@ -41,7 +42,9 @@ def encode_scores(scores: Any, flags: Any, structure: Structure | None) -> Any:
     )
 
 
-def draw_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Array | None) -> Any:
+def draw_codes(
+    mask: Any, flags: Any, structure: Structure | None, key: int | jax.Array | None
+) -> Any:
     """Draw codes of the units of each leaf that depend only on the key and on the leaf's place."""
     if key is None:
         raise ValueError("criterion 'random' needs a key: pass key=jax.random.key(0).")
@@ -53,7 +56,7 @@ def draw_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Arra
     ]
     drawn = [
         # By the leaf's place, so that other leaves do not change its codes.
-        jax.random.bits(jax.random.fold_in(key, index), unit.shape, jnp.uint32)
+        jax.random.bits(jax.random.fold_in(make_key(key), index), unit.shape, jnp.uint32)
         for index, unit in enumerate(units)
     ]
     return jax.tree.unflatten(treedef, drawn)
@@ -73,8 +76,8 @@ def keep(
     Args:
       name: The name of the argument `sparsity`, for messages.
       codes: Codes of the units of each leaf, from `encode_scores` or `draw_codes`.
-      sparsity: The share of units to drop, or a tree of shares; None for `NOfM`.
-      scope: The entries that a share refers to.
+      sparsity: The fraction of units to drop, or a tree of fractions; None for `NOfM`.
+      scope: The entries that a fraction refers to.
       tree: Arrays with the shapes of the leaves.
       flags: Whether each leaf is included.
       structure: The units.
@@ -89,7 +92,7 @@ def keep(
         raise ValueError(f"scope 'unit' needs structure=None, got {structure}.")
     leaves, treedef = jax.tree.flatten(tree)
     units, chosen = jax.tree.leaves(codes), jax.tree.leaves(flags)
-    # The counts of n of m are part of the structure: no share is needed.
+    # The counts of n of m are part of the structure: no fraction is needed.
     if isinstance(structure, NOfM):
         kept = [
             keep_n_of_m(structure, unit) if flag else jnp.ones_like(unit, bool)

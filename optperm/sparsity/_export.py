@@ -12,7 +12,7 @@ import numpy as np
 from optperm.core import checks
 from optperm.core.optional import import_optional
 from optperm.core.states import without_variables
-from optperm.sparsity._shares import Include, flag_leaves
+from optperm.sparsity._fractions import Include, flag_leaves
 
 SparseFormat = Literal["bcsr", "bcoo", "scipy"]
 Side = Literal["in", "out"]
@@ -57,7 +57,7 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       `weight @ x` fails, or for a square weight is wrong: pass `weight.T`.
 
       Below 90 % zeros sparse products do not pay on a CPU. On an MLP of 300 and 100 hidden units BCSR
-      takes .5 to .75 of the time of dense products at 90 % for batches of 32 and 256, and a quarter to
+      takes 0.5 to 0.75 of the time of dense products at 90 % for batches of 32 and 256, and a quarter to
       a third at 98 %; scipy's format suits single examples, from 98 % on. A dense network of as many
       bytes (`optperm.sparsity.remove_units`) is faster than all formats (`benchmarks/sparse.py
       --export`).

@@ -1,4 +1,4 @@
-"""Gradual pruning: the share of zeros rises while the network trains.
+"""Gradual pruning: the sparsity rises while the network trains.
 
 M. Zhu and S. Gupta, "To prune, or not to prune", arXiv 1710.01878.
 """
@@ -24,8 +24,7 @@ from optperm.core.shardings import shard_like
 from optperm.core.states import mask_like
 from optperm.core.transformation import transformation
 from optperm.exact import check_no_averages
-from optperm.sparsity._selection import keep_highest, order_codes
-from optperm.sparsity._shares import (
+from optperm.sparsity._fractions import (
     Groups,
     Include,
     Scope,
@@ -34,6 +33,7 @@ from optperm.sparsity._shares import (
     group_leaves,
     nearest_count,
 )
+from optperm.sparsity._selection import keep_highest, order_codes
 from optperm.sparsity._sparse_state import (
     SparseState,
     check_places_nothing,
@@ -47,7 +47,7 @@ Criterion = Literal["magnitude", "saliency", "movement"]
 
 
 def prune_gradually(
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     sparsity: Any,
     ramp: optax.ScalarOrSchedule,
     *,
@@ -58,11 +58,11 @@ def prune_gradually(
     structure: Structure | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train with an optimizer while the share of zeros rises to its final value.
+    r"""Train with an optimizer while the sparsity rises to its final value.
 
     In the end Z entries of each leaf, or of all leaves together, are zero. In step
     :math:`t = 0, 1, \dots`, with the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the
-    step u of the optimizer:
+    step u of `inner`:
 
     .. math::
       \text{if } t \bmod \text{every} = 0:\quad &
@@ -77,17 +77,17 @@ def prune_gradually(
     is not finite, or for "movement" its gradient, all masks stay until the next multiple of `every`.
 
     Args:
-      optimizer: Any optimizer. It sees gradients with zeros in place of pruned entries, so that clipping
+      inner: Any optimizer. It sees gradients with zeros in place of pruned entries, so that clipping
         inside it uses the norm of the live entries; clipping in front of this transformation, in an
         `optax.chain`, uses the norm of all entries.
-      sparsity: The final share of zeros, in [0, 1]; or a tree of shares like params, or a prefix of such
-        a tree.
+      sparsity: The final fraction of zeros, in [0, 1]; or a tree of fractions like params, or a prefix
+        of such a tree.
       ramp: r, a schedule from 0 to 1, or a number. Zhu and Gupta's ramp is
         `optax.polynomial_schedule(0.0, 1.0, 3, num_steps, first_step)`.
       every: The number of steps between changes of the mask.
       criterion: `"magnitude"`, `"saliency"` or `"movement"`.
-      scope: `"erk"`, shares of the leaves by `optperm.sparsity.erk_sparsity`; `"leaf"`, the same
-        share of each leaf; or `"global"`, a share of all leaves together.
+      scope: `"erk"`, the sparsities of the leaves by `optperm.sparsity.erk_sparsity`; `"leaf"`, the
+        same sparsity of each leaf; or `"global"`, of all leaves together.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
         or a function from params to such a tree. None for all leaves of rank 2 and more.
       structure: `optperm.sparsity.Blocks` or `optperm.sparsity.Units`, to prune groups of entries,
@@ -117,8 +117,8 @@ def prune_gradually(
       4 [4.0, 0.0, 0.0, 0.0]
 
     Notes:
-      Masks only shrink, so that a ramp that falls has no effect. The final share is reached at the first
-      multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more by
+      Masks only shrink, so that a ramp that falls has no effect. The final sparsity is reached at the
+      first multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more by
       hand, and `optperm.sparsity.reset_masks` frees all entries.
 
       Products stay dense: training is not faster. A step whose mask may change costs a selection while
@@ -127,10 +127,10 @@ def prune_gradually(
       sparse where masks change; `optperm.rigl` also takes an `optax.contrib.schedule_free` inside.
 
     Raises:
-      TypeError: If `optimizer` is not a transformation, a share or the ramp is not a number, or a
+      TypeError: If `inner` is not a transformation, a sparsity or the ramp is not a number, or a
         parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
-        a structure does not fit a leaf, if the optimizer places params or keeps averages of them
+        a structure does not fit a leaf, if `inner` places params or keeps averages of them
         (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`), if `axis_name` is
         not bound where `update` is called, or if trees do not match.
 
@@ -139,7 +139,7 @@ def prune_gradually(
       <https://arxiv.org/abs/1710.01878>`_, 2017; Sanh et al., `Movement Pruning
       <https://arxiv.org/abs/2005.07683>`_, NeurIPS 2020
     """
-    checks.check_transformation("optimizer", optimizer)
+    checks.check_transformation("inner", inner)
     checks.check_in_range("ramp", ramp, 0.0, 1.0)
     checks.check_count("every", every)
     checks.check_choice("criterion", criterion, get_args(Criterion))
@@ -148,21 +148,21 @@ def prune_gradually(
         raise ValueError(
             "structure must not be an NOfM, which has no ramp: use optperm.sparsity.keep_top."
         )
-    inside = optax.with_extra_args_support(optimizer)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SparseState:
-        flags = flag_leaves(include, params, share=sparsity)
+        flags = flag_leaves(include, params, fraction=sparsity)
         check_excluded("sparsity", sparsity, flags)
         check_fits(structure, params, flags)
         mask = make_masks(flags, params)
-        _group(mask, sparsity, scope, structure)  # refuses shares that do not fit
+        _group(mask, sparsity, scope, structure)  # refuses a sparsity that does not fit
         scores = None
         if criterion == "movement":
             scores = jax.tree.map(_make_zeros, mask_like(params, mask))
-        inner = inside.init(params)
-        check_places_nothing(inner)
-        check_no_averages(inner, "prune_gradually")
-        return SparseState(jnp.zeros([], jnp.int32), mask, inner, scores)
+        inner_state = optimizer.init(params)
+        check_places_nothing(inner_state)
+        check_no_averages(inner_state, "prune_gradually")
+        return SparseState(jnp.zeros([], jnp.int32), mask, inner_state, scores)
 
     def update(
         grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
@@ -207,9 +207,10 @@ def prune_gradually(
         mask = cond(is_multiple, shrink, lambda: state.mask)
 
         # u(g where m, else 0), then w + u where m, else 0
-        updates, inner = inside.update(zero_dead(mask, grads), state.inner, params, **extra_args)
+        live = zero_dead(mask, grads)
+        updates, inner_state = optimizer.update(live, state.inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
-        return mask_updates(mask, updates, params), SparseState(count, mask, inner, scores)
+        return mask_updates(mask, updates, params), SparseState(count, mask, inner_state, scores)
 
     return transformation(
         init,

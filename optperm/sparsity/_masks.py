@@ -16,7 +16,7 @@ from optperm.core.states import fill_masked, find_state, replace_state, without_
 from optperm.core.transformation import transformation
 from optperm.exact import Exact
 from optperm.sparsity._choice import UnitScope, draw_codes, encode_scores, keep, widen_scores
-from optperm.sparsity._shares import Include, flag_leaves, select_masked
+from optperm.sparsity._fractions import Include, flag_leaves, select_masked
 from optperm.sparsity._sparse_state import SparseState
 from optperm.sparsity._structures import Structure
 
@@ -83,7 +83,7 @@ def mask_elements(
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.sgd(0.5, momentum=0.9), optperm.mask_elements())
       >>> w = jnp.array([[3.0, -1.0], [2.0, 4.0]])
-      >>> w, opt_state = optperm.sparsity.prune(w, tx.init(w), fraction=0.5)
+      >>> w, opt_state = optperm.sparsity.prune(w, tx.init(w), sparsity=0.5)
       >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
       >>> optperm.apply_updates(w, updates, opt_state).tolist()
       [[2.5, 0.0], [0.0, 3.5]]
@@ -149,18 +149,18 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
 def prune(
     params: optax.Params,
     opt_state: Any,
-    fraction: Any,
+    sparsity: Any,
     *,
     criterion: PruneCriterion = "magnitude",
     scope: UnitScope = "erk",
     scores: Any = None,
-    key: jax.Array | None = None,
+    key: int | jax.Array | None = None,
     include: Include | None = None,
     structure: Structure | None = None,
 ) -> tuple[optax.Params, Any]:
     r"""Set a fraction of the weights to zero, and mask them so that they stay zero.
 
-    For the fraction p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` highest scores of n entries stay.
+    For the sparsity p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` highest scores of n entries stay.
     The scores are :math:`|w|`, or `scores` with their signs. Of equal scores the first stays, and NaN
     stays before all others, so that the count is exact for any scores. The n entries are the entries
     of a leaf, with a p for each leaf by `optperm.sparsity.erk_sparsity` (`"erk"`) or the same p for
@@ -168,7 +168,7 @@ def prune(
     (`"unit"`: a slice along the last axis). With a structure units are counted instead of entries.
 
     All entries are ranked, masked ones too, and none becomes free: masks accumulate. By magnitude pruned
-    entries rank lowest, so that pruning .5 and then .6 leaves .4. A weight that is frozen at another
+    entries rank lowest, so that pruning 0.5 and then 0.6 leaves 0.4. A weight that is frozen at another
     value is set to zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl` all dead
     entries are set to zero: `prune(params, opt_state, 0.0)` before the first step makes the first
     gradient the gradient of the sparse network.
@@ -179,13 +179,14 @@ def prune(
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
         `optperm.rigl` anywhere in it: chained, masked, partitioned, injected into, or kept as variables
         by `flax.nnx.Optimizer`. It is not changed.
-      fraction: p, in [0, 1]; or a tree of fractions like params, or a prefix of such a tree, one
+      sparsity: p, in [0, 1]; or a tree of fractions like params, or a prefix of such a tree, one
         fraction for each leaf, 0 for a leaf that is not included. None with `optperm.sparsity.NOfM`.
       criterion: `"magnitude"`; or `"random"`, a random order that depends on the key alone, so that with
-        the same key a larger fraction contains a smaller one.
+        the same key a higher sparsity contains a lower one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
       scores: A tree like params; None for the magnitude of the params. Criterion `"random"` ignores it.
-      key: A key of `jax.random` for `"random"`. All replicas need the same. `"magnitude"` ignores it.
+      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same.
+        `"magnitude"` ignores it.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
         or a function from params to such a tree. None for all leaves of rank 2 and more.
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
@@ -207,9 +208,9 @@ def prune(
 
     Notes:
       It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan` (but not on a state of
-      `optperm.switch_after`, whose phase is not known there), with a traced fraction and key. A Python
-      or NumPy fraction is the decimal number that it is printed as; a JAX array, traced or not, is
-      rounded to a multiple of :math:`2^{-24}`. A traced fraction that is out of range counts as the
+      `optperm.switch_after`, whose phase is not known there), with a traced sparsity and key. A Python
+      or NumPy number is the decimal number that it is printed as; a JAX array, traced or not, is
+      rounded to a multiple of :math:`2^{-24}`. A traced sparsity that is out of range counts as the
       nearest limit, and NaN as 0.
 
       Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, except for
@@ -217,7 +218,7 @@ def prune(
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, `criterion` or
+      ValueError: If `sparsity` is out of range, or not 0 for a leaf that is not included, `criterion` or
         `scope` is unknown, `key` is missing, a tree does not match the masks, a structure does not fit a
         leaf, `include` is None and no leaf has rank 2 or more, or there is not exactly one state with
         masks.
@@ -227,10 +228,12 @@ def prune(
       <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
     """
     checks.check_choice("criterion", criterion, get_args(PruneCriterion))
+    if key is not None:
+        checks.check_key("key", key)
     state = _find_masked_state(opt_state)
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
-    flags = flag_leaves(include, state.mask, plain, share=fraction)
+    flags = flag_leaves(include, state.mask, plain, fraction=sparsity)
     if criterion == "random":
         codes = draw_codes(state.mask, flags, structure, key)
     else:
@@ -239,7 +242,7 @@ def prune(
         else:
             ranked = widen_scores("scores", scores, state.mask)
         codes = encode_scores(ranked, flags, structure)
-    kept = keep("fraction", codes, fraction, scope, state.mask, flags, structure)
+    kept = keep("sparsity", codes, sparsity, scope, state.mask, flags, structure)
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
     # A dead entry of a `SparseState` is zero; `mask_elements` may hold an entry at any value.
@@ -261,7 +264,7 @@ def freeze(
     scores: Any = None,
     criterion: FreezeCriterion = "gradient",
     scope: UnitScope = "erk",
-    key: jax.Array | None = None,
+    key: int | jax.Array | None = None,
     include: Include | None = None,
 ) -> Any:
     r"""Mask a fraction of the weights so that they stay at their values.
@@ -280,7 +283,8 @@ def freeze(
         `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which needs no scores: with
         the same key a larger fraction contains a smaller one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.sparsity.prune`.
-      key: A key of `jax.random` for `"random"`. All replicas need the same. Other criteria ignore it.
+      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same. Other
+        criteria ignore it.
       include: The leaves to freeze: a tree of booleans like params, a prefix of such a tree, or a
         function to such a tree from the masks, which have the structure and shapes of the params. None
         for all leaves of rank 2 and more.
@@ -309,6 +313,8 @@ def freeze(
       <https://arxiv.org/abs/1704.04289>`_, 2017, for H
     """
     checks.check_choice("criterion", criterion, get_args(FreezeCriterion))
+    if key is not None:
+        checks.check_key("key", key)
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
     flags = flag_leaves(include, state.mask)
     if criterion == "random":

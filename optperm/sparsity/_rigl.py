@@ -18,14 +18,14 @@ from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
 from optperm.core.states import is_masked, mask_like, match_params
 from optperm.core.transformation import transformation
-from optperm.sparsity._selection import keep_highest, order_codes
-from optperm.sparsity._shares import (
+from optperm.sparsity._fractions import (
     Include,
     check_excluded,
     flag_leaves,
     group_leaves,
     nearest_count,
 )
+from optperm.sparsity._selection import keep_highest, order_codes
 from optperm.sparsity._sparse_state import (
     SparseState,
     check_places_nothing,
@@ -38,11 +38,11 @@ Grow = Literal["gradient", "random"]
 
 
 def rigl(
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     sparsity: Any,
     *,
     end: int | jax.Array,
-    key: jax.Array,
+    key: int | jax.Array = 0,
     every: int | jax.Array = 100,
     drop_fraction: optax.ScalarOrSchedule = 0.3,
     grow: Grow = "gradient",
@@ -62,27 +62,28 @@ def rigl(
       \alpha_t = \tfrac{1}{2} \alpha \, (1 + \cos(\pi t / T))
 
     A weight that is dropped and grown in the same step keeps its value and its state. Other grown
-    weights start at 0, with the optimizer state that `init` gives; dropped weights are set to 0. The
-    optimizer sees gradients and params with 0 in place of dead entries. Each leaf keeps its number of
+    weights start at 0, with the optimizer state that `init` gives; dropped weights are set to 0. `inner`
+    sees gradients and params with 0 in place of dead entries. Each leaf keeps its number of
     live weights. With `grow="random"` places are random (SET); with `drop_fraction=0` the mask stays.
     With `grow="gradient"` all masks stay in a step with a gradient that is not finite.
 
     Args:
-      optimizer: Any optimizer whose state is made of trees like params, and of scalars, counts and keys:
+      inner: Any optimizer whose state is made of trees like params, and of scalars, counts and keys:
         without `optax.flatten`, factored moments, or a low rank. Clipping inside it uses the norm of the
         live entries; clipping in front of this transformation, in an `optax.chain`, uses the norm of all
         entries.
-      sparsity: The share of zeros, in [0, 1], distributed by `optperm.sparsity.erk_sparsity`; or a
-        tree of shares like params, or a prefix of such a tree. `init` alone uses it: in a resumed
-        training `optperm.sparsity.prune` raises the share.
+      sparsity: The fraction of zeros, in [0, 1], distributed by `optperm.sparsity.erk_sparsity`; or a
+        tree of fractions like params, or a prefix of such a tree. `init` alone uses it: in a resumed
+        training `optperm.sparsity.prune` raises the sparsity.
       end: T, the step from which on the mask stays: about three quarters of the training.
-      key: A key of `jax.random` for the first mask and for random growth. All replicas need the same.
+      key: The random key of the first mask and of random growth: an int or a `jax.random.key`. All
+        replicas need the same.
       every: The number of steps between changes of the mask.
       drop_fraction: :math:`\alpha`, in [0, 1]; or a schedule, which is used as :math:`\alpha_t` itself.
       grow: `"gradient"` or `"random"`.
       include: The leaves that are sparse: a tree of booleans like params, a prefix of such a tree,
         or a function from params to such a tree. None for all leaves of rank 2 and more.
-      skip_step: Whether live weights and the optimizer's state stay as they are in a step that changes
+      skip_step: Whether live weights and the state of `inner` stay as they are in a step that changes
         the mask, as in the paper's code.
       axis_name: The mapped axis over which magnitudes and gradients are averaged when the mask changes,
         for replicas whose params or gradients differ. None where they agree.
@@ -94,7 +95,7 @@ def rigl(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
-      >>> tx = optperm.rigl(optax.sgd(0.5), 0.5, end=10, key=jax.random.key(0), every=1)
+      >>> tx = optperm.rigl(optax.sgd(0.5), 0.5, end=10, every=1)
       >>> w = jnp.ones((2, 4))
       >>> opt_state = tx.init(w)
       >>> target = jnp.arange(8.0).reshape(2, 4)
@@ -115,7 +116,7 @@ def rigl(
       Products and gradients are dense: training is not faster, and gradual pruning, at the same cost
       here, reaches a better accuracy. Under Adam a fresh weight moves further than an old one, since
       its moments are fresh and their count is not: 3.2 times as far at once and 6.6 times at most, for
-      decays of .9 and .999. Use b2=.99 where that hurts.
+      decays of 0.9 and 0.999. Use b2=0.99 where that hurts.
 
       Under `jax.vmap` every step costs a selection. Within `jax.lax.scan` a step in which the mask stays
       costs as much as a step of the optimizer with `optperm.mask_elements`. A program of a single step
@@ -124,7 +125,7 @@ def rigl(
     Raises:
       TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
-        a state of `optimizer` is not like params, if `axis_name` is not bound where `update` is called,
+        a state of `inner` is not like params, if `axis_name` is not bound where `update` is called,
         or if trees do not match.
 
     References:
@@ -132,7 +133,7 @@ def rigl(
       ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
       connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
     """
-    checks.check_transformation("optimizer", optimizer)
+    checks.check_transformation("inner", inner)
     checks.check_key("key", key)
     checks.check_count("end", end)
     checks.check_count("every", every)
@@ -141,11 +142,11 @@ def rigl(
     is_known = all(map(checks.is_concrete_number, (end, every, drop_fraction)))
     if is_known and drop_fraction > 0 and end <= every:
         raise ValueError(f"end must be above every={every}, or drop_fraction 0, got {end}.")
-    inside = optax.with_extra_args_support(optimizer)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SparseState:
         raw = jax.random.bits(make_key(key), (2,), jnp.uint32)
-        flags = flag_leaves(include, params, share=sparsity)
+        flags = flag_leaves(include, params, fraction=sparsity)
         check_excluded("sparsity", sparsity, flags)
         mask = make_masks(flags, params)
         leaves, treedef = jax.tree.flatten(mask)
@@ -155,17 +156,17 @@ def rigl(
         # The first mask uses the random bits of step 0, in which nothing grows.
         codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
         kept = keep_highest(codes, groups.leaves, counts)
-        inner = inside.init(params)
-        check_places_nothing(inner)
-        if (unlike := _find_unlike_params(inner, mask, params)) is not None:
+        inner_state = optimizer.init(params)
+        check_places_nothing(inner_state)
+        if (unlike := _find_unlike_params(inner_state, mask, params)) is not None:
             raise ValueError(
-                f"rigl restarts the state of each weight that grows, but optimizer keeps {unlike}, "
+                f"rigl restarts the state of each weight that grows, but inner keeps {unlike}, "
                 "which is not like params: leave out optax.flatten, factored moments and low rank."
             )
         return SparseState(
             count=jnp.zeros([], jnp.int32),
             mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
-            inner=inner,
+            inner_state=inner_state,
             key=raw if grow == "random" else None,
         )
 
@@ -174,9 +175,9 @@ def rigl(
     ) -> tuple[optax.Updates, SparseState]:
         t, before = state.count, state.mask
         last = jnp.asarray(end, jnp.int32)
-        # w where m, else 0; where not m the optimizer's state is as `init` gives it
+        # w where m, else 0; where not m the state of `inner` is as `init` gives it
         live = zero_dead(before, params)
-        inner = _restart_dead(inside, before, state.inner, live)
+        inner_state = _restart_dead(optimizer, before, state.inner_state, live)
 
         def move() -> Any:
             # alpha_t = alpha / 2 (1 + cos(pi t / T))
@@ -198,15 +199,18 @@ def rigl(
 
         # u(g where m, else 0), by the new mask; then w + u where m, from 0 where it is new, else 0
         def step() -> tuple[optax.Updates, Any]:
-            u, new_inner = inside.update(zero_dead(mask, grads), inner, live, **extra_args)
-            return cast_like(u, params), cast_like(new_inner, inner)
+            g = zero_dead(mask, grads)
+            u, new = optimizer.update(g, inner_state, live, **extra_args)
+            return cast_like(u, params), cast_like(new, inner_state)
 
         def stay() -> tuple[optax.Updates, Any]:
-            return jax.tree.map(jnp.zeros_like, params), inner
+            return jax.tree.map(jnp.zeros_like, params), inner_state
 
-        u, inner = cond(due, stay, step) if skip_step else step()
+        u, new_state = cond(due, stay, step) if skip_step else step()
         updates = mask_updates(mask, u, params, before)
-        return updates, state._replace(count=optax.safe_increment(t), mask=mask, inner=inner)
+        return updates, state._replace(
+            count=optax.safe_increment(t), mask=mask, inner_state=new_state
+        )
 
     return transformation(
         init,
@@ -258,23 +262,23 @@ def _move(
 
 
 def _restart_dead(
-    optimizer: optax.GradientTransformation, mask: Any, inner: Any, params: optax.Params
+    optimizer: optax.GradientTransformation, mask: Any, inner_state: Any, params: optax.Params
 ) -> Any:
     """Return the optimizer's state with the entries of a fresh state where the mask is False.
 
     Dead entries are restarted in every step, so that an entry is fresh when it grows.
     """
-    masks = _match_masks(inner, mask, params)
+    masks = _match_masks(inner_state, mask, params)
     fresh = jax.tree.leaves(optimizer.init(params))
     new = [
         leaf if is_live is None else jnp.where(is_live, leaf, jnp.asarray(first, leaf.dtype))
         for (leaf, is_live, _), first in zip(masks, fresh, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(inner), new)
+    return jax.tree.unflatten(jax.tree.structure(inner_state), new)
 
 
 def _match_masks(
-    inner: Any, mask: Any, params: optax.Params
+    inner_state: Any, mask: Any, params: optax.Params
 ) -> list[tuple[Any, jax.Array | None, str | None]]:
     """Return each array of the optimizer's state with its mask, if it has one number for each entry.
 
@@ -284,7 +288,7 @@ def _match_masks(
     structure: Any = jax.tree.structure(params)
     masks = structure.flatten_up_to(mask)
     found: list[tuple[Any, jax.Array | None, str | None]] = []
-    for leaf, place, owner in match_params(inner, params):
+    for leaf, place, owner in match_params(inner_state, params):
         own = None if place is None else masks[place]
         if is_masked(own):
             found.append((leaf, None, None))
@@ -296,9 +300,9 @@ def _match_masks(
     return found
 
 
-def _find_unlike_params(inner: Any, mask: Any, params: optax.Params) -> str | None:
+def _find_unlike_params(inner_state: Any, mask: Any, params: optax.Params) -> str | None:
     """Return the shape and the state of the first array that may hold numbers of masked entries."""
-    for leaf, _, owner in _match_masks(inner, mask, params):
+    for leaf, _, owner in _match_masks(inner_state, mask, params):
         if owner is not None:
             return f"an array of shape {jnp.shape(leaf)} in a {owner}"
     return None

@@ -23,29 +23,31 @@ class SparseState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       mask: Whether each entry is live; `optax.MaskedNode` for a leaf that is not included.
-      inner: The state of the wrapped optimizer.
+      inner_state: State of `inner`.
       scores: S of criterion "movement", like the mask; None for the other criteria.
       key: The raw data of the key of `grow="random"`; None for `grow="gradient"`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     mask: PyTree[Bool[Array, "..."]]
-    inner: Any
+    inner_state: Any
     scores: PyTree[Float32[Array, "..."]] | None = None
     key: UInt32[Array, "2"] | None = None
 
     def exact(self) -> list[Exact]:
-        """Return the exact entries of the wrapped optimizer and, overriding them, the zeros."""
+        """Return the exact entries of `inner` and, overriding them, the zeros."""
         zeros = Exact(
             jax.tree.map(lambda _: 0.0, self.mask), jax.tree.map(jnp.logical_not, self.mask)
         )
-        return [*exact_entries(self.inner), zeros]
+        return [*exact_entries(self.inner_state), zeros]
 
 
-def check_places_nothing(inner: Any) -> None:
-    """Raise if the wrapped optimizer places params, which zeros would take from their places."""
-    if placing_states(inner):
-        raise ValueError("optimizer places params itself: use one that moves them by its updates.")
+def check_places_nothing(inner_state: Any) -> None:
+    """Raise if `inner` places params, which zeros would take from their places."""
+    if placing_states(inner_state):
+        raise ValueError(
+            "inner places params itself: use an optimizer that moves them by its updates."
+        )
 
 
 def make_masks(flags: Any, params: Any) -> Any:

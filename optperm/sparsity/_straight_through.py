@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from optperm.core import checks
 from optperm.core.states import without_variables
 from optperm.sparsity._choice import UnitScope, encode_scores, keep, widen_scores
-from optperm.sparsity._shares import Include, flag_leaves
+from optperm.sparsity._fractions import Include, flag_leaves
 from optperm.sparsity._structures import Structure
 
 
@@ -32,7 +32,7 @@ def keep_top(
 
     Args:
       params: A tree of arrays, real floating where they are included.
-      sparsity: The share of zeros as in `optperm.sparsity.prune`, a number or a tree of numbers. It
+      sparsity: The fraction of zeros as in `optperm.sparsity.prune`, a number or a tree of numbers. It
         may be traced, such as `schedule(step)`. None with `optperm.sparsity.NOfM`.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.sparsity.prune`.
       include: The leaves that become sparse: a tree of booleans like params, a prefix of such a tree,
@@ -57,7 +57,7 @@ def keep_top(
 
     Raises:
       TypeError: If an included parameter is not of a real floating dtype, a leaf is not an array, or a
-        share is not a number.
+        sparsity is not a number.
       ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
 
     References:

@@ -42,7 +42,7 @@ class DimReduceState(NamedTuple):
         in a row that found no step.
       step_length: :math:`c`, the length that the line search accepted in this step, or 0.
       num_trials: Number of trials of this line search.
-      inner_state: State of the optimizer.
+      inner_state: State of `inner`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -57,13 +57,13 @@ class DimReduceState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation stands in an optax.chain after dim_reduce: steps that it changes, or "
-            "entries that it holds, spoil the curvature. Pass it as the optimizer, with a basis that is "
+            "entries that it holds, spoil the curvature. Pass it as `inner`, with a basis that is "
             "zero at held entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
         )
 
 
 def dim_reduce(
-    optimizer: optax.GradientTransformation | None = None,
+    inner: optax.GradientTransformation | None = None,
     *,
     n_components: int,
     rho: optax.ScalarOrSchedule = 0.55,
@@ -78,7 +78,7 @@ def dim_reduce(
 
     :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.subspace.set_basis` or by
     `optperm.dldr`. With :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the
-    step of `optimizer`:
+    step of `inner`:
 
     .. math::
       g_k &= P g, \qquad y = g_k - g_k^{\text{last}} \\
@@ -96,13 +96,13 @@ def dim_reduce(
     basis is set only the residual moves the params.
 
     Args:
-      optimizer: :math:`u`, any optimizer, which sees :math:`\alpha m - c P^\top d` as the gradient;
+      inner: :math:`u`, any optimizer, which sees :math:`\alpha m - c P^\top d` as the gradient;
         None for `optax.sgd(1.0)`.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
-      rho: :math:`\rho \in [0, 1]`, the largest ratio of a length to the rejected length before it.
+      rho: :math:`\rho \in [0, 1]`, the maximum ratio of a length to the rejected length before it.
       gamma: :math:`\gamma \in [0, 1]`, the momentum of the residual.
       alpha: :math:`\alpha \ge 0`, the learning rate of the residual.
-      sigma: :math:`\sigma \in [0, 1]`, the share of the predicted decrease that a trial has to reach.
+      sigma: :math:`\sigma \in [0, 1]`, the fraction of the predicted decrease that a trial has to reach.
       max_search_steps: :math:`i_{\max} \ge 1`, the maximum number of trials of one line search; None
         for 10, or 2 with `"mindspore"`.
       line_search: `"safeguarded"` or `"mindspore"`.
@@ -136,7 +136,7 @@ def dim_reduce(
       parabola through both losses, but at most :math:`\rho` times and at least 0.1 times the length
       before it. After `max_search_steps` failed trials the next step continues with the next length;
       after two such steps :math:`B` is forgotten. On a smooth loss with the same batch in all steps,
-      and a linear `optimizer` (SGD without momentum, of any rate), a step is found until the rounding of
+      and a linear `inner` (SGD without momentum, of any rate), a step is found until the rounding of
       the loss hides the decrease. The search knows no curvature condition: where the curvatures in the
       subspace differ by 1e4 or more it takes several times as many steps as BFGS in SciPy. A residual
       :math:`g - P^\top g_k` of the size of its own rounding counts as zero.
@@ -156,7 +156,7 @@ def dim_reduce(
       the state counts the steps in a row for which the search failed.
 
       A step costs two passes over :math:`P`, and one evaluation of the loss for each trial. Trials do
-      not change the state of `optimizer`. A trial whose loss is not finite is rejected, and there are
+      not change the state of `inner`. A trial whose loss is not finite is rejected, and there are
       no trials if the loss itself is not finite. If the gradient or its projection is not finite, the
       step is skipped: only the count changes.
 
@@ -195,11 +195,11 @@ def dim_reduce(
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
-    inner = optax.with_extra_args_support(optax.sgd(1.0) if optimizer is None else optimizer)
+    optimizer = optax.with_extra_args_support(optax.sgd(1.0) if inner is None else inner)
     checks.check_static_count("n_components", n_components)
-    numbers = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
-    limits = dict.fromkeys(numbers, 1.0) | {"alpha": float("inf")}
-    for name, number in numbers.items():
+    hyperparameters = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
+    limits = dict.fromkeys(hyperparameters, 1.0) | {"alpha": float("inf")}
+    for name, number in hyperparameters.items():
         checks.check_in_range(name, number, 0.0, limits[name])
     checks.check_choice("line_search", line_search, tuple(LINE_SEARCHES))
     rule = LINE_SEARCHES[line_search]
@@ -215,7 +215,7 @@ def dim_reduce(
             quasi_newton=make_quasi_newton(n_components, dtype),
             step_length=jnp.zeros([], dtype),
             num_trials=jnp.zeros([], jnp.int32),
-            inner_state=inner.init(params),
+            inner_state=optimizer.init(params),
         )
 
     def update(
@@ -227,7 +227,7 @@ def dim_reduce(
         f, f_at = extras["value"], extras["value_fn"]
         rho_t, gamma_t, alpha_t, sigma_t = (
             resolve_schedule(name, number, state.count, dtype, high=limits[name])
-            for name, number in numbers.items()
+            for name, number in hyperparameters.items()
         )
 
         # g_k = P g
@@ -243,13 +243,13 @@ def dim_reduce(
         size = norm(gk)
         length = jnp.where(size > 0, size, jnp.ones_like(size))
         is_finite, is_rounding = _examine_residual(r, size)
-        share = rule.share_of_residual(is_rounding)
-        m = jax.tree.map(_decay(gamma_t, share, is_finite), state.residual, r)
+        weight = rule.weigh_residual(is_rounding)
+        m = jax.tree.map(_decay(gamma_t, weight, is_finite), state.residual, r)
         # Otherwise XLA computes m again for the step, from a copy of the old one.
         m = jax.lax.optimization_barrier(m)
 
         def u(direction: optax.Updates) -> tuple[optax.Updates, Any]:
-            return step_where(is_finite, inner, direction, state.inner_state, params, extras)
+            return step_where(is_finite, optimizer, direction, state.inner_state, params, extras)
 
         # c = the first length with f(theta + v(c)) < f(theta) + sigma g'v(c), v(c) = u(-c P'd)
         def try_length(c: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -257,7 +257,7 @@ def dim_reduce(
             trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
             # c g_k'd, in this order so that nothing overflows at any scale of the loss.
             predicted = length * dot(gk / length, c * d)
-            if optimizer is not None:
+            if inner is not None:
                 predicted = rule.predict(predicted, lambda: _predict_change(g, step, f))
             return rule.step(Trial(c, trial, f, predicted), sigma_t, rho_t)
 
@@ -290,12 +290,12 @@ def _axpy(c: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def _decay(
-    gamma: jax.Array, share: jax.Array, is_finite: jax.Array
+    gamma: jax.Array, weight: jax.Array, is_finite: jax.Array
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the function gamma m + share r of two leaves, in the dtype of m, or m if it overflows."""
+    """Return the function gamma m + weight r of two leaves, in the dtype of m, or m if it overflows."""
 
     def add(m: jax.Array, r: jax.Array) -> jax.Array:
-        new = _axpy(gamma)(m, share.astype(r.dtype) * r).astype(m.dtype)
+        new = _axpy(gamma)(m, weight.astype(r.dtype) * r).astype(m.dtype)
         return jnp.where(is_finite & jnp.isfinite(new), new, m)
 
     return add

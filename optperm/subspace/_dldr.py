@@ -37,7 +37,7 @@ class DldrState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      optimizer_state: State of the optimizer of the first phase.
+      inner_state: State of `inner`, the optimizer of the first phase.
       further_snapshots: The snapshots that do not fit into the rows of the basis.
       second: State of the subspace optimizer.
       restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
@@ -46,7 +46,7 @@ class DldrState(NamedTuple):
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
-    optimizer_state: Any
+    inner_state: Any
     further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
     second: Any
     restart_point: Any
@@ -55,13 +55,13 @@ class DldrState(NamedTuple):
     def phases(self) -> list[tuple[Any, jax.Array | bool]]:
         """Return the state of the optimizer of the first phase, until it is over, and of the second."""
         (subspace,) = _find_subspaces(self.second)
-        return [(self.optimizer_state, ~subspace.is_set), (self.second, subspace.is_set)]
+        return [(self.inner_state, ~subspace.is_set), (self.second, subspace.is_set)]
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the phase, and the start of the second one."""
         (subspace,) = _find_subspaces(self.second)
         is_second = subspace.is_set & ~self.is_restarted
-        first, second = map(exact_entries, (self.optimizer_state, self.second))
+        first, second = map(exact_entries, (self.inner_state, self.second))
         within = [each.only_if(~subspace.is_set) for each in first]
         within += [each.only_if(is_second) for each in second]
         where = jax.tree.map(lambda _: self.is_restarted, self.restart_point)
@@ -80,11 +80,11 @@ class DldrState(NamedTuple):
 
 
 def dldr(
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     subspace_optimizer: optax.GradientTransformation,
     *,
-    sample_every: int | jax.Array,
-    num_samples: int,
+    every: int | jax.Array,
+    num_snapshots: int,
     start: int | jax.Array = 0,
     restart: Restart = "last",
 ) -> optax.GradientTransformationExtraArgs:
@@ -101,12 +101,12 @@ def dldr(
       snapshots and the basis hold the part of the params that it trains.
 
     Args:
-      optimizer: The optimizer of the first phase, which must not place params, as `optperm.sgperm` does.
+      inner: The optimizer of the first phase, which must not place params, as `optperm.sgperm` does.
       subspace_optimizer: The optimizer of the second phase, in which its schedules start. Its
         `n_components` is k, and its `axis_name` is the axis of both phases.
-      sample_every: :math:`T \ge 1`, the number of steps from one snapshot to the next.
-      num_samples: m, the number of snapshots, after which the second phase starts: at least k + 1, or k
-        for `optperm.twa`.
+      every: :math:`T \ge 1`, the number of steps from one snapshot to the next.
+      num_snapshots: m, the number of snapshots, after which the second phase starts: at least k + 1, or
+        k for `optperm.twa`.
       start: :math:`t_0 \ge 0`, the step of the first snapshot.
       restart: The start of the second phase: the `"last"` snapshot, the `"first"` snapshot as in the
         authors' code, or the `"mean"` of all snapshots.
@@ -121,7 +121,7 @@ def dldr(
       >>> loss_fn = lambda w, batch: jnp.sum(scales * (w - batch) ** 2) / 2
       >>> target = jnp.array([3.0, 2.0, 1.0])
       >>> tx = optperm.dldr(
-      ...     optax.sgd(1e-3), optperm.dim_reduce(n_components=3), sample_every=2, num_samples=5
+      ...     optax.sgd(1e-3), optperm.dim_reduce(n_components=3), every=2, num_snapshots=5
       ... )
       >>> def step(carry, _):
       ...     w, opt_state = carry
@@ -159,7 +159,7 @@ def dldr(
             optperm.dim_reduce(
                 n_components=40, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
             ),
-            sample_every=steps_per_epoch, num_samples=81, restart="first",
+            every=steps_per_epoch, num_snapshots=81, restart="first",
         )
 
       If none of the 20 trials is accepted, the authors take the last of them, 1e-8 of the step; this
@@ -168,53 +168,51 @@ def dldr(
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, the subspace optimizer does not hold one subspace,
-        there are too few samples for it, an extra argument is missing, its `axis_name` is not bound
+        there are too few snapshots for it, an extra argument is missing, its `axis_name` is not bound
         where `init` or `update` is called, or the trees passed to `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
-    checks.check_count("sample_every", sample_every)
-    checks.check_static_count("num_samples", num_samples)
+    checks.check_count("every", every)
+    checks.check_static_count("num_snapshots", num_snapshots)
     checks.check_count("start", start, minimum=0)
     checks.check_choice("restart", restart, get_args(Restart))
-    last_step = start + (num_samples - 1) * sample_every
-    checks.check_count("start + (num_samples - 1) * sample_every", last_step, minimum=0)
-    first = optax.with_extra_args_support(optimizer)
+    last_step = start + (num_snapshots - 1) * every
+    checks.check_count("start + (num_snapshots - 1) * every", last_step, minimum=0)
+    first = optax.with_extra_args_support(inner)
     then = optax.with_extra_args_support(subspace_optimizer)
 
     def init(params: optax.Params) -> DldrState:
-        optimizer_state, second = first.init(params), then.init(params)
-        subspace = _find_subspace(second, num_samples)
-        if placing_states(optimizer_state):
-            raise ValueError(
-                "optimizer places params, and would place them in the second phase too."
-            )
+        inner_state, second = first.init(params), then.init(params)
+        subspace = _find_subspace(second, num_snapshots)
+        if placing_states(inner_state):
+            raise ValueError("inner places params, and would place them in the second phase too.")
         # At least one row: an array without entries cannot be saved.
         further = jax.tree.map(
-            lambda rows: rows_like(rows[0], max(num_samples - rows.shape[0], 1), rows.dtype),
+            lambda rows: rows_like(rows[0], max(num_snapshots - rows.shape[0], 1), rows.dtype),
             subspace.rows,
         )
         point = () if restart == "last" else jax.tree.map(_make_wide_zeros, params)
         count, is_restarted = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
-        return DldrState(count, optimizer_state, further, second, point, is_restarted)
+        return DldrState(count, inner_state, further, second, point, is_restarted)
 
     def update(
         updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DldrState]:
         # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T, the first snapshots in the rows of P
-        last = jnp.asarray(start + (num_samples - 1) * sample_every, jnp.int32)
-        subspace, further, point = _record(state, params, start, sample_every, last, restart)
+        last = jnp.asarray(start + (num_snapshots - 1) * every, jnp.int32)
+        subspace, further, point = _record(state, params, start, every, last, restart)
         # P = the first k components of all snapshots, at the last of these steps
         is_switch = (state.count == last) & ~subspace.is_set
-        subspace = _compute_components(subspace, further, num_samples, is_switch)
+        subspace = _compute_components(subspace, further, num_snapshots, is_switch)
 
-        # First phase: theta <- theta + u(g), the optimizer's step
+        # First phase: theta <- theta + u(g), the step of `inner`
         def in_full() -> tuple[optax.Updates, Any, Any]:
             axis_name = subspace.axis_name
             g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
-            moves, new = step_where(all_finite(g), first, g, state.optimizer_state, params, extras)
+            moves, new = step_where(all_finite(g), first, g, state.inner_state, params, extras)
             return moves, new, _replace_subspace(state.second, _Placeholder())
 
         # Second phase: the step of the subspace optimizer
@@ -222,14 +220,14 @@ def dldr(
             second = _replace_subspace(state.second, subspace)
             moves, new = then.update(updates, second, params, **extra_args)
             new = _replace_subspace(cast_like(new, second), _Placeholder())
-            return cast_like(moves, params), state.optimizer_state, new
+            return cast_like(moves, params), state.inner_state, new
 
         # At the switch theta <- the first snapshot, or the mean of all snapshots: by these updates up to
         # rounding, by `apply_updates` exactly
         def at_restart() -> tuple[optax.Updates, Any, Any]:
             moves = jax.tree.map(lambda to, p: to - p.astype(to.dtype), point, params)
             second = _replace_subspace(state.second, _Placeholder())
-            return cast_like(moves, params), state.optimizer_state, second
+            return cast_like(moves, params), state.inner_state, second
 
         # Without a restart point the program has no branch for it.
         is_restarted = (
@@ -275,8 +273,8 @@ def _replace_subspace(second: Any, subspace: Any) -> Any:
     return jax.tree.map(lambda node: subspace if is_place(node) else node, second, is_leaf=is_place)
 
 
-def _find_subspace(second: Any, num_samples: int) -> Subspace:
-    """Return the subspace of the subspace optimizer, which must have enough samples."""
+def _find_subspace(second: Any, num_snapshots: int) -> Subspace:
+    """Return the subspace of the subspace optimizer, which must have enough snapshots."""
     found = _find_subspaces(second)
     if len(found) != 1:
         names = "dim_reduce, project or twa"
@@ -284,9 +282,9 @@ def _find_subspace(second: Any, num_samples: int) -> Subspace:
     k = found[0].determined.size
     # Centered snapshots span one direction fewer.
     least = k + found[0].is_centered
-    if num_samples < least:
+    if num_snapshots < least:
         raise ValueError(
-            f"n_components={k} needs num_samples of at least {least}, got {num_samples}."
+            f"n_components={k} needs num_snapshots of at least {least}, got {num_snapshots}."
         )
     return found[0]
 
@@ -333,9 +331,9 @@ def _record(
 
 
 def _compute_components(
-    subspace: Subspace, further: optax.Params, num_samples: int, is_switch: jax.Array
+    subspace: Subspace, further: optax.Params, num_snapshots: int, is_switch: jax.Array
 ) -> Subspace:
-    """Write the components of all samples over the rows of the subspace, at the step of the switch."""
+    """Write the components of all snapshots over the rows of the subspace, at the step of the switch."""
     k = subspace.determined.size
 
     def write_components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
@@ -344,7 +342,7 @@ def _compute_components(
             rows,
             (further,),
             k,
-            num_snapshots=jnp.asarray(num_samples, jnp.int32),
+            num_snapshots=jnp.asarray(num_snapshots, jnp.int32),
             first_row=subspace.own_first_row,
             in_place=True,
             is_centered=subspace.is_centered,

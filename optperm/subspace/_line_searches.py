@@ -25,7 +25,7 @@ from optperm.subspace._quasi_newton import (
     norm,
 )
 
-# The smallest ratio of successive lengths, wherever the parabola has its minimum.
+# The minimum ratio of successive lengths, wherever the parabola has its minimum.
 _SHORTEST = 0.1
 # The number of failed searches in a row after which the curvature is forgotten.
 _PATIENCE = 2
@@ -63,7 +63,7 @@ class Trial(NamedTuple):
     predicted: jax.Array
 
     def is_enough(self, sigma: jax.Array) -> jax.Array:
-        """Return whether the loss falls by a share sigma of the predicted decrease."""
+        """Return whether the loss falls by a fraction sigma of the predicted decrease."""
         return jnp.isfinite(self.loss) & (self.loss < self.start + sigma * self.predicted)
 
 
@@ -90,7 +90,7 @@ class MindSpore:
         """Return c g_k'd, for any step of the optimizer along the direction."""
         return slope
 
-    def share_of_residual(self, is_rounding: jax.Array) -> jax.Array:
+    def weigh_residual(self, is_rounding: jax.Array) -> jax.Array:
         """Return 1: the residual is used as it is."""
         return jnp.ones_like(is_rounding)
 
@@ -141,7 +141,7 @@ class Safeguarded:
         """Return the change that the gradient predicts for the optimizer's step."""
         return along()
 
-    def share_of_residual(self, is_rounding: jax.Array) -> jax.Array:
+    def weigh_residual(self, is_rounding: jax.Array) -> jax.Array:
         """Return 0 for a residual of the size of its own rounding, else 1."""
         return ~is_rounding
 

@@ -3,7 +3,7 @@
 The axes of a leaf are split into pieces, so that each device holds whole pieces. Sums within pieces stay
 on their devices: only m x m numbers of the Gram matrix are communicated.
 
-The inner products are summed in float64 for snapshots of all dtypes: with fewer digits the small
+The inner products are summed in float64 for snapshots of all dtypes: at a lower precision the small
 components, orders of magnitude below the first, are lost in the rounding of the large components.
 `jax.enable_x64` gives float64 with any setting outside it, for operations of XLA itself. Operations that
 JAX rewrites when it lowers them, outside that scope, use float32 here.

@@ -22,7 +22,7 @@ class ProjectState(NamedTuple):
 
     Attributes:
       subspace: The basis :math:`P`.
-      inner_state: State of the optimizer that sees the projected gradient.
+      inner_state: State of `inner`, which sees the projected gradient.
     """
 
     subspace: Subspace
@@ -30,25 +30,25 @@ class ProjectState(NamedTuple):
 
 
 def project(
-    n_components: int,
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     *,
+    n_components: int,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run an optimizer on the part of the gradient in a subspace.
 
     :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.subspace.set_basis` or by
-    `optperm.dldr`. With :math:`u` the step of `optimizer`:
+    `optperm.dldr`. With :math:`u` the step of `inner`:
 
     .. math::
       \theta \leftarrow \theta + u(P^\top P g)
 
     With SGD, with or without momentum, the params stay in the subspace through their current values:
-    this is P-SGD. Until a basis is set the optimizer sees a gradient of zero.
+    this is P-SGD. Until a basis is set `inner` sees a gradient of zero.
 
     Args:
+      inner: :math:`u`, any optimizer.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
-      optimizer: :math:`u`, any optimizer.
       axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
         the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
         single replica.
@@ -58,7 +58,7 @@ def project(
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optperm.project(1, optax.sgd(0.5))
+      >>> tx = optperm.project(optax.sgd(0.5), n_components=1)
       >>> w = jnp.array([4.0, 2.0])
       >>> opt_state = optperm.subspace.set_basis(tx.init(w), jnp.array([[1.0, 0.0]]))
       >>> updates, opt_state = tx.update(w, opt_state, w)
@@ -80,11 +80,11 @@ def project(
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
     checks.check_static_count("n_components", n_components)
-    inner = optax.with_extra_args_support(optimizer)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> ProjectState:
         subspace = empty_subspace(params, n_components, axis_name)
-        return ProjectState(subspace, inner.init(params))
+        return ProjectState(subspace, optimizer.init(params))
 
     def update(
         updates: optax.Updates, state: ProjectState, params: optax.Params, **extra_args: Any
@@ -95,7 +95,7 @@ def project(
         # theta <- theta + u(P' g_k)
         (p_gk,) = lift(state.subspace, gk[None])
         moves, inner_state = step_where(
-            all_finite(p_gk), inner, p_gk, state.inner_state, params, extras
+            all_finite(p_gk), optimizer, p_gk, state.inner_state, params, extras
         )
         return moves, state._replace(inner_state=inner_state)
 

@@ -25,7 +25,7 @@ from optperm.core.shardings import explicit_sharding, rows_like
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
 
-# On accelerators float32 products lose half their digits by default.
+# On accelerators float32 products have half the precision by default.
 _PRECISION = jax.lax.Precision.HIGHEST
 
 

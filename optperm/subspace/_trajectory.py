@@ -25,12 +25,12 @@ class TrajectoryState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       num_recorded: Number of snapshots taken, including overwritten ones.
-      snapshots: A ring buffer: the i-th snapshot is in row i modulo the capacity.
+      snapshots: A ring buffer: the i-th snapshot is in row i modulo their number.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     num_recorded: Int32[Array, ""]
-    snapshots: PyTree[Float[Array, "capacity ?*shape"], "Params"]
+    snapshots: PyTree[Float[Array, "num_snapshots ?*shape"], "Params"]
 
     def changes_updates(self) -> bool:
         """Return that the updates pass unchanged."""
@@ -38,16 +38,16 @@ class TrajectoryState(NamedTuple):
 
 
 def record_trajectory(
-    every: int | jax.Array, capacity: int, *, dtype: Any = None
+    every: int | jax.Array, num_snapshots: int, *, dtype: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Record snapshots of the params, and return the updates unchanged.
 
-    The params passed to `update` at steps 0, every, 2 * every, ... are recorded; the last `capacity`
-    snapshots are kept.
+    The params passed to `update` at steps 0, every, 2 * every, ... are recorded; the last
+    `num_snapshots` of them are kept.
 
     Args:
       every: The number of steps from one snapshot to the next, at least 1.
-      capacity: The maximum number of snapshots, at least 1. Each takes the memory of the params.
+      num_snapshots: The maximum number of snapshots, at least 1. Each takes the memory of the params.
       dtype: The dtype of the snapshots; None for float32, and float64 for float64 params. With
         `jnp.bfloat16` they take half the memory, and changes below about 0.4 % of a weight are lost.
 
@@ -56,7 +56,7 @@ def record_trajectory(
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optax.chain(optax.sgd(0.5), optperm.record_trajectory(every=2, capacity=10))
+      >>> tx = optax.chain(optax.sgd(0.5), optperm.record_trajectory(every=2, num_snapshots=10))
       >>> w = jnp.array([8.0])
       >>> opt_state = tx.init(w)
       >>> for _ in range(4):
@@ -76,13 +76,15 @@ def record_trajectory(
       ValueError: If an argument is out of range, or the trees passed to `update` do not match.
     """
     checks.check_count("every", every)
-    checks.check_static_count("capacity", capacity)
+    checks.check_static_count("num_snapshots", num_snapshots)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
 
     def init(params: optax.Params) -> TrajectoryState:
         def make_ring(leaf: Any) -> jax.Array:
-            return rows_like(leaf, capacity, accumulation_dtype(leaf) if dtype is None else dtype)
+            return rows_like(
+                leaf, num_snapshots, accumulation_dtype(leaf) if dtype is None else dtype
+            )
 
         return TrajectoryState(
             count=jnp.zeros([], jnp.int32),
@@ -93,9 +95,9 @@ def record_trajectory(
     def update(
         updates: optax.Updates, state: TrajectoryState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, TrajectoryState]:
-        # snapshots[i mod capacity] <- theta, at every `every`-th step
+        # snapshots[i mod num_snapshots] <- theta, at every `every`-th step
         is_due = state.count % jnp.asarray(every, jnp.int32) == 0
-        snapshots = write_row(state.snapshots, params, state.num_recorded % capacity, is_due)
+        snapshots = write_row(state.snapshots, params, state.num_recorded % num_snapshots, is_due)
         recorded = jnp.where(is_due, optax.safe_increment(state.num_recorded), state.num_recorded)
         return updates, TrajectoryState(optax.safe_increment(state.count), recorded, snapshots)
 
@@ -132,14 +134,15 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       opt_state: The optimizer state, in any nesting.
 
     Returns:
-      A tree like params whose leaves have a leading axis of the capacity, with the valid rows first and
-      zeros after them, and the number of valid rows, int32 (). The results of a state that `jax.vmap` or
-      `jax.pmap` has made for many trainings have the leading axes of the state, as if the function had
-      been mapped: `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
+      A tree like params whose leaves have a leading axis of `num_snapshots`, with the valid rows first
+      and zeros after them, and the number of valid rows, int32 (). The results of a state that
+      `jax.vmap` or `jax.pmap` has made for many trainings have the leading axes of the state, as if the
+      function had been mapped:
+      `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
 
     Example:
       >>> import jax.numpy as jnp, optperm
-      >>> tx = optperm.record_trajectory(every=1, capacity=2)
+      >>> tx = optperm.record_trajectory(every=1, num_snapshots=2)
       >>> opt_state = tx.init(jnp.zeros(1))
       >>> for w in (jnp.array([1.0]), jnp.array([2.0]), jnp.array([3.0])):
       ...     _, opt_state = tx.update(w, opt_state, w)
@@ -161,11 +164,11 @@ def _sort_rings(rings: optax.Params, num_recorded: jax.Array) -> tuple[optax.Par
     """Return the rows of ring buffers, oldest first, and the number of valid rows."""
 
     def sort_ring(ring: jax.Array) -> jax.Array:
-        capacity = ring.shape[0]
+        length = ring.shape[0]
         # The oldest snapshot is in the row that is overwritten next, if the ring is full.
-        start = jnp.where(num_recorded > capacity, num_recorded % capacity, 0)
+        start = jnp.where(num_recorded > length, num_recorded % length, 0)
         return jnp.roll(ring, -start, axis=0)
 
-    capacity = next((leaf.shape[0] for leaf in jax.tree.leaves(rings)), 0)
-    valid = jnp.minimum(num_recorded, jnp.asarray(capacity, jnp.int32))
+    length = next((leaf.shape[0] for leaf in jax.tree.leaves(rings)), 0)
+    valid = jnp.minimum(num_recorded, jnp.asarray(length, jnp.int32))
     return jax.tree.map(sort_ring, rings), valid

@@ -23,7 +23,7 @@ class TwaState(NamedTuple):
 
     Attributes:
       subspace: The basis :math:`P` of the span of the snapshots.
-      inner_state: State of the optimizer of the coordinates :math:`\beta`, k numbers.
+      inner_state: State of `inner`, the optimizer of the coordinates :math:`\beta`, k numbers.
     """
 
     subspace: Subspace
@@ -31,16 +31,16 @@ class TwaState(NamedTuple):
 
 
 def twa(
-    n_components: int,
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     *,
+    n_components: int,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train the weights of an average of snapshots, as coordinates in their span.
 
     :math:`P` has :math:`k` orthonormal rows over all params, which span the snapshots
     :math:`\theta_1, \dots, \theta_m` themselves (completely for :math:`k = m`), not their differences.
-    The coordinates and the step of `optimizer` on them are
+    The coordinates and the step of `inner` on them are
 
     .. math::
       \beta = P \theta, \qquad \theta \leftarrow \theta + P^\top u(P g, \beta)
@@ -51,16 +51,16 @@ def twa(
     .. code-block:: python
 
       tx = optperm.dldr(
-          optax.sgd(0.1), optperm.twa(10, optax.sgd(schedule, momentum=0.9)),
-          sample_every=100, num_samples=10, restart="mean",
+          optax.sgd(0.1), optperm.twa(optax.sgd(schedule, momentum=0.9), n_components=10),
+          every=100, num_snapshots=10, restart="mean",
       )
 
     where a schedule starts with the second phase.
 
     Args:
-      n_components: :math:`k \ge 1`, the number of rows of :math:`P`, at most the number of snapshots.
-      optimizer: :math:`u`, any optimizer of an array of shape (k,), in float32, or float64 if any
+      inner: :math:`u`, any optimizer of an array of shape (k,), in float32, or float64 if any
         parameter is. `value` is its only extra argument.
+      n_components: :math:`k \ge 1`, the number of rows of :math:`P`, at most the number of snapshots.
       axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
         the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
         single replica.
@@ -71,8 +71,8 @@ def twa(
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> tx = optperm.dldr(
-      ...     optax.sgd(1.0), optperm.twa(2, optax.sgd(0.5)),
-      ...     sample_every=1, num_samples=2, restart="mean",
+      ...     optax.sgd(1.0), optperm.twa(optax.sgd(0.5), n_components=2),
+      ...     every=1, num_snapshots=2, restart="mean",
       ... )
       >>> target = jnp.array([1.0, 2.0, 3.0])
       >>> def step(carry, t):
@@ -102,11 +102,11 @@ def twa(
       <https://arxiv.org/abs/2205.13104>`_, 2023
     """
     checks.check_static_count("n_components", n_components)
-    inner = optax.with_extra_args_support(optimizer)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> TwaState:
         beta = jnp.zeros(n_components, accumulation_dtype(params))
-        return TwaState(empty_subspace(params, n_components, axis_name, Span), inner.init(beta))
+        return TwaState(empty_subspace(params, n_components, axis_name, Span), optimizer.init(beta))
 
     def update(
         updates: optax.Updates, state: TwaState, params: optax.Params, **extra_args: Any
@@ -116,7 +116,7 @@ def twa(
         # beta = P theta and the gradient with respect to it, P g
         beta, gk = (coordinates(state.subspace, tree, dtype) for tree in (params, g))
         # theta <- theta + P' u(P g, beta)
-        step, new = inner.update(gk, state.inner_state, beta, value=extras["value"])
+        step, new = optimizer.update(gk, state.inner_state, beta, value=extras["value"])
         # Rows of zeros have no coordinate to move.
         is_finite = all_finite(gk)
         step = jnp.where(is_finite & state.subspace.determined, step, 0.0)

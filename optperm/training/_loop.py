@@ -134,7 +134,7 @@ def fit(
       >>> x = jax.random.normal(jax.random.key(0), (64, 3))
       >>> data, model = {"x": x, "y": x @ jnp.array([[1.0], [-2.0], [0.5]])}, nn.Dense(1)
       >>> subspace_optimizer = optperm.dim_reduce(n_components=4)
-      >>> tx = optperm.dldr(optax.sgd(0.1), subspace_optimizer, sample_every=2, num_samples=5)
+      >>> tx = optperm.dldr(optax.sgd(0.1), subspace_optimizer, every=2, num_snapshots=5)
       >>> params = model.init(jax.random.key(1), x)["params"]
       >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
       >>> def loss_fn(params, batch):

@@ -61,7 +61,7 @@ def full_gradient(
         or any fraction. The loss of each example is then evaluated separately, as a batch of one, with
         its own random key (see `optperm.evaluate`), and the values of an example of weight 0, such as
         NaN, do not matter. `loss_fn` must be the plain mean: a loss that divides by its own weights,
-        per example or per token, has other gradients in each batch than its share of the whole; pass
+        per example or per token, has other gradients in each batch than its part of the whole; pass
         those weights here instead. BatchNorm needs its running averages.
       axis_name: A mapped axis, or a tuple of axes, over which sums and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
@@ -185,11 +185,11 @@ def _sum_batch(
     # narrow dtype of the losses a second pullback adds what the first rounds off the weights.
     kept = jnp.where(counts, weights, 0.0)
     unit = jnp.ldexp(jnp.ones_like(weights[0]), jnp.frexp(jnp.sum(kept))[1])
-    shares = kept / unit
+    fractions = kept / unit
     losses, pull = jax.vjp(evaluate, local)
-    parts = [shares.astype(losses.dtype)]
+    parts = [fractions.astype(losses.dtype)]
     if losses.dtype.itemsize < 4:
-        parts.append((shares - parts[0].astype(shares.dtype)).astype(losses.dtype))
+        parts.append((fractions - parts[0].astype(fractions.dtype)).astype(losses.dtype))
 
     def add(*grads: jax.Array) -> jax.Array:
         wide = functools.reduce(jnp.add, [g.astype(accumulation_dtype(g)) for g in grads])

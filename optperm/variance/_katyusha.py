@@ -52,9 +52,9 @@ class KatyushaState(NamedTuple):
 def katyusha(
     learning_rate: float | jax.Array,
     strong_convexity: float | jax.Array,
-    refresh_probability: float | jax.Array,
+    probability: float | jax.Array,
     *,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Minimize a strongly convex loss by loopless Katyusha, an accelerated SVRG.
 
@@ -83,9 +83,9 @@ def katyusha(
         constant: the params are averages whose weights depend on it.
       strong_convexity: :math:`\mu > 0`, such as the weight of a penalty :math:`\mu |x|^2 / 2` that is
         part of a convex loss.
-      refresh_probability: p, in (0, 1]: b / 2n, for batches of b of n examples, is a full gradient for
+      probability: p, in (0, 1]: b / 2n, for batches of b of n examples, is a full gradient for
         two passes of steps. All replicas draw the same.
-      seed: Seed of the coins.
+      key: The random key of the coins: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `KatyushaState`. Its `update` needs `params` and the extra
@@ -98,7 +98,7 @@ def katyusha(
       >>> y = x @ jnp.ones(3) + jax.random.normal(jax.random.key(1), (256,))
       >>> def loss_fn(w, batch):
       ...     return jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2 + jnp.sum(w**2) / 512
-      >>> tx = optperm.katyusha(0.1, strong_convexity=1 / 256, refresh_probability=16 / 512)
+      >>> tx = optperm.katyusha(0.1, strong_convexity=1 / 256, probability=16 / 512)
       >>> def step(carry, rows):
       ...     w, opt_state = carry
       ...     e = optperm.evaluate(loss_fn, w, (x[rows], y[rows]))
@@ -141,15 +141,15 @@ def katyusha(
     """
     checks.check_positive("learning_rate", learning_rate, checks.LARGEST_FLOAT32)
     checks.check_positive("strong_convexity", strong_convexity, checks.LARGEST_FLOAT32)
-    checks.check_positive("refresh_probability", refresh_probability, 1.0)
-    checks.check_key("seed", seed)
+    checks.check_positive("probability", probability, 1.0)
+    checks.check_key("key", key)
 
     def init(params: optax.Params) -> KatyushaState:
         def widen(leaf: Any) -> jax.Array:
             return jnp.array(leaf, accumulation_dtype(leaf), copy=True)
 
         y, z = (jax.tree.map(widen, params) for _ in range(2))
-        return KatyushaState(make_state(params, seed), y, z)
+        return KatyushaState(make_state(params, key), y, z)
 
     def update(
         grads: optax.Updates,
@@ -161,8 +161,7 @@ def katyusha(
         **_: Any,
     ) -> tuple[optax.Updates, KatyushaState]:
         alpha, mu, p = (
-            jnp.asarray(each, float)
-            for each in (learning_rate, strong_convexity, refresh_probability)
+            jnp.asarray(each, float) for each in (learning_rate, strong_convexity, probability)
         )
         alpha = jnp.maximum(alpha, jnp.finfo(alpha.dtype).tiny)  # traced rates are not checked
         tau = jnp.minimum(jnp.sqrt(2 * alpha * mu / p), 0.5)
@@ -172,7 +171,7 @@ def katyusha(
         g, snapshot = correct_loopless(
             state.svrg,
             jnp.ones([]),
-            refresh_probability,
+            probability,
             grads,
             params,
             at=cast_like(state.y, params),

@@ -16,12 +16,13 @@ import optax
 
 from optperm.core import checks
 from optperm.core.current import jit_current
+from optperm.core.keys import make_key
 from optperm.evaluation import LossFn, checked_loss, evaluate
 from optperm.variance._svrg import svrg
 
 # Steps of the power iteration, and the maximum number of trials.
 _STEPS, _MOST, _MOST_HALVINGS = 8, 20, 40
-# By this share of itself a loss may rise by rounding.
+# By this fraction of itself a loss may rise by rounding.
 _ROUNDING = 1e-5
 
 
@@ -33,7 +34,7 @@ def svrg_learning_rate(
     *,
     num_passes: int = 6,
     chunk_size: int = 256,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
 ) -> float:
     r"""Find a learning rate for `optax.sgd` after `optperm.svrg`, or for `optperm.katyusha`.
 
@@ -61,7 +62,8 @@ def svrg_learning_rate(
         eight steps of power iteration.
       chunk_size: The number of single examples that are evaluated together; the mean loss is evaluated
         on all examples together.
-      seed: Seed of the batches, and of the start vectors of power iterations.
+      key: The random key of the batches, and of the start vectors of power iterations: an int or a
+        `jax.random.key`.
 
     Returns:
       The rate, a Python float.
@@ -103,7 +105,7 @@ def svrg_learning_rate(
     checks.check_static_count("batch_size", batch_size)
     checks.check_static_count("chunk_size", chunk_size)
     checks.check_count("num_passes", num_passes, minimum=0)
-    checks.check_key("seed", seed)
+    checks.check_key("key", key)
     checks.check_real_floating("params", params)
     n = checks.count_examples("data", data)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
@@ -114,7 +116,7 @@ def svrg_learning_rate(
     if n < batch_size:
         raise ValueError(f"data must hold at least batch_size={batch_size} examples, got {n}.")
     _check_is_mean(loss_fn, params, jax.tree.map(lambda leaf: leaf[:batch_size], data))
-    key = jax.random.key(seed)
+    key = make_key(key)
     # L and L_max
     measure = functools.partial(_measure_curvatures, loss_fn, min(chunk_size, n))
     curvature, largest = jit_current(measure)(params, data, key)
@@ -185,7 +187,7 @@ def _make_trial(
 
     @jit_current
     def run(rate: jax.Array, params: Any, data: Any, key: jax.Array) -> jax.Array:
-        tx = optax.chain(svrg(refresh_every=2 * steps), optax.sgd(rate))
+        tx = optax.chain(svrg(every=2 * steps), optax.sgd(rate))
 
         def full_grad_fn(w: optax.Params) -> optax.Updates:
             return jax.grad(loss_fn)(w, data)

@@ -63,7 +63,7 @@ def mars(
       gamma: :math:`\gamma \ge 0`, a number or a schedule of the step.
       b1: :math:`\beta_1 \in [0, 1)`, best the value of the optimizer: with :math:`\gamma = 1` the
         optimizer's momentum of :math:`c_t` is then STORM's estimate of the gradient.
-      max_norm: The largest norm of a leaf; infinite for no clipping.
+      max_norm: The maximum norm of a leaf; infinite for no clipping.
       exact: Whether :math:`g_{t-1}` is the gradient on this batch at the last params.
 
     Returns:

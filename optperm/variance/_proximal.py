@@ -55,7 +55,7 @@ def proximal(
     Entries and groups that the penalty takes to zero are exactly 0.0. After SGD this is proximal
     gradient descent (ISTA), after `optperm.svrg` and SGD it is ProxSVRG::
 
-      optax.chain(optperm.svrg(refresh_every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
+      optax.chain(optperm.svrg(every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
 
     Args:
       learning_rate: :math:`\eta_t`, the length of a step in units of the gradient: the learning rate of
@@ -68,8 +68,8 @@ def proximal(
         one group give it the shape (d, 1).
       group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
         of a dense kernel, (1,) for the outgoing weights of each input.
-      lower: The smallest value of an entry; 0.0 for non-negative params.
-      upper: The largest value of an entry.
+      lower: The minimum value of an entry; 0.0 for non-negative params.
+      upper: The maximum value of an entry.
 
     Returns:
       A transformation whose state is a `ProximalState`. Its `update` needs `params`.

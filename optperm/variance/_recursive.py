@@ -29,10 +29,10 @@ from optperm.variance._svrg import (
 
 def recursive_gradient(
     a: optax.ScalarOrSchedule,
-    refresh_probability: optax.ScalarOrSchedule | None = None,
-    refresh_every: int | jax.Array | None = None,
+    probability: optax.ScalarOrSchedule | None = None,
+    every: int | jax.Array | None = None,
     *,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Estimate the gradient by the last estimate and the change of the batch's gradient since then.
 
@@ -46,20 +46,21 @@ def recursive_gradient(
     - SGD: `recursive_gradient(1.0)`;
     - STORM: `recursive_gradient(a)` with a between 0 and 1, in the paper a multiple of the square of the
       learning rate;
-    - SARAH and SPIDER: `recursive_gradient(0.0, refresh_every=m)`; the steps of SPIDER have a given
+    - SARAH and SPIDER: `recursive_gradient(0.0, every=m)`; the steps of SPIDER have a given
       length, by `optax.normalize_by_update_norm()` after it;
-    - PAGE: `recursive_gradient(0.0, refresh_probability=p)`. All replicas draw the same.
+    - PAGE: `recursive_gradient(0.0, probability=p)`. All replicas draw the same.
 
     Args:
       a: :math:`a_t` in [0, 1], a number or a schedule of the step.
-      refresh_probability: p, in [0, 1], a number or a schedule of the step. The first step refreshes.
-      refresh_every: m, in steps: steps 0, m, 2m, ... refresh.
-      seed: Seed of the coins.
+      probability: p, of a restart in a step, in [0, 1], a number or a schedule of the step. The first
+        step restarts.
+      every: m, the number of steps from one restart to the next: steps 0, m, 2m, ... restart.
+      key: The random key of the coins: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `SvrgState`, with the last params and the last estimate as its
       snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)`, the gradient on the
-      batch at other params, as `optperm.evaluate` makes it; to refresh also `full_grad_fn(params)`, the
+      batch at other params, as `optperm.evaluate` makes it; to restart also `full_grad_fn(params)`, the
       gradient over all examples.
 
     Example:
@@ -67,7 +68,7 @@ def recursive_gradient(
       >>> x = jax.random.normal(jax.random.key(0), (512, 3))
       >>> y = x @ jnp.array([1.0, 2.0, 3.0]) + jax.random.normal(jax.random.key(1), (512,))
       >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2)
-      >>> tx = optax.chain(optperm.recursive_gradient(0.0, refresh_every=32), optax.sgd(0.05))  # SARAH
+      >>> tx = optax.chain(optperm.recursive_gradient(0.0, every=32), optax.sgd(0.05))  # SARAH
       >>> @jax.jit
       ... def step(w, opt_state, batch):
       ...     e = optperm.evaluate(loss_fn, w, batch)
@@ -87,10 +88,10 @@ def recursive_gradient(
     Notes:
       If the gradients of examples have errors of variance :math:`\sigma^2` that do not depend on the
       params, the variance of STORM's estimate goes to :math:`\sigma^2 a / (2 - a)`. With a = 0 and
-      without refreshes the error of the first gradient stays forever.
+      without restarts the error of the first gradient stays forever.
 
       An estimate is biased by earlier ones, unlike SVRG's, and after a large step it is worse than the
-      plain gradient. A step costs two gradients; a step that refreshes costs the full gradient in place
+      plain gradient. A step costs two gradients; a step that restarts costs the full gradient in place
       of the second one. The state holds the last params and a float32 estimate. The notes of `svrg` on
       dropout, on other transformations of gradients, on `optax.MultiSteps`, `optax.masked` and
       `optax.partition` apply here too. `optperm.variance.take_snapshot` sets the estimate between steps.
@@ -100,8 +101,8 @@ def recursive_gradient(
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
-        that is needed is missing, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, both `every` and `probability` are given, an extra
+        argument that is needed is missing, or the trees passed to `update` do not match.
 
     References:
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
@@ -117,12 +118,12 @@ def recursive_gradient(
       <https://arxiv.org/abs/2008.10898>`_, ICML 2021
     """
     checks.check_in_range("a", a, 0.0, 1.0)
-    needs = list_extra_args(refresh_every, refresh_probability)
-    checks.check_key("seed", seed)
-    is_refreshed = refresh_every is not None or refresh_probability is not None
+    needs = list_extra_args(every, probability)
+    checks.check_key("key", key)
+    restarts = every is not None or probability is not None
 
     def init(params: optax.Params) -> SvrgState:
-        return make_state(params, seed)
+        return make_state(params, key)
 
     def update(
         grads: optax.Updates,
@@ -130,7 +131,7 @@ def recursive_gradient(
         params: optax.Params,
         *,
         grad_fn: GradFn,
-        full_grad_fn: Any = None,  # needed where it refreshes
+        full_grad_fn: Any = None,  # needed where it restarts
         **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
         last = state.snapshot
@@ -151,8 +152,8 @@ def recursive_gradient(
                 grads,
             )
 
-        if is_refreshed:
-            is_time = is_due(state, refresh_every, refresh_probability)
+        if restarts:
+            is_time = is_due(state, every, probability)
             d = cond(is_time, restart, follow)
         else:
             d = follow()

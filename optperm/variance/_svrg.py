@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 FULL_GRADIENT = {
     "full_grad_fn": "the gradient over all examples at given params (in fit by optperm.with_loss, or "
-    "for svrg, without refresh_every and refresh_probability, by "
+    "for svrg, without every= and probability=, by "
     "epoch_start=optperm.variance.take_snapshot): "
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
-_ADVICE = "call optperm.variance.take_snapshot, or pass refresh_every or refresh_probability"
+_ADVICE = "call optperm.variance.take_snapshot, or pass every= or probability="
 
 
 class Snapshot(NamedTuple):
@@ -56,7 +56,7 @@ class SvrgState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      key: Data of the threefry key from which the coins of `refresh_probability` are drawn.
+      key: Data of the threefry key from which the coins of `probability` are drawn.
       snapshot: The snapshot that the next step uses; for `recursive_gradient` the last params and the
         estimate of the full gradient there.
     """
@@ -69,9 +69,9 @@ class SvrgState(NamedTuple):
 def svrg(
     coefficient: optax.ScalarOrSchedule = 1.0,
     *,
-    refresh_every: int | jax.Array | None = None,
-    refresh_probability: optax.ScalarOrSchedule | None = None,
-    seed: int | jax.Array = 0,
+    every: int | jax.Array | None = None,
+    probability: optax.ScalarOrSchedule | None = None,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Correct the gradient of a batch by the batch's error at a snapshot of the params.
 
@@ -89,16 +89,16 @@ def svrg(
 
     - between steps, every few epochs, by `optperm.variance.full_gradient` and
       `optperm.variance.take_snapshot`;
-    - `refresh_every` m: inside the compiled step, at the start of steps 0, m, 2m, ...;
-    - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
+    - `every` m: inside the compiled step, at the start of steps 0, m, 2m, ...;
+    - `probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
       else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
 
     Args:
       coefficient: :math:`c_t \ge 0`, a number or a schedule of the step. It is 1 in SVRG, and falls
         linearly over the training in :math:`\alpha`-SVRG, for instance from 0.75 to 0.
-      refresh_every: m, in steps.
-      refresh_probability: p, in [0, 1], a number or a schedule of the step.
-      seed: Seed of the coins.
+      every: m, the number of steps from one snapshot to the next.
+      probability: p, of a snapshot in a step, in [0, 1], a number or a schedule of the step.
+      key: The random key of the coins: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `SvrgState`. Its `update` needs `params` and the extra argument
@@ -130,7 +130,7 @@ def svrg(
       True
 
     Notes:
-      SVRG pays on convex problems that are to be solved to many digits. On networks it *hurts*, on small
+      SVRG pays on convex problems that are to be solved accurately. On networks it *hurts*, on small
       ones too: the gradient soon differs from its value at the snapshot, the correction adds variance,
       and plain SGD takes more than twice as many steps for the same number of gradients.
       :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
@@ -162,8 +162,8 @@ def svrg(
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
-        that is needed is missing, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, both `every` and `probability` are given, an extra
+        argument that is needed is missing, or the trees passed to `update` do not match.
 
     References:
       Johnson and Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
@@ -175,11 +175,11 @@ def svrg(
       Yin et al., `A Coefficient Makes SVRG Effective <https://arxiv.org/abs/2311.05589>`_, ICLR 2025
     """
     checks.check_in_range("coefficient", coefficient, 0.0, float("inf"))
-    needs = list_extra_args(refresh_every, refresh_probability)
-    checks.check_key("seed", seed)
+    needs = list_extra_args(every, probability)
+    checks.check_key("key", key)
 
     def init(params: optax.Params) -> SvrgState:
-        return make_state(params, seed)
+        return make_state(params, key)
 
     def update(
         grads: optax.Updates,
@@ -187,16 +187,16 @@ def svrg(
         params: optax.Params,
         *,
         grad_fn: GradFn,
-        full_grad_fn: Any = None,  # needed where it refreshes
+        full_grad_fn: Any = None,  # needed where it takes snapshots
         **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
         c = resolve_schedule("coefficient", coefficient, state.count, float)
         count = optax.safe_increment(state.count)
-        if refresh_probability is not None:
+        if probability is not None:
             new_grads, snapshot = correct_loopless(
                 state,
                 c,
-                refresh_probability,
+                probability,
                 grads,
                 params,
                 at=params,
@@ -210,8 +210,8 @@ def svrg(
             return install_snapshot(state.snapshot, params, full_grad_fn(params))[0]
 
         snapshot = state.snapshot
-        if refresh_every is not None:
-            is_time = is_due(state, refresh_every, None)
+        if every is not None:
+            is_time = is_due(state, every, None)
             snapshot = cond(is_time, renew, lambda: state.snapshot)
         else:
             warn_without(snapshot)
@@ -294,11 +294,11 @@ def correct_loopless(
     return cond(is_time, renew, lambda g: (g, state.snapshot), new_grads)
 
 
-def make_state(params: optax.Params, seed: int | jax.Array) -> SvrgState:
+def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
     """Make a state without a snapshot."""
     return SvrgState(
         count=jnp.zeros([], jnp.int32),
-        key=key_data(seed),
+        key=key_data(key),
         snapshot=Snapshot(
             is_taken=mark_varying(jnp.zeros([], bool), varying_axes(params)),
             params=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
@@ -324,29 +324,29 @@ def install_snapshot(
 
 
 def list_extra_args(
-    refresh_every: int | jax.Array | None, refresh_probability: optax.ScalarOrSchedule | None
+    every: int | jax.Array | None, probability: optax.ScalarOrSchedule | None
 ) -> dict[str, str]:
     """Return the extra arguments of a method that may need the full gradient, after checking both."""
-    if refresh_every is not None:
-        checks.check_count("refresh_every", refresh_every)
-    if refresh_probability is not None:
-        checks.check_in_range("refresh_probability", refresh_probability, 0.0, 1.0)
-        if refresh_every is not None:
-            raise ValueError("Pass refresh_every or refresh_probability, not both.")
-    is_refreshed = refresh_every is not None or refresh_probability is not None
-    return BATCH_GRADIENT | (FULL_GRADIENT if is_refreshed else {})
+    if every is not None:
+        checks.check_count("every", every)
+    if probability is not None:
+        checks.check_in_range("probability", probability, 0.0, 1.0)
+        if every is not None:
+            raise ValueError("Pass every= or probability=, not both.")
+    needs_all = every is not None or probability is not None
+    return BATCH_GRADIENT | (FULL_GRADIENT if needs_all else {})
 
 
 def is_due(
     state: SvrgState,
-    refresh_every: int | jax.Array | None,
-    refresh_probability: optax.ScalarOrSchedule | None,
+    every: int | jax.Array | None,
+    probability: optax.ScalarOrSchedule | None,
 ) -> jax.Array:
     """Return whether this step needs the full gradient; the same on all replicas."""
-    if refresh_probability is None:
-        return state.count % jnp.asarray(refresh_every, jnp.int32) == 0
+    if probability is None:
+        return state.count % jnp.asarray(every, jnp.int32) == 0
     key = as_key(state.key)
-    p = resolve_schedule("refresh_probability", refresh_probability, state.count, high=1.0)
+    p = resolve_schedule("probability", probability, state.count, high=1.0)
     # Before the first snapshot the coin always asks for one.
     coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
     return coin | ~state.snapshot.is_taken

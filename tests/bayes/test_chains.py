@@ -15,7 +15,7 @@ NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
 KNOWN = {"scalar": 0.660328, "diagonal": 0.055051, "full": 0.000830}
 
 
-def chains(tx, gradients, start, seed, *, warmup, thinning, number=256):
+def chains(tx, gradients, start, seed, *, burn_in, thinning, number=256):
     """Mean and covariance of 30 draws of each chain: `gradients(params, key)` are those of a batch."""
 
     def evaluate(params, key):
@@ -30,7 +30,7 @@ def chains(tx, gradients, start, seed, *, warmup, thinning, number=256):
     @jax.jit
     @jax.vmap
     def run(key):
-        carry = some((start, tx.init(start)), jax.random.fold_in(key, 0), warmup)
+        carry = some((start, tx.init(start)), jax.random.fold_in(key, 0), burn_in)
 
         def draw(carry, index):
             carry = some(carry, jax.random.fold_in(key, index), thinning)
@@ -62,7 +62,7 @@ def on_a_quadratic(preconditioner, seed, momentum=0.0):
     tx = optperm.mandt_sgd(
         N, S, preconditioner=preconditioner, momentum=momentum, burn_in=200, freeze_after=500
     )
-    mean, covariance = chains(tx, gradients, jnp.zeros(3), seed, warmup=1000, thinning=90)
+    mean, covariance = chains(tx, gradients, jnp.zeros(3), seed, burn_in=1000, thinning=90)
     diagonal = np.diag(NOISE)
     h = {
         "scalar": 2 * S * 3 / (N * diagonal.sum()) * np.eye(3),
@@ -120,7 +120,7 @@ def test_regression_with_heteroscedastic_noise():
     # The first two are fifty times as far off as they must be: a few draws tell.
     for preconditioner, number in [("scalar", 32), ("diagonal", 32), ("full", 256)]:
         tx = optperm.mandt_sgd(N, S, preconditioner=preconditioner, burn_in=300, freeze_after=800)
-        drawn = chains(tx, gradients, start, 0, warmup=1200, thinning=100, number=number)
+        drawn = chains(tx, gradients, start, 0, burn_in=1200, thinning=100, number=number)
         found[preconditioner] = divergence(*drawn, optimum, hessian)
     assert found["full"] < 0.01
     assert min(found["scalar"], found["diagonal"]) > 0.03

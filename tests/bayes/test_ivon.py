@@ -13,18 +13,18 @@ from jax.sharding import PartitionSpec as P
 import optperm
 
 CURVATURE = np.array([0.5, 2.0, 30.0])
-SETTINGS = {"hess_init": 0.3, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.01}
+SETTINGS = {"hess_init": 0.3, "b1": 0.8, "b2": 0.95, "weight_decay": 0.01}
 
 
-def authors_step(m, state, draws, grads, *, rate, ess, radius=np.inf):
+def authors_step(m, state, draws, grads, *, rate, num_data, radius=np.inf):
     """A step of the authors' torch code (commit 14fe91c), in NumPy."""
     g, h, count = state
-    b1, b2, delta = SETTINGS["beta1"], SETTINGS["beta2"], SETTINGS["weight_decay"]
+    b1, b2, delta = SETTINGS["b1"], SETTINGS["b2"], SETTINGS["weight_decay"]
     mean_grad = np.mean(grads, axis=0)
     noise_times_grad = np.mean((draws - m) * grads, axis=0)
     count += 1
     g = b1 * g + (1 - b1) * mean_grad
-    f = noise_times_grad * (h + delta) * ess
+    f = noise_times_grad * (h + delta) * num_data
     h = b2 * h + (1 - b2) * f + (0.5 * (1 - b2) ** 2) * (h - f) ** 2 / (h + delta)
     moved = np.clip((g / (1 - b1**count) + delta * m) / (h + delta), -radius, radius)
     return m - rate * (SETTINGS["hess_init"] + delta) * moved, (g, h, count)
@@ -35,7 +35,7 @@ def test_the_sequence_of_the_authors(mc_samples, radius):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
         tx = optperm.ivon(
-            0.1, ess=50.0, mc_samples=mc_samples, clip_radius=float(radius), **SETTINGS
+            0.1, num_data=50.0, mc_samples=mc_samples, clip_radius=float(radius), **SETTINGS
         )
         m = np.array([1.0, -2.0, 0.5])
         theta, state = jnp.array(m), tx.init(jnp.array(m))
@@ -50,15 +50,17 @@ def test_the_sequence_of_the_authors(mc_samples, radius):
                 jnp.array(grads.reshape(shape)), state, theta, draw=jnp.array(draws.reshape(shape))
             )
             theta = optax.apply_updates(theta, updates)
-            m, expected = authors_step(m, expected, draws, grads, rate=0.1, ess=50.0, radius=radius)
+            m, expected = authors_step(
+                m, expected, draws, grads, rate=0.1, num_data=50.0, radius=radius
+            )
             np.testing.assert_allclose(theta, m, rtol=1e-12)
             np.testing.assert_allclose(state.hessian, expected[1], rtol=1e-12)
             np.testing.assert_allclose(state.momentum, expected[0], rtol=1e-12)
 
 
 def test_the_law_on_a_quadratic_is_the_best_normal_one():
-    """Variances 1 / (ess (h + delta)), the mean the minimum with the prior's pull."""
-    tx = optperm.ivon(0.1, ess=100.0, hess_init=1.0, beta2=0.9995, weight_decay=0.1)
+    """Variances 1 / (num_data (h + delta)), the mean the minimum with the prior's pull."""
+    tx = optperm.ivon(0.1, num_data=100.0, hess_init=1.0, b2=0.9995, weight_decay=0.1)
 
     def step(carry, key):
         m, state = carry
@@ -79,7 +81,9 @@ def test_the_law_on_a_quadratic_is_the_best_normal_one():
 
 def test_draws_have_the_laws_mean_and_variance():
     m = {"w": jnp.full((400, 50), 3.0), "b": jnp.zeros(5)}
-    tx = optax.chain(optax.clip(1.0), optperm.ivon(0.1, ess=25.0, hess_init=3.5, weight_decay=0.5))
+    tx = optax.chain(
+        optax.clip(1.0), optperm.ivon(0.1, num_data=25.0, hess_init=3.5, weight_decay=0.5)
+    )
     draw = optperm.bayes.sample_params(tx.init(m), m, jax.random.key(1))
     noise = np.asarray(draw["w"] - 3.0)
     np.testing.assert_allclose([noise.mean(), noise.std()], [0.0, 0.1], atol=2e-3)
@@ -93,9 +97,9 @@ def test_replicas_average_over_their_own_draws():
     m = jnp.array([1.0, -2.0, 0.5])
     draws = m[None] + jnp.array([[0.1, 0.2, -0.3], [0.2, -0.1, 0.1]])
     grads = jnp.asarray(CURVATURE, jnp.float32)[None] * draws
-    both = optperm.ivon(0.1, ess=50.0, mc_samples=2)
+    both = optperm.ivon(0.1, num_data=50.0, mc_samples=2)
     expected = both.update(grads, both.init(m), m, draw=draws)
-    tx = optperm.ivon(0.1, ess=50.0, axis_name="replica")
+    tx = optperm.ivon(0.1, num_data=50.0, axis_name="replica")
 
     def update(g, draw):
         updates, state = tx.update(g[0], tx.init(m), m, draw=draw[0])
@@ -113,7 +117,7 @@ def test_replicas_average_over_their_own_draws():
 def test_a_step_in_shard_map_draws_apart_on_replicas():
     """As one process with as many draws; gradients that replicas share already are refused."""
     m, x = jnp.array([1.0, -2.0, 0.5]), jax.random.normal(jax.random.key(1), (4, 3))
-    tx = optperm.ivon(0.1, ess=50.0, axis_name="replica")
+    tx = optperm.ivon(0.1, num_data=50.0, axis_name="replica")
     gradient = jax.grad(lambda draw, x: 0.5 * jnp.sum((draw - x[0]) ** 2))
 
     def update(x, is_apart):
@@ -129,7 +133,7 @@ def test_a_step_in_shard_map_draws_apart_on_replicas():
         one = functools.partial(update, is_apart=is_apart)
         return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("replica"), out_specs=P()))(x)
 
-    both = optperm.ivon(0.1, ess=50.0, mc_samples=4)
+    both = optperm.ivon(0.1, num_data=50.0, mc_samples=4)
     keys = [jax.random.fold_in(jax.random.key(0), index) for index in range(4)]
     draws = jnp.stack([optperm.bayes.sample_params(both.init(m), m, key) for key in keys])
     grads = jax.vmap(gradient)(draws, x[:, None])
@@ -142,12 +146,12 @@ def test_a_step_in_shard_map_draws_apart_on_replicas():
 
 
 def test_the_hessian_is_seen_with_the_variance_of_the_draw():
-    """Where ess is scheduled, the draw was made with the number of the step before."""
+    """Where num_data is scheduled, the draw was made with the number of the step before."""
     m = jnp.array([1.0, 2.0])
-    few, many = optperm.ivon(0.1, ess=50.0), optperm.ivon(0.1, ess=5000.0)
+    few, many = optperm.ivon(0.1, num_data=50.0), optperm.ivon(0.1, num_data=5000.0)
     (_, one), (_, other) = (tx.update(m, few.init(m), m, draw=m + 0.1) for tx in (few, many))
     np.testing.assert_array_equal(one.hessian, other.hessian)
-    assert float(other.ess) == 5000
+    assert float(other.num_data) == 5000
 
 
 def test_two_parts_of_the_params_are_drawn_one_after_the_other():
@@ -163,7 +167,7 @@ def test_two_parts_of_the_params_are_drawn_one_after_the_other():
 
 def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
     m = jnp.array([1.0, 2.0])
-    tx = optperm.ivon(0.1, ess=50.0)
+    tx = optperm.ivon(0.1, num_data=50.0)
     _, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(m), m, draw=m + 0.1)
     assert state.hessian[0] == 1.0
     assert state.momentum[0] == 0.0
@@ -173,7 +177,7 @@ def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
 def test_a_part_of_the_params_is_learned_under_a_mask():
     """The masked parameter stays, and the other one moves as it would alone."""
     params = {"last": jnp.array([1.0, -2.0]), "rest": jnp.ones(2)}
-    alone = optperm.ivon(0.1, ess=50.0)
+    alone = optperm.ivon(0.1, num_data=50.0)
     tx = optax.masked(alone, {"last": True, "rest": False})
     state = tx.init(params)
     draw = optperm.bayes.sample_params(state, params, jax.random.key(0))
@@ -190,7 +194,7 @@ def test_the_hessian_of_a_quadratic_with_params_of_16_bits():
     """Noise of which 16 bits would keep little, at a distance of the params: h is the curvature."""
     w = jnp.zeros(64, jnp.bfloat16)
     target = jnp.linspace(0.5, 2.0, 64)
-    tx = optperm.ivon(0.1, ess=1e4, hess_init=1.0, beta2=0.999)
+    tx = optperm.ivon(0.1, num_data=1e4, hess_init=1.0, b2=0.999)
 
     def step(carry, key):
         w, state = carry
@@ -213,24 +217,24 @@ def test_traced_draws_of_swag_before_the_first_collection_are_nan():
     m = jnp.ones(3)
     state = optperm.swag(1, rank=2).init(m)
     assert np.isnan(jax.jit(optperm.bayes.sample_params)(state, m, jax.random.key(0))).all()
-    assert np.isnan(jax.jit(optperm.bayes.swag_mean)(state)).all()
+    assert np.isnan(jax.jit(optperm.bayes.posterior_mean)(state)).all()
 
 
 def test_misuse_is_named():
     m = jnp.zeros(2)
-    with pytest.raises(TypeError, match="ess"):
+    with pytest.raises(TypeError, match="num_data"):
         optperm.ivon(0.1)
-    tx = optperm.ivon(0.1, ess=50.0)
-    stacked = optperm.ivon(0.1, ess=50.0, mc_samples=3)
+    tx = optperm.ivon(0.1, num_data=50.0)
+    stacked = optperm.ivon(0.1, num_data=50.0, mc_samples=3)
     accumulating = optax.MultiSteps(tx, 2)
     swag = optperm.swag(1)
     _, swag_state = swag.update(m, swag.init(m), m)
     key = jax.random.key(0)
     calls = [
-        (lambda: optperm.ivon(0.1, ess=0.0), "ess must be"),
-        (lambda: optperm.ivon(0.1, ess=float("inf")), "ess must be above 0 and at most"),
-        (lambda: optperm.ivon(0.1, ess=1.0, beta1=1.0), "beta1 must be below 1"),
-        (lambda: optperm.ivon(0.1, ess=1.0, beta2=1.0), "beta2 must be below 1"),
+        (lambda: optperm.ivon(0.1, num_data=0.0), "num_data must be"),
+        (lambda: optperm.ivon(0.1, num_data=float("inf")), "num_data must be above 0 and at most"),
+        (lambda: optperm.ivon(0.1, num_data=1.0, b1=1.0), "b1 must be below 1"),
+        (lambda: optperm.ivon(0.1, num_data=1.0, b2=1.0), "b2 must be below 1"),
         (lambda: tx.update(m, tx.init(m), None, draw=m), "ivon needs params"),
         *(
             (lambda wrong=wrong: tx.update(m, tx.init(m), m, draw=wrong), "draw")
@@ -244,7 +248,7 @@ def test_misuse_is_named():
         (lambda: optperm.bayes.sample_params(tx.init(m), jnp.ones((5, 2)), key), "params is"),
         (lambda: optperm.bayes.sample_params(swag_state, m[:1], key), "params is"),
         (lambda: optperm.bayes.sample_params(swag_state, {"a": m}, key), "tree structure"),
-        (lambda: optperm.ivon(0.1, ess=1.0, weight_decay=0.0), "weight_decay must be"),
+        (lambda: optperm.ivon(0.1, num_data=1.0, weight_decay=0.0), "weight_decay must be"),
         (lambda: tx.update(m, tx.init(m), m), "draw = optperm.bayes.sample_params"),
         (lambda: tx.update(m, tx.init(m), m, draw=m), "draw is params itself"),
         *(
@@ -260,7 +264,7 @@ def test_misuse_is_named():
             lambda: optperm.bayes.sample_params(optperm.swag(1).init(m), m, key),
             "collected no params",
         ),
-        (lambda: optperm.bayes.swag_mean(optperm.swag(1).init(m)), "collected no params"),
+        (lambda: optperm.bayes.posterior_mean(optperm.swag(1).init(m)), "collected no params"),
         (lambda: optperm.swag(1, rank=1), "at least 2"),
     ]
     for call, message in calls:

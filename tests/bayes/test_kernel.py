@@ -22,7 +22,7 @@ def decomposed(c):
     return decompose(jnp.float32(c), jnp.diag(jnp.float32(np.diag(c))))
 
 
-def kernel_of(form, c, curvature, rho=2.0):
+def kernel_of(form, c, curvature, noise_ratio=2.0):
     """A kernel of a covariance, with a curvature for each direction."""
     noise, basis = {
         "scalar": lambda: (jnp.float32(np.trace(c) / D), ()),
@@ -32,7 +32,7 @@ def kernel_of(form, c, curvature, rho=2.0):
     one = jnp.float32(1)
     a = jnp.float32(curvature if form != "scalar" else np.max(curvature))
     return optperm.bayes.NoiseKernel(
-        basis, noise, a, jnp.float32(rho), one, one, one, one, jnp.int32(9), jnp.bool_(True)
+        basis, noise, a, jnp.float32(noise_ratio), one, one, one, one, jnp.int32(9), jnp.bool_(True)
     )
 
 
@@ -66,7 +66,7 @@ def test_the_noise_of_a_step_is_what_its_size_asks_for(form):
 
 def test_shorter_steps_keep_the_law():
     """A learning rate divides c and rho, and b makes up for it; both limits halve."""
-    kernel = kernel_of("full", covariance(), np.array([0.01, 5.0, 50.0, 0.3]), rho=1e-3)
+    kernel = kernel_of("full", covariance(), np.array([0.01, 5.0, 50.0, 0.3]), noise_ratio=1e-3)
     whole, half = (kernel.step_sizes(SCALE, jnp.float32(0.2), rate) for rate in (1.0, 0.5))
     np.testing.assert_allclose(half, whole / 2, rtol=2e-3)
     lacking = SCALE / half - kernel.injected(half, SCALE)

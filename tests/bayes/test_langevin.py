@@ -34,7 +34,7 @@ def draws(tx):
         return optax.apply_updates(w, updates), opt_state
 
     w = jnp.zeros(2)
-    counts = {"num_chains": 64, "num_draws": 250, "thinning": 25, "warmup": 500}
+    counts = {"num_chains": 64, "num_draws": 250, "thinning": 25, "burn_in": 500}
     samples = optperm.bayes.draw_samples(step, w, tx.init(w), jax.random.key(0), **counts)
     return np.asarray(samples.params, np.float64).reshape(-1, 2)
 
@@ -132,11 +132,11 @@ def test_bad_arguments():
         optperm.sgld(1e-3, N, preconditioner=jnp.ones(3)).init(w)
 
 
-def test_a_seed_decides_the_noise():
+def test_a_key_decides_the_noise():
     w = jnp.zeros(3)
     one, two, other = (
-        optperm.sgld(1e-3, N, seed=seed).update(w, optperm.sgld(1e-3, N, seed=seed).init(w), w)[0]
-        for seed in (0, 0, 1)
+        optperm.sgld(1e-3, N, key=key).update(w, optperm.sgld(1e-3, N, key=key).init(w), w)[0]
+        for key in (0, jax.random.key(0), 1)
     )
     support.assert_same_bits(one, two)
     assert not np.any(np.asarray(one) == np.asarray(other))
@@ -144,7 +144,7 @@ def test_a_seed_decides_the_noise():
 
 @pytest.mark.parametrize("friction", [None, 0.5])
 def test_the_noise_of_the_batches_is_reported(friction):
-    """The share epsilon N^2 M R / (4 T) of each variance, or eta N^2 R / (2 alpha T), seen from the
+    """The fraction epsilon N^2 M R / (4 T) of each variance, or eta N^2 R / (2 alpha T), seen from the
     gradients of examples; behind control variates it is not known."""
     rows, m = (
         jax.random.normal(jax.random.key(0), (8, 2)) * jnp.array([[1.0, 3.0]]),
@@ -158,7 +158,7 @@ def test_the_noise_of_the_batches_is_reported(friction):
     extras = {"per_example_grad_fn": lambda w: rows, "grad": grad}
     _, state = tx.update(grad, tx.init(w), w, **extras)
     r = np.var(rows, axis=0, ddof=1) / 8
-    np.testing.assert_allclose(state.share, 1e-4 * N**2 * r * factor, rtol=1e-5)
+    np.testing.assert_allclose(state.batch_bias, 1e-4 * N**2 * r * factor, rtol=1e-5)
     assert int(state.looks) == 1
     assert int(tx.update(grad, state, w, **extras)[1].looks) == 1  # one estimate in 200 steps
     assert int(tx.update(0.5 * grad, tx.init(w), w, **extras)[1].looks) == 0

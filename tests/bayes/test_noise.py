@@ -77,7 +77,7 @@ def test_steps_draw_noise_that_is_not_correlated():
 
 @pytest.mark.parametrize("decay", [0.8, 0.98])
 def test_iterates_have_the_moments_that_normal_noise_gives_them(decay):
-    """At steps of .2 of the relaxation time too, where normal noise would give N(0, 1)."""
+    """At steps of 0.2 of the relaxation time too, where normal noise would give N(0, 1)."""
     size, steps = 20_000, 40
 
     @jax.jit
@@ -91,7 +91,7 @@ def test_iterates_have_the_moments_that_normal_noise_gives_them(decay):
         return thin
 
     x = np.asarray(run(jnp.zeros(size)), np.float64).ravel()
-    # Of so many draws, independent to .98^25 = .6 at worst, the kurtosis is known to about 1 %.
+    # Of so many draws, independent to 0.98^25 = 0.6 at worst, the kurtosis is known to about 1 %.
     assert abs(x.mean()) < 0.01
     assert x.var() == pytest.approx(1.0, abs=0.01)
     assert np.mean(x**3) == pytest.approx(0.0, abs=0.03)

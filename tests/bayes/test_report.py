@@ -165,7 +165,7 @@ def langevin_samples(tx, *, rows=None, hessian=1.0, scale=1.0, **options):
         return optax.apply_updates(w, updates), opt_state
 
     w = jnp.zeros(2)
-    options = {"num_chains": 4, "num_draws": 400, "thinning": 40, "warmup": 500} | options
+    options = {"num_chains": 4, "num_draws": 400, "thinning": 40, "burn_in": 500} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return optperm.bayes.draw_samples(step, w, tx.init(w), jax.random.key(0), **options)
@@ -189,7 +189,7 @@ def test_small_batches_of_langevin_dynamics_are_named():
 def test_langevin_dynamics_that_diverge_or_never_move_are_named():
     """With a preconditioner whose step is too long for one entry; with a gradient that is NaN."""
     tx = optperm.sgld(1e-1, 100, preconditioner=jnp.array([1.0, 1000.0]))
-    samples = langevin_samples(tx, num_draws=60, thinning=1, warmup=0)
+    samples = langevin_samples(tx, num_draws=60, thinning=1, burn_in=0)
     text, report = report_of(samples)
     assert text.startswith("The chains diverge")
     assert "R-hat" not in text

@@ -41,7 +41,7 @@ def test_starts_draws_and_progress():
     starts = jnp.array([2.5, 3.5])
     run = functools.partial(
         optperm.bayes.sample, loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=8,
-        sampler=sampler, warmup=0, **QUICK,
+        sampler=sampler, burn_in=0, **QUICK,
     )  # fmt: skip
     samples = run(starts=starts, on_draws=lambda n, new: told.append((n, new.shape)))
     assert sizes == [(N, 8)]
@@ -65,7 +65,7 @@ def test_prior_with_bounds_is_warned_of_with_the_transform(is_bounded, recwarn):
     wall = (lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)) if is_bounded else (lambda m: -(m**2) / 2)
     samples = optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), log_prior=wall, sampler=sgld,
-        starts=jnp.array([2.9, 3.1]), warmup=50, **QUICK,
+        starts=jnp.array([2.9, 3.1]), burn_in=50, **QUICK,
     )  # fmt: skip
     says = [str(w.message) for w in recwarn if "log prior was infinite" in str(w.message)]
     assert len(says) == int(is_bounded)
@@ -80,7 +80,7 @@ def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
     """From -1 the wall at 0 lies on the way to 3."""
     optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, starts=jnp.array([-1.0, 2.0]),
-        log_prior=lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf), warmup=200, **QUICK,
+        log_prior=lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf), burn_in=200, **QUICK,
     )  # fmt: skip
     assert not [w for w in recwarn if "log prior was infinite" in str(w.message)]
 
@@ -107,7 +107,7 @@ def test_progress_of_any_number_of_draws_ends_with_all_of_them(num_draws, calls)
     """After each tenth, rounded up."""
     told, tenth = [], -(-num_draws // 10)
     optperm.bayes.sample(
-        loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, warmup=0, num_chains=2,
+        loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, burn_in=0, num_chains=2,
         starts=jnp.array([2.9, 3.1]), num_draws=num_draws, thinning=1,
         on_draws=lambda n, _: told.append(n),
     )  # fmt: skip
@@ -187,7 +187,7 @@ def test_equal_examples_are_sampled_with_injected_noise_alone():
     assert draws.mean() == pytest.approx(mean, abs=0.2 * deviation)
 
 
-@pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
+@pytest.mark.filterwarnings("ignore:The maximum split R-hat", "ignore:The minimum effective")
 @pytest.mark.chains
 def test_both_modes_are_found_and_said():
     """y ~ N(w^2, 1) from one side: the chains are in both, and the report says that they disagree."""
@@ -208,7 +208,7 @@ def test_both_modes_are_found_and_said():
     assert not any("one point" in line for line in report.not_checked)
 
 
-@pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
+@pytest.mark.filterwarnings("ignore:The maximum split R-hat", "ignore:The minimum effective")
 @pytest.mark.chains
 @pytest.mark.parametrize("which", ["collinear", "year"])
 def test_long_and_narrow_posteriors_are_sampled(which):

@@ -53,7 +53,7 @@ def assert_rounded_otherwise(actual, expected):
 
 def test_as_a_plain_loop():
     """Every draw of every chain is an iterate, with the keys promised."""
-    samples = draw(*start(), thinning=3, warmup=5)
+    samples = draw(*start(), thinning=3, burn_in=5)
     step = jax.jit(noisy_step)
     for chain in range(3):
         params, opt_state = start()
@@ -75,8 +75,8 @@ def test_as_a_plain_loop():
 def test_two_parts_are_one_run():
     """A run that goes on from where one ended gives the bits of the run in one."""
     options = {"thinning": 2}
-    whole = draw(*start(), num_draws=6, warmup=3, **options)
-    first = draw(*start(), num_draws=2, warmup=3, **options)
+    whole = draw(*start(), num_draws=6, burn_in=3, **options)
+    first = draw(*start(), num_draws=2, burn_in=3, **options)
     second = draw(
         first.last_params, first.last_opt_state, stacked=True, first_step=first.next_step, **options
     )
@@ -88,18 +88,17 @@ def test_two_parts_are_one_run():
 
 
 def test_chains_differ_and_do_not_depend_on_their_number():
-    """Each chain has its own keys, the same whatever runs beside it, and with raw key data too."""
+    """Each chain has its own keys, the same whatever runs beside it, and with raw key data or an int."""
     three, two = draw(*start()), draw(*start(), num_chains=2)
     support.assert_same_bits(jax.tree.map(lambda s: s[:2], three.params), two.params)
     assert len(np.unique(three.params["w"][:, -1, 0])) == 3
-    raw = optperm.bayes.draw_samples(
-        noisy_step, *start(), jax.random.key_data(KEY), num_chains=3, num_draws=4
-    )
-    support.assert_same_bits(raw, three)
+    for key in (jax.random.key_data(KEY), 3):
+        again = optperm.bayes.draw_samples(noisy_step, *start(), key, num_chains=3, num_draws=4)
+        support.assert_same_bits(again, three)
 
 
 def test_a_step_is_compiled_once(monkeypatch):
-    """The warmup, the draws and a later run share one compilation; inside jit the draws are the same."""
+    """Burn-in, draws and a later run share one compilation; inside jit the draws are the same."""
     traces, programs = [], {}
     monkeypatch.setattr(current, "_PROGRAMS", programs)
 
@@ -110,11 +109,11 @@ def test_a_step_is_compiled_once(monkeypatch):
     def run(key, **options):
         return optperm.bayes.draw_samples(step, *start(), key, num_chains=2, num_draws=3, **options)
 
-    first = run(KEY, warmup=2, thinning=2)
+    first = run(KEY, burn_in=2, thinning=2)
     assert (len(traces), len(programs)) == (1, 1)
-    run(KEY, warmup=7, thinning=1, first_step=100)
+    run(KEY, burn_in=7, thinning=1, first_step=100)
     assert (len(traces), len(programs)) == (2, 1)
-    support.assert_same_bits(jax.jit(lambda key: run(key, warmup=2, thinning=2))(KEY), first)
+    support.assert_same_bits(jax.jit(lambda key: run(key, burn_in=2, thinning=2))(KEY), first)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
@@ -129,7 +128,7 @@ def test_chains_settle_where_they_must(momentum):
 
     step, params = loops.make_step(tx, slope), jnp.zeros(2)
     samples = optperm.bayes.draw_samples(
-        step, params, tx.init(params), KEY, num_chains=64, num_draws=300, thinning=20, warmup=100
+        step, params, tx.init(params), KEY, num_chains=64, num_draws=300, thinning=20, burn_in=100
     )
     flat = np.asarray(samples.params).reshape(-1, 2)
 
@@ -151,7 +150,7 @@ def test_names_of_the_draws():
         "dense": {"kernel": jnp.ones((2, 5, 3, 4)), "bias": jnp.ones((2, 5, 4), jnp.bfloat16)},
         "scales": [jnp.ones((2, 5)), jnp.arange(10).reshape(2, 5)],
     }
-    found = optperm.bayes.samples_as_dict(tree)
+    found = samples_of(tree).as_dict()
     assert {name: (a.shape, str(a.dtype)) for name, a in found.items()} == {
         "dense.kernel": ((2, 5, 3, 4), "float32"),
         "dense.bias": ((2, 5, 4), "float32"),
@@ -159,8 +158,15 @@ def test_names_of_the_draws():
         "scales.1": ((2, 5), "int32"),
     }
     assert all(type(array) is np.ndarray for array in found.values())
-    assert next(iter(optperm.bayes.samples_as_dict(tree, separator="/"))) == "dense/bias"
-    assert list(optperm.bayes.samples_as_dict(jnp.ones((2, 5)))) == ["params"]
+    assert next(iter(samples_of(tree).as_dict(separator="/"))) == "dense/bias"
+    assert list(samples_of(jnp.ones((2, 5))).as_dict()) == ["params"]
+    for params, message in (
+        ({"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))}, r"Two leaves of params.*'a\.b'"),
+        ({}, "same axes of chains and draws"),
+        ({"a": jnp.ones((2, 5)), "b": jnp.ones(2)}, "same axes of chains and draws"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            samples_of(params).as_dict()
 
 
 def test_mean_prediction_of_a_linen_model():

@@ -30,7 +30,9 @@ def flat(tree):
 
 def test_mean_variance_and_deviations_are_those_of_numpy():
     seen, state = collected(rank=3)
-    np.testing.assert_allclose(flat(optperm.bayes.swag_mean(state)), seen.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        flat(optperm.bayes.posterior_mean(state)), seen.mean(axis=0), rtol=1e-6
+    )
     variances = flat(state[1].squares) / len(seen)
     np.testing.assert_allclose(variances, seen.var(axis=0), rtol=2e-3)  # |theta| is 1e3
     running = np.cumsum(seen, axis=0) / np.arange(1, len(seen) + 1)[:, None]
@@ -59,7 +61,7 @@ def test_a_model_of_nnx_is_drawn():
 def test_draws_have_the_covariance_of_the_paper():
     for rank in (0, 3):
         seen, state = collected(rank)
-        params = optperm.bayes.swag_mean(state)
+        params = optperm.bayes.posterior_mean(state)
         draws = jax.jit(lambda s, p, k: optperm.bayes.sample_params(s, p, k, num_draws=40_000))(
             state, params, jax.random.key(0)
         )
@@ -90,10 +92,10 @@ def test_state_of_models_side_by_side_is_read_under_vmap():
     """As `jax.vmap` trained it; read as one model, the error says so."""
     tx, w = optperm.swag(1, rank=2), jnp.arange(6.0).reshape(3, 2)
     state = jax.vmap(tx.init)(w)
-    ivon = jax.vmap(optperm.ivon(0.1, ess=10.0).init)(w)
+    ivon = jax.vmap(optperm.ivon(0.1, num_data=10.0).init)(w)
     draw = functools.partial(optperm.bayes.sample_params, params=w, key=jax.random.key(0))
-    for read, one in ((optperm.bayes.swag_mean, state), (draw, state), (draw, ivon)):
+    for read, one in ((optperm.bayes.posterior_mean, state), (draw, state), (draw, ivon)):
         with pytest.raises(ValueError, match=r"axis of models: call this under jax\.vmap"):
             read(one)
     _, state = jax.vmap(tx.update)(w, state, w)
-    np.testing.assert_array_equal(jax.vmap(optperm.bayes.swag_mean)(state), w)
+    np.testing.assert_array_equal(jax.vmap(optperm.bayes.posterior_mean)(state), w)

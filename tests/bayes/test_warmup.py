@@ -121,7 +121,7 @@ def test_curvature_is_that_of_the_new_directions():
         estimates=jnp.int32(9), covariance=jnp.float32(NOISE), units=jnp.float32(np.diag(NOISE)),
         curvature=jnp.float32(h * a), root_square=jnp.float32(h * a),
     )  # fmt: skip
-    options = {"limit": jnp.float32(0.2), "momentum_factor": 1.0, "rho": 10.0}
+    options = {"limit": jnp.float32(0.2), "momentum_factor": 1.0, "noise_ratio": 10.0}
     new, _ = jax.jit(functools.partial(hand_over, **options))(kernel, seen, h, jnp.float32(1))
     w = np.asarray(new.basis, np.float64)
     np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=1e-5)
@@ -179,10 +179,10 @@ def test_noise_that_varies_from_place_to_place_lowers_its_share():
         return jax.random.normal(key, (S, D))
 
     tx = optperm.constant_sgd(N, S, burn_in=400, freeze_after=1200, momentum=0.0)
-    rho = [float(run(tx, 1250, rows)[1].kernel.rho) for rows in (swinging, steady)]
-    # Var = .36, and .6 / (1 + 1 / rho) = .1.
-    assert rho[0] == pytest.approx(0.2, rel=0.35)
-    assert rho[1] > 1
+    ratios = [float(run(tx, 1250, rows)[1].kernel.noise_ratio) for rows in (swinging, steady)]
+    # Var = 0.36, and 0.6 / (1 + 1 / rho) = 0.1.
+    assert ratios[0] == pytest.approx(0.2, rel=0.35)
+    assert ratios[1] > 1
 
 
 @pytest.mark.chains
@@ -233,7 +233,7 @@ def test_the_burn_in_reaches_what_is_far_away():
 
     keys = jax.random.split(jax.random.key(0), 2000)
     (w, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, keys))((w, tx.init(w)))
-    # Within a few of the 400 examples' standard errors; Adam's steps of .01 end at 20.
+    # Within a few of the 400 examples' standard errors; Adam's steps of 0.01 end at 20.
     assert np.abs((np.asarray(w) - optimum) * units).max() < 0.4
 
 
@@ -250,7 +250,7 @@ def test_bad_arguments():
     for options, message in (
         ({"learning_rate": 1000.0}, "stability times learning_rate must be below 2"),
         ({"stability": 2.0}, "stability times learning_rate must be below 2"),
-        ({"rho": 0.0}, "rho must be above 0"),
+        ({"noise_ratio": 0.0}, "noise_ratio must be above 0"),
         ({"momentum": 1.5}, "momentum must be in"),
         ({"preconditioner": "half"}, "preconditioner must be one of"),
     ):

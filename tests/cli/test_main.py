@@ -294,12 +294,12 @@ def test_evaluate_notices_what_was_changed(flags, data, files, tmp_path, error_l
 
 @pytest.mark.chains
 def test_the_phases_of_dldr_are_shown_and_kept(flags, files, tmp_path, capsys):
-    sampling = ["--start", "3", "--sample-every", "3", "--num-samples", "4", "--n-components", "3"]
+    recording = ["--start", "3", "--every", "3", "--num-snapshots", "4", "--n-components", "3"]
     flags += ["--batch-size", "30", "--epochs", "7", "--second", "project"]
-    assert main(["train", "dldr", *flags, *sampling]) == 0
+    assert main(["train", "dldr", *flags, *recording]) == 0
     # Of two steps an epoch, snapshots are taken before the steps 3, 6, 9 and 12, counted from 0.
     taken = [0, 0, 1, 1, 2, 3, 3]
-    phases = [*(f"sampling {number}/4" for number in taken), "subspace"]
+    phases = [*(f"snapshots {number}/4" for number in taken), "subspace"]
     found, shown = files(tmp_path / "run"), capsys.readouterr().out.splitlines()
     assert [line["phase"] for line in found.metrics] == phases
     assert found.summary["phase"] == "subspace"
@@ -387,7 +387,7 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("svrg --update-freq 0", "update_freq must be at least 1"),
         ("agn --every 0", "every must be at least 1"),
         ("diloco --weight-decay -1", "diloco: weight_decay must be at least 0"),
-        ("dldr --num-samples 4 --n-components 4", "needs num_samples of at least 5"),
+        ("dldr --num-snapshots 4 --n-components 4", "needs num_snapshots of at least 5"),
         ("dldr --second adam", "second must be one of 'dim_reduce', 'project', 'twa', got 'adam'"),
         ("constant-sgd --estimator single_example", "per_example or two_batches"),
         ("adam --model cnn", "--model cnn needs images"),

@@ -9,7 +9,7 @@ from optperm.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
 
-DLDR = ["--sample-every", "1", "--num-samples", "6", "--n-components", "5"]  # five steps of SGD
+DLDR = ["--every", "1", "--num-snapshots", "6", "--n-components", "5"]  # five steps of SGD
 
 
 def assert_same_run(one, other, **tolerance):

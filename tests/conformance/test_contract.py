@@ -1,5 +1,6 @@
 """What every transformation of this library promises, beside what Optax's own cases ask."""
 
+import sys
 import typing
 from typing import Any
 
@@ -73,11 +74,17 @@ def states_in(node):
         yield from states_in(child)
 
 
+def names_of_room(kind):
+    """The names in all private files of the room that shows a class as its own."""
+    files = [name for name in sys.modules if name.startswith(f"{kind.__module__}._")]
+    return {name: value for file in files for name, value in vars(sys.modules[file]).items()}
+
+
 def assert_typed(opt_state, params):
     """Asserts that each field of each state has the shape and dtype of its annotation."""
     of_params = NAMES["PyTree"][NAMES["Shaped"][jax.Array, "?*shape"], "Params"]
     for state in states_in(opt_state):
-        hints = typing.get_type_hints(type(state), localns=NAMES)
+        hints = typing.get_type_hints(type(state), localns=names_of_room(type(state)) | NAMES)
         with jaxtyping.jaxtyped("context"):
             assert isinstance(params, of_params)
             for name, hint in hints.items():

@@ -80,7 +80,7 @@ RIGHT = {name: getattr(optax, name) for name in NAMES} | {
     "proximal": lambda r: optax.chain(optax.sgd(0.1), optperm.proximal(r, l2=0.5)),
     "sgperm": lambda r: optperm.sgperm(lambda count: 3 * r(count)),
     "sgld": lambda r: optperm.sgld(r, num_data=10**9),
-    "low_rank": lambda r: optperm.low_rank(optax.adam(r), 1, update_every=2),
+    "low_rank": lambda r: optperm.low_rank(optax.adam(r), 1, every=2),
 }
 USUAL = {"adamw", "adamw whose decay is scheduled", "mars", "injected", "adafactor"}
 

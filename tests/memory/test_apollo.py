@@ -25,8 +25,8 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
 from collectives import find_collectives
 
 pytestmark = pytest.mark.usefixtures("lenient")
-whole = functools.partial(optperm.apollo, rank=RANK, update_every=EVERY, scale=1.0)
-mini = functools.partial(optperm.apollo, rank=1, update_every=EVERY, by="tensor", scale=128**0.5)
+whole = functools.partial(optperm.apollo, rank=RANK, every=EVERY, scale=1.0)
+mini = functools.partial(optperm.apollo, rank=1, every=EVERY, by="tensor", scale=128**0.5)
 SEQUENCES = {
     "apollo_corrected": lambda: whole(adam()),
     "apollo_no_limiter": lambda: whole(adam(), limit=None),
@@ -47,7 +47,7 @@ def test_sequences_of_the_authors(name, leaf, x64, monkeypatch):
     """APOLLO and APOLLO-Mini step for step, in float64, with the bases of the file."""
     method = "apollo_mini" if "mini" in name else "apollo"
     bases = jnp.asarray(sequences.reference()[f"{method}_bases_{leaf}"])
-    monkeypatch.setattr(module, "draw_gaussian_basis", lambda seed, i, number, *_: bases[number])
+    monkeypatch.setattr(module, "draw_gaussian_basis", lambda key, i, number, *_: bases[number])
     found = sequences.sequence(SEQUENCES[name](), leaf)
     support.assert_close(found, sequences.of_leaf(name, leaf), atol=1e-9)
 
@@ -79,18 +79,20 @@ def test_a_gradient_of_zero_does_not_hold_back_the_next(x64):
     np.testing.assert_allclose(sizes, [1.0, 0.0, 1.01, np.nan, 1.01**2, 1.0], atol=1e-5)
 
 
-def test_projections_change_with_leaf_seed_and_time_alone():
+def test_projections_change_with_leaf_key_and_time_alone():
     """They are those of N(0, 1 / r), others for each leaf, and the same until the next refresh."""
     (matrix,) = module.plan_matrices({"w": jnp.zeros((300, 400))}, 4, "smaller", None)
     leaf = jnp.zeros((300, 400))
-    draws = {
-        key: np.asarray(module.draw_gaussian_basis(key[0], key[1], jnp.int32(key[2]), matrix, leaf))
-        for key in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1))
-    }
+
+    def draw(key, index, number):
+        return np.asarray(module.draw_gaussian_basis(key, index, jnp.int32(number), matrix, leaf))
+
+    draws = {of: draw(*of) for of in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1))}
     for one in draws.values():
         assert abs(np.var(one) * 4 - 1) < 0.15
     pairs = [(a, b) for a in draws for b in draws if a < b]
     assert all(not np.array_equal(draws[a], draws[b]) for a, b in pairs)
+    np.testing.assert_array_equal(draw(jax.random.key(1), 0, 0), draws[1, 0, 0])
 
 
 def test_no_communication_but_norms():

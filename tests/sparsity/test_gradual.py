@@ -127,16 +127,16 @@ def test_keep_top_is_jaxpruners_and_lets_gradients_through():
     z = jaxpruner.load("magnitude_ste")
     for t in range(4):
         params, forward = ({n: x[t] for n, x in z[kind].items()} for kind in ("params", "forward"))
-        shares = {name: (x == 0).mean() for name, x in forward.items()}
-        found = optperm.sparsity.keep_top(params, shares)
+        fractions = {name: (x == 0).mean() for name, x in forward.items()}
+        found = optperm.sparsity.keep_top(params, fractions)
         for name, x in forward.items():
             np.testing.assert_array_equal(found[name], x)
     pulls = support.random_like(params, 0)
 
     @jax.jit
     @jax.grad
-    def gradient(params, share):
-        kept = optperm.sparsity.keep_top(params, share, scope="leaf")
+    def gradient(params, fraction):
+        kept = optperm.sparsity.keep_top(params, fraction, scope="leaf")
         return sum(jnp.sum(kept[n] * pulls[n]) for n in params)
 
     support.assert_same_bits(gradient(params, 0.9), pulls)
@@ -291,7 +291,7 @@ def test_sparsity_0_is_the_optimizer():
     ):
         trail = loops.train(tx, params, grads)
         for (p, state), (expected, inner) in zip(trail, plain, strict=True):
-            support.assert_close((p, state.inner), (expected, inner), rtol=1e-6, atol=1e-7)
+            support.assert_close((p, state.inner_state), (expected, inner), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
@@ -322,7 +322,7 @@ def test_bad_arguments():
         (ValueError, r"sparsity must be in \[0, 1\]", {"sparsity": {"a": 1.5, "b": 0.0}}),
         (ValueError, "sparsity does not fit", {"sparsity": {"a": 0.5}}),
         (ValueError, "scope must be one of", {"scope": "unit"}),
-        (TypeError, "must be an optax.GradientTransformation", {"optimizer": optax.sgd}),
+        (TypeError, "must be an optax.GradientTransformation", {"inner": optax.sgd}),
         (ValueError, "no leaf of rank 2 or more: pass include=", {"params": jnp.ones(3)}),
         (
             ValueError,
@@ -336,7 +336,7 @@ def test_bad_arguments():
             {"structure": optperm.sparsity.Blocks(2, 2), "include": True},
         ),
     ):
-        arguments = {"optimizer": optax.sgd(0.1), "sparsity": 0.5, "ramp": ramp} | options
+        arguments = {"inner": optax.sgd(0.1), "sparsity": 0.5, "ramp": ramp} | options
         params = arguments.pop("params", w)
         with pytest.raises(error, match=message):
             optperm.prune_gradually(**arguments).init(params)

@@ -17,7 +17,7 @@ import support
 
 import optperm
 from optperm.core.states import find_state
-from optperm.sparsity._shares import nearest_count
+from optperm.sparsity._fractions import nearest_count
 
 SHAPES = {"a": (), "b": (2,), "c": (3, 1), "d": (50,), "e": (7, 11), "f": (0, 3)}
 EVERYWHERE = {"include": True}
@@ -38,7 +38,7 @@ def lowest(scores, count):
 
 
 def lowest_of_tree(scores, fraction, scope):
-    """The same share of each leaf, or of the whole tree."""
+    """The same fraction of each leaf, or of the whole tree."""
     if scope == "leaf":
         return jax.tree.map(lambda s: lowest(s, nearest_count(fraction, np.size(s))), scores)
     leaves, structure = jax.tree.flatten(scores)
@@ -154,6 +154,7 @@ def test_random_choice_is_nested_and_depends_on_the_key_alone():
         assert all(np.all(more[name][fewer[name]]) for name in params)
     other = jax.tree.map(jnp.negative, params)
     support.assert_same_bits(choose(0.4, scores=other), held[2])
+    support.assert_same_bits(choose(0.4, key=3), held[2])  # an int seeds the key
     assert not np.array_equal(choose(0.4, jax.random.key(4))["x"], held[2]["x"])
     # Leaves of one size draw apart, and what else is included does not matter.
     assert not np.array_equal(held[2]["x"], held[2]["y"].ravel())
@@ -242,7 +243,7 @@ def test_scores_decide_with_their_signs():
 
 
 def test_each_leaf_may_have_a_share_of_its_own():
-    """A tree of shares, or a prefix; by default those of `erk_sparsity`."""
+    """A tree of fractions, or a prefix; by default those of `erk_sparsity`."""
     params = {
         "a": support.normal((20, 5)),
         "b": {"c": support.normal((4, 2)), "d": support.bias(9)},
@@ -268,28 +269,28 @@ def strange():
 
 SHARED = {"w": jnp.ones((4, 4)), "deep": {"v": jnp.ones((4, 4)), "b": jnp.ones(4)}}
 REFUSES_SHARES = {
-    "prune": lambda share: optperm.sparsity.prune(
-        SHARED, optperm.mask_elements().init(SHARED), share
+    "prune": lambda fraction: optperm.sparsity.prune(
+        SHARED, optperm.mask_elements().init(SHARED), fraction
     )[0],
-    "freeze": lambda share: optperm.sparsity.freeze(
-        optperm.mask_elements().init(SHARED), share, scores=SHARED
+    "freeze": lambda fraction: optperm.sparsity.freeze(
+        optperm.mask_elements().init(SHARED), fraction, scores=SHARED
     ),
-    "keep_top": lambda share: optperm.sparsity.keep_top(SHARED, share),
-    "prune_gradually": lambda share: optperm.prune_gradually(optax.sgd(0.1), share, 1.0).init(
+    "keep_top": lambda fraction: optperm.sparsity.keep_top(SHARED, fraction),
+    "prune_gradually": lambda fraction: optperm.prune_gradually(optax.sgd(0.1), fraction, 1.0).init(
         SHARED
     ),
-    "rigl": lambda share: optperm.rigl(optax.sgd(0.1), share, end=200, key=jax.random.key(0)).init(
-        SHARED
-    ),
+    "rigl": lambda fraction: optperm.rigl(
+        optax.sgd(0.1), fraction, end=200, key=jax.random.key(0)
+    ).init(SHARED),
 }
 
 
 @pytest.mark.parametrize("name", REFUSES_SHARES)
 def test_a_share_of_a_leaf_that_is_not_included_is_refused(name):
-    """A share of a branch is a share of its included leaves, and 0 of another one is right."""
+    """A fraction of a branch is a fraction of its included leaves, and 0 of another one is right."""
     call = REFUSES_SHARES[name]
-    for share in ({"w": 0.5, "deep": 0.5}, {"w": 0.5, "deep": {"v": 0.25, "b": 0.0}}):
-        call(share)
+    for fraction in ({"w": 0.5, "deep": 0.5}, {"w": 0.5, "deep": {"v": 0.25, "b": 0.0}}):
+        call(fraction)
     with pytest.raises(
         ValueError, match=r"\['deep'\]\['b'\] is 0.5, but that leaf is not inc.*include="
     ):
@@ -413,8 +414,8 @@ def test_held_under_whatever_it_is_composed_with(name):
             support.assert_same_bits(after[leaf][held], before[leaf][held])
             free = ~held
         # A permutation does not move every weight in three steps.
-        share = np.mean(np.asarray(after[leaf])[free] != np.asarray(before[leaf])[free])
-        assert share > (0.2 if "sgperm" in name else 0.95)
+        fraction = np.mean(np.asarray(after[leaf])[free] != np.asarray(before[leaf])[free])
+        assert fraction > (0.2 if "sgperm" in name else 0.95)
 
 
 @pytest.mark.usefixtures("lenient")

@@ -88,7 +88,7 @@ def test_one_drop_and_grow_by_hand():
     np.testing.assert_allclose(first, [[2.9, 0.8, 0.0, 0.0]], rtol=1e-6)
     # Momentum .5 * 1 + 1 of the first weight, and none of the last.
     np.testing.assert_allclose(second, [[2.75, 0.0, 0.0, 0.3]], rtol=1e-6)
-    np.testing.assert_allclose(state.inner[0].trace, [[1.5, 1.0, 0.0, -3.0]], rtol=1e-6)
+    np.testing.assert_allclose(state.inner_state[0].trace, [[1.5, 1.0, 0.0, -3.0]], rtol=1e-6)
     # What is not finite is no reason to grow: nothing moves, whatever goes and comes first.
     grads[1] = jnp.full((1, 4), jnp.nan)
     start = start._replace(mask=jnp.array([[False, False, True, True]]))
@@ -128,14 +128,14 @@ def test_masks_keep_their_number_and_fresh_entries_start_anew():
     grads[6]["a"] = grads[6]["a"].at[:].set(jnp.nan)
     trail = loops.train(tx, params, grads, how="scan")
     counts = [[int(m.sum()) for m in jax.tree.leaves(state.mask)] for _, state in trail]
-    shares = jax.tree.leaves(optperm.sparsity.erk_sparsity(params, 0.7))
-    assert counts == [[round(48 * (1 - shares[0])), round(20 * (1 - shares[1]))]] * 9
+    fractions = jax.tree.leaves(optperm.sparsity.erk_sparsity(params, 0.7))
+    assert counts == [[round(48 * (1 - fractions[0])), round(20 * (1 - fractions[1]))]] * 9
     moved = 0
     for t in (2, 8):
         old, new = (trail[s][1].mask["a"] for s in (t - 1, t))
         fresh = ~old & new
         moved += int(fresh.sum())
-        sums = trail[t][1].inner[0].sum_of_squares["a"]
+        sums = trail[t][1].inner_state[0].sum_of_squares["a"]
         np.testing.assert_allclose(sums[fresh], 0.1 + grads[t]["a"][fresh] ** 2, rtol=1e-6)
     assert moved > 4
     # A gradient that is not finite moves nothing.
@@ -154,7 +154,7 @@ def test_a_static_mask_is_the_optimizer_on_masked_gradients():
     trail = loops.train(tx, params, grads, opt_state=opt_state)
     plain = loops.train(optax.adam(0.1), params, hidden)
     for (p, state), (expected, inner) in zip(trail, plain, strict=True):
-        support.assert_close((p, state.inner), (expected, inner), rtol=1e-6, atol=1e-7)
+        support.assert_close((p, state.inner_state), (expected, inner), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["sgd", "partition", "chain"])
@@ -177,11 +177,14 @@ def test_a_dense_leaf_whose_path_ends_like_a_sparse_leafs_keeps_its_state(name):
     trail = loops.train(tx, params, grads, opt_state=state)
     plain = loops.train(optimizer, params, hidden)
     for (p, s), (expected, inner) in zip(trail, plain, strict=True):
-        support.assert_close((p, s.inner), (expected, inner), rtol=1e-6, atol=1e-7)
+        support.assert_close((p, s.inner_state), (expected, inner), rtol=1e-6, atol=1e-7)
     # Of a momentum of 1 everywhere, the momentum of dead entries is dropped in the next step.
-    ones, zeros = jax.tree.map(jnp.ones_like, state.inner), jax.tree.map(jnp.zeros_like, params)
-    _, after = tx.update(zeros, state._replace(inner=ones), params)
-    sums = sorted(round(float(x.sum()), 3) for x in jax.tree.leaves(after.inner) if x.ndim)
+    ones, zeros = (
+        jax.tree.map(jnp.ones_like, state.inner_state),
+        jax.tree.map(jnp.zeros_like, params),
+    )
+    _, after = tx.update(zeros, state._replace(inner_state=ones), params)
+    sums = sorted(round(float(x.sum()), 3) for x in jax.tree.leaves(after.inner_state) if x.ndim)
     assert sums == [3.6, 5.4, 10.8]  # .9 of 4 entries, of the 6 live ones of 12, and of 12
 
 
@@ -254,6 +257,15 @@ def test_the_first_mask_is_uniform_and_random_growth_too():
         )
 
 
+def test_an_int_seeds_the_key():
+    w = {"a": jnp.ones((6, 4))}
+    options = {"sparsity": 0.5, "end": 200, "grow": "random"}
+    states = [
+        optperm.rigl(optax.sgd(0.1), key=key, **options).init(w) for key in (7, jax.random.key(7))
+    ]
+    support.assert_same_bits(*states)
+
+
 def test_bad_arguments():
     w = {"a": jnp.ones((6, 4))}
     for error, message, options in (
@@ -261,11 +273,11 @@ def test_bad_arguments():
         (ValueError, r"sparsity must be in \[0, 1\], got 1.5", {"sparsity": 1.5}),
         (ValueError, "grow must be one of", {"grow": "momentum"}),
         (ValueError, "sparsity does not fit", {"sparsity": [0.5, 0.5]}),
-        (TypeError, r"key must be a random key, such as jax.random.key\(0\), got 0", {"key": 0}),
-        (TypeError, "must be an optax.GradientTransformation", {"optimizer": optax.sgd}),
+        (TypeError, r"key must be an int or a random key, .*, got '0'", {"key": "0"}),
+        (TypeError, "must be an optax.GradientTransformation", {"inner": optax.sgd}),
         (ValueError, "no leaf of rank 2 or more: pass include=", {"params": jnp.ones(3)}),
     ):
-        arguments = {"optimizer": optax.sgd(0.1), "sparsity": 0.5, "end": 200, "key": KEY} | options
+        arguments = {"inner": optax.sgd(0.1), "sparsity": 0.5, "end": 200, "key": KEY} | options
         params = arguments.pop("params", w)
         with pytest.raises(error, match=message):
             optperm.rigl(**arguments).init(params)

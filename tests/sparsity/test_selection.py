@@ -1,4 +1,4 @@
-"""Exact counts, shares and structures: against NumPy's stable sort, fractions and closed forms."""
+"""Exact counts, sparsities and structures: against NumPy's stable sort, fractions and closed forms."""
 
 import functools
 import math
@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
+from optperm.sparsity._fractions import nearest_count
 from optperm.sparsity._selection import keep_highest, order_codes
-from optperm.sparsity._shares import nearest_count
 
 LENET = {
     "in": jax.ShapeDtypeStruct((784, 300), jnp.float32),
@@ -63,7 +63,7 @@ def test_exactly_the_highest_are_kept(data):
 
 
 def test_a_choice_ignores_scale_follows_an_order_and_takes_in_smaller_ones():
-    """For scores without ties: by a positive factor, a permutation, and rising shares."""
+    """For scores without ties: by a positive factor, a permutation, and rising fractions."""
     rng = np.random.default_rng(3)
     scores, order = rng.normal(size=97).astype(np.float32), rng.permutation(97)
     before = np.zeros(97, bool)
@@ -124,14 +124,14 @@ def test_counts_are_the_nearest_from_python_and_from_jax():
     ]
     assert nearest_count(0.5, 17) == 9
     rng = np.random.default_rng(0)
-    shares = np.float32([0.58, 0.5, 0.0, 1.0, 2**-25, 1 - 2**-24, *rng.uniform(size=40)])
+    fractions = np.float32([0.58, 0.5, 0.0, 1.0, 2**-25, 1 - 2**-24, *rng.uniform(size=40)])
     sizes = np.int32(
         [50, 17, 2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1, *rng.integers(0, 2**31 - 1, 40)]
     )
-    got = jax.jit(nearest_count)(jnp.asarray(shares), jnp.asarray(sizes))
+    got = jax.jit(nearest_count)(jnp.asarray(fractions), jnp.asarray(sizes))
     exact = [
         math.floor(Fraction(round(Fraction(float(s)) * 2**24), 2**24) * int(n) + Fraction(1, 2))
-        for s, n in zip(shares, sizes, strict=True)
+        for s, n in zip(fractions, sizes, strict=True)
     ]
     assert got.tolist() == exact
     assert nearest_count(jnp.float32(np.nan), 5) == 0
@@ -139,18 +139,18 @@ def test_counts_are_the_nearest_from_python_and_from_jax():
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.5, 0.9, 0.98, 0.999, 1.0])
 def test_erk_shares_are_proportional_and_exact(sparsity):
-    """Counts by water filling, exact in total; a traced share gives them within rounding."""
-    shares = optperm.sparsity.erk_sparsity(LENET, sparsity)
-    live = {k: p.size - nearest_count(shares[k], p.size) for k, p in LENET.items()}
-    assert shares["bias"] == 0.0
+    """Counts by water filling, exact in total; a traced fraction gives them within rounding."""
+    fractions = optperm.sparsity.erk_sparsity(LENET, sparsity)
+    live = {k: p.size - nearest_count(fractions[k], p.size) for k, p in LENET.items()}
+    assert fractions["bias"] == 0.0
     assert sum(live.values()) - 300 == 266_200 - nearest_count(sparsity, 266_200)
     density = {k: (live[k] / LENET[k].size, sum(LENET[k].shape) / LENET[k].size) for k in live}
     cut = {k: d / r for k, (d, r) in density.items() if d < 1}
     for k, eps in cut.items():
         assert abs(eps - max(cut.values())) <= 2 / sum(LENET[k].shape)
     traced = jax.jit(lambda s: optperm.sparsity.erk_sparsity(LENET, s))(sparsity)
-    for k, share in traced.items():
-        assert abs(float(share) - shares[k]) <= 2 / LENET[k].size
+    for k, fraction in traced.items():
+        assert abs(float(fraction) - fractions[k]) <= 2 / LENET[k].size
     if sparsity == 0.9:
         assert live == {"in": 18_714, "mid": 6_906, "out": 1_000, "bias": 300}
 
@@ -216,10 +216,10 @@ def test_what_does_not_fit_a_structure_is_named():
             optperm.sparsity.Blocks(2, 2),
             {"include": True},
         ),
-        ("fraction must be None with NOfM", 0.5, optperm.sparsity.NOfM(2, 3), {}),
+        ("sparsity must be None with NOfM", 0.5, optperm.sparsity.NOfM(2, 3), {}),
         ("scope 'unit' needs structure=None", 0.5, optperm.sparsity.Units(), {"scope": "unit"}),
         ("single number with scope 'global'", {"a": 0.5, "b": 0.0}, None, {"scope": "global"}),
-        ("fraction does not fit", {"a": 0.5}, None, {}),
+        ("sparsity does not fit", {"a": 0.5}, None, {}),
     ):
         with pytest.raises(ValueError, match=message):
             optperm.sparsity.prune(w, state, fraction, structure=structure, **options)

@@ -98,7 +98,7 @@ def test_golden_sequence_with_a_basis_spread_over_devices_is_kept(size, mapping)
     ),
 )
 def test_scan_over_devices_gives_the_trajectory_of_one(mapping, k, size):
-    """Each has its share of one batch and of the rows; steps in one scan within the mapped function
+    """Each has its part of one batch and of the rows; steps in one scan within the mapped function
     are the steps of one device, one by one."""
     data, options = batches(6, size), {"n_components": k, "max_search_steps": 5}
     tx = optperm.dim_reduce(optax.adam(0.1), **options, axis_name=replicas.AXIS)
@@ -263,17 +263,17 @@ def test_quadratic_of_any_curvature_and_scale_is_solved():
         step, start = loops.make_step(tx, loops.evaluation(loss_fn)), jnp.zeros(4)
         data = jnp.broadcast_to(target, (20, 4))
         x, state = loops.carry(step, start, optperm.subspace.set_basis(tx.init(start), basis), data)
-        share = loss_fn(x, target) / loss_fn(start, target)
-        return share, state.quasi_newton.rejections
+        ratio = loss_fn(x, target) / loss_fn(start, target)
+        return ratio, state.quasi_newton.rejections
 
     def ends(line_search, *scales):
         each = jax.vmap(functools.partial(end, line_search), (None, 0))
         return jax.jit(jax.vmap(each, (0, None)))(jnp.array(scales), jnp.array(CURVATURES))
 
-    shares, _ = ends("safeguarded", 1e-25, 1e-10, 1.0, 1e10, 1e25)
-    np.testing.assert_array_less(shares, 1e-12)
-    shares, rejections = ends("mindspore", 1.0)
-    np.testing.assert_allclose(shares[0, 3:7], 1.0, rtol=1e-4)
+    ratios, _ = ends("safeguarded", 1e-25, 1e-10, 1.0, 1e10, 1e25)
+    np.testing.assert_array_less(ratios, 1e-12)
+    ratios, rejections = ends("mindspore", 1.0)
+    np.testing.assert_allclose(ratios[0, 3:7], 1.0, rtol=1e-4)
     np.testing.assert_array_equal(rejections[0, 3:7], 20)
 
 

@@ -17,13 +17,13 @@ import optperm
 pytestmark = pytest.mark.usefixtures("lenient")
 
 # Steps 2, 4, 6 and 8 are sampled; step 8 is the first in the subspace.
-OPTIONS = {"start": 2, "sample_every": 2, "num_samples": 4}
+OPTIONS = {"start": 2, "every": 2, "num_snapshots": 4}
 SWITCH = 8
 FIRST = optax.sgd(2e-3, momentum=0.5)
 SECOND = {
     "dim_reduce": functools.partial(optperm.dim_reduce, n_components=3),
-    "project": functools.partial(optperm.project, 3, optax.sgd(1e-3)),
-    "twa": functools.partial(optperm.twa, 4, optax.sgd(1e-3, momentum=0.5)),
+    "project": functools.partial(optperm.project, optax.sgd(1e-3), n_components=3),
+    "twa": functools.partial(optperm.twa, optax.sgd(1e-3, momentum=0.5), n_components=4),
 }
 
 
@@ -67,7 +67,7 @@ def test_trajectory_is_that_of_the_parts_one_after_the_other(name):
 def test_transformation_around_a_subspace_begins_with_the_second_phase():
     """In a chain behind a clipping, whose own schedule begins with the second phase."""
     rate = optax.linear_schedule(1e-3, 0.0, 4)
-    chained = optax.chain(optax.clip(1.0), optperm.project(3, optax.sgd(rate)))
+    chained = optax.chain(optax.clip(1.0), optperm.project(optax.sgd(rate), n_components=3))
     trail = trail_of(optperm.dldr(optax.sgd(2e-3), chained, **OPTIONS), valley.batches(14)[:, 0])
     x = [np.append(params["a"], params["b"]) for params, _ in trail]
     p = valley.flat(trail[-1][1].second[1].subspace.rows)
@@ -117,9 +117,9 @@ def test_mean_of_float64_snapshots_is_in_float64(x64):
     del x64
     tx = optperm.dldr(
         optax.sgd(1.0),
-        optperm.project(1, optax.sgd(0.0)),
-        sample_every=1,
-        num_samples=3,
+        optperm.project(optax.sgd(0.0), n_components=1),
+        every=1,
+        num_snapshots=3,
         restart="mean",
     )
     w = jnp.array([1000.0])
@@ -133,7 +133,7 @@ def test_mean_of_float64_snapshots_is_in_float64(x64):
 @pytest.mark.parametrize("kind", ["partition", "masked"])
 def test_subspace_of_a_part_of_the_params_is_that_of_the_part_alone(kind):
     """The other part has the step of its own optimizer in the second phase, or of none if masked."""
-    data, subspace = valley.batches(12)[:, 0], optperm.project(3, optax.sgd(1e-3))
+    data, subspace = valley.batches(12)[:, 0], optperm.project(optax.sgd(1e-3), n_components=3)
     if kind == "partition":
         parts = {"subspace": subspace, "rest": optax.sgd(1e-3)}
         second = optax.partition(parts, {"a": "subspace", "b": "rest"})
@@ -192,7 +192,7 @@ def test_the_authors_rule():
         setting = optperm.dim_reduce(
             n_components=3, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
         )
-        tx = optperm.dldr(optax.sgd(1e-3), setting, sample_every=1, num_samples=5, restart="first")
+        tx = optperm.dldr(optax.sgd(1e-3), setting, every=1, num_snapshots=5, restart="first")
         # The step that switches puts the params on the first snapshot, whatever its batch is.
         data = np.concatenate([noise[:4], noise[4:5], noise[5:]])
         trail = trail_of(tx, data, start)[5:]
@@ -221,7 +221,7 @@ def test_trained_averaging_is_that_of_the_authors():
     orthogonalized snapshots."""
     data = valley.batches(20)[:, 0]
     decayed = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(5e-3, momentum=0.9))
-    span = optperm.twa(4, decayed)
+    span = optperm.twa(decayed, n_components=4)
     trail = trail_of(optperm.dldr(optax.sgd(2e-3), span, **OPTIONS, restart="mean"), data)
     w = valley.flat(replicas.stack(samples_of(trail)))
     q = np.linalg.qr(w.T.astype(np.float64))[0].T
@@ -266,7 +266,7 @@ def test_quadratic_in_ten_dimensions_takes_a_tenth_of_the_steps():
             return int(jax.jit(lambda c: jax.lax.while_loop(is_far, go, c))((x, tx.init(x), 0))[2])
 
         tx = optperm.dldr(
-            optax.sgd(rate), optperm.dim_reduce(n_components=k), sample_every=1, num_samples=k + 1
+            optax.sgd(rate), optperm.dim_reduce(n_components=k), every=1, num_snapshots=k + 1
         )
         ours = steps_to_optimum(tx, 10_000)
         plain = steps_to_optimum(optax.sgd(rate), 100_000)
@@ -287,7 +287,7 @@ def test_quadratic_in_ten_dimensions_takes_a_tenth_of_the_steps():
     ),
 )
 def test_many_devices_train_as_one(name, size, mapping, restart):
-    """Each has its share of the batch and of the rows, in both phases and through the switch."""
+    """Each has its part of the batch and of the rows, in both phases and through the switch."""
     data = valley.batches(12, 12)
     options = OPTIONS | {"restart": restart}
     alone = optperm.dldr(optax.sgd(2e-3), SECOND[name](), **options)
@@ -320,7 +320,7 @@ def test_gradient_that_is_not_finite_skips_a_step_in_either_phase(name):
         params, opt_state = trail[taken - 1]
         ((after, state_after),) = trail_of(tx, [spoiled], params, opt_state)
         support.assert_same_bits(after, params)
-        support.assert_same_bits(state_after.optimizer_state, opt_state.optimizer_state)
+        support.assert_same_bits(state_after.inner_state, opt_state.inner_state)
         if name != "dim_reduce":
             support.assert_same_bits(state_after.second, opt_state.second)
         assert state_after.count == taken + 1
@@ -338,7 +338,7 @@ def test_a_mask_of_the_second_phase_cannot_be_set_in_the_first():
     params, opt_state = optperm.sparsity.prune(
         valley.start(), both.init(valley.start()), 0.5, include=lambda *_: True
     )
-    first = opt_state.optimizer_state[1].mask
+    first = opt_state.inner_state[1].mask
     assert sum(int(jnp.sum(~mask)) for mask in jax.tree.leaves(first)) > 0
     assert all(jax.tree.leaves(jax.tree.map(jnp.all, opt_state.second.inner_state[1].mask)))
     support.assert_same_bits(

@@ -11,9 +11,9 @@ import optax
 import optperm
 
 
-def record(steps, every, capacity, **options):
+def record(steps, every, num_snapshots, **options):
     """The state after steps at which the params are 0, 1, 2, ..."""
-    tx = optperm.record_trajectory(every, capacity, **options)
+    tx = optperm.record_trajectory(every, num_snapshots, **options)
     params = {"w": jnp.zeros((2, 3)), "b": jnp.float32(0.0)}
     ones = [jax.tree.map(jnp.ones_like, params)] * steps
     trail = loops.train(tx, params, ones)
@@ -24,7 +24,7 @@ def record(steps, every, capacity, **options):
 
 def test_last_snapshots_come_oldest_first():
     """Params as they were passed at steps 0, every, 2 * every, ...; the oldest give way."""
-    states = record(20, every=3, capacity=4)
+    states = record(20, every=3, num_snapshots=4)
     for steps, wanted in (
         (1, [0]),
         (3, [0]),
@@ -42,7 +42,7 @@ def test_last_snapshots_come_oldest_first():
 
 def test_trajectory_of_mapped_states_has_their_leading_axes():
     """Two trainings, or two times three of them, in rings that have turned over or are not yet full."""
-    tx = optperm.record_trajectory(every=1, capacity=4)
+    tx = optperm.record_trajectory(every=1, num_snapshots=4)
 
     @jax.jit
     def train(start, steps):
@@ -78,7 +78,7 @@ def test_snapshots_of_every_dtype_are_float32_or_as_asked_for():
 
 def test_donated_ring_is_not_copied():
     """With a donated state the compiled step writes one row in place and needs no second ring."""
-    tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=3, capacity=16))
+    tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=3, num_snapshots=16))
     params = jnp.zeros((300, 500))
     step = jax.jit(loops.make_step(tx), donate_argnums=(0, 1))
     compiled = step.lower(params, tx.init(params), params).compile()
@@ -88,7 +88,7 @@ def test_donated_ring_is_not_copied():
 
 def test_trajectory_of_a_training_spans_it():
     """Gradient descent moves within the span of its snapshots' components."""
-    tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=1, capacity=6))
+    tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=1, num_snapshots=6))
     scales = jnp.array([1.0, 2.0, 5.0, 0.0, 0.0])
     trail = loops.train(tx, jnp.ones(5), [scales] * 6, evaluate=lambda w, s: (s * w, {}))
     snapshots, count = optperm.subspace.trajectory(trail[-1][1])

@@ -230,9 +230,9 @@ def test_a_basis_is_spread_over_devices():
     def run(axis_name, **options):
         tx = optperm.dldr(
             optax.sgd(0.5),
-            optperm.project(2, optax.sgd(0.5), axis_name=axis_name),
-            sample_every=1,
-            num_samples=4,
+            optperm.project(optax.sgd(0.5), n_components=2, axis_name=axis_name),
+            every=1,
+            num_snapshots=4,
         )
         params = {"w": jnp.ones((fitting.FEATURES, 3))}
         start = {"opt_state": None} if axis_name else {}
@@ -589,7 +589,7 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
 
 
 def test_refreshes_within_steps_are_refused_with_what_to_do():
-    tx = optax.chain(optperm.svrg(refresh_every=4), optax.sgd(0.05))
+    tx = optax.chain(optperm.svrg(every=4), optax.sgd(0.05))
     with pytest.raises(ValueError, match=r"(?s)full_grad_fn.*optperm\.variance\.take_snapshot"):
         training.fit(
             fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8

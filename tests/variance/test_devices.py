@@ -14,14 +14,14 @@ from least_squares import RATE, evaluation, loss_fn, make_data, part, start, to_
 
 import optperm
 
-COIN = {"refresh_probability": 0.4, "seed": 7}
+COIN = {"probability": 0.4, "key": 7}
 METHODS = {
     "svrg": functools.partial(optperm.svrg, 0.9),
-    "svrg, every 3": functools.partial(optperm.svrg, 0.9, refresh_every=3),
+    "svrg, every 3": functools.partial(optperm.svrg, 0.9, every=3),
     "svrg, loopless": functools.partial(optperm.svrg, 0.9, **COIN),
     "katyusha": functools.partial(optperm.katyusha, RATE, 0.5, **COIN),
     "storm": functools.partial(optperm.recursive_gradient, 0.3),
-    "sarah": functools.partial(optperm.recursive_gradient, 0.0, refresh_every=3),
+    "sarah": functools.partial(optperm.recursive_gradient, 0.0, every=3),
     "page": functools.partial(optperm.recursive_gradient, 0.2, **COIN),
     "mars": functools.partial(optperm.mars, 0.2, 0.8, 5.0),
     "mars, exact": functools.partial(optperm.mars, 0.2, 0.8, 5.0, exact=True),
@@ -90,7 +90,7 @@ def test_model_of_each_device_has_its_own_snapshot(method, mapping):
     support.assert_close(got, jax.jit(jax.vmap(train))(nearby_starts()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"refresh_every": 1}])
+@pytest.mark.parametrize("options", [{}, {"every": 1}])
 def test_params_that_leave_a_snapshot_that_devices_share_are_corrected(options):
     """In checked shard_map a replicated state serves params that differ from device to device."""
     tx, data = optperm.svrg(**options), to_dtype(make_data(), np.float32)

@@ -52,7 +52,7 @@ def reference_run(data, steps):
 def test_params_are_those_of_the_paper():
     """Step by step, to 1e-13, in one program."""
     data = make_data()
-    tx = optperm.katyusha(1 / (3 * L), MU, P, seed=SEED)
+    tx = optperm.katyusha(1 / (3 * L), MU, P, key=SEED)
     params = start(np.float64)
     opt_state, step = tx.init(params), jax.jit(loops.make_step(tx, evaluation(data)))
     for t, wanted in enumerate(reference_run(data, 20)):
@@ -84,7 +84,7 @@ def test_it_converges_at_the_rate_of_the_theorem():
 
     rows = rng.integers(n, size=(steps, 1))
     batches = jax.tree.map(lambda leaf: leaf[rows], data)
-    options = {"refresh_probability": p}
+    options = {"probability": p}
     found = {}
     for name, tx in {
         "katyusha": optperm.katyusha(1 / 3, mu, **options),
@@ -142,7 +142,7 @@ def test_a_rate_that_falls_to_zero_ends_in_finite_params():
     x = jnp.float32(np.random.default_rng(0).normal(size=(8, 3)))
     loss = lambda w, x: jnp.mean((x @ w - 1) ** 2)  # noqa: E731
     tx = optax.inject_hyperparams(optperm.katyusha)(
-        optax.linear_schedule(0.1, 0.0, 5), strong_convexity=0.1, refresh_probability=0.5
+        optax.linear_schedule(0.1, 0.0, 5), strong_convexity=0.1, probability=0.5
     )
 
     def step(carry, _):
@@ -161,8 +161,8 @@ def test_misuse_is_named():
     for arguments, message in (
         ((0.0, 0.1, 0.1), "learning_rate must be above 0"),
         ((0.1, 0.0, 0.1), "strong_convexity must be above 0"),
-        ((0.1, 0.1, 0.0), "refresh_probability must be above 0"),
-        ((0.1, 0.1, 1.5), "refresh_probability must be"),
+        ((0.1, 0.1, 0.0), "probability must be above 0"),
+        ((0.1, 0.1, 1.5), "probability must be"),
     ):
         with pytest.raises(ValueError, match=message):
             optperm.katyusha(*arguments)

@@ -47,7 +47,7 @@ def test_the_rate_is_within_a_factor_of_two_of_the_best_of_a_grid():
 
     @jax.jit
     def run(rate, order):
-        tx = optax.chain(optperm.svrg(refresh_every=20), optax.sgd(rate))
+        tx = optax.chain(optperm.svrg(every=20), optax.sgd(rate))
 
         def step(carry, chosen):
             w, state = carry

@@ -72,16 +72,16 @@ def least_squares(seed=0, n=60, d=12):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("share", "momentum"),
+    ("ratio", "momentum"),
     [(1.0, 0.0), (0.5, 0.0), (1.0, 0.6)],
     ids=["lasso", "elastic net", "momentum"],
 )
-def test_prox_svrg_finds_the_solution_of_coordinate_descent(share, momentum):
+def test_prox_svrg_finds_the_solution_of_coordinate_descent(ratio, momentum):
     """Params within 1e-6 of scikit-learn's, with the same zeros."""
     x, y = least_squares()
     strength, rate, n = 0.15, 0.02, len(x)
     peer = linear_model.ElasticNet(
-        alpha=strength, l1_ratio=share, fit_intercept=False, tol=1e-12, max_iter=100_000
+        alpha=strength, l1_ratio=ratio, fit_intercept=False, tol=1e-12, max_iter=100_000
     )
     wanted = peer.fit(x, y).coef_
 
@@ -90,9 +90,9 @@ def test_prox_svrg_finds_the_solution_of_coordinate_descent(share, momentum):
 
     data = jnp.asarray(x), jnp.asarray(y)
     tx = optax.chain(
-        optperm.svrg(refresh_every=2 * n // 5),
+        optperm.svrg(every=2 * n // 5),
         optax.sgd(rate * (1 - momentum), momentum=momentum or None),
-        optperm.proximal(rate, l1=strength * share, l2=strength * (1 - share)),
+        optperm.proximal(rate, l1=strength * ratio, l2=strength * (1 - ratio)),
     )
 
     def step(carry, rows):

@@ -50,8 +50,8 @@ def falling(t):
 
 METHODS = {
     "storm, falling": (falling, {}),
-    "sarah": (0.0, {"refresh_every": 6}),
-    "page, between": (0.2, {"refresh_probability": 0.3, "seed": 7}),
+    "sarah": (0.0, {"every": 6}),
+    "page, between": (0.2, {"probability": 0.3, "key": 7}),
 }
 
 
@@ -61,7 +61,7 @@ def test_trajectory_of_each_method_is_that_of_its_paper(method):
     """Step by step the params agree with NumPy to 1e-13, in one program."""
     data, (a, options) = make_data(), METHODS[method]
     flips = [True, *coins(0.3, seed=7)[1:]]
-    every, with_coins = options.get("refresh_every"), "seed" in options
+    every, with_coins = options.get("every"), "key" in options
 
     def is_refreshed(t):
         return flips[t] if with_coins else every is not None and t % every == 0
@@ -180,7 +180,7 @@ def test_entry_that_is_not_finite_begins_again():
     np.testing.assert_array_equal(d, sound)
     _, kept = tx.update(sound, opt_state, bad, grad_fn=lambda p: sound)
     np.testing.assert_array_equal(kept.snapshot.params, [1.0, 0.0, 3.0])  # the last finite ones
-    tx, twice = optperm.recursive_gradient(0.0, refresh_every=1), 2 * sound
+    tx, twice = optperm.recursive_gradient(0.0, every=1), 2 * sound
     full_grad_fn = lambda p: jnp.where(jnp.isnan(bad), bad, twice)  # noqa: E731
     closures = {"grad_fn": lambda p: p, "full_grad_fn": full_grad_fn}
     d, _ = tx.update(sound, tx.init(params), params, **closures)

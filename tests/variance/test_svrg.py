@@ -82,7 +82,7 @@ def test_trajectory_with_any_snapshots_is_that_of_the_papers(form, falling):
     data, schedule = make_data(), alpha if falling else 1.0
     flips = coins(0.3, seed=7)
     loopless, every = form == "loopless", 6 if form == "every 6 steps" else None
-    options = {"refresh_probability": 0.3, "seed": 7} if loopless else {"refresh_every": every}
+    options = {"probability": 0.3, "key": 7} if loopless else {"every": every}
 
     def refresh(t):
         if loopless:
@@ -179,7 +179,7 @@ def test_steps_without_a_snapshot_warn():
     assert not opt_state.snapshot.is_taken
     opt_state = optperm.variance.take_snapshot(opt_state, params, params)
     tx.update(params, opt_state, params, grad_fn=lambda p: p)
-    for options in ({"refresh_every": 2}, {"refresh_probability": 0.5}):
+    for options in ({"every": 2}, {"probability": 0.5}):
         tx = optperm.svrg(**options)
         _, opt_state = tx.update(
             params, tx.init(params), params, grad_fn=lambda p: p, full_grad_fn=lambda p: p
@@ -187,7 +187,18 @@ def test_steps_without_a_snapshot_warn():
         assert opt_state.snapshot.is_taken
 
 
-def test_step_between_refreshes_copies_no_state():
+def test_an_int_seeds_the_key():
+    """Of all methods with the same state."""
+    for make in (
+        lambda key: optperm.svrg(probability=0.5, key=key),
+        lambda key: optperm.recursive_gradient(0.1, 0.5, key=key),
+        lambda key: optperm.katyusha(0.1, 0.1, 0.5, key=key),
+    ):
+        one, other = (make(key).init(start()) for key in (7, jax.random.key(7)))
+        support.assert_same_bits(one, other)
+
+
+def test_step_between_snapshots_copies_no_state():
     """In donated buffers: what is read and what is renewed lie in the same place."""
     params = {"w": jnp.zeros((64, 48))}
 
@@ -196,8 +207,8 @@ def test_step_between_refreshes_copies_no_state():
 
     for method, allowed in (
         (optperm.svrg(), 0),
-        (optperm.svrg(refresh_every=5), 0),
-        (optperm.svrg(refresh_probability=0.2), 0),
+        (optperm.svrg(every=5), 0),
+        (optperm.svrg(probability=0.2), 0),
         # The XLA of jax 0.10 makes some, where that of 0.12 makes none.
         (optperm.recursive_gradient(0.1), 2),
         (optperm.recursive_gradient(0.0, 0.2), 2),
@@ -283,7 +294,7 @@ def test_entries_whose_correction_is_not_finite_pass_through():
 
 def test_snapshot_that_is_not_finite_is_not_taken():
     """The old one stays, between steps with a warning, inside them and under jit without one."""
-    params, data, tx = start(), to_dtype(make_data(), np.float32), optperm.svrg(refresh_every=1)
+    params, data, tx = start(), to_dtype(make_data(), np.float32), optperm.svrg(every=1)
     good = snapshot_at(tx.init(params), params, data)
     elsewhere = jax.tree.map(lambda p: p + 1.0, params)
     nan_grad = {"full": jnp.float32([1.0, jnp.nan, 1.0]), "bias_full": jnp.float32(1.0)}

@@ -1,4 +1,4 @@
-"""Shares of zeros: the leaves that have a share, and the exact number of zeros in each."""
+"""Fractions of zeros: the leaves that have one, and the exact number of zeros in each."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.states import is_masked, mask_like, without_variables
 
-# "erk": shares by `erk_sparsity`; "leaf": the same share of each leaf; "global": of all leaves together.
+# "erk": fractions by `erk_sparsity`; "leaf": the same one of each leaf; "global": one of all leaves.
 Scope = Literal["erk", "leaf", "global"]
 # A tree of booleans like params, a prefix of such a tree, or a function from params to such a tree.
 Include = Any | Callable[[Any], Any]
@@ -33,7 +33,9 @@ class Groups(NamedTuple):
     zeros: list[int | jax.Array]
 
 
-def flag_leaves(include: Include | None, tree: Any, params: Any = None, *, share: Any = 0.0) -> Any:
+def flag_leaves(
+    include: Include | None, tree: Any, params: Any = None, *, fraction: Any = 0.0
+) -> Any:
     """Return whether each leaf is included.
 
     Args:
@@ -41,14 +43,14 @@ def flag_leaves(include: Include | None, tree: Any, params: Any = None, *, share
         two axes and more.
       tree: The tree of the leaves, with `optax.MaskedNode` for leaves that the optimizer does not see.
       params: The argument of the function; None for the tree.
-      share: The share of zeros. If it is not 0, None must include a leaf.
+      fraction: The fraction of zeros. If it is not 0, None must include a leaf.
     """
     if not jax.tree.leaves(tree):
         return tree
     if include is None:
         flags = jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
-        shares = jax.tree.leaves(share, is_leaf=_is_number)
-        is_zero = all(checks.is_concrete_number(s) and np.all(s == 0) for s in shares)
+        fractions = jax.tree.leaves(fraction, is_leaf=_is_number)
+        is_zero = all(checks.is_concrete_number(s) and np.all(s == 0) for s in fractions)
         if not any(jax.tree.leaves(flags)) and not is_zero:
             raise ValueError("no leaf of rank 2 or more: pass include=.")
         return flags
@@ -68,21 +70,21 @@ def group_leaves(
 
     Args:
       name: The name of the argument `sparsity`, for messages.
-      sparsity: One share, or a tree of shares like `tree`, or a prefix of such a tree.
-      scope: The distribution of one share over the leaves.
+      sparsity: One fraction, or a tree of fractions like `tree`, or a prefix of such a tree.
+      scope: The distribution of one fraction over the leaves.
       tree: Arrays, or shapes.
       flags: Whether each leaf is included.
       sizes: The number of entries of each leaf, or of units of a structure.
 
     Raises:
-      TypeError: If a share is not a single number.
-      ValueError: If a share is out of range, if the tree of shares does not fit or has a share for a
+      TypeError: If a fraction is not a single number.
+      ValueError: If a fraction is out of range, if the tree of fractions does not fit or has one for a
         leaf that is not included, or if `scope` is "global" and there is a tree.
     """
     indices = [index for index, flag in enumerate(jax.tree.leaves(flags)) if flag]
     is_single = _is_number(sparsity) or callable(sparsity)
     if is_single:
-        check_share(name, sparsity)
+        check_fraction(name, sparsity)
     if is_single and scope == "erk":
         sparsity = _compute_erk(tree, sparsity, flags)
     # One group of all leaves, or a group for each leaf
@@ -91,40 +93,45 @@ def group_leaves(
             raise ValueError(f"{name} must be a single number with scope 'global', got a tree.")
         total = sum(sizes[index] for index in indices)
         return Groups([indices], [nearest_count(sparsity, total)])
-    shares = jax.tree.leaves(
+    fractions = jax.tree.leaves(
         spread_prefix(name, without_variables(sparsity), tree, _is_number, "a number")
     )
-    for share in shares:
-        check_share(name, share)
+    for fraction in fractions:
+        check_fraction(name, fraction)
     check_excluded(name, sparsity, flags)
-    zeros = [nearest_count(shares[index], sizes[index]) for index in indices]
+    zeros = [nearest_count(fractions[index], sizes[index]) for index in indices]
     return Groups([[index] for index in indices], zeros)
 
 
-def check_excluded(name: str, shares: Any, flags: Any) -> None:
-    """Raise a ValueError if a tree of shares has a share for a leaf that is not included.
+def check_excluded(name: str, fractions: Any, flags: Any) -> None:
+    """Raise a ValueError if a tree of fractions has a fraction for a leaf that is not included.
 
-    A share of a whole branch is a share of its included leaves.
+    A fraction of a whole branch is a fraction of its included leaves.
     """
-    given = dict(jax.tree_util.tree_leaves_with_path(without_variables(shares), is_leaf=_is_number))
+    given = dict(
+        jax.tree_util.tree_leaves_with_path(without_variables(fractions), is_leaf=_is_number)
+    )
     for path, flag in jax.tree_util.tree_leaves_with_path(flags):
-        share = given.get(path, 0) if path else 0
-        if not flag and checks.is_concrete_number(share) and share != 0:
+        fraction = given.get(path, 0) if path else 0
+        if not flag and checks.is_concrete_number(fraction) and fraction != 0:
             place = f"{name}{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{place} is {share}, but that leaf is not included: pass include=.")
+            raise ValueError(
+                f"{place} is {fraction}, but that leaf is not included: pass include=."
+            )
 
 
-def nearest_count(share: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
+def nearest_count(fraction: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
     """Return floor(s n + 1/2), exactly: the same for Python numbers and for JAX arrays.
 
-    A Python or NumPy share is the decimal number that it is printed as. A JAX share is rounded to a
-    multiple of 2^-24; the rest is integer arithmetic, so that all processors agree. NaN counts as 0.
+    A Python or NumPy fraction is the decimal number that it is printed as. A JAX fraction is rounded
+    to a multiple of 2^-24; the rest is integer arithmetic, so that all processors agree. NaN counts as
+    0.
     """
-    if not isinstance(share, jax.Array) and not isinstance(size, jax.Array):
-        return math.floor(Fraction(str(share)) * size + Fraction(1, 2))
-    share = jnp.clip(jnp.asarray(share, accumulation_dtype(share)), 0, 1)
+    if not isinstance(fraction, jax.Array) and not isinstance(size, jax.Array):
+        return math.floor(Fraction(str(fraction)) * size + Fraction(1, 2))
+    fraction = jnp.clip(jnp.asarray(fraction, accumulation_dtype(fraction)), 0, 1)
     # floor((k n + 2^23) / 2^24) for s = k / 2^24; k and n are split in two so that products fit 32 bits.
-    k = jnp.round(jnp.where(share > 0, share, 0) * 2**24).astype(jnp.uint32)
+    k = jnp.round(jnp.where(fraction > 0, fraction, 0) * 2**24).astype(jnp.uint32)
     n = jnp.asarray(size, jnp.uint32)
     k_high, k_low, n_high, n_low = k >> 12, k & 0xFFF, n >> 16, n & 0xFFFF
     whole = ((k_high * n_high) << 4) + ((k_high * n_low) >> 12) + ((k_low * n_high) >> 8)
@@ -132,19 +139,19 @@ def nearest_count(share: float | jax.Array, size: int | jax.Array) -> int | jax.
     return (whole + ((rest + k_low * n_low + _HALF_OF_24_BITS) >> 24)).astype(jnp.int32)
 
 
-def check_share(name: str, share: Any) -> None:
-    """Raise unless a share is a single number, in [0, 1] where it is not traced."""
-    checks.check_in_range(name, share, 0.0, 1.0, may_be_schedule=False)
-    if isinstance(share, jax.core.Tracer) and (share.ndim or share.dtype == bool):
+def check_fraction(name: str, fraction: Any) -> None:
+    """Raise unless a fraction is a single number, in [0, 1] where it is not traced."""
+    checks.check_in_range(name, fraction, 0.0, 1.0, may_be_schedule=False)
+    if isinstance(fraction, jax.core.Tracer) and (fraction.ndim or fraction.dtype == bool):
         raise TypeError(
-            f"{name} must be a number, got {share.dtype}{list(share.shape)}: use jax.vmap."
+            f"{name} must be a number, got {fraction.dtype}{list(fraction.shape)}: use jax.vmap."
         )
 
 
 def erk_sparsity(
     params: Any, sparsity: float | jax.Array, *, include: Include | None = None
 ) -> Any:
-    r"""Return the share of zeros of each leaf by the Erdős-Rényi kernel: small leaves stay denser.
+    r"""Return the sparsity of each leaf by the Erdős-Rényi kernel: small leaves stay denser.
 
     A leaf of N entries and of shape :math:`(n_1, \dots, n_k)` has the density
 
@@ -153,12 +160,12 @@ def erk_sparsity(
 
     with one :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts are
     rounded by the largest remainder, so that floor(s N + 1/2) of all N entries are zero. `scope="erk"`
-    elsewhere means these shares; call this function to change some of them before you pass the tree.
+    elsewhere means these sparsities; call this function to change some before you pass the tree.
 
     Args:
       params: A tree of arrays, or of the shapes that `jax.eval_shape` returns.
-      sparsity: s, in [0, 1]. A JAX array, traced or not, gives shares in float32 that are not rounded to
-        counts.
+      sparsity: s, in [0, 1]. A JAX array, traced or not, gives sparsities in float32 that are not
+        rounded to counts.
       include: The leaves that become sparse: a tree of booleans like params, a prefix of such a tree,
         or a function from params to such a tree. None for all leaves of rank 2 and more.
 
@@ -169,8 +176,8 @@ def erk_sparsity(
       >>> import jax, jax.numpy as jnp, optperm
       >>> params = {"in": jnp.zeros((784, 300)), "mid": jnp.zeros((300, 100))}
       >>> params |= {"out": jnp.zeros((100, 10))}
-      >>> shares = optperm.sparsity.erk_sparsity(params, 0.9)
-      >>> jax.tree.map(lambda p, s: round(p.size * (1 - s)), params, shares)  # that are not zero
+      >>> sparsities = optperm.sparsity.erk_sparsity(params, 0.9)
+      >>> jax.tree.map(lambda p, s: round(p.size * (1 - s)), params, sparsities)  # that are not zero
       {'in': 18714, 'mid': 6906, 'out': 1000}
 
     Notes:
@@ -186,7 +193,7 @@ def erk_sparsity(
       ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
       connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
     """
-    check_share("sparsity", sparsity)
+    check_fraction("sparsity", sparsity)
     params = without_variables(params)
     checks.check_arrays("params", params)
     return _compute_erk(params, sparsity, flag_leaves(include, params))
@@ -194,7 +201,7 @@ def erk_sparsity(
 
 def _compute_erk(tree: Any, sparsity: float | jax.Array, flags: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    shares: list[Any] = [0.0] * len(leaves)
+    fractions: list[Any] = [0.0] * len(leaves)
     # A leaf without entries has no zeros.
     chosen = [
         i for i, flag in enumerate(jax.tree.leaves(flags)) if flag and math.prod(leaves[i].shape)
@@ -210,8 +217,8 @@ def _compute_erk(tree: Any, sparsity: float | jax.Array, flags: Any) -> Any:
             live, [sizes[i] for i in order], [sums[i] for i in order]
         )
         for i, density in zip(order, densities, strict=True):
-            shares[i] = 1 - density
-        return jax.tree.unflatten(structure, shares)
+            fractions[i] = 1 - density
+        return jax.tree.unflatten(structure, fractions)
     wanted, rest = {}, sum(sums.values())
     for place, i in enumerate(order):
         # eps = live / rest, with the leaves before this one dense; all after it have eps r <= 1 too.
@@ -225,8 +232,8 @@ def _compute_erk(tree: Any, sparsity: float | jax.Array, flags: Any) -> Any:
     for i in by_remainder[: live - sum(counts[i] for i in wanted)]:
         counts[i] += 1
     for i in chosen:
-        shares[i] = (sizes[i] - counts[i]) / sizes[i]
-    return jax.tree.unflatten(structure, shares)
+        fractions[i] = (sizes[i] - counts[i]) / sizes[i]
+    return jax.tree.unflatten(structure, fractions)
 
 
 def _compute_traced_densities(live: Any, sizes: list[int], sums: list[int]) -> list[jax.Array]:

@@ -1,0 +1,137 @@
+"""state_report against the arrays of real states and the published tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optperm
+
+Numbers = optax.contrib.GaLoreDimensionNumbers
+GPT2 = {"embed": (50257 + 1024, 768), "qkv": (12, 768, 2304), "out": (12, 768, 768)}
+GPT2 |= {"up": (12, 768, 3072), "down": (12, 3072, 768)}
+LLAMA = {"embed": (32000, 4096), "head": (32000, 4096)}
+LLAMA |= {"attention": (128, 4096, 4096), "mlp": (96, 4096, 11008)}
+PARAMS = {
+    "embed": jnp.zeros((64, 16)),
+    "kernel": jnp.zeros((16, 64)),
+    "stack": jnp.zeros((2, 8, 8)),
+}
+LOW = optax.chain(optperm.low_rank(optax.scale_by_adam(), 1 / 4), optax.scale(-1e-3))
+LABELS = {"embed": "full", "kernel": "low", "stack": "full"}
+PARTED = optax.partition({"low": LOW, "full": optax.adam(1e-3)}, LABELS)
+# For each optimizer the words of each leaf for each of its entries.
+IN_PARTS = {
+    # Of 16 x 64: a basis of 16 x 4, two moments of 4 x 64, and 2 words for the norm and the next basis
+    "partition": (PARTED, [2.0, 0.5625 + 2 / 1024, 2.0]),
+    "chain": (optax.chain(optax.scale_by_adam(), optax.trace(0.9)), [3.0, 3.0, 3.0]),
+    "MultiSteps": (optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), [3.0] * 3),
+    "bits": (
+        optax.chain(optax.scale_by_lion(mu_dtype=jnp.bfloat16), optperm.mask_elements()),
+        [0.75, 0.75, 0.75],
+    ),
+    "flatten": (optax.flatten(optax.scale_by_adam()), [0.0, 0.0, 0.0]),
+}
+
+
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_words_of_published_tables():
+    """GPT-2 and Llama 7B with GaLore and APOLLO, from shapes alone."""
+    adam = optax.scale_by_adam()
+    cases = [
+        (GPT2, lambda **how: optperm.low_rank(adam, 192, **how), 1.03),
+        (GPT2, lambda **how: optperm.low_rank(adam, 192, side="larger", **how), 0.92),
+        (GPT2, lambda **how: optperm.apollo(rank=1 / 4, **how), 0.98),
+        (LLAMA, lambda **how: optperm.low_rank(adam, 1024, **how), 0.70),
+        (LLAMA, lambda **how: optperm.apollo(rank=1, **how), 0.08),
+    ]
+    for shapes, make, words in cases:
+        params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        numbers = {k: Numbers(-2, -1) if len(s) == 3 else None for k, s in shapes.items()}
+        tx = optax.chain(make(dimension_numbers=numbers), optax.scale_by_learning_rate(0.1))
+        found = optperm.memory.state_report(tx, params)
+        assert abs(found.words_per_param - words) <= 0.005 + 0.02 * words
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_every_array_counts_by_its_bytes(name):
+    """The words of the leaves and of other arrays are those of the state that `init` makes."""
+    tx, of_leaves = IN_PARTS[name]
+    report = optperm.memory.state_report(tx, PARAMS)
+    assert [leaf.name for leaf in report.leaves] == ["['embed']", "['kernel']", "['stack']"]
+    assert [leaf.shape for leaf in report.leaves] == [leaf.shape for leaf in PARAMS.values()]
+    np.testing.assert_allclose([leaf.words_per_param for leaf in report.leaves], of_leaves)
+    sizes = [leaf.size for leaf in PARAMS.values()]
+    words = [leaf.words for leaf in report.leaves]
+    np.testing.assert_allclose(words, np.multiply(of_leaves, sizes))
+    assert report.words == sum(words) + report.other_words == bytes_of(tx.init(PARAMS)) / 4
+    assert report.words_per_param == report.words / sum(sizes)
+
+
+def test_what_belongs_to_no_leaf():
+    """Counts, keys and arrays of a tree of their own."""
+    for tx, words in (
+        (optax.adam(0.1), 1.0),
+        (optax.add_noise(0.1, 0.55, key=jax.random.key(0)), 3.0),
+        (optax.flatten(optax.scale_by_adam()), 1.0 + 2 * sum(x.size for x in PARAMS.values())),
+        (optax.identity(), 0.0),
+    ):
+        assert optperm.memory.state_report(tx, PARAMS).other_words == words
+
+
+def test_ranks_are_those_of_the_method():
+    """Of each side, of leaves of several axes, without moments, and under a partition."""
+    params = {"wide": (16, 64), "heads": (64, 4, 16), "stack": (2, 8, 12), "bias": (4,)}
+    params = {name: jnp.zeros(shape) for name, shape in params.items()}
+    numbers = {
+        "wide": Numbers(),
+        "heads": Numbers(0, (1, 2)),
+        "stack": Numbers(-2, -1),
+        "bias": None,
+    }
+    smaller = ["rank 4 of 16 x 64", "rank 4 of 64 x 64", "rank 4 of 2 x 8 x 12", "full rank"]
+    larger = ["rank 4 of 64 x 16", "rank 4 of 64 x 64", "rank 4 of 2 x 12 x 8", "full rank"]
+    how = {"rank": 4, "dimension_numbers": numbers}
+    for tx, wanted in (
+        (optperm.low_rank(optax.scale_by_adam(), **how), smaller),
+        (optperm.low_rank(optax.scale_by_adam(), side="larger", **how), larger),
+        (optperm.low_rank(optax.identity(), **how), smaller),
+        (optax.chain(optax.clip(1.0), optperm.apollo(**how), optax.scale(-0.1)), smaller),
+        (optperm.apollo(optax.identity(), **how), [""] * 4),
+        (optax.adam(0.1), [""] * 4),
+    ):
+        report = optperm.memory.state_report(tx, params)
+        found = {leaf.name: leaf.treatment for leaf in report.leaves}
+        assert found == {f"['{name}']": each for name, each in zip(params, wanted, strict=True)}
+    parted = optperm.memory.state_report(PARTED, PARAMS)
+    assert [leaf.treatment for leaf in parted.leaves] == ["", "rank 4 of 16 x 64", ""]
+
+
+def test_the_table():
+    """Leaves of three axes whose axes are not named, and no column of ranks without a rank."""
+    lines = str(optperm.memory.state_report(LOW, PARAMS)).splitlines()
+    assert lines == [
+        "leaf        shape      low rank                   words    words/param",
+        "['embed']   (64, 16)   rank 4 of 16 x 64          578      0.56",
+        "['kernel']  (16, 64)   rank 4 of 16 x 64          578      0.56",
+        "['stack']   (2, 8, 8)  full rank, axes not named  259      2.02",
+        "others                                            2.25",
+        "all                                               1417.25  0.65",
+    ]
+    lines = str(optperm.memory.state_report(optax.sgd(0.1, 0.9), jnp.zeros((2, 3)))).splitlines()
+    assert lines == [
+        "leaf    shape   words  words/param",
+        "params  (2, 3)  6      1.00",
+        "others          0",
+        "all             6      1.00",
+    ]
+
+
+def test_a_rank_is_no_optimizer():
+    for given in (0.25, 4, optax.adam, optax.MultiSteps(optax.adam(0.1), 2)):
+        with pytest.raises(TypeError, match=r"tx must be an optax\.GradientTransformation"):
+            optperm.memory.state_report(given, PARAMS)
