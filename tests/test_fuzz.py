@@ -27,9 +27,11 @@ pytestmark = pytest.mark.usefixtures("lenient")
 
 
 def test_nothing_public_is_left_out():
-    """A new function joins `FUNCTIONS`, with arguments it works with; a transformation its registry."""
+    """A new function joins `FUNCTIONS`, with arguments it works with; a transformation its registry.
+
+    A class whose arguments are checked may join them."""
     public = {name for name, value in support.PUBLIC.items() if inspect.isfunction(value)}
-    assert public == set(CASES)
+    assert public == {name for name in CASES if not inspect.isclass(support.PUBLIC[name])}
 
 
 REFUSALS = collections.defaultdict(list)

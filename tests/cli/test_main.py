@@ -374,7 +374,7 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("adam --momentum 0.9", "--momentum. (see optperm train adam --help)"),
         ("adam --lear 0.9", "Unknown option: --lear"),
         ("adam --model gpt", "neither mlp nor cnn, nor a module:Class that can be built"),
-        ("agn --commit median", 'Choose from: "mean", "sum", "sequential"'),
+        ("agn --combine median", 'Choose from: "mean", "sum", "sequential"'),
         ("lion", "(see optperm train --help)"),
         ("sgd --devices 0", "--devices. Must be >= 1"),
         ("sgd --valid-share 1", "--valid-share. Must be < 1"),
