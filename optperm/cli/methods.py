@@ -23,7 +23,7 @@ from optperm.core import checks
 Hyperparameter = bool | int | float | str | None
 Transformation: TypeAlias = optax.GradientTransformation
 # Facts that a run knows by itself, and passes to the functions that take them.
-_FACTS = ("seed", "key", "num_data", "batch_size", "axis_name")
+_FACTS = ("key", "num_data", "batch_size", "axis_name")
 # Bounds that Optax itself does not check.
 _FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision", "aggressiveness")
 _BOUNDS = dict.fromkeys((*_FROM_ZERO, "outer_learning_rate", "burn_in_learning_rate"), float("inf"))
@@ -128,7 +128,7 @@ def _sgperm(
     aggressiveness_decay: float,
     num_steps: int | None,
     *,
-    seed: int,
+    key: int,
     **options: Any,
 ) -> Transformation:
     schedule = optperm.permutation.falling(aggressiveness, num_steps)
@@ -138,7 +138,7 @@ def _sgperm(
         # The first step of the original already decays.
         first = aggressiveness * aggressiveness_decay
         schedule = optax.exponential_decay(first, 1, aggressiveness_decay)
-    return optperm.sgperm(schedule, key=seed, **options)
+    return optperm.sgperm(schedule, key=key, **options)
 
 
 def _laperm(every: int, **adam: Any) -> Transformation:
@@ -175,14 +175,14 @@ def _diloco(
     return optperm.diloco(inner, outer, every=every, **how)
 
 
-def _low_rank(*, residual: bool, b1: float, b2: float, seed: int, **options: Any) -> Transformation:
-    how: dict[str, Any] = {"residual": "scaled" if residual else None, "key": seed}
+def _low_rank(*, residual: bool, b1: float, b2: float, key: int, **options: Any) -> Transformation:
+    how: dict[str, Any] = {"residual": "scaled" if residual else None, "key": key}
     low_rank = functools.partial(optperm.low_rank, optax.scale_by_adam(b1, b2), b1=b1, b2=b2)
     return _with_decay(low_rank, **how, **options)
 
 
-def _apollo(*, scale: float, seed: int, **options: Any) -> Transformation:
-    return _with_decay(optperm.apollo, scale=scale or "auto", key=seed, **options)
+def _apollo(*, scale: float, key: int, **options: Any) -> Transformation:
+    return _with_decay(optperm.apollo, scale=scale or "auto", key=key, **options)
 
 
 def _with_decay(

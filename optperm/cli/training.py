@@ -65,7 +65,7 @@ class Training:
         self.spec = models.NetworkSpec(flags.model, flags.hidden, shape, classes, flags.seed)
         self.model = models.build(self.spec)
         facts: dict[str, int | str | None] = {
-            "seed": flags.seed,
+            "key": flags.seed,
             "num_data": len(data.x_train),
             "batch_size": self.batch_size,
             "axis_name": "replica" if self.replicas > 1 else None,

@@ -474,14 +474,14 @@ def test_gradient_evaluations_count_the_full_gradient_of_an_unfinished_epoch():
 def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():
     given = {}
 
-    def build(rate=0.5, *, num_data, seed, axis_name=None):
-        given.update(rate=rate, num_data=num_data, seed=seed, axis_name=axis_name)
+    def build(rate=0.5, *, num_data, key, axis_name=None):
+        given.update(rate=rate, num_data=num_data, key=key, axis_name=axis_name)
         return optperm.svrg()
 
     method = methods.Method("probe", build, "", (), {"rate": (0.5, "A rate.")})
-    facts = {"num_data": 7, "seed": 3, "batch_size": 5, "axis_name": "replica"}
+    facts = {"num_data": 7, "key": 3, "batch_size": 5, "axis_name": "replica"}
     method.transformation({"rate": 0.25}, facts)
-    assert given == {"rate": 0.25, "num_data": 7, "seed": 3, "axis_name": "replica"}
+    assert given == {"rate": 0.25, "num_data": 7, "key": 3, "axis_name": "replica"}
 
 
 @pytest.mark.programs
