@@ -55,12 +55,12 @@ class Dataset:
         )
 
 
-def load(source: str, valid_share: float = 0.0) -> Dataset:
+def load(source: str, valid_fraction: float = 0.0) -> Dataset:
     """Load a data set by its name or from an npz file; raise a CliError if that is not possible.
 
     The digits have 1257 training and 540 test images, with each pixel standardized by its mean and
     deviation in training. In other data, uint8 inputs are scaled to [0, 1] and floating inputs are taken
-    as they are. `valid_share` sets aside a share of the training examples for validation.
+    as they are. `valid_fraction` sets aside a fraction of the training examples for validation.
     """
     path = pathlib.Path(source).resolve()
     if source == "digits":
@@ -72,12 +72,12 @@ def load(source: str, valid_share: float = 0.0) -> Dataset:
     else:
         known = ", ".join(("digits", *HUB))
         raise CliError(f"--data {source}: there is no such file. Pass {known}, or an .npz file.")
-    if not valid_share:
+    if not valid_fraction:
         return data
-    count = round(valid_share * len(data.x_train))
+    count = round(valid_fraction * len(data.x_train))
     if not 0 < count < len(data.x_train):
         says = f"of {len(data.x_train)} training examples leaves none to train or to validate"
-        raise UsageError(f"--valid-share {valid_share} {says}.")
+        raise UsageError(f"--valid-fraction {valid_fraction} {says}.")
     order = np.random.RandomState(_SPLIT_SEED).permutation(len(data.x_train))
     valid, train = order[:count], order[count:]
     return dataclasses.replace(

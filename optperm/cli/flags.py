@@ -37,7 +37,7 @@ class Run:
     Attributes:
       data: 'digits' (of scikit-learn), 'mnist', 'fashion_mnist' or 'cifar10' (by the library
         `datasets`), or an .npz file with x_train, y_train, x_test and y_test.
-      valid_share: The share of the training examples to validate on after each epoch; the test is then
+      valid_fraction: The fraction of the training examples to validate on after each epoch; the test is then
         left for the end. With 0, each epoch is tested.
       model: 'mlp', 'cnn', or module:Class, a flax.linen.Module of your own that maps a batch to logits;
         it gets num_classes and hidden if it has these fields.
@@ -58,7 +58,7 @@ class Run:
     """
 
     data: str = "digits"
-    valid_share: Annotated[float, Parameter(validator=validators.Number(gte=0, lt=1))] = 0.0
+    valid_fraction: Annotated[float, Parameter(validator=validators.Number(gte=0, lt=1))] = 0.0
     model: str = "mlp"
     hidden: Annotated[int, make_whole(1, 2**20)] = 256
     batch_size: Whole = 50

@@ -195,7 +195,7 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
         # JAX refuses this once its backend has started; then its devices have to do.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", run.devices)
-    data, reporter = datasets.load(run.data, run.valid_share), report.Reporter(run)
+    data, reporter = datasets.load(run.data, run.valid_fraction), report.Reporter(run)
     training = Training(method, hyperparameters, run, data)
     name, a_epoch = f"{method.name}-{run.model}-{data.name}-s{run.seed}", training.steps_per_epoch
     folder, step = run_folder.prepare(run, name, _identity(training, run))

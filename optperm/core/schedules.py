@@ -45,8 +45,8 @@ def resolve_schedule(
       number: The number, or the schedule.
       count: The step.
       dtype: The dtype of the result.
-      low: The least value allowed. A value that Python cannot see is moved to the nearest limit.
-      high: The largest value allowed.
+      low: The minimum allowed. A value that Python cannot see is moved to the nearest limit.
+      high: The maximum allowed.
 
     Raises:
       TypeError: Naming the argument whose schedule returns anything but one real number.

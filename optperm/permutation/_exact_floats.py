@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_LEAST = 2.0**-149  # the least positive float32
+_LEAST = 2.0**-149  # the smallest positive float32
 
 
 def move_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -29,7 +29,7 @@ def widen(x: jax.Array, dtype: Any) -> jax.Array:
         x = jax.lax.bitcast_convert_type(upper << 16, jnp.float32)
     if x.dtype != np.float32 or dtype != np.float64:
         return x.astype(dtype)
-    # The bits of a subnormal float32, as an integer, count multiples of the least positive one.
+    # The bits of a subnormal float32, as an integer, count multiples of the smallest positive one.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & 0x7FFFFFFF
     subnormal = jnp.copysign(magnitude.astype(dtype) * _LEAST, bits.astype(dtype))

@@ -197,7 +197,7 @@ def test_known_data_come_from_the_library_datasets(monkeypatch):
 def test_validation_examples_are_taken_from_training(tmp_path):
     """The same for every seed, each example once."""
     arrays = write_npz(tmp_path / "data.npz")
-    data = datasets.load(str(tmp_path / "data.npz"), valid_share=0.3)
+    data = datasets.load(str(tmp_path / "data.npz"), valid_fraction=0.3)
     assert (len(data.x_train), len(data.x_valid), len(data.x_test)) == (14, 6, 5)
     both = np.concatenate([data.x_train, data.x_valid])
     np.testing.assert_array_equal(

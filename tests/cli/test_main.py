@@ -185,7 +185,7 @@ def test_a_network_of_ones_own_is_trained_and_rebuilt(
 
 def test_validation_examples_leave_the_test_for_the_end(flags, files, tmp_path):
     """They come out of the training examples."""
-    assert main(["train", "adam", *flags, "--valid-share", "0.25", "--epochs", "2"]) == 0
+    assert main(["train", "adam", *flags, "--valid-fraction", "0.25", "--epochs", "2"]) == 0
     found = files(tmp_path / "run")
     assert all(line["test_accuracy"] is None for line in found.metrics)
     assert [line["valid_accuracy"] * 16 % 1 for line in found.metrics] == [0] * 3
@@ -377,8 +377,8 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("agn --combine median", 'Choose from: "mean", "sum", "sequential"'),
         ("lion", "(see optperm train --help)"),
         ("sgd --devices 0", "--devices. Must be >= 1"),
-        ("sgd --valid-share 1", "--valid-share. Must be < 1"),
-        ("sgd --valid-share 0.001", "--valid-share 0.001 of 64 training examples leaves none"),
+        ("sgd --valid-fraction 1", "--valid-fraction. Must be < 1"),
+        ("sgd --valid-fraction 0.001", "--valid-fraction 0.001 of 64 training examples leaves none"),
         ("adam --batch-size 65", "is 65 examples a step, more than the 64 to train"),
         ("adam --b1 1.5", "adam: b1 must be in [0, 1], got 1.5"),
         ("sgd --learning-rate -1", "sgd: learning_rate must be at least 0, got -1.0"),
