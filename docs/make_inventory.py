@@ -29,7 +29,7 @@ SITES = {
 IN_TYPES = (
     *("jax.Array", "jax.sharding.Mesh", "jax.sharding.NamedSharding", "numpy.ndarray"),
     *("optax.GradientTransformation", "optax.GradientTransformationExtraArgs", "optax.Params"),
-    *("optax.ScalarOrSchedule", "optax.Updates", "flax.nnx.Optimizer", "os.PathLike"),
+    *("optax.ScalarOrSchedule", "optax.Schedule", "optax.Updates", "flax.nnx.Optimizer", "os.PathLike"),
     *(f"collections.abc.{name}" for name in ("Callable", "Iterable", "Mapping", "Sequence")),
 )
 # The pages of Optax, which lists several names on each.
@@ -37,7 +37,7 @@ _OPTAX = {
     "combining_optimizers": "chain named_chain partition",
     "optimizer_wrappers": "apply_if_finite masked MultiSteps flatten lookahead",
     "apply_updates": "apply_updates",
-    "optimizer_schedules": "inject_hyperparams cosine_decay_schedule ScalarOrSchedule",
+    "optimizer_schedules": "inject_hyperparams cosine_decay_schedule ScalarOrSchedule Schedule",
     "optimizers": "adam adamw sgd lion",
     "contrib": "contrib.muon",
     "losses": "softmax_cross_entropy_with_integer_labels",

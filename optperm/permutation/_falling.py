@@ -27,7 +27,7 @@ def falling(
         of :math:`\alpha_0`.
 
     Returns:
-      A schedule of Optax: a function from a count, which may be traced, to a float32 scalar.
+      A schedule of Optax, which maps a count, perhaps traced, to a float32 scalar.
 
     Example:
       >>> import optperm
