@@ -309,6 +309,21 @@ def test_a_center_in_float32_under_bfloat16_params():
     support.assert_same_bits(params, center.astype(jnp.bfloat16))
 
 
+def test_params_that_do_not_move_leave_a_center_of_more_digits():
+    """The rounding of the params to their dtype is no displacement."""
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(0.3), 1, center_dtype=jnp.float32)
+    params = jnp.ones(3, jnp.bfloat16)
+    opt_state = tx.init(params)
+    centers = []
+    for size in (2**-6, 0.0, 0.0):
+        updates, opt_state = tx.update(jnp.full(3, size, jnp.bfloat16), opt_state, params)
+        params = optperm.apply_updates(params, updates, opt_state)
+        centers.append(optperm.center_params(opt_state))
+    assert np.all(centers[0] != centers[0].astype(jnp.bfloat16).astype(jnp.float32))
+    for center in centers[1:]:
+        support.assert_same_bits(center, centers[0])
+
+
 def test_fragments_are_sent_at_even_distances():
     """Fragment p of 4 at the steps that are floor(10 p / 4) modulo 10, and received a step later."""
     plan = optperm.Every(10, fragments=4, delay=1)
