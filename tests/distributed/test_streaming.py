@@ -377,6 +377,17 @@ def test_what_has_arrived_is_not_applied_again():
         assert all(params >= -step for step, params in enumerate(trail, start=1))
 
 
+def test_parts_that_were_held_back_decay_before_they_are_sent():
+    """Of e = 0.5 * 4 + Delta the largest eighth is sent, and the rest is held back."""
+    leaf = jnp.asarray(np.random.default_rng(0).normal(size=(64,)), jnp.float32)
+    compress = optperm.compress_top_k(1 / 8, decay=0.5)
+    own, _, rest, _ = compression.sum_compressed(
+        compress, leaf, jnp.full_like(leaf, 4.0), jnp.array(True), commits.Replicas(None, ())
+    )
+    assert np.count_nonzero(own) == 8
+    support.assert_close(own + rest, leaf + 2.0, rtol=1e-6)
+
+
 def test_where_nothing_was_sent_nothing_is_pulled():
     """A fresh state that is given the exchanges of later steps keeps its own params."""
     plan = optperm.Every(4, 1, 2)
