@@ -22,7 +22,8 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
 MUTANTS = pathlib.Path(__file__).with_name("mutants.toml")
-COPIED = ("optperm", "optperm_command", "tests", "benchmarks", "pyproject.toml", "README.md")
+COPIED = ("optperm", "optperm_command", "tests", "benchmarks", "docs", "examples")
+COPIED += ("pyproject.toml", "README.md")
 # The finder of an editable installation would import the package that is not mutated.
 PYTEST = (
     "import sys; "
