@@ -238,3 +238,11 @@ def test_long_and_narrow_posteriors_are_sampled(which):
     np.testing.assert_allclose(flat.std(axis=0) / sd, 1, atol=0.15)
     assert np.max(np.abs(flat.mean(axis=0) - covariance @ x.T @ y) / sd) < 0.25
     assert optperm.posterior_report(samples).ess_bulk > 150
+
+
+def test_normal_prior_is_the_share_of_one_example():
+    """precision / (2 N) |w|^2, so that N times its gradient is precision times the params."""
+    w, precision, n = {"a": jnp.float32([1.0, -2.0]), "b": jnp.float32(3.0)}, 0.5, 40
+    value, grad = jax.value_and_grad(optperm.normal_prior)(w, precision, n)
+    np.testing.assert_allclose(value, 0.5 / 80 * 14.0, rtol=1e-6)
+    support.assert_close(grad, jax.tree.map(lambda leaf: precision / n * leaf, w), rtol=1e-6)
