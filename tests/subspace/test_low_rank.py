@@ -543,6 +543,15 @@ LLAMA = {"embed": (32000, 4096), "head": (32000, 4096)}
 LLAMA |= {"attention": (128, 4096, 4096), "mlp": (96, 4096, 11008)}
 
 
+def test_words_of_a_leaf_are_those_of_its_basis_and_both_moments():
+    """d r of a basis and 2 r k of Adam, against 2 d k; a bias has two moments of its own size."""
+    params = {"w": jnp.zeros((64, 96)), "b": jnp.zeros(96)}
+    leaves = {leaf.name: leaf for leaf in optperm.low_rank_report(4, params).leaves}
+    matrix, bias = leaves["['w']"], leaves["['b']"]
+    assert (matrix.words, matrix.full_words) == (64 * 4 + 2 * 4 * 96, 2 * 64 * 96)
+    assert (bias.words, bias.full_words) == (2 * 96, 2 * 96)
+
+
 def test_report_and_words_of_state():
     """The report's words are those of the state, and those of the published tables."""
     adam = optax.scale_by_adam()
