@@ -9,7 +9,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes.sample import _search, _spread
+from optperm.bayes.sample import _add_prior, _search, _spread
 
 pytestmark = pytest.mark.usefixtures("lenient")
 N = 300
@@ -247,3 +247,14 @@ def test_normal_prior_is_the_share_of_one_example():
     value, grad = jax.value_and_grad(optperm.normal_prior)(w, precision, n)
     np.testing.assert_allclose(value, 0.5 / 80 * 14.0, rtol=1e-6)
     support.assert_close(grad, jax.tree.map(lambda leaf: precision / n * leaf, w), rtol=1e-6)
+
+
+def test_log_prior_counts_once_among_all_examples():
+    """N times the loss over all examples is the sum of their losses less the log prior."""
+    data, w = jnp.arange(5.0), jnp.float32(2.0)
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch - w) ** 2)
+
+    total = 5 * _add_prior(loss_fn, lambda w: -3.0 * w, 5)(w, data)
+    np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) + 6.0, rtol=1e-6)

@@ -196,6 +196,17 @@ def test_masks_change_at_multiples_of_every_alone():
     assert zeros == [5, 5, 5, 20, 20, 20, 35, 35]
 
 
+def test_dead_entries_take_no_place_of_live_ones():
+    """Two of four live entries are asked for, and the dead one with the highest score is not one."""
+    tx = optperm.prune_gradually(optax.sgd(0.0), 0.5, 1.0, every=1, criterion="movement")
+    w = jnp.array([[0.0, 1.0, 2.0, 3.0]])
+    state = tx.init(w)._replace(
+        mask=jnp.array([[False, True, True, True]]), scores=jnp.array([[9.0, 1.0, 2.0, 3.0]])
+    )
+    _, state = tx.update(jnp.zeros((1, 4)), state, w)
+    assert state.mask.tolist() == [[False, False, True, True]]
+
+
 def test_movement_by_hand():
     """S <- S - w g: what moves towards zero goes first; a gradient that is not finite says nothing."""
     tx = optperm.prune_gradually(
