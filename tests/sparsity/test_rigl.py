@@ -108,6 +108,18 @@ def test_state_of_masked_entries_is_that_of_a_first_step():
     np.testing.assert_allclose(after.inner[0].trace, [[1.5, 1.5, 0.0, 0.0]])
 
 
+def test_entry_that_grows_begins_from_zero_whatever_the_params_hold_there():
+    """Params that were never pruned have numbers at masked entries, which are no part of the model."""
+    tx = optperm.rigl(optax.sgd(0.1), 0.5, end=3, key=KEY, every=1, drop_fraction=lambda t: 0.5)
+    w = jnp.array([[3.0, 1.0, 7.0, 7.0]])
+    opt_state = tx.init(w)._replace(
+        mask=jnp.array([[True, True, False, False]]), count=jnp.int32(1)
+    )
+    updates, opt_state = tx.update(jnp.array([[0.0, 0.0, 1.0, -3.0]]), opt_state, w)
+    after = optperm.apply_updates(w, updates, opt_state)
+    np.testing.assert_allclose(after, [[3.0, 0.0, 0.0, 0.3]], rtol=1e-5)
+
+
 def test_one_drop_and_grow_by_hand():
     """Of 3, 1 and two zeros the 1 goes and the steepest comes, from 0 and without momentum."""
     tx = optperm.rigl(
