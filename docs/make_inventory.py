@@ -29,7 +29,13 @@ SITES = {
 IN_TYPES = (
     *("jax.Array", "jax.sharding.Mesh", "jax.sharding.NamedSharding", "numpy.ndarray"),
     *("optax.GradientTransformation", "optax.GradientTransformationExtraArgs", "optax.Params"),
-    *("optax.ScalarOrSchedule", "optax.Schedule", "optax.Updates", "flax.nnx.Optimizer", "os.PathLike"),
+    *(
+        "optax.ScalarOrSchedule",
+        "optax.Schedule",
+        "optax.Updates",
+        "flax.nnx.Optimizer",
+        "os.PathLike",
+    ),
     *(f"collections.abc.{name}" for name in ("Callable", "Iterable", "Mapping", "Sequence")),
 )
 # The pages of Optax, which lists several names on each.

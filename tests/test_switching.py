@@ -371,3 +371,15 @@ def test_a_tracked_center_begins_at_the_switch(plan):
         # A step, or a pull to a center of at most two steps ago.
         np.testing.assert_array_less(np.abs(after - p), 0.51 if t < 5 else 0.31)
         p = after
+
+
+@pytest.mark.usefixtures("lenient")
+def test_a_tracked_center_has_no_gradients_of_the_first_phase():
+    """The first commit after the switch is one step by the mean of its own period's gradients."""
+    then = optperm.agn(optax.sgd(0.1), 4)
+    tx = optperm.switch_after(5, optax.sgd(0.5), then, track=True)
+    p, opt_state = jnp.float32(1.0), tx.init(jnp.float32(1.0))
+    for _ in range(9):
+        u, opt_state = tx.update(jnp.float32(1.0), opt_state, p)
+        p = optperm.apply_updates(p, u, opt_state)
+    np.testing.assert_allclose(p, 1 - 5 * 0.5 - 0.1, rtol=1e-6)

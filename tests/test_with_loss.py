@@ -143,3 +143,19 @@ def test_data_without_a_common_axis_are_refused():
     for data in ({"x": X, "y": X[:5]}, {"scale": jnp.ones([])}, {"x": X[:0]}, {}):
         with pytest.raises(ValueError, match=r"agree in their leading axis|holds no examples"):
             optperm.with_loss(optax.sgd(0.1), loss_fn, data)
+
+
+def test_example_is_drawn_apart_from_the_batch():
+    """An estimator of noise takes their difference, which would be zero for the batch's own example."""
+
+    def subtract(grads, state, params, *, example_grad_fn, **_):
+        return example_grad_fn(params) - grads, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), subtract)
+    tx = optperm.with_loss(inner, lambda p, x: jnp.mean((p - x) ** 2), jnp.arange(1000.0), 1)
+    params = jnp.float32(0.0)
+    state, differences = tx.init(params), []
+    for _ in range(4):
+        updates, state = tx.update(params, state, params)
+        differences.append(float(updates))
+    assert np.count_nonzero(differences) >= 3

@@ -37,8 +37,8 @@ class Run:
     Attributes:
       data: 'digits' (of scikit-learn), 'mnist', 'fashion_mnist' or 'cifar10' (by the library
         `datasets`), or an .npz file with x_train, y_train, x_test and y_test.
-      valid_fraction: The fraction of the training examples to validate on after each epoch; the test is then
-        left for the end. With 0, each epoch is tested.
+      valid_fraction: The fraction of the training examples to validate on after each epoch; the test is
+        then left for the end. With 0, each epoch is tested.
       model: 'mlp', 'cnn', or module:Class, a flax.linen.Module of your own that maps a batch to logits;
         it gets num_classes and hidden if it has these fields.
       hidden: The number of units of the hidden layer.

@@ -173,3 +173,22 @@ def test_the_update_adds_the_noise_of_its_kernel():
     assert np.abs((np.cov(moves.T) - wanted) / sizes).max() < 5 * np.sqrt(2 / 20_000)
     assert bool(kernel.is_ready)
     support.assert_same_bits(optperm.bayes.adapted_kernel(state), kernel)
+
+
+def test_step_of_constant_sgd_is_the_preconditioned_gradient():
+    """A gradient moves by -(1 - mu) H g, of any noise, for the scale s = 2 S T / N of the noise."""
+    options = {"temperature": T, "burn_in": 0, "freeze_after": 4, "preconditioner": "diagonal"}
+    tx = optperm.constant_sgd(N, S, momentum=0.8, **options)
+    rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, D))), jnp.zeros(D)
+    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w}
+    update = jax.jit(lambda g, state: tx.update(g, state, w, **extras))
+    state = jax.jit(tx.init)(w)
+    for _ in range(5):
+        _, state = update(rows.mean(0), state)
+    g = jnp.float32([1.0, -2.0, 3.0, 0.5])
+    moved = update(g, state)[0] - update(jnp.zeros(D), state)[0]
+    sampler = state.then[0]
+    wanted = -(1 - 0.8) * sampler.preconditioned(g)
+    np.testing.assert_allclose(moved, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
+    np.testing.assert_allclose(sampler.scale, SCALE, rtol=1e-6)
+    assert bool(sampler.kernel.is_ready)

@@ -101,6 +101,24 @@ def test_updates_are_those_of_the_equations():
     np.testing.assert_allclose(state.velocity, [*v, 0.0], rtol=1e-6)
 
 
+def test_injected_noise_is_of_the_size_of_the_equations():
+    """Where the gradient is zero, the same numbers xi times sqrt(eps T M), or sqrt(2 (a - b) eta T)."""
+    w, g = jnp.ones(5), jnp.zeros(5)
+
+    def noise(tx):
+        return tx.update(g, tx.init(w), w)[0]
+
+    xi = noise(optperm.sgld(1.0, 10))
+    assert np.std(xi) > 0.1
+    for tx, size in (
+        (optperm.sgld(0.4, 10, 9.0), np.sqrt(3.6)),
+        (optperm.sgld(0.4, 10, 9.0, 4.0 * w), np.sqrt(14.4)),
+        (optperm.sghmc(0.1, 10, 0.5, 3.0), np.sqrt(0.3)),
+        (optperm.sghmc(0.1, 10, 0.5, 3.0, noise_estimate=0.2), np.sqrt(0.18)),
+    ):
+        np.testing.assert_allclose(noise(tx), size * xi, rtol=1e-5)
+
+
 def test_control_variates_take_the_noise_of_the_batches_away():
     """SVRG in front of SGLD: near a snapshot at the mode steps are those of whole gradients."""
     rng = np.random.default_rng(0)

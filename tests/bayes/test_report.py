@@ -11,6 +11,7 @@ import scipy.special
 import scipy.stats
 
 import optperm
+from optperm.bayes import _diagnostics as diagnostics
 from optperm.bayes._convergence import effective_sizes, r_hats
 from optperm.core.states import find_state
 
@@ -227,3 +228,12 @@ def test_params_of_16_bits_that_are_too_coarse_are_named():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="holds no draws"):
         optperm.bayes.posterior_report(samples_of(np.ones((2, 5)))._replace(params=()))
+
+
+def test_bias_of_langevin_steps_is_half_of_reach_over_the_minimum_variance():
+    """1 / (1 - h lambda / 2) is 1 + h lambda / 2 to first order, and h lambda is reach / Var."""
+    values = np.random.default_rng(0).normal(size=(2, 50, 2)) * [1.0, 3.0]
+    state = optperm.sgld(0.1, 10).init(jnp.zeros(2))._replace(reach=jnp.float32(0.02))
+    minimum = values.var(axis=(0, 1)).min()
+    found = diagnostics.langevin_biases(values, state).steps
+    np.testing.assert_allclose(found, 0.02 / (2 * minimum), rtol=1e-5)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 import optperm
-from optperm.bayes._sample import _search, _spread
+from optperm.bayes._sample import _add_prior, _search, _spread
 
 pytestmark = pytest.mark.usefixtures("lenient")
 N = 300
@@ -238,3 +239,22 @@ def test_long_and_narrow_posteriors_are_sampled(which):
     np.testing.assert_allclose(flat.std(axis=0) / sd, 1, atol=0.15)
     assert np.max(np.abs(flat.mean(axis=0) - covariance @ x.T @ y) / sd) < 0.25
     assert optperm.bayes.posterior_report(samples).ess_bulk > 150
+
+
+def test_normal_prior_is_the_fraction_of_one_example():
+    """precision / (2 N) |w|^2, so that N times its gradient is precision times the params."""
+    w, precision, n = {"a": jnp.float32([1.0, -2.0]), "b": jnp.float32(3.0)}, 0.5, 40
+    value, grad = jax.value_and_grad(optperm.bayes.normal_prior)(w, precision, n)
+    np.testing.assert_allclose(value, 0.5 / 80 * 14.0, rtol=1e-6)
+    support.assert_close(grad, jax.tree.map(lambda leaf: precision / n * leaf, w), rtol=1e-6)
+
+
+def test_log_prior_counts_once_among_all_examples():
+    """N times the loss over all examples is the sum of their losses less the log prior."""
+    data, w = jnp.arange(5.0), jnp.float32(2.0)
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch - w) ** 2)
+
+    total = 5 * _add_prior(loss_fn, lambda w: -3.0 * w, 5)(w, data)
+    np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) + 6.0, rtol=1e-6)

@@ -378,7 +378,10 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("lion", "(see optperm train --help)"),
         ("sgd --devices 0", "--devices. Must be >= 1"),
         ("sgd --valid-fraction 1", "--valid-fraction. Must be < 1"),
-        ("sgd --valid-fraction 0.001", "--valid-fraction 0.001 of 64 training examples leaves none"),
+        (
+            "sgd --valid-fraction 0.001",
+            "--valid-fraction 0.001 of 64 training examples leaves none",
+        ),
         ("adam --batch-size 65", "is 65 examples a step, more than the 64 to train"),
         ("adam --b1 1.5", "adam: b1 must be in [0, 1], got 1.5"),
         ("sgd --learning-rate -1", "sgd: learning_rate must be at least 0, got -1.0"),

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, all_finite
 from optperm.core.mapped_axes import varying_axes
 from optperm.core.transformation import transformation
 
@@ -64,6 +64,15 @@ def test_sums_over_leaves_are_as_wide_as_the_widest_of_them():
     cases = ((), jnp.float32), (("bfloat16",), jnp.float32), (("float64", "bfloat16"), jnp.float64)
     for dtypes, wide in cases:
         assert accumulation_dtype([jnp.zeros(1, dtype) for dtype in dtypes]) == wide
+
+
+def test_numbers_whose_sum_overflows_are_finite():
+    """Every entry decides, not their sum; one that is not finite is found in any leaf."""
+    largest = {"a": jnp.full(4, jnp.finfo(jnp.float32).max), "b": jnp.zeros(2, jnp.bfloat16)}
+    assert all_finite(largest)
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        assert not all_finite(largest | {"b": largest["b"].at[1].set(bad)})
+    assert all_finite({})
 
 
 def test_updates_may_have_the_types_of_the_gradients():

@@ -135,6 +135,20 @@ def test_weights_that_overflow_together_are_no_exchange():
         assert s.skipped.tolist() == [1] * SIZE
 
 
+def test_small_contributions_whose_weights_overflow_are_no_exchange():
+    """Their sum is finite; divided by infinite weights it would pass for a contribution of zero."""
+    for factory in (optperm.agn, optperm.diloco):
+        tx = factory(optax.sgd(1.0), axis_name=AXIS)
+
+        def step(p, s, tx=tx):
+            return tx.update(jnp.full(1, 1e-3), s, p, commit=True, weight=jnp.float32(3e38))
+
+        p = jnp.ones((SIZE, 1))
+        updates, s = jax.jit(jax.vmap(step, axis_name=AXIS))(p, jax.vmap(tx.init)(p))
+        np.testing.assert_array_equal(updates, np.zeros((SIZE, 1)))
+        assert s.skipped.tolist() == [1] * SIZE
+
+
 def test_weights_say_what_is_wrong():
     params = jnp.ones(2)
     for tx in (optperm.agn(optax.sgd(0.1)), optperm.diloco(optax.sgd(0.1))):

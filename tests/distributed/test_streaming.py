@@ -324,6 +324,21 @@ def test_a_center_in_float32_under_bfloat16_params():
     support.assert_same_bits(params, center.astype(jnp.bfloat16))
 
 
+def test_params_that_do_not_move_leave_a_center_of_more_digits():
+    """The rounding of the params to their dtype is no displacement."""
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(0.3), 1, center_dtype=jnp.float32)
+    params = jnp.ones(3, jnp.bfloat16)
+    opt_state = tx.init(params)
+    centers = []
+    for size in (2**-6, 0.0, 0.0):
+        updates, opt_state = tx.update(jnp.full(3, size, jnp.bfloat16), opt_state, params)
+        params = optperm.apply_updates(params, updates, opt_state)
+        centers.append(optperm.center_params(opt_state))
+    assert np.all(centers[0] != centers[0].astype(jnp.bfloat16).astype(jnp.float32))
+    for center in centers[1:]:
+        support.assert_same_bits(center, centers[0])
+
+
 def test_fragments_are_sent_at_even_distances():
     """Fragment p of 4 at the steps that are floor(10 p / 4) modulo 10, and received a step later."""
     plan = optperm.distributed.Every(10, fragments=4, delay=1)
@@ -375,6 +390,17 @@ def test_what_has_arrived_is_not_applied_again():
         flags = [True if step == number else plan.at(step) for step in range(1, 10)]
         trail = list(run_alone(plan, flags))
         assert all(params >= -step for step, params in enumerate(trail, start=1))
+
+
+def test_parts_that_were_held_back_decay_before_they_are_sent():
+    """Of e = 0.5 * 4 + Delta the largest eighth is sent, and the rest is held back."""
+    leaf = jnp.asarray(np.random.default_rng(0).normal(size=(64,)), jnp.float32)
+    compress = optperm.compress_top_k(1 / 8, decay=0.5)
+    own, _, rest, _ = compression.sum_compressed(
+        compress, leaf, jnp.full_like(leaf, 4.0), jnp.array(True), commits.Replicas(None, ())
+    )
+    assert np.count_nonzero(own) == 8
+    support.assert_close(own + rest, leaf + 2.0, rtol=1e-6)
 
 
 def test_where_nothing_was_sent_nothing_is_pulled():

@@ -79,6 +79,16 @@ def test_a_gradient_of_zero_does_not_hold_back_the_next(x64):
     np.testing.assert_allclose(sizes, [1.0, 0.0, 1.01, np.nan, 1.01**2, 1.0], atol=1e-5)
 
 
+def test_projections_keep_the_length_of_gradients_on_average():
+    """|R|^2 is |G|^2: the first step of Adam gives f = sqrt(r) / |R|, and U = sqrt(d / r) f G."""
+    d, rank = 256, 64
+    g = support.normal((d, 400), 0)
+    tx = optperm.apollo(rank=rank, limit=None)
+    u, _ = tx.update(g, tx.init(g), g)
+    squares = d / np.sum(np.square(u), axis=0)
+    np.testing.assert_allclose(np.mean(squares), 1.0, rtol=0.05)
+
+
 def test_projections_change_with_leaf_key_and_time_alone():
     """They are those of N(0, 1 / r), others for each leaf, and the same until the next refresh."""
     (matrix,) = module.plan_matrices({"w": jnp.zeros((300, 400))}, 4, "smaller", None)

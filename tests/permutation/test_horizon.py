@@ -73,6 +73,27 @@ def test_the_start_and_the_length_may_be_traced_and_the_count_of_any_kind():
     support.assert_same_bits(*([w for w, _ in trail] for trail in trails))
 
 
+def test_aggressiveness_of_long_weight_vectors_is_that_of_each_step():
+    """With a short reach in long weight vectors some cycles change with each percent of it."""
+    params, grads = support.normal((4000, 2), 0), list(support.normal((4, 4000, 2), 1))
+    rules = {
+        # After the end the value stays at a hundredth of the first.
+        (20.0, 2): lambda t: 100.0 ** -jnp.minimum(t / 2, 1.0),
+        (0.001, None): lambda t: 1 / (1 + t / 100),
+    }
+    for (first, num_steps), rule in rules.items():
+
+        def schedule(count, first=first, rule=rule):
+            return first * rule((count + 1).astype(jnp.float32))
+
+        build = functools.partial(optperm.sgperm, momentum=0.0)
+        wanted, got = (
+            loops.train(tx, params, grads, how="scan")
+            for tx in (build(schedule), build(falling(first, num_steps)))
+        )
+        support.assert_same_bits([w for w, _ in got], [w for w, _ in wanted])
+
+
 def test_only_one_rule_may_say_how_the_aggressiveness_falls():
     both = "not both: .*falling"
     for arguments, error, says in (

@@ -96,6 +96,20 @@ def test_weights_that_are_not_finite_are_no_mismatch():
     support.assert_same_bits(optperm.permutation.permuted_params(opt_state), params)
 
 
+def test_mismatch_of_weights_of_any_size_is_relative_to_the_largest():
+    """Rounding of large weights is none, and a ten-thousandth of small weights is one."""
+    tx = optperm.sgperm(0.5)
+    for size in (1e-6, 1.0, 1e6):
+        params = size * support.normal((40, 3), 0)
+        opt_state = tx.init(params)
+        for grads in support.normal((4, 40, 3), 1):
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = params + updates
+        assert opt_state[1].mismatches == 0
+        _, opt_state = tx.update(grads, opt_state, params.at[3, 1].add(1e-4 * size))
+        assert opt_state[1].mismatches == 1
+
+
 @functools.partial(jax.jit, static_argnames=("output_axes", "include_remainder"))
 def _one_step(params, grads, numbers, *, output_axes, include_remainder):
     tx = optperm.sgperm(output_axes=output_axes, include_remainder=include_remainder, **numbers)

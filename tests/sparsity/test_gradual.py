@@ -188,6 +188,27 @@ def test_a_ramp_that_falls_and_a_hand_that_prunes():
     assert int((step(params, opt_state, jnp.ones((5, 4)))[0] == 0).sum()) == 16
 
 
+def test_masks_change_at_multiples_of_every_alone():
+    """With the ramp of that very step, also if the ramp rises in each step."""
+    tx = optperm.prune_gradually(optax.sgd(0.0), 1.0, lambda t: 0.05 * (t + 1), every=3)
+    params = support.normal((10, 10), 0)
+    grads = [jnp.zeros_like(params)] * 8
+    trail = loops.train(tx, params, grads, how="scan")
+    zeros = [int(jnp.sum(~state.mask)) for _, state in trail]
+    assert zeros == [5, 5, 5, 20, 20, 20, 35, 35]
+
+
+def test_dead_entries_take_no_place_of_live_ones():
+    """Two of four live entries are asked for, and the dead one with the highest score is not one."""
+    tx = optperm.prune_gradually(optax.sgd(0.0), 0.5, 1.0, every=1, criterion="movement")
+    w = jnp.array([[0.0, 1.0, 2.0, 3.0]])
+    state = tx.init(w)._replace(
+        mask=jnp.array([[False, True, True, True]]), scores=jnp.array([[9.0, 1.0, 2.0, 3.0]])
+    )
+    _, state = tx.update(jnp.zeros((1, 4)), state, w)
+    assert state.mask.tolist() == [[False, False, True, True]]
+
+
 def test_movement_by_hand():
     """S <- S - w g: what moves towards zero goes first; a gradient that is not finite says nothing."""
     tx = optperm.prune_gradually(

@@ -428,6 +428,14 @@ def test_a_step_that_is_not_finite_leaves_negative_zero_alone():
     support.assert_same_bits(after, params)
 
 
+def test_held_zeros_keep_their_sign_under_optax_apply_updates():
+    """The update of a masked entry is -0.0, which leaves 0.0 and -0.0 as they are."""
+    tx = optperm.mask_elements(jnp.array([False, False, True]))
+    params = jnp.array([-0.0, 0.0, 1.0])
+    updates, _ = tx.update(jnp.ones(3), tx.init(params), params)
+    support.assert_same_bits(optax.apply_updates(params, updates), jnp.array([-0.0, 0.0, 2.0]))
+
+
 def away_from(params, target):
     """The gradient of half the squared distance."""
     return params - target, {}

@@ -74,6 +74,52 @@ def test_jaxpruners_sequences(case, monkeypatch):
     assert (moved > 4) == (case != "static_random")
 
 
+def test_share_that_moves_falls_as_the_cosine():
+    """alpha_t = alpha / 2 (1 + cos(pi t / T)), of the live weights; all grow where none was live."""
+    tx = optperm.rigl(optax.sgd(0.1), 0.5, end=100, key=KEY, every=10, drop_fraction=0.4)
+    params = support.normal((20, 20), 0)
+    opt_state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+    mask = np.asarray(opt_state.mask)
+    grads = jnp.where(mask, 0.0, support.normal((20, 20), 1))
+    for t in (10, 30, 50, 90):
+        _, after = update(grads, opt_state._replace(count=jnp.int32(t)), params)
+        share = 0.4 / 2 * (1 + np.cos(np.pi * t / 100))
+        assert np.count_nonzero(mask & ~np.asarray(after.mask)) == round(share * mask.sum())
+
+
+def test_masks_of_a_schedule_do_not_move_from_the_end_on():
+    """Neither at the step `end` itself, where a schedule of the share need not be zero."""
+    tx = optperm.rigl(optax.sgd(0.1), 0.5, end=20, key=KEY, every=10, drop_fraction=lambda t: 0.4)
+    params = support.normal((20, 20), 0)
+    opt_state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+    grads = jnp.where(opt_state.mask, 0.0, support.normal((20, 20), 1))
+    for t, is_moved in ((0, False), (10, True), (15, False), (20, False), (30, False)):
+        _, after = update(grads, opt_state._replace(count=jnp.int32(t)), params)
+        assert np.any(after.mask != opt_state.mask) == is_moved
+
+
+def test_state_of_masked_entries_is_that_of_a_first_step():
+    """Momentum of before an entry was masked is not the momentum with which it grows again."""
+    tx = optperm.rigl(optax.sgd(0.1, momentum=0.5), 0.5, end=9, key=KEY, every=5)
+    w = jnp.array([[3.0, 1.0, 0.0, 0.0]])
+    opt_state = tx.init(w)._replace(mask=jnp.array([[True, True, False, False]]))
+    opt_state = opt_state._replace(inner=jax.tree.map(jnp.ones_like, opt_state.inner))
+    _, after = tx.update(jnp.ones((1, 4)), opt_state, w)
+    np.testing.assert_allclose(after.inner[0].trace, [[1.5, 1.5, 0.0, 0.0]])
+
+
+def test_entry_that_grows_begins_from_zero_whatever_the_params_hold_there():
+    """Params that were never pruned have numbers at masked entries, which are no part of the model."""
+    tx = optperm.rigl(optax.sgd(0.1), 0.5, end=3, key=KEY, every=1, drop_fraction=lambda t: 0.5)
+    w = jnp.array([[3.0, 1.0, 7.0, 7.0]])
+    opt_state = tx.init(w)._replace(
+        mask=jnp.array([[True, True, False, False]]), count=jnp.int32(1)
+    )
+    updates, opt_state = tx.update(jnp.array([[0.0, 0.0, 1.0, -3.0]]), opt_state, w)
+    after = optperm.apply_updates(w, updates, opt_state)
+    np.testing.assert_allclose(after, [[3.0, 0.0, 0.0, 0.3]], rtol=1e-5)
+
+
 def test_one_drop_and_grow_by_hand():
     """Of 3, 1 and two zeros the 1 goes and the steepest comes, from 0 and without momentum."""
     tx = optperm.rigl(

@@ -18,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 from valley import batches, rows, start
 
 import optperm
+from optperm.subspace import line_searches
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -219,6 +220,30 @@ def test_gradient_that_is_not_finite_skips_the_step():
         support.assert_same_bits(state_after, unchanged)
     expected, _ = step(params, opt_state, data[3])
     support.assert_same_bits(step(after, state_after, data[3])[0], expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_loss_that_is_not_finite_is_not_searched_from(bad):
+    """The step is that of the residual, and the curvature and the next first length stay."""
+    tx = optperm.dim_reduce(n_components=3, alpha=0.0)
+    opt_state = with_basis(tx, 3)
+    updates, after = tx.update(
+        gradient(), opt_state, start(), value=bad, value_fn=lambda params: jnp.float32(-1e6)
+    )
+    assert after.num_trials == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    support.assert_same_bits(after.quasi_newton, opt_state.quasi_newton)
+
+
+def test_second_trial_of_a_quadratic_is_its_minimum():
+    """The parabola through two losses with the predicted slope is the quadratic itself."""
+    search = line_searches.LINE_SEARCHES["safeguarded"]
+    for minimum in (0.2, 0.3, 0.5):
+        # f(c) = 10 - 2 m c + c^2, whose slope at 0 is -2 m
+        loss = 10.0 - 2.0 * minimum + 1.0
+        trial = line_searches.Trial(*map(jnp.float32, (1.0, loss, 10.0, -2.0 * minimum)))
+        _, following = search.step(trial, jnp.float32(0.4), jnp.float32(0.55))
+        np.testing.assert_allclose(following, minimum, rtol=1e-5)
 
 
 def test_without_a_basis_only_the_residual_moves():

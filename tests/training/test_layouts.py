@@ -308,3 +308,16 @@ def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
     with pytest.raises(ValueError, match="has 7 examples, of which 4 replicas need equally many"):
         training.fit(state, dense_loss, parts, epochs=2, devices=4)
+
+
+def test_metrics_that_replicas_compute_apart_are_averaged():
+    """Counts and flags are the largest, and what all replicas share stays."""
+    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Auto,))
+
+    def merge(apart, alike):
+        mine = {"loss": apart[0], "count": apart[0].astype(jnp.int32), "flag": apart[0] > 2}
+        return layout.average_varying({**mine, "alike": alike})
+
+    mapped = jax.shard_map(merge, mesh=mesh, in_specs=(P("replica"), P()), out_specs=P())
+    found = jax.device_get(jax.jit(mapped)(jnp.array([1.0, 4.0]), jnp.array(7.0)))
+    assert found == {"loss": 2.5, "count": 4, "flag": True, "alike": 7.0}

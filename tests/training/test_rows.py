@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import fitting
 import jax
@@ -233,3 +234,18 @@ def test_names_of_other_libraries_are_answered_with_ours():
     ]:
         with pytest.raises(TypeError, match=says):
             linear_fit(epochs=1, **{name: 1})
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
+def test_row_is_better_only_by_more_than_min_delta(mode, sign):
+    """Of rows that improve by less, as many as `patience` stop the run."""
+    stop = training.EarlyStopping("eval_loss", 2, mode, min_delta=0.1)
+    for values, wanted in (
+        ([1.0, 0.95, 0.92], True),
+        ([1.0, 0.95, 0.85], False),
+        ([1.0, 0.95], False),
+        ([1.0, 0.8, 0.75, 0.72], True),
+    ):
+        rows = [{"epoch": n, "step": n, "eval_loss": sign * x} for n, x in enumerate(values, 1)]
+        history = training.History(epoch_rows=rows)
+        assert stop(types.SimpleNamespace(history=history)) == wanted
