@@ -43,7 +43,7 @@ def read_mutants():
 
 def room_of(mutant):
     """Return the folder of a mutant's file, or the name of a file on the ground floor."""
-    return mutant["file"].partition("/")[0].removesuffix(".py")
+    return mutant["file"].partition("/")[0].removesuffix(".py").lstrip("_")
 
 
 def mutate(text, mutant):
