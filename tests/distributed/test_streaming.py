@@ -333,7 +333,7 @@ def test_params_that_do_not_move_leave_a_center_of_more_digits():
     for size in (2**-6, 0.0, 0.0):
         updates, opt_state = tx.update(jnp.full(3, size, jnp.bfloat16), opt_state, params)
         params = optperm.apply_updates(params, updates, opt_state)
-        centers.append(optperm.center_params(opt_state))
+        centers.append(optperm.distributed.center_params(opt_state))
     assert np.all(centers[0] != centers[0].astype(jnp.bfloat16).astype(jnp.float32))
     for center in centers[1:]:
         support.assert_same_bits(center, centers[0])

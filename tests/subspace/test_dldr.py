@@ -159,7 +159,7 @@ def test_projected_gradient_is_the_part_in_the_subspace():
     """P' P g, in which nothing of the rest of the gradient is left."""
     tx, params = optperm.project(3, optax.sgd(1.0)), valley.start()
     basis, grads = valley.rows(3), jax.grad(valley.loss_fn)(params, valley.batches(1)[0, 0])
-    updates, _ = tx.update(grads, optperm.set_basis(tx.init(params), basis), params)
+    updates, _ = tx.update(grads, optperm.subspace.set_basis(tx.init(params), basis), params)
     p, g = valley.flat(basis), ravel_pytree(grads)[0]
     np.testing.assert_allclose(ravel_pytree(updates)[0], -p.T @ (p @ g), rtol=1e-4, atol=1e-4)
     assert np.linalg.norm(p @ g) < 0.99 * np.linalg.norm(g)
