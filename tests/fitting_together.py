@@ -49,7 +49,7 @@ def mistakes(index, folder):
     state = fitting.linen_state(fitting.method("agn", "replica"))
     other = state.replace(params=jax.tree.map(lambda p: p + 1e-6 * int(index), state.params))
     cases = {
-        "seed": (state, fitting.data(), {"key": int(index)}),
+        "key": (state, fitting.data(), {"key": int(index)}),
         "the digest of params": (other, fitting.data(), {}),
         "the digest of train_data": (state, moved, {}),
         "batch_size": (state, fitting.data(), {"batch_size": 8 + 4 * int(index)}),
