@@ -116,7 +116,7 @@ def switch_after(
       ValueError: If `num_steps` is negative, or the trees passed to `update` do not match.
     """
     checks.check_count("num_steps", num_steps, minimum=0)
-    before, after = optax.with_extra_args_support(first), optax.with_extra_args_support(then)
+    before, after = checks.as_optimizer("first", first), checks.as_optimizer("then", then)
 
     def init(params: optax.Params) -> SwitchAfterState:
         return SwitchAfterState(

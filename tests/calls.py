@@ -617,6 +617,21 @@ def call(name, change):
     return tx.update(GRADS, tx.init(PARAMS), params, **given)
 
 
+# What has to be a transformation, in each function that wraps one.
+WRAPPERS = {
+    **dict.fromkeys(("project", "twa", "dim_reduce", "with_loss", "laperm", "rigl"), ("inner",)),
+    **dict.fromkeys(("agn", "diloco"), ("inner", "outer")),
+    "dldr": ("inner", "subspace_optimizer"),
+    "switch_after": ("first", "then"),
+}
+for function, arguments in WRAPPERS.items():
+    message = "must be an optax.GradientTransformation, got 10"
+    REFUSED.setdefault(function, []).extend(
+        type_error(f"{argument} {message}", **{argument: 10}) for argument in arguments
+    )
+REFUSED["diloco"] += [type_error("compress must be an optperm.distributed.Compression", compress=4)]
+
+
 def refusals():
     """Each function with changed arguments, the error that they raise and its message."""
     for function, arguments in ARGUMENTS.items():

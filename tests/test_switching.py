@@ -376,7 +376,7 @@ def test_a_tracked_center_begins_at_the_switch(plan):
 @pytest.mark.usefixtures("lenient")
 def test_a_tracked_center_has_no_gradients_of_the_first_phase():
     """The first commit after the switch is one step by the mean of its own period's gradients."""
-    then = optperm.agn(optax.sgd(0.1), 4)
+    then = optperm.agn(optax.sgd(0.1), every=4)
     tx = optperm.switch_after(5, optax.sgd(0.5), then, track=True)
     p, opt_state = jnp.float32(1.0), tx.init(jnp.float32(1.0))
     for _ in range(9):

@@ -112,7 +112,9 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
 
     Returns:
-      A tree like params, in float32 or wider. Traced, it is NaN before the first collection.
+      A tree like the params that `optperm.swag` sees, in float32 or wider: of other params, as of
+      another part of `optax.partition`, it has `optax.MaskedNode`. Traced, it is NaN before the first
+      collection.
 
     Example:
       >>> import jax.numpy as jnp, optperm

@@ -145,14 +145,14 @@ def _laperm(every: int, **adam: Any) -> Transformation:
     return optperm.laperm(optax.adam(**adam), every)
 
 
-def _svrg(update_freq: int, coefficient: float, **sgd: Any) -> Transformation:
-    checks.check_count("update_freq", update_freq)
+def _svrg(every: int, coefficient: float, **sgd: Any) -> Transformation:
+    checks.check_count("every", every)
     return optax.chain(optperm.svrg(coefficient), optax.sgd(**sgd))
 
 
-def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
-    """Take a snapshot before the epochs 1, 1 + update_freq, ..."""
-    return optperm.variance.take_snapshot if (epoch - 1) % update_freq == 0 else None
+def _snapshot(epoch: int, *, every: int, **_: Hyperparameter) -> Any:
+    """Take a snapshot before the epochs 1, 1 + every, ..."""
+    return optperm.variance.take_snapshot if (epoch - 1) % every == 0 else None
 
 
 def _agn(every: int, *, combine: Any, axis_name: str | None = None, **sgd: Any) -> Transformation:
@@ -296,10 +296,10 @@ _ENTRIES = (
     Method(
         "svrg",
         _svrg,
-        "--coefficient 0.5 --update-freq 1",
+        "--coefficient 0.5 --every 1",
         (optperm.svrg, optax.sgd),
         {
-            "update_freq": (2, "The number of epochs between snapshots."),
+            "every": (2, "The number of epochs between snapshots."),
             "coefficient": (1.0, "1 is plain SVRG, which mostly hurts deep networks; 0 is SGD."),
             "learning_rate": 0.1,
             "momentum": 0.0,

@@ -171,7 +171,8 @@ def check_key(name: str, value: Any) -> None:
     """
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (is_typed and shape == ()) or (dtype == jnp.uint32 and len(shape or ()) == 1):
+    # The raw data of a key are two words of threefry, or four of rbg.
+    if (is_typed and shape == ()) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
         return
     is_number = isinstance(value, int) and not isinstance(value, bool)
     is_array = shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
@@ -249,6 +250,18 @@ def check_transformation(name: str, value: object) -> None:
         if isinstance(value, optax.MultiSteps):
             raise TypeError(f"{wanted}, which MultiSteps(...).gradient_transformation() returns.")
         raise TypeError(f"{wanted}, got {value!r}.")
+
+
+def as_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that takes extra arguments, also of an `optax.MultiSteps`.
+
+    Raises:
+      TypeError: If `value` is no transformation.
+    """
+    if isinstance(value, optax.MultiSteps):
+        value = value.gradient_transformation()
+    check_transformation(name, value)
+    return optax.with_extra_args_support(value)
 
 
 def check_axis_name(name: str, value: object) -> None:

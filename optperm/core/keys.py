@@ -14,7 +14,8 @@ def make_key(key: int | jax.Array) -> jax.Array:
     if is_key(key):
         return jnp.asarray(key)
     if jnp.ndim(key) == 1:
-        return jax.random.wrap_key_data(jnp.asarray(key))
+        impl = "rbg" if jnp.shape(key) == (4,) else "threefry2x32"
+        return jax.random.wrap_key_data(jnp.asarray(key), impl=impl)
     return jax.random.key(key, impl="threefry2x32")
 
 

@@ -119,7 +119,8 @@ def _find_node(opt_state: Any, state_type: Any, method: str) -> Any:
     if len(found) == 1:
         return found[0]
     types = state_type if isinstance(state_type, tuple) else (state_type,)
-    wanted = f"a {' or '.join(each.__name__ for each in types)} (the state of optperm.{method})"
+    names = " or ".join(each.__name__ for each in types)
+    wanted = f"{'an' if names[0] in 'AEIO' else 'a'} {names} (the state of optperm.{method})"
     if found:
         advice = f"{len(found)}: pass the part that belongs to one of them"
     elif find_states(opt_state, state_type):
@@ -196,7 +197,8 @@ def match_params(state: Any, params: Any) -> list[Match]:
 
     A parameter has an array wherever a part of the state has the tree structure of the params, perhaps
     with `optax.MaskedNode` for some of them. Neither paths nor shapes count, as two params may share the
-    end of a path or a shape.
+    end of a path or a shape. Only where the params are a single array, which has no structure, its
+    arrays are those of its shape and those of numbers with axes.
     """
     # Both trees hold numbers in place of arrays, so that nothing reads the arrays.
     leaves, structure = jax.tree.flatten(state)
@@ -207,7 +209,10 @@ def match_params(state: Any, params: Any) -> list[Match]:
     def visit(node: Any, owner: str) -> None:
         seen = mask_like(places, node)
         own: Any = jax.tree.structure(node)
-        if own == jax.tree.structure(seen):
+        is_single = isinstance(node, int) and isinstance(seen, int)
+        if is_single and not _may_belong(leaves[node], params):
+            found.append(Match(leaves[node], None, owner))
+        elif own == jax.tree.structure(seen):
             pairs = zip(jax.tree.leaves(node), jax.tree.leaves(seen), strict=True)
             found.extend(Match(leaves[at], place, owner) for at, place in pairs)
         elif isinstance(node, int):
@@ -219,3 +224,8 @@ def match_params(state: Any, params: Any) -> list[Match]:
 
     visit(jax.tree.unflatten(structure, range(len(leaves))), "state")
     return found
+
+
+def _may_belong(leaf: Any, param: Any) -> bool:
+    is_number = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return jnp.shape(leaf) == jnp.shape(param) or bool(jnp.ndim(leaf) and is_number)

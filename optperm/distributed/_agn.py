@@ -209,8 +209,8 @@ def agn(
     check_period("every", every)
     checks.check_choice("combine", combine, get_args(Combine))
     replicas = Replicas(axis_name or None, shard_axes or ())
-    local_optimizer = optax.with_extra_args_support(inner)
-    center_optimizer = optax.with_extra_args_support(outer or inner)
+    local_optimizer = checks.as_optimizer("inner", inner)
+    center_optimizer = local_optimizer if outer is None else checks.as_optimizer("outer", outer)
     # Schedules of an optimizer of the center's own count commits.
     is_same = outer is None
     count_steps = count_local_steps if is_same else (lambda tx, *_: tx)

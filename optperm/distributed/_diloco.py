@@ -234,8 +234,8 @@ def diloco(
     if not isinstance(every, Every):
         check_period("every", every)
     plan = every if isinstance(every, Every) else Every(1)
-    local_optimizer = optax.with_extra_args_support(inner)
-    center_optimizer = optax.with_extra_args_support(outer)
+    local_optimizer = checks.as_optimizer("inner", inner)
+    center_optimizer = checks.as_optimizer("outer", outer)
     # Extra arguments of a step of the center are averaged over these replicas.
     extras_axis = None if is_paired else axis_name
     is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
@@ -379,6 +379,9 @@ def _check_options(
 ) -> None:
     checks.check_choice("combine", combine, ("mean", "pairs"))
     checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
+    if not isinstance(compress, Compression | None):
+        wanted = "an optperm.distributed.Compression or None"
+        raise TypeError(f"compress must be {wanted}, got {compress!r}.")
     if combine == "pairs":
         check_can_be_paired(axis_name)
     if combine == "pairs" and compress is not None:

@@ -105,7 +105,14 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
       TypeError: If `tx` is not a transformation.
     """
     checks.check_transformation("tx", tx)
-    state = jax.eval_shape(tx.init, params)
+    treatments: dict[int, str] = {}
+
+    def init(params: optax.Params) -> Any:
+        state = tx.init(params)
+        treatments.update(_find_treatments(state, params))
+        return state
+
+    state = jax.eval_shape(init, params)
     paths = jax.tree_util.tree_leaves_with_path(params)
     words, other_words = [0.0] * len(paths), 0.0
     for leaf, place, _ in match_params(state, params):
@@ -113,7 +120,6 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
             other_words += _count_words(leaf)
         else:
             words[place] += _count_words(leaf)
-    treatments = dict(_find_treatments(state, params))
     leaves = []
     for place, ((path, leaf), own) in enumerate(zip(paths, words, strict=True)):
         name, ratio = jax.tree_util.keystr(path), own / max(math.prod(jnp.shape(leaf)), 1)

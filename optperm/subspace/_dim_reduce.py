@@ -196,7 +196,7 @@ def dim_reduce(
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
-    optimizer = optax.with_extra_args_support(optax.sgd(1.0) if inner is None else inner)
+    optimizer = checks.as_optimizer("inner", optax.sgd(1.0) if inner is None else inner)
     checks.check_static_count("n_components", n_components)
     hyperparameters = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
     limits = dict.fromkeys(hyperparameters, 1.0) | {"alpha": float("inf")}

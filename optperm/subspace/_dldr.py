@@ -181,8 +181,8 @@ def dldr(
     checks.check_choice("restart", restart, get_args(Restart))
     last_step = start + (num_snapshots - 1) * every
     checks.check_count("start + (num_snapshots - 1) * every", last_step, minimum=0)
-    first = optax.with_extra_args_support(inner)
-    then = optax.with_extra_args_support(subspace_optimizer)
+    first = checks.as_optimizer("inner", inner)
+    then = checks.as_optimizer("subspace_optimizer", subspace_optimizer)
 
     def init(params: optax.Params) -> DldrState:
         inner_state, second = first.init(params), then.init(params)

@@ -80,7 +80,7 @@ def project(
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
     checks.check_static_count("n_components", n_components)
-    optimizer = optax.with_extra_args_support(inner)
+    optimizer = checks.as_optimizer("inner", inner)
 
     def init(params: optax.Params) -> ProjectState:
         subspace = empty_subspace(params, n_components, axis_name)

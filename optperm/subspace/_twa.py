@@ -102,7 +102,7 @@ def twa(
       <https://arxiv.org/abs/2205.13104>`_, 2023
     """
     checks.check_static_count("n_components", n_components)
-    optimizer = optax.with_extra_args_support(inner)
+    optimizer = checks.as_optimizer("inner", inner)
 
     def init(params: optax.Params) -> TwaState:
         beta = jnp.zeros(n_components, accumulation_dtype(params))

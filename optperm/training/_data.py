@@ -48,6 +48,7 @@ def shuffled(
       >>> sorted(shuffled(key=0, epoch=1, num_examples=4).tolist())
       [0, 1, 2, 3]
     """
+    checks.check_key("key", key)
     # Flags of JAX choose other bits, and with 64 bits another dtype and other draws.
     with jax.threefry_partitionable(True):
         of_shuffles = jax.random.fold_in(as_key(key_data(key)), _SHUFFLE_STREAM)

@@ -128,18 +128,20 @@ def test_curvature_is_that_of_the_new_directions():
     np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
 
 
-def test_variance_of_the_noise_over_places_lowers_its_share():
-    """rho / (1 + rho) is a tenth of the old share over the standard deviation, here 1 / 2."""
+def test_variance_of_the_noise_over_places_lowers_its_fraction():
+    """rho / (1 + rho) is a tenth of the old fraction over the standard deviation, here 1 / 2."""
     kernel, seen = begin(jnp.zeros(D), "diagonal", 10.0)
     one = jnp.ones(D)
     seen = seen._replace(
         estimates=jnp.int32(9), covariance=one, repeated=jnp.float32(1.25), curvature=one,
         root_square=one,
     )  # fmt: skip
-    options = {"limit": jnp.float32(0.2), "momentum_factor": 1.0, "rho": 10.0}
+    options = {"limit": jnp.float32(0.2), "momentum_factor": 1.0, "noise_ratio": 10.0}
     step = jax.jit(functools.partial(hand_over, **options))
     new, _ = step(kernel._replace(noise=one), seen, one, jnp.float32(1))
-    np.testing.assert_allclose(new.rho / (1 + new.rho), 10 / 11 * 0.1 / 0.5, rtol=1e-5)
+    np.testing.assert_allclose(
+        new.noise_ratio / (1 + new.noise_ratio), 10 / 11 * 0.1 / 0.5, rtol=1e-5
+    )
 
 
 @functools.cache

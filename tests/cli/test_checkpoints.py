@@ -62,7 +62,7 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(train, files, tmp_path):
 @pytest.mark.chains
 def test_snapshots_are_of_all_examples_at_the_epochs_of_the_schedule(train, data, files):
     """On three devices 60 of 64 examples are dealt out, 15 a step."""
-    out = train("svrg", "--update-freq", "2", "--checkpoint-every", "1", devices=3)
+    out = train("svrg", "--every", "2", "--checkpoint-every", "1", devices=3)
     spec, _ = run_folder.rebuild(out)
     with np.load(data) as arrays:
         x, y = arrays["x_train"], arrays["y_train"]

@@ -387,7 +387,7 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("sgd --learning-rate -1", "sgd: learning_rate must be at least 0, got -1.0"),
         ("sgperm --partition-ratio 2", "sgperm: partition_ratio must be in [0, 1], got 2.0"),
         ("sgperm --min-partition-size 0", "min_partition_size must be at least 1, got 0"),
-        ("svrg --update-freq 0", "update_freq must be at least 1"),
+        ("svrg --every 0", "every must be at least 1"),
         ("agn --every 0", "every must be at least 1"),
         ("diloco --weight-decay -1", "diloco: weight_decay must be at least 0"),
         ("dldr --num-snapshots 4 --n-components 4", "needs num_snapshots of at least 5"),

@@ -30,3 +30,4 @@ def test_keys_of_another_kind_stay_what_they_are_and_seed_a_threefry_key():
     assert keys.make_key(one).dtype == one.dtype
     assert keys.key_data(one).shape == (2,)
     assert (keys.key_data(one) != keys.key_data(two)).any()
+    support.assert_same_bits(keys.key_data(jax.random.key_data(one)), keys.key_data(one))

@@ -77,8 +77,8 @@ def test_weight_decay_of_a_center_is_of_the_center():
     decayed = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
     for tx, center in (
         # Two local steps of 0.1, then c - (sum + 0.5 c) or c - (mean + 0.5 c).
-        (optperm.diloco(optax.sgd(1.0), decayed, 2), 1 - (0.2 + 0.5)),
-        (optperm.agn(optax.sgd(1.0), 2, center_optimizer=decayed), 1 - (0.1 + 0.5)),
+        (optperm.diloco(optax.sgd(1.0), decayed, every=2), 1 - (0.2 + 0.5)),
+        (optperm.agn(optax.sgd(1.0), decayed, every=2), 1 - (0.1 + 0.5)),
     ):
         trail = loops.train(tx, jnp.float32(1.0), [jnp.float32(0.1)] * 2)
         np.testing.assert_allclose(trail[-1][0], center, rtol=1e-6)

@@ -326,7 +326,7 @@ def test_a_center_in_float32_under_bfloat16_params():
 
 def test_params_that_do_not_move_leave_a_center_of_more_digits():
     """The rounding of the params to their dtype is no displacement."""
-    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(0.3), 1, center_dtype=jnp.float32)
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(0.3), every=1, center_dtype=jnp.float32)
     params = jnp.ones(3, jnp.bfloat16)
     opt_state = tx.init(params)
     centers = []
@@ -395,7 +395,7 @@ def test_what_has_arrived_is_not_applied_again():
 def test_parts_that_were_held_back_decay_before_they_are_sent():
     """Of e = 0.5 * 4 + Delta the largest eighth is sent, and the rest is held back."""
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=(64,)), jnp.float32)
-    compress = optperm.compress_top_k(1 / 8, decay=0.5)
+    compress = optperm.distributed.Compression(1 / 8, decay=0.5)
     own, _, rest, _ = compression.sum_compressed(
         compress, leaf, jnp.full_like(leaf, 4.0), jnp.array(True), commits.Replicas(None, ())
     )

@@ -148,7 +148,7 @@ def test_signs_of_basis_vectors_do_not_matter_to_kept_moments(x64, monkeypatch):
         return gram_basis(g, rank) * jnp.where(jnp.sum(g) > 0, 1.0, -1.0)
 
     def train():
-        tx = optperm.low_rank(adam(), 2, projection="svd", carry=False, update_every=1)
+        tx = optperm.low_rank(adam(), 2, projection="svd", carry=False, every=1)
         return run(tx, grads)[0]
 
     known = train()

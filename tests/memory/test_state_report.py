@@ -135,3 +135,24 @@ def test_a_rank_is_no_optimizer():
     for given in (0.25, 4, optax.adam, optax.MultiSteps(optax.adam(0.1), 2)):
         with pytest.raises(TypeError, match=r"tx must be an optax\.GradientTransformation"):
             optperm.memory.state_report(given, PARAMS)
+
+
+def test_wrappers_whose_parts_take_turns_are_reported():
+    """Of a state that is known by its shapes alone no flag can be read, and none has to be."""
+    sgd, params = optax.sgd(0.1, momentum=0.9), {"w": jnp.ones((8, 6))}
+    low = optperm.low_rank(sgd, 2)
+    report = optperm.memory.state_report(optperm.switch_after(3, sgd, low), params)
+    assert report.leaves[0].treatment == "rank 2 of 6 x 8"
+    dldr = optperm.dldr(sgd, optperm.dim_reduce(n_components=2), every=2, num_snapshots=3)
+    for tx in (optperm.constant_sgd(32, 8), dldr):
+        report = optperm.memory.state_report(tx, params)
+        state = jax.eval_shape(tx.init, params)
+        held = sum(leaf.size * leaf.dtype.itemsize / 4 for leaf in jax.tree.leaves(state))
+        np.testing.assert_allclose(report.words, held)
+
+
+def test_counts_and_keys_beside_a_single_array_belong_to_no_leaf():
+    w = jnp.ones((4, 4))
+    for tx, words, others in ((optax.adam(0.1), 32, 1), (optperm.svrg(), 32, 3.25)):
+        report = optperm.memory.state_report(tx, w)
+        assert (report.leaves[0].words, report.other_words) == (words, others)

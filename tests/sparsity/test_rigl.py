@@ -103,9 +103,9 @@ def test_state_of_masked_entries_is_that_of_a_first_step():
     tx = optperm.rigl(optax.sgd(0.1, momentum=0.5), 0.5, end=9, key=KEY, every=5)
     w = jnp.array([[3.0, 1.0, 0.0, 0.0]])
     opt_state = tx.init(w)._replace(mask=jnp.array([[True, True, False, False]]))
-    opt_state = opt_state._replace(inner=jax.tree.map(jnp.ones_like, opt_state.inner))
+    opt_state = opt_state._replace(inner_state=jax.tree.map(jnp.ones_like, opt_state.inner_state))
     _, after = tx.update(jnp.ones((1, 4)), opt_state, w)
-    np.testing.assert_allclose(after.inner[0].trace, [[1.5, 1.5, 0.0, 0.0]])
+    np.testing.assert_allclose(after.inner_state[0].trace, [[1.5, 1.5, 0.0, 0.0]])
 
 
 def test_entry_that_grows_begins_from_zero_whatever_the_params_hold_there():

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from valley import batches, rows, start
 
 import optperm
-from optperm.subspace import line_searches
+from optperm.subspace import _line_searches as line_searches
 
 pytestmark = pytest.mark.usefixtures("lenient")
 

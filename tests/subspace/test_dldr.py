@@ -157,7 +157,7 @@ def test_subspace_of_a_part_of_the_params_is_that_of_the_part_alone(kind):
 
 def test_projected_gradient_is_the_part_in_the_subspace():
     """P' P g, in which nothing of the rest of the gradient is left."""
-    tx, params = optperm.project(3, optax.sgd(1.0)), valley.start()
+    tx, params = optperm.project(optax.sgd(1.0), n_components=3), valley.start()
     basis, grads = valley.rows(3), jax.grad(valley.loss_fn)(params, valley.batches(1)[0, 0])
     updates, _ = tx.update(grads, optperm.subspace.set_basis(tx.init(params), basis), params)
     p, g = valley.flat(basis), ravel_pytree(grads)[0]
