@@ -96,8 +96,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
             start, size = draw(model, seed, count), round(bits(draw(model, 0, count)), 2)
             note("permuted", size, train(model, permute, start, options.steps, seed))
         note("Adam", 32, moved := train(model, optax.adam(1e-3), start, options.steps, seed))
-        # By NumPy: XLA has no float16 on the oldest processors.
-        note("Adam", 16, jax.tree.map(lambda w: np.float32(np.float16(w)), moved))
+        note("Adam", 16, jax.tree.map(lambda w: np.float32(np.float16(w)), moved))  # on any CPU
         for count in VALUES:
             note("Adam, rounded", round(math.log2(count), 2), rounded(moved, count))
     curves = defaultdict(list)
