@@ -22,6 +22,7 @@ from digits import MLP, accuracy, cross_entropy, load
 from matplotlib.figure import Figure
 
 import optperm
+from optperm.distributed import center_params
 
 AXIS, REPLICAS, PERIOD, STEPS, BATCH = "replica", 4, 10, 600, 16
 METHODS = {
@@ -78,9 +79,7 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
             for index in range(1, PERIOD + 1):
                 carry = jax.block_until_ready(programs[index == PERIOD](*carry))
             seconds += time.perf_counter() - began
-            params = (
-                carry[0] if method == "synchronous" else optperm.distributed.center_params(carry[1])
-            )
+            params = carry[0] if method == "synchronous" else center_params(carry[1])
             curves.append(evaluate(jax.tree.map(lambda x: x.addressable_data(0)[0], params)))
     both = zip(*(traffic(program.as_text(), 1) for program in programs), strict=True)
     a_step = Traffic(*(((PERIOD - 1) * local + last) / PERIOD for local, last in both))

@@ -92,11 +92,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     plain, most = optax.with_extra_args_support(optax.sgd(0.1)), sizes[-1]
     curves = {
         "SGD": train(plain, data, test, 2 * arguments.epochs),
-        f"P-SGD, k = {most}": two_phases(optperm.project(optax.sgd(0.1), n_components=most)),
+        f"P-SGD, k = {most}": two_phases(optperm.project(plain, n_components=most)),
         f"P-BFGS, k = {most}": bfgs[most],
-        f"TWA, k = {most}": two_phases(
-            optperm.twa(optax.sgd(0.1), n_components=most), restart="mean"
-        ),
+        f"TWA, k = {most}": two_phases(optperm.twa(plain, n_components=most), restart="mean"),
     }
     figure = Figure(figsize=(6, 5.5))
     axes = figure.subplot_mosaic([["loss", "loss"], ["accuracy", "k"]])

@@ -16,6 +16,7 @@ import optax
 from matplotlib import figure, style
 
 import optperm
+from optperm.sparsity import freeze, prune
 
 SETS, BATCH, KERNEL = ("train", "test"), 32, jax.nn.initializers.lecun_normal()
 PRUNE, FREEZE = ("magnitude", "random"), ("preconditioned_gradient", "gradient", "random")
@@ -66,12 +67,8 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
         by = {"scores": optperm.variance.full_gradient(loss_fn, params, sets[:1]), **of_each}
 
         def masked(p: jax.Array) -> tuple:
-            found = [
-                optperm.sparsity.prune(params, state, p, criterion=c, **of_each) for c in PRUNE
-            ]
-            found += [
-                (params, optperm.sparsity.freeze(state, p, criterion=c, **by)) for c in FREEZE
-            ]
+            found = [prune(params, state, p, criterion=c, **of_each) for c in PRUNE]
+            found += [(params, freeze(state, p, criterion=c, **by)) for c in FREEZE]
             return jax.tree.map(lambda *x: jnp.stack(x), *((own, mask) for own, (_, mask) in found))
 
         nets, masks = jax.vmap(masked, out_axes=1)(fractions)
@@ -113,9 +110,7 @@ def main(argv: list[str] | None = None) -> np.ndarray:
         for number, (y, d) in enumerate(curves):
             axes.plot(p, y, "--" if number < len(PRUNE) else "-")
             axes.fill_between(p, y - d, y + d, alpha=0.2)
-        axes.set(
-            xlabel="fraction pruned or frozen", xlim=(0.4, 1), ylabel=f"{SETS[index]} accuracy"
-        )
+        axes.set(xlabel="fraction pruned, frozen", xlim=(0.4, 1), ylabel=f"{SETS[index]} accuracy")
     picture.legend(axes.lines, NAMES, loc="outside lower center", ncols=2)
     picture.savefig(options.out)
     return found
