@@ -49,9 +49,8 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
         return cross_entropy(MLP().apply(params, x), y)
 
     def init(seed: jax.Array) -> tuple[Any, ...]:
-        params = MLP().init(jax.random.key(seed), x_train[:1])
-        key = jax.random.fold_in(jax.random.key(seed), jax.lax.axis_index(AXIS))
-        return params, tx.init(params), key
+        params, key = MLP().init(jax.random.key(seed), x_train[:1]), jax.random.key(seed)
+        return params, tx.init(params), jax.random.fold_in(key, jax.lax.axis_index(AXIS))
 
     def step(params: Any, opt_state: Any, key: jax.Array, *, commit: bool) -> tuple[Any, ...]:
         key, draw = jax.random.split(key)

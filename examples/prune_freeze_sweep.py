@@ -31,8 +31,7 @@ def predict(params: dict, x: jax.Array) -> jax.Array:
 
 def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) -> object:
     """From a seed to accuracies (curves, fractions, sets). But for `legacy` all networks share H."""
-    x, y = sets[0]
-    fractions = jnp.asarray(p, jnp.float32)
+    (x, y), fractions = sets[0], jnp.asarray(p, jnp.float32)
     size, chosen = len(x), {"max_step": 0.25, "freeze_after": steps[0]}
     if legacy:  # Its estimate of the noise began with random numbers, and its steps had no limit.
         chosen = {"learning_rate": 0.01, "estimator": "single_example", "max_step": jnp.inf}
