@@ -1,0 +1,111 @@
+"""Temperature scaling: one number that calibrates the logits of a trained classifier.
+
+C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, "On Calibration of Modern Neural Networks",
+arXiv 1706.04599, 2017.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+
+# The range of the inverse temperature, and the halvings of its logarithm: below float32's precision.
+_LOG_RANGE, _HALVINGS = 12.0, 40
+
+
+def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> jax.Array:
+    r"""Fit the temperature with which a classifier's probabilities have the best likelihood.
+
+    .. math::
+      T = \arg\min_T -\frac1n \sum_{i=1}^n \log \mathrm{softmax}(z_i / T)_{y_i}
+
+    The loss is convex in :math:`\beta = 1 / T`, and bisection finds where its derivative
+
+    .. math::
+      \frac1n \sum_i \left( \sum_k \mathrm{softmax}(\beta z_i)_k z_{i k} - z_{i y_i} \right)
+
+    is zero. Predicted classes, and so the accuracy, stay the same.
+
+    Args:
+      logits: z, (n, classes), of examples that the classifier was not trained on, of any real floating
+        dtype.
+      labels: y, (n,), integers in [0, classes).
+
+    Returns:
+      The temperature, a positive scalar of float32 or wider, above 1 for a classifier that is too sure.
+      Then `jax.nn.softmax(logits / temperature)` are the calibrated probabilities.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> logits = jnp.array([[4.0, 0.0]] * 4)  # sure of the first class, which is right in 3 of 4
+      >>> T = optperm.bayes.fit_temperature(logits, jnp.array([0, 0, 0, 1]))
+      >>> [round(float(p), 3) for p in jax.nn.softmax(logits[0] / T)]
+      [0.75, 0.25]
+
+    Notes:
+      Fit the temperature on a validation split of some hundred examples or more, and test on another. It
+      is the first thing to try for calibrated probabilities: it costs one number, and no training.
+
+    Raises:
+      TypeError: If the logits are not floating, or the labels not integers.
+      ValueError: If shapes do not match or there are no examples. Unless they are traced, also if
+        logits are not finite, a label is out of range, or no temperature is best: each label has the
+        largest logit (the loss falls as T falls to 0), or labels have no larger logits than other
+        classes (it falls as T rises without bound). Traced, T is then at the end of its range.
+
+    References:
+      Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
+    """
+    _check(logits, labels)
+    z = jnp.asarray(logits)
+    z, y = z.astype(accumulation_dtype(z)), jnp.asarray(labels)[:, None]
+    # A constant in each row changes no probability; without it the derivative keeps its digits.
+    z -= jnp.max(z, axis=1, keepdims=True)
+    # In units of the largest logit, any scale of logits has the same range of beta.
+    unit = jnp.maximum(-jnp.min(z), jnp.finfo(z.dtype).tiny)
+    z /= unit
+    of_labels = jnp.take_along_axis(z, y, axis=1)[:, 0]
+
+    def slope(log_beta: jax.Array) -> jax.Array:
+        p = jax.nn.softmax(jnp.exp(log_beta) * z, axis=1)
+        return jnp.mean(jnp.sum(p * z, axis=1) - of_labels)
+
+    def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = ends
+        middle = (low + high) / 2
+        is_below = slope(middle) < 0  # the loss still falls: the best beta is above
+        return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
+
+    limit = jnp.asarray(_LOG_RANGE, z.dtype)
+    low, high = jax.lax.fori_loop(0, _HALVINGS, halve, (-limit, limit))
+    if not isinstance(low, jax.core.Tracer) and (slope(-limit) >= 0 or slope(limit) < 0):
+        why = (
+            "each label has the largest logit, so the smallest temperature is best"
+            if slope(limit) < 0
+            else "the labels have no larger logits than other classes, so the largest is best"
+        )
+        raise ValueError(f"No temperature is best: {why}. Pass more examples that are held out.")
+    return unit * jnp.exp(-(low + high) / 2)
+
+
+def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> None:
+    dtype, label_dtype = checks.dtype_of("logits", logits), checks.dtype_of("labels", labels)
+    shape = jnp.shape(logits)
+    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(label_dtype, jnp.integer)):
+        raise TypeError(
+            f"logits must be floating and labels integers, got {dtype} and {label_dtype}."
+        )
+    if len(shape) != 2 or 0 in shape or jnp.shape(labels) != shape[:1]:
+        got = f"{shape} and {jnp.shape(labels)}"
+        raise ValueError(f"logits must be (n, classes) and labels (n,), got {got}.")
+    if isinstance(logits, jax.core.Tracer) or isinstance(labels, jax.core.Tracer):
+        return
+    if not np.all(np.isfinite(np.asarray(logits, np.float64))):
+        raise ValueError("logits must be finite, got NaN or infinity.")
+    low, high = int(np.min(labels)), int(np.max(labels))
+    if low < 0 or high >= shape[1]:
+        raise ValueError(f"labels must be in [0, {shape[1] - 1}], got {low if low < 0 else high}.")

@@ -1,0 +1,66 @@
+"""Temperature scaling against another minimizer, and its laws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.special
+
+import optperm
+
+
+def sample(scale=1.0, n=400, classes=5, seed=0):
+    """Logits whose labels are drawn from their probabilities, times a scale."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(n, classes))
+    labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    return scale * logits, labels
+
+
+def nll(temperature, logits, labels):
+    scores = scipy.special.log_softmax(logits / temperature, axis=1)
+    return -np.mean(scores[np.arange(len(labels)), labels])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 1.0, 7.0, 1e4])
+def test_the_temperature_is_the_minimum_of_the_likelihood(scale):
+    logits, labels = sample(scale)
+    found = scipy.optimize.minimize_scalar(
+        lambda log_t: nll(np.exp(log_t) * scale, logits, labels), bounds=(-3, 3), method="bounded"
+    )
+    fitted = float(optperm.bayes.fit_temperature(logits.astype(np.float32), labels))
+    assert fitted == pytest.approx(scale * np.exp(found.x), rel=1e-4)
+    assert fitted == pytest.approx(scale, rel=0.15)  # the labels were drawn at the temperature 1
+
+
+def test_the_derivative_is_zero_in_float64():
+    logits, labels = sample(3.0)
+    with jax.enable_x64(True):
+        fitted = float(optperm.bayes.fit_temperature(jnp.asarray(logits), labels))
+    p = scipy.special.softmax(logits / fitted, axis=1)
+    slope = np.mean((p * logits).sum(axis=1) - logits[np.arange(len(labels)), labels])
+    assert abs(slope) < 1e-9
+
+
+def test_a_constant_in_each_row_and_jit_change_nothing():
+    logits, labels = sample()
+    wanted = optperm.bayes.fit_temperature(jnp.float32(logits), labels)
+    moved = jnp.float32(logits + np.arange(len(labels))[:, None] / 64)
+    np.testing.assert_allclose(optperm.bayes.fit_temperature(moved, labels), wanted, rtol=1e-4)
+    traced = jax.jit(optperm.bayes.fit_temperature)(jnp.float32(logits), jnp.asarray(labels))
+    np.testing.assert_allclose(traced, wanted, rtol=1e-5)
+
+
+def test_logits_of_16_bits_are_widened():
+    logits, labels = sample()
+    fitted = optperm.bayes.fit_temperature(jnp.bfloat16(logits), labels)
+    assert fitted.dtype == jnp.float32
+    assert float(fitted) == pytest.approx(1.0, rel=0.15)
+
+
+def test_labels_for_which_no_temperature_is_best_are_refused():
+    logits, _ = sample()
+    for labels, says in ((logits.argmax(axis=1), "smallest"), (logits.argmin(axis=1), "largest")):
+        with pytest.raises(ValueError, match=rf"No temperature is best: .* {says}"):
+            optperm.bayes.fit_temperature(logits, labels)
