@@ -34,7 +34,7 @@ def sections(documented):
 
 def entries(section):
     """The names that a section lists."""
-    return re.findall(r"^  (\w+): \S", section, flags=re.MULTILINE)
+    return re.findall(r"^  \*{0,2}(\w+): \S", section, flags=re.MULTILINE)
 
 
 # The order of use. Fields come in the place of arguments.

@@ -64,9 +64,11 @@ def test_limits_themselves_are_allowed():
         calls.call(name, change)
 
 
+# Their rate is Optax's, which checks none.
+ALIASES = {"low_rank_adamw", "apollo_adamw"}
 SCHEDULED = [
     (name, argument)
-    for name in CASES
+    for name in sorted(CASES.keys() - ALIASES)
     for argument, parameter in inspect.signature(support.PUBLIC[name]).parameters.items()
     if "Schedule" in str(parameter.annotation)
     or parameter.annotation == optax.ScalarOrSchedule
@@ -123,6 +125,7 @@ MIXED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(entries=st.lists(ENTRIES, min_size=9, max_size=9))
 def test_gradients_that_are_not_finite_leave_everything_finite(ours, entries):

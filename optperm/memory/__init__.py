@@ -1,13 +1,18 @@
 """Optimizers with small states.
 
-Low-rank states and APOLLO, and a report on the size of any state.
+Low-rank states and APOLLO, the axes along which leaves are matrices, and a report on the size of any
+state.
 """
 
 from optperm.core.public import show_names as _show_names
+from optperm.memory._aliases import apollo_adamw as apollo_adamw
+from optperm.memory._aliases import low_rank_adamw as low_rank_adamw
 from optperm.memory._apollo import ApolloState as ApolloState
 from optperm.memory._apollo import apollo as apollo
 from optperm.memory._low_rank import LowRankState as LowRankState
 from optperm.memory._low_rank import low_rank as low_rank
+from optperm.memory._matrix_axes import matrix_axes as matrix_axes
+from optperm.memory._rank_for import rank_for as rank_for
 from optperm.memory._state_report import StateReport as StateReport
 from optperm.memory._state_report import state_report as state_report
 

@@ -35,6 +35,7 @@ from optperm.memory._matrices import (
     map_plans,
     plan_matrices,
     project_leaf,
+    warn_of_full_rank,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def apollo(
         has d; "auto", :math:`\sqrt{d / r}`, corrects for this, so that the rate of AdamW can be
         used. The option of the authors' code is the square of this number.
       limit: The factor by which the norm of the step grows at most, at least 1; None for no limit.
-      dimension_numbers: The axes of leaves to project, as in `optperm.low_rank`.
+      dimension_numbers: The axes of leaves to project, as in `optperm.low_rank`, also by default.
       key: The random key of the projections: an int or a `jax.random.key`.
 
     Returns:
@@ -154,6 +155,7 @@ def apollo(
 
     def init(params: optax.Params) -> ApolloState:
         plans = plan(params)
+        warn_of_full_rank(params, plans, dimension_numbers, "apollo")
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         norm = map_plans(make_batch_zeros, params, plans)

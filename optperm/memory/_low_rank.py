@@ -44,6 +44,7 @@ from optperm.memory._matrices import (
     map_plans,
     plan_matrices,
     project_leaf,
+    warn_of_full_rank,
 )
 from optperm.memory._moments import (
     Change,
@@ -129,11 +130,12 @@ def low_rank(
           optax.scale_by_learning_rate(3e-3),
       )
 
-    Without `dimension_numbers`, all leaves of exactly two axes are projected whose state becomes
-    smaller; other leaves are trained by the same optimizer at full rank.
-    `optperm.memory.state_report` lists them. **Leave embeddings out**, as the papers do: a
-    batch's gradient has as many nonzero rows as the batch has tokens, and frequent tokens would choose
-    the basis on their width.
+    Without `dimension_numbers`, the leaves are projected that `optperm.memory.matrix_axes` takes for
+    matrices, if their state becomes smaller: those of two axes, Flax's attention and convolutions. Other
+    leaves are trained by the same optimizer at full rank. **Embeddings are left out**, as in the papers
+    (of other names than Flax's, name them): a batch's gradient has as many nonzero rows as the batch
+    has tokens, and frequent tokens would choose the basis on their width. `init` warns if more than half
+    of the entries in leaves of two axes and more stay at full rank.
 
     Args:
       inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()` or
@@ -163,7 +165,7 @@ def low_rank(
       dimension_numbers: The axes of leaves to project: one `optax.contrib.GaLoreDimensionNumbers`
         for all leaves of two axes and more; a tree like params of these and of None for full rank;
         or a function from params to such a tree. Axes that are not named are batch axes, along
-        which each matrix has its own basis.
+        which each matrix has its own basis. None for those of `optperm.memory.matrix_axes`.
       b1: :math:`\beta_1`, in [0, 1), of an Adam in `inner`, whose state does not hold it; 0.0 carries
         first moments over without a bias correction.
       b2: :math:`\beta_2`, in [0, 1), in the same way for second moments.
@@ -173,19 +175,11 @@ def low_rank(
       A transformation whose state is a `LowRankState`. Its `update` needs no params.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, optperm
-      >>> numbers = optax.contrib.GaLoreDimensionNumbers()
-      >>> def kernels(params):  # no embeddings, and no biases of attention, (heads, head_dim)
-      ...     def of(path, leaf):
-      ...         is_kernel = leaf.ndim == 2 and "kernel" in jax.tree_util.keystr(path)
-      ...         return numbers if is_kernel else None
-      ...
-      ...     return jax.tree_util.tree_map_with_path(of, params)
+      >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(
-      ...     optperm.low_rank(optax.scale_by_lion(), 1 / 4, dimension_numbers=kernels),
-      ...     optax.scale_by_learning_rate(0.1),
+      ...     optperm.low_rank(optax.scale_by_lion(), 1 / 4), optax.scale_by_learning_rate(0.1)
       ... )
-      >>> params = {"embed": jnp.ones((50, 8)), "kernel": jnp.ones((8, 16))}
+      >>> params = {"embedding": jnp.ones((10, 8)), "kernel": jnp.ones((8, 16))}
       >>> opt_state = tx.init(params)
       >>> opt_state[0].inner_state.mu["kernel"].shape
       (2, 16)
@@ -278,6 +272,7 @@ def low_rank(
 
     def init(params: optax.Params) -> LowRankState:
         plans = plan(params)
+        warn_of_full_rank(params, plans, dimension_numbers, "low_rank")
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         if carry:

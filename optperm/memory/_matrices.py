@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -22,6 +23,7 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
 from optperm.core.trees import mask_like
+from optperm.memory._matrix_axes import find_matrix_axes
 
 Side = Literal["smaller", "larger"]
 # `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
@@ -134,14 +136,15 @@ def plan_matrices(
       tree: Params or updates.
       rank: r, or its ratio to the smaller side.
       side: The side of the bases; the columns of a square matrix are its smaller side.
-      dimension_numbers: The axes of the leaves to project; None for all leaves of two axes whose state
-        becomes smaller.
+      dimension_numbers: The axes of the leaves to project; None for those of
+        `optperm.memory.matrix_axes`, where the state becomes smaller.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves, is_found = jax.tree_util.tree_leaves_with_path(tree), dimension_numbers is None
     # One entry of axes for each leaf, None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
-    if dimension_numbers is not None and leaves:
-        given = dimension_numbers(tree) if callable(dimension_numbers) else dimension_numbers
+    if leaves:
+        given = find_matrix_axes if is_found else dimension_numbers
+        given = given(tree) if callable(given) else given
         if isinstance(given, GaLoreDimensionNumbers):
             given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
         structure: Any = jax.tree.structure(tree)
@@ -150,27 +153,43 @@ def plan_matrices(
         except ValueError as error:
             raise ValueError(f"{_WANTED_NUMBERS}: {error}") from error
     found: list[Matrix | None] = []
+    sides: list[int] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):
         name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)
         if number is not None:
             if not isinstance(number, GaLoreDimensionNumbers):
                 raise TypeError(f"{_WANTED_NUMBERS}, got {number!r} for {name}.")
             matrix = _make_matrix(name, shape, number, rank, side)
-            if rank > min(matrix.d, matrix.k):
-                smaller = f"the smaller side {min(matrix.d, matrix.k)} of {name}"
-                raise ValueError(f"rank={rank} is above {smaller}: give None for that leaf.")
-            found.append(matrix if matrix.rank < min(matrix.d, matrix.k) else None)
-        elif dimension_numbers is None and len(shape) == 2 and 0 not in shape:
-            matrix = _make_matrix(name, shape, GaLoreDimensionNumbers(), rank, side)
             d, k, r = matrix.d, matrix.k, matrix.rank
+            sides.append(min(d, k))
+            if rank > min(d, k) and not is_found:
+                smaller = f"the smaller side {min(d, k)} of {name}"
+                raise ValueError(f"rank={rank} is above {smaller}: give None for that leaf.")
             # A basis and two moments, d r + 2 r k numbers, against two moments at full rank, 2 d k
-            found.append(matrix if r < min(d, k) and d * r + 2 * r * k < 2 * d * k else None)
+            is_smaller = d * r + 2 * r * k < 2 * d * k or not is_found
+            found.append(matrix if r < min(d, k) and is_smaller else None)
         else:
             found.append(None)
-    sides = [min(jnp.shape(leaf)) for _, leaf in leaves if jnp.ndim(leaf) == 2 and jnp.size(leaf)]
-    if dimension_numbers is None and sides and rank > max(sides):
+    if is_found and sides and rank > max(sides):
         raise ValueError(f"rank={rank} is above the smaller side of every matrix, {max(sides)}.")
     return found
+
+
+def warn_of_full_rank(
+    params: optax.Params, plans: Sequence[Matrix | None], dimension_numbers: object, method: str
+) -> None:
+    """Warn if nobody named axes, and more than half of what could be matrices stays at full rank."""
+    leaves = zip(jax.tree.leaves(params), plans, strict=True)
+    sizes = [(jnp.size(leaf), m is None) for leaf, m in leaves if jnp.ndim(leaf) > 1]
+    full, total = sum(size for size, is_full in sizes if is_full), sum(size for size, _ in sizes)
+    if dimension_numbers is None and 2 * full > total:
+        warnings.warn(
+            f"{method} leaves {full / total:.0%} of the entries in leaves of two axes and more at full "
+            "rank. optperm.memory.matrix_axes(params) prints what each leaf is taken for, and takes the "
+            "axes of other leaves.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _make_matrix(

@@ -114,6 +114,7 @@ def assert_form_stays(tx, params, evaluate=loops.linear):
 
 
 @pytest.mark.filterwarnings("ignore:The gradient is not the one of the extra arguments")
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
 def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
     """Nothing that a method can stand in or be given changes the type of a leaf of params or state."""
     params, tx = support.random_params(), ours.make()
@@ -223,6 +224,7 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     support.assert_same_bits(unchanged, opt_state)
 
 
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
 def test_narrow_and_wide_leaves_of_one_tree_move(ours):
     """Beside float64 a leaf of bfloat16 is trained too, and each keeps its dtype."""
     tx = ours.make()

@@ -391,6 +391,7 @@ def test_muon_inside_orthogonalizes_the_projected_gradient(x64):
         assert np.all(sizes[2:] < 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:low_rank leaves 67%")
 def test_arguments_that_cannot_work_are_refused():
     params = {"w": jnp.zeros((6, 9)), "s": jnp.zeros((2, 6, 9))}
     adam = optax.scale_by_adam()

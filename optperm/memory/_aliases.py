@@ -1,0 +1,111 @@
+"""AdamW with low-rank states, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from optperm.memory._apollo import apollo
+from optperm.memory._low_rank import low_rank
+
+
+def low_rank_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: int | float = 1 / 4,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train as `optax.adamw` with a fraction of its memory.
+
+    .. math::
+      \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
+
+    with :math:`U` the step of `optperm.low_rank` of Adam.
+
+    Args:
+      learning_rate: :math:`\eta`, a number or a schedule.
+      rank: As in `optperm.low_rank`: `optperm.memory.rank_for` finds the rank of a target memory.
+      b1: The decay rate of the first moment.
+      b2: The decay rate of the second moment.
+      eps: The number that is added to the root of the second moment.
+      weight_decay: :math:`\lambda`.
+      mask: The params that decay, as in `optax.adamw`.
+      **options: Further arguments of `optperm.low_rank`.
+
+    Returns:
+      A transformation. Its `update` needs `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> params = {"kernel": jnp.ones((64, 256)), "bias": jnp.zeros(256)}
+      >>> tx = optperm.memory.low_rank_adamw(1e-3, rank=1 / 8)
+      >>> round(optperm.memory.state_report(tx, params).words_per_param, 2)
+      0.31
+
+    Raises:
+      TypeError: As `optperm.low_rank`.
+      ValueError: As `optperm.low_rank`.
+    """
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+    return optax.chain(
+        low_rank(adam, rank, b1=b1, b2=b2, **options),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def apollo_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: int | float = 1 / 4,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train as `optax.adamw`, with the whole gradient scaled by what Adam does to a projection of it.
+
+    .. math::
+      \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
+
+    with :math:`U` the step of `optperm.apollo` of Adam.
+
+    Args:
+      learning_rate: :math:`\eta`, a number or a schedule.
+      rank: As in `optperm.apollo`.
+      b1: The decay rate of the first moment.
+      b2: The decay rate of the second moment.
+      eps: The number that is added to the root of the second moment.
+      weight_decay: :math:`\lambda`.
+      mask: The params that decay, as in `optax.adamw`.
+      **options: Further arguments of `optperm.apollo`.
+
+    Returns:
+      A transformation. Its `update` needs `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> params = {"kernel": jnp.ones((64, 256)), "bias": jnp.zeros(256)}
+      >>> tx = optperm.memory.apollo_adamw(1e-3, rank=1, by="tensor")
+      >>> round(optperm.memory.state_report(tx, params).words_per_param, 2)
+      0.06
+
+    Raises:
+      TypeError: As `optperm.apollo`.
+      ValueError: As `optperm.apollo`.
+    """
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+    return optax.chain(
+        apollo(adam, rank, **options),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )

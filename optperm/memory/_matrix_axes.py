@@ -1,0 +1,150 @@
+"""Which axes of a leaf are the rows and the columns of a matrix, in layers of Flax, Equinox and JAX."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+from optax.contrib import GaLoreDimensionNumbers
+
+# Names count in this table alone: whole elements of the paths of Flax's linen and nnx.
+_OF_ATTENTION = {  # the element above `kernel`, and the kernel's last axes
+    "query": GaLoreDimensionNumbers(-3, (-2, -1)),  # d, heads, head_dim
+    "key": GaLoreDimensionNumbers(-3, (-2, -1)),
+    "value": GaLoreDimensionNumbers(-3, (-2, -1)),
+    "out": GaLoreDimensionNumbers((-3, -2), -1),  # heads, head_dim, d
+}
+_NO_MATRICES = ("embedding", "bias", "scale")
+
+
+class _Taken(NamedTuple):
+    """What a leaf is taken for, and the axes of its matrices; None for full rank."""
+
+    kind: str
+    numbers: GaLoreDimensionNumbers | None
+
+
+def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None) -> optax.Params:
+    r"""Find the axes along which each leaf is a matrix, print what was found, and return them.
+
+    - A leaf of two axes is a matrix.
+    - `kernel` in `query`, `key` or `value`, of axes (d, heads, head_dim), is the matrix
+      d x (heads head_dim), and `kernel` in `out` is (heads head_dim) x d. Axes in front of these are
+      those of a stack of matrices.
+    - A leaf of four axes and more is a convolution, a matrix of its outputs and all other axes: the
+      outputs are its last axis if the first axes are shorter than the last (Flax), else its first
+      (Equinox).
+    - `embedding`, `bias`, `scale`, and all other leaves stay at full rank.
+
+    Names are whole elements of a path, those of Flax's linen and nnx.
+
+    Args:
+      params: The model's params, or their shapes from `jax.eval_shape`.
+      **overrides: For an element of a path, the axes of all leaves below it, or None for full rank.
+
+    Returns:
+      A tree like params of `optax.contrib.GaLoreDimensionNumbers` and of None for full rank. These are
+      the `dimension_numbers` of `optperm.low_rank` and `optperm.apollo`, which find the same by default.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> query = {"kernel": jnp.ones((64, 4, 16)), "bias": jnp.ones((4, 16))}
+      >>> params = {"query": query, "wte": jnp.ones((500, 64))}
+      >>> axes = optperm.memory.matrix_axes(params, wte=None)
+      leaf                 shape        matrices  taken for
+      ['query']['bias']    (4, 16)      -         bias
+      ['query']['kernel']  (64, 4, 16)  64 x 64   attention
+      ['wte']              (500, 64)    -         as given for wte
+      >>> axes["query"]["kernel"]
+      GaLoreDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
+
+    Notes:
+      The attention of a model that was scanned over its layers has the layers' axis in front, and each
+      layer has a matrix of its own. Any other leaf of three axes stays at full rank, since it may be a
+      stack of matrices along any axis: name its axes.
+
+    Raises:
+      TypeError: If an override is no `GaLoreDimensionNumbers`, and not None.
+      ValueError: If an override names no element of a path.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    elements = {name for path, _ in paths for name in _names(path)}
+    for name, numbers in overrides.items():
+        if numbers is not None and not isinstance(numbers, GaLoreDimensionNumbers):
+            wanted = "an optax.contrib.GaLoreDimensionNumbers or None"
+            raise TypeError(f"{name} must be {wanted}, got {numbers!r}.")
+        if name not in elements:
+            raise ValueError(f"{name} is no element of a path in params: {sorted(elements)}.")
+    taken = [_take(path, jnp.shape(leaf), overrides) for path, leaf in paths]
+    lines = [("leaf", "shape", "matrices", "taken for")]
+    for (path, leaf), (kind, numbers) in zip(paths, taken, strict=True):
+        shape = jnp.shape(leaf)
+        name = jax.tree_util.keystr(path) or "params"
+        lines.append((name, str(shape), _describe(shape, numbers), kind))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    structure: Any = jax.tree.structure(params)
+    return structure.unflatten(numbers for _, numbers in taken)
+
+
+def find_matrix_axes(params: optax.Params) -> optax.Params:
+    """Return the tree of `matrix_axes` without a word."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _take(path, jnp.shape(leaf), {}).numbers, params
+    )
+
+
+def _take(path: tuple[Any, ...], shape: tuple[int, ...], overrides: dict[str, Any]) -> _Taken:
+    names = _names(path)
+    given = [name for name in names if name in overrides]
+    last, above = (*reversed(names), "", "")[:2]
+    taken = _Taken("full rank", None)
+    if 0 in shape:
+        taken = _Taken("empty", None)
+    elif given:
+        taken = _Taken(f"as given for {given[-1]}", overrides[given[-1]])
+    elif last in _NO_MATRICES:
+        taken = _Taken(last, None)
+    elif last == "kernel" and above in _OF_ATTENTION and len(shape) >= 3:
+        taken = _Taken("attention", _OF_ATTENTION[above])
+    elif len(shape) == 2:
+        taken = _Taken("matrix", GaLoreDimensionNumbers(0, 1))
+    elif len(shape) > 3:
+        axes = tuple(range(len(shape)))
+        has_outputs_last = math.prod(shape[:2]) <= math.prod(shape[-2:])
+        rows, outputs = (axes[:-1], axes[-1]) if has_outputs_last else (axes[1:], axes[0])
+        taken = _Taken("convolution", GaLoreDimensionNumbers(rows, outputs))
+    return taken
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    """Return the elements of a path, without the attribute in which `flax.nnx` keeps an array."""
+    names = []
+    for key in path:
+        match key:
+            case DictKey(key=name) | FlattenedIndexKey(key=name) | GetAttrKey(name=name):
+                names.append(str(name))
+            case SequenceKey(idx=index):
+                names.append(str(index))
+    is_variable = len(path) > 1 and isinstance(path[-1], GetAttrKey) and names[-1] == "value"
+    return names[:-1] if is_variable else names
+
+
+def _describe(shape: tuple[int, ...], numbers: GaLoreDimensionNumbers | None) -> str:
+    """Return the sides of a leaf's matrices, after the axes of a stack."""
+    if numbers is None:
+        return "-"
+    given = (numbers.reduction_axis, numbers.output_axis)
+    rows, columns = (
+        [axis % len(shape) for axis in ((axes,) if isinstance(axes, int) else axes)]
+        for axes in given
+    )
+    stack = [shape[axis] for axis in range(len(shape)) if axis not in (*rows, *columns)]
+    sides = [math.prod(shape[axis] for axis in side) for side in (rows, columns)]
+    return " x ".join(map(str, (*stack, *sides)))
