@@ -94,8 +94,7 @@ def with_loss(
         int nor a random key.
       ValueError: If `batch_size` is below 1, or the leaves of `data` are not equally long.
     """
-    if not isinstance(inner, optax.MultiSteps):
-        checks.check_transformation("inner", inner)
+    inner = checks.as_optimizer("inner", inner)
     data = jax.tree.map(jnp.asarray, data)
     size = checks.count_examples("data", data, has_scalars=True)
     if batch_size is not None:

@@ -54,11 +54,8 @@ def low_rank_adamw(
       ValueError: As `optperm.low_rank`.
     """
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-    return optax.chain(
-        low_rank(adam, rank, b1=b1, b2=b2, **options),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    direction = low_rank(adam, rank, b1=b1, b2=b2, **options)
+    return _decay_and_scale(direction, learning_rate, weight_decay, mask)
 
 
 def apollo_adamw(
@@ -104,8 +101,19 @@ def apollo_adamw(
       ValueError: As `optperm.apollo`.
     """
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+    direction = apollo(adam, rank, **options)
+    return _decay_and_scale(direction, learning_rate, weight_decay, mask)
+
+
+def _decay_and_scale(
+    direction: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float,
+    mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of a direction, with AdamW's decay and learning rate after it."""
     return optax.chain(
-        apollo(adam, rank, **options),
+        direction,
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
