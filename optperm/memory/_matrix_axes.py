@@ -11,6 +11,8 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from optax.contrib import GaLoreDimensionNumbers
 
+from optperm.core.tables import align
+
 # Names count in this table alone: whole elements of the paths of Flax's linen and nnx.
 _OF_ATTENTION = {  # the element above `kernel`, and the kernel's last axes
     "query": GaLoreDimensionNumbers(-3, (-2, -1)),  # d, heads, head_dim
@@ -85,10 +87,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
         shape = jnp.shape(leaf)
         name = jax.tree_util.keystr(path) or "params"
         lines.append((name, str(shape), _describe(shape, numbers), kind))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    print(align(lines))
     structure: Any = jax.tree.structure(params)
     return structure.unflatten(numbers for _, numbers in taken)
 

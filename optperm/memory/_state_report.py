@@ -12,6 +12,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.states import find_states, match_params
+from optperm.core.tables import align
 from optperm.memory._apollo import ApolloState
 from optperm.memory._low_rank import LowRankState
 
@@ -62,11 +63,7 @@ class StateReport(NamedTuple):
         lines.append(("all", "", "", f"{self.words:.10g}", f"{self.words_per_param:.2f}"))
         # Without the column of treatments where there are none
         columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-        widths = [max(map(len, column)) for column in columns]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in zip(*columns, strict=True)
-        )
+        return align(zip(*columns, strict=True))
 
 
 def state_report(tx: optax.GradientTransformation, params: optax.Params) -> StateReport:
