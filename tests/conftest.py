@@ -38,8 +38,6 @@ import support
 from optperm.permutation import _library as library
 
 jax.config.update("jax_enable_x64", False)  # whatever the environment says
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # What a shell starts in its background ignores Ctrl-C, which some tests raise.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,18 +154,23 @@ def kernel(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def _strict():
+    """Raise where shapes or dtypes are promoted. Docstrings' examples run without it, as users' programs."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
 @pytest.fixture
-def lenient():
+def lenient(_strict):
     """Lifts the strict promotion, for code that is not ours."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _lenient_where_optax_is_inside(request):
-    """Lift the strict promotion for README, and for a transformation that wraps optimizers of Optax."""
-    if request.node.path.name == "README.md":
-        request.getfixturevalue("lenient")
+def _lenient_where_optax_is_inside(request, _strict):
+    """Lift the strict promotion for a transformation that wraps optimizers of Optax."""
     if "ours" in request.fixturenames and request.getfixturevalue("ours").lenient:
         request.getfixturevalue("lenient")
 

@@ -59,8 +59,9 @@ def test_each_program_prints_what_its_comments_say(page, program, capsys):
     program = program.replace(
         'jax.config.update("jax_num_cpu_devices", 4)', "# here there are eight"
     )
-    says = re.findall(r"^(?: *print\(.*\)  # |#> )([^:\n]*)", program, re.MULTILINE)
-    calls = re.findall(r"^(?: *print\(|#> )", program, re.MULTILINE)  # `#> ` is a line that a call prints
+    # A line after `# prints ` is one that the call above it prints.
+    says = re.findall(r"^(?: *print\(.*\)  # |# prints )([^:\n]*)", program, re.MULTILINE)
+    calls = re.findall(r"^(?: *print\(|# prints )", program, re.MULTILINE)
     assert len(says) == len(calls)
     exec(compile(program, page, "exec"), {"__name__": "program"})
     assert capsys.readouterr().out.splitlines() == says

@@ -147,7 +147,8 @@ def test_axes_of_a_scanned_model_are_those_of_each_layer():
 
 
 def test_a_step_with_default_axes_is_that_of_the_same_axes_by_hand():
-    params = jax.tree.map(lambda leaf: support.normal(leaf.shape), MODELS["linen"]())
+    block = MODELS["linen"]()["LinenBlock_0"]
+    params = jax.tree.map(lambda leaf: support.normal(leaf.shape), block)
     numbers = jax.tree_util.tree_map_with_path(by_hand, params)
     steps = []
     for how in ({}, {"dimension_numbers": numbers}):
