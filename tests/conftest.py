@@ -156,7 +156,7 @@ def kernel(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _strict():
-    """Raise where shapes or dtypes are promoted. Docstrings' examples run without it, as users' programs."""
+    """Raise where a shape or dtype is promoted. The examples of docstrings run as users' programs do."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
