@@ -15,9 +15,8 @@ from optperm.core.mapped_axes import mark_varying
 from optperm.core.states import find_running_states, find_states, local_values
 from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked
-from optperm.distributed._center import LOCAL_STATES
 from optperm.evaluation import evaluate
-from optperm.exact import only_commits
+from optperm.exact import CommittingState, only_commits
 from optperm.training._layout import Layout
 from optperm.training._steps import compile_on_replicas, unwrap_keys, wrap_keys
 from optperm.training._train_state import Model, TrainState
@@ -35,12 +34,12 @@ def steps_since_commit(opt_state: Any) -> int:
 
 def _running_centers(opt_state: Any) -> list[Any]:
     """Return the states with a center in the phases that are running."""
-    return list[Any](find_running_states(opt_state, LOCAL_STATES))
+    return list[Any](find_running_states(opt_state, CommittingState))
 
 
 def _are_apart(carry: TrainState, layout: Layout) -> bool:
     """Return True if each replica trains its own params; a mapped method may also keep them equal."""
-    return layout.own and bool(find_states(carry.opt_state, LOCAL_STATES))
+    return layout.own and bool(find_states(carry.opt_state, CommittingState))
 
 
 def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout) -> TrainState:
@@ -65,7 +64,7 @@ def compile_commit(model: Model, layout: Layout, carry: TrainState) -> Callable[
     def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
         return _commit(carry, batch, model, layout), ()
 
-    return compile_on_replicas(one, layout, carry, 0, donate=False)
+    return compile_on_replicas(one, layout, carry)
 
 
 def _commit(state: TrainState, batch: Any, model: Model, layout: Layout) -> TrainState:
@@ -154,11 +153,12 @@ def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
         """Return the steps since a commit after the step that follows on `last`; XLA drops the rest."""
 
         def begin(node: Any) -> Any:
-            if not isinstance(node, LOCAL_STATES):
+            is_local: bool = isinstance(node, CommittingState)
+            if not is_local:
                 return node
             return node._replace(since_commit=cast_like(last, node.since_commit))
 
-        at = jax.tree.map(begin, state.opt_state, is_leaf=lambda x: isinstance(x, LOCAL_STATES))
+        at = jax.tree.map(begin, state.opt_state, is_leaf=lambda x: isinstance(x, CommittingState))
         zero = optax.tree.sub(state.params, state.params)
 
         def loss_fn(params: Any, _: Any) -> jax.Array:
@@ -167,7 +167,7 @@ def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
 
         e = evaluate(loss_fn, state.params, jnp.zeros(1))
         after = state.tx.update(zero, at, state.params, **known_extra_args(state.tx, e.extra_args))
-        states = list[Any](find_states(after[1], LOCAL_STATES))
+        states = list[Any](find_states(after[1], CommittingState))
         return state, [each.since_commit for each in states]
 
     ends = jax.jit(lambda *given: layout.map_replicas(count, 0)(*given)[1])

@@ -38,7 +38,7 @@ _STOPPED, _FAILED = 1, 1000
 # Arguments of `fit` that are integers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
-    *("checkpoint_keep", "devices"),
+    "checkpoint_keep",
 )
 
 
@@ -87,7 +87,7 @@ class Run:
         """Prepare a run; `given` has the arguments of `fit`."""
         self.source = given.state_or_model, given.optimizer
         self.model, initial = programs.wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
-        self.layout = layout = choose_layout(initial.tx, initial, given.mesh, given.devices)
+        self.layout = layout = choose_layout(initial.tx, initial, given.mesh, given.axis_name)
         data, size = given.train_data, given.batch_size
         if given.epoch_start is not None and (layout.own or isinstance(data, Iterator)):
             why = "replicas have states of their own" if layout.own else "an iterator is read once"
@@ -135,7 +135,7 @@ class Run:
         if (chosen := checkpoints.choose(resume)) is None:
             return
         run = checkpoints.read(chosen, self.facts)
-        is_dealt = layout.own and run["replicas"] != layout.parts
+        is_dealt = layout.own and run["replicas"] != layout.replicas
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
             trees["best"] = programs.unwrap_keys(
@@ -335,7 +335,7 @@ class Run:
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
         states = self.feed.states() if isinstance(self.feed, StreamFeed) else None
-        run |= {"iterator": states, "replicas": self.layout.parts}
+        run |= {"iterator": states, "replicas": self.layout.replicas}
         run["best"] = {name: value for name, value in self.best.items() if name != "state"}
         trees = {"state": programs.unwrap_keys(self.carry)}
         trees |= {"best": programs.unwrap_keys(self.best["state"])} if self.best else {}

@@ -17,9 +17,11 @@ from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import is_key
-from optperm.core.mapped_axes import mark_varying
+from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
 from optperm.core.states import find_states
-from optperm.evaluation import evaluate
+from optperm.core.transformation import known_extra_args
+from optperm.evaluation import Evaluation, evaluate
+from optperm.exact import CommittingState
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 from optperm.training import _data as datas
 from optperm.training._layout import Layout, average_varying
@@ -28,6 +30,8 @@ from optperm.training._train_state import Model, TrainState, convert_metrics, sp
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
 _RESERVED = ("loss", "epoch", "step", "seconds", "fraction_moved")
+# The beginnings of the names of the operations by which replicas exchange arrays.
+_EXCHANGES = "psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter"
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 
 
@@ -98,7 +102,8 @@ def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) ->
     """Return the compiled steps for carries with the placement of this one.
 
     `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the examples
-    that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics.
+    that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics,
+    of `one` to be averaged by `layout.average_rows`.
     """
 
     def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
@@ -123,16 +128,25 @@ def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) ->
         start = carry, mark_varying(columns, layout.apart)
         return jax.lax.fori_loop(first, last, body, start)
 
-    return compile_on_replicas(many, layout, carry, 1), compile_on_replicas(one, layout, carry, 0)
+    # A step by itself does not average its metrics: replicas would wait for each other in each step.
+    single = layout.map_replicas(one, 0, stacked=True)
+    return _compile(layout.map_replicas(many, 1), layout, carry), _compile(single, layout, carry)
 
 
 def compile_on_replicas(
-    function: Callable[..., Any], layout: Layout, carry: TrainState, axis: int, donate: bool = True
+    function: Callable[..., Any], layout: Layout, carry: TrainState
 ) -> Callable[..., Any]:
-    """Compile `function(carry, shared, part)` on the replicas; the new carry is placed as this one."""
+    """Compile `function(carry, shared, batch)` on the replicas, without donation of the carry."""
+    return _compile(layout.map_replicas(function, 0), layout, carry, donate=False)
+
+
+def _compile(
+    function: Callable[..., Any], layout: Layout, carry: TrainState, donate: bool = True
+) -> Callable[..., Any]:
+    """Compile a mapped function whose new carry is placed as this one."""
     placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
     return jit_current(
-        layout.map_replicas(function, axis),
+        function,
         donate_argnums=(0,) if donate else (),
         out_shardings=None if placed is None else (placed, None),
     )
@@ -146,7 +160,14 @@ def _step(
     averaged = None if layout.own else layout.mapped or None
     bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
+    if layout.own and find_states(state.opt_state, CommittingState):
+        _check_exchanges(state, e, layout)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
+    if averaged is not None and varying_axes(new.opt_state):
+        says = (
+            f"The optimizer states of the replicas differ after a step: pass axis_name={averaged!r}"
+        )
+        raise ValueError(f"{says} to the method as well, or leave axis_name of fit out.")
     metrics = {"loss": e.value.astype(jnp.float32)}
     for each in find_states(new.opt_state, _INJECTED):
         if "learning_rate" in each.hyperparams:
@@ -165,6 +186,30 @@ def _step(
     # What each replica drew or counted by itself, such as batch statistics, becomes the same on all.
     after = after if averaged is None else average_varying(after)
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
+
+
+def _check_exchanges(state: TrainState, e: Evaluation, layout: Layout) -> None:
+    """Raise if a method that takes local steps was built without the axis of its replicas."""
+    extras = known_extra_args(state.tx, e.extra_args)
+
+    def update(*given: Any) -> Any:
+        return state.tx.update(*given, **extras)
+
+    def find_axes(jaxpr: Any) -> set[Any]:
+        axes = set[Any]()
+        for operation in jaxpr.eqns:
+            if operation.primitive.name.startswith(_EXCHANGES):
+                axes.update(*map(axis_names, map(operation.params.get, ("axes", "axis_name"))))
+            for each in jax.tree.leaves(operation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(each, "eqns"):
+                    axes |= find_axes(each)
+        return axes
+
+    program = jax.make_jaxpr(update)(e.grad, state.opt_state, state.params)
+    if not find_axes(program.jaxpr) >= set(layout.mapped):
+        says = "The method takes local steps, but its replicas would never meet"
+        name = layout.mapped[0] if len(layout.mapped) == 1 else layout.mapped
+        raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -227,7 +227,8 @@ def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
 def test_a_basis_is_spread_over_devices():
     """Four devices take the steps of one, whose batch they share; each holds its rows of the basis."""
 
-    def run(axis_name, **options):
+    def run(**options):
+        axis_name = options.get("axis_name")
         tx = optperm.dldr(
             optax.sgd(0.5),
             optperm.project(optax.sgd(0.5), n_components=2, axis_name=axis_name),
@@ -245,7 +246,7 @@ def test_a_basis_is_spread_over_devices():
         return fitting.cross_entropy(logits, batch["y"]), fitting.accuracy(logits, batch["y"])
 
     with fitting.runs() as made:
-        alone, other = run(None), run("replica", devices=4)
+        alone, other = run(), run(**fitting.on(4, mapped=True))
     for name in ("loss", "accuracy"):
         columns = other.history.steps[name], alone.history.steps[name]
         np.testing.assert_allclose(*columns, rtol=1e-3, atol=1e-5)
@@ -269,8 +270,12 @@ def test_replicas_of_local_steps_part_and_meet():
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
     for axis_name, options, says in [
-        (None, {"devices": 4}, "replicas would never meet: pass axis_name='replica' to it"),
-        ("replica", {}, "fit: devices or mesh"),
+        (None, fitting.on(4), "never meet: pass axis_name='replica' to the method and to fit"),
+        (None, fitting.on(4, mapped=True), "never meet: pass axis_name='replica' to the method as"),
+        ("replica", fitting.on(4), "never meet: pass axis_name='replica' to the method and to fit"),
+        ("replica", {}, "is not bound here.*in fit: pass axis_name='replica'"),
+        ("other", fitting.on(4, mapped=True), "in fit: pass axis_name='other'"),
+        ("other", {**fitting.on(4), "axis_name": "other"}, "mesh, whose axes are 'replica'"),
     ]:
         state = fitting.linen_state(fitting.method("agn", axis_name))
         with pytest.raises(ValueError, match=says):
@@ -395,8 +400,7 @@ def test_bad_arguments_are_named():
         ),
         ({"epochs": 1, "batch_size": 41}, ValueError, "batch_size must be at most 40, got 41"),
         ({"epochs": 1, "batch_size": None}, TypeError, "batch_size must be an integer, got None"),
-        ({"epochs": 1, "batch_size": 6, "devices": 4}, ValueError, "a multiple of 4, got 6"),
-        ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, got 9"),
+        ({"epochs": 1, "batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
         ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
         ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
         (
@@ -433,8 +437,7 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
         ({"epochs": 1, "checkpoints": 3}, training.CheckpointError, "cannot write .* to 3"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
-        ({"epochs": 1, "devices": 2, "mesh": 3}, ValueError, "Pass mesh or devices, not both"),
-        ({"epochs": 1, "devices": 0}, ValueError, "devices must be at least 1"),
+        ({"epochs": 1, "devices": 2}, TypeError, "'devices'. Pass mesh=jax.make_mesh"),
         ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a Mesh"),
         ({"epochs": 1, "every": {0: print}}, ValueError, r"every\[0\] must be at least 1"),
         ({"epochs": 1, "epoch_start": 3}, TypeError, "callable"),
