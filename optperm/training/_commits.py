@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import Partial
 
 from optperm.core.dtypes import cast_like
 from optperm.core.mapped_axes import mark_varying
@@ -18,7 +17,7 @@ from optperm.core.trees import fill_masked
 from optperm.evaluation import evaluate
 from optperm.exact import CommittingState, only_commits
 from optperm.training._layout import Layout
-from optperm.training._steps import compile_on_replicas, unwrap_keys, wrap_keys
+from optperm.training._steps import compile_on_replicas, evaluate_step, unwrap_keys, wrap_keys
 from optperm.training._train_state import Model, TrainState
 
 # Calls after which `optax.MultiSteps` has passed one on, if it does at all.
@@ -58,23 +57,24 @@ def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layo
     return carry.replace(opt_state=only_commits(now.opt_state, carry.opt_state))
 
 
-def compile_commit(model: Model, layout: Layout, carry: TrainState) -> Callable[..., Any]:
+def compile_commit(
+    model: Model, layout: Layout, carry: TrainState, key: int | jax.Array = 0
+) -> Callable[..., Any]:
     """Compile the commit of carries with the placement of this one, for `commit`."""
 
     def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
-        return _commit(carry, batch, model, layout), ()
+        return _commit(carry, batch, model, layout, key), ()
 
     return compile_on_replicas(one, layout, carry)
 
 
-def _commit(state: TrainState, batch: Any, model: Model, layout: Layout) -> TrainState:
+def _commit(
+    state: TrainState, batch: Any, model: Model, layout: Layout, key: int | jax.Array
+) -> TrainState:
     """Return the state with the optimizer state after a commit."""
     extras: dict[str, Any] = {"commit": "only"}
     if batch is not None:
-        averaged = None if layout.own else layout.mapped or None
-        bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
-        e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
-        extras |= e.extra_args
+        extras |= evaluate_step(state, batch, model, layout, key)[1]
     # The gradient is not used; it only has to be one of this replica's params.
     grads = optax.tree.sub(state.params, state.params)
     extras = known_extra_args(state.tx, extras)

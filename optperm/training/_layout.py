@@ -105,8 +105,17 @@ class Layout:
         """Place a batch, divided among the devices if they divide it equally, else on every device."""
         if self.mesh is None:
             return batch
-        several, put = jax.process_count() if local else 1, functools.partial(self.put, local=local)
-        return jax.tree.map(lambda leaf: put(leaf, *self._spec(np.shape(leaf), several)), batch)
+        several = jax.process_count() if local else 1
+
+        def put(leaf: Any) -> jax.Array:
+            shape = np.shape(leaf)
+            spec = self._spec(shape, several)
+            if several > 1 and shape and not spec:
+                says = f"A batch has {shape[0]} examples in each of {several} processes"
+                raise ValueError(f"{says}, which {self.parts} devices do not divide equally.")
+            return self.put(leaf, *spec, local=local)
+
+        return jax.tree.map(put, batch)
 
     def check_shares(self, name: str, batch: Any) -> None:
         """Raise a ValueError unless mapped replicas divide a process's batch equally."""

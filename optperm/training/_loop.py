@@ -193,6 +193,7 @@ def fit(
     run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
+    run.warn_of_state()
     run.warn_if_too_short(total)
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)

@@ -611,7 +611,7 @@ def test_a_gradient_that_constant_sgd_should_not_meet_is_warned_of():
 def test_svrg_without_snapshots_is_warned_of_once():
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
     what = fitting.linen_loss, data()
-    with pytest.warns(RuntimeWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
+    with pytest.warns(UserWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
         result = training.fit(fitting.linen_state(tx), *what, epochs=3, batch_size=BATCH)
     assert [w.filename for w in caught if "svrg" in str(w.message)] == [__file__]
     assert not result.state.opt_state[0].snapshot.is_taken
@@ -625,6 +625,51 @@ def test_svrg_whose_snapshots_begin_later_is_not_warned_of(recwarn):
     what = fitting.linen_state(tx), fitting.linen_loss, data()
     training.fit(*what, epochs=1, batch_size=BATCH, epoch_start=from_the_second)
     assert not [w for w in recwarn if "svrg" in str(w.message)]
+
+
+class Complaint(NamedTuple):
+    """A state that complains before the first step, and of each second count."""
+
+    count: jax.Array
+
+    def warnings(self, params):
+        assert params.keys() == {"w"}
+        return ["before"] if not self.count else ["often", f"after {int(self.count)}"]
+
+
+def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_row(recwarn):
+    tx = optax.GradientTransformation(
+        lambda params: Complaint(jnp.int32(0)),
+        lambda updates, state, params=None: (updates, Complaint(state.count + 1)),
+    )
+    took = []
+    tx = optax.chain(tx, optax.sgd(0.1))
+    fitting.linear_fit(tx=tx, epochs=3, every={1: lambda e: took.append(len(recwarn))})
+    said = [(str(each.message), each.filename) for each in recwarn]
+    here = fitting.__file__
+    assert said == [(text, here) for text in ("before", "often", "after 5", "after 10", "after 15")]
+    assert took[:5] == [1] * 4 + [3]  # the row comes before the functions of its step
+    phases = optperm.switch_after(1000, optax.sgd(0.1), tx)
+    fitting.linear_fit(tx=phases, epochs=1)
+    assert len(recwarn) == len(said)
+
+
+def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen(monkeypatch):
+    state = training.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones((fitting.FEATURES, 3))}, tx=optax.sgd(0.1)
+    )
+    run = functools.partial(
+        training.fit, loss_fn=fitting.linear_loss, train_data=data(), steps=1, batch_size=BATCH
+    )
+    jax.config.update("jax_default_device", None)
+    with pytest.warns(UserWarning, match=r"7 of 8 devices stay idle: pass mesh=jax.make_mesh") as caught:
+        run(state)
+    assert [each.filename for each in caught] == [__file__]
+    # Warnings are errors here.
+    run(jax.device_put(state, jax.devices()[1]))
+    run(state, **fitting.on(1))
+    with jax.default_device(jax.devices()[1]):
+        run(state)
 
 
 def test_a_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():
