@@ -170,10 +170,11 @@ def subject(kind, tx):
 
 
 def on(devices, *, mapped=False):
-    """The arguments of `fit` for a number of devices, perhaps as replicas of a method; None for one."""
+    """The arguments of `fit` for a number of devices of each process, perhaps as replicas."""
     if devices is None:
         return {}
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("replica",))
+    here = [jax.local_devices(index)[:devices] for index in range(jax.process_count())]
+    mesh = Mesh(np.array(here).ravel(), ("replica",))
     return {"mesh": mesh, "axis_name": "replica"} if mapped else {"mesh": mesh}
 
 

@@ -1,9 +1,11 @@
 """`fit` beside loops written by hand, its data, callbacks and errors."""
 
 import dataclasses
+import functools
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import fitting
 import flax.linen as nn
@@ -662,7 +664,9 @@ def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen(monkeypa
         training.fit, loss_fn=fitting.linear_loss, train_data=data(), steps=1, batch_size=BATCH
     )
     jax.config.update("jax_default_device", None)
-    with pytest.warns(UserWarning, match=r"7 of 8 devices stay idle: pass mesh=jax.make_mesh") as caught:
+    with pytest.warns(
+        UserWarning, match=r"7 of 8 devices stay idle: pass mesh=jax.make_mesh"
+    ) as caught:
         run(state)
     assert [each.filename for each in caught] == [__file__]
     # Warnings are errors here.
