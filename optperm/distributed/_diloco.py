@@ -23,6 +23,7 @@ from optperm.core.transformation import transformation
 from optperm.distributed._commits import Replicas, check_weight
 from optperm.distributed._compression import Compression
 from optperm.distributed._exchanges import NOTHING, Exchanger
+from optperm.distributed._exchanging import show
 from optperm.distributed._fragments import FragmentOf, Fragments
 from optperm.distributed._local_steps import (
     Period,
@@ -342,7 +343,7 @@ def diloco(
         )
         return finish(updates, new_state, state, has_step, axis_name)
 
-    return transformation(
+    tx = transformation(
         init,
         update,
         method="diloco",
@@ -350,6 +351,7 @@ def diloco(
         dtypes=center_dtype is None,
         axis_name=axis_name,
     )
+    return show("diloco", tx, replicas, every)
 
 
 def _find_due(
