@@ -97,6 +97,10 @@ FUNCTIONS = {
         "other_covariance": jnp.eye(2),
     },
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
+    "traffic_report": {
+        "tx": optperm.diloco(sgd(), every=2, axis_name="replica"),
+        "params": PARAMS,
+    },
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.mandt_sgd(10, 2))},

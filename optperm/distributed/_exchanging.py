@@ -55,4 +55,4 @@ def show(
             look(Method(name, tx, params, replicas, every))
         return tx.init(params)
 
-    return optax.GradientTransformationExtraArgs(init, tx.update)
+    return tx._replace(init=init)

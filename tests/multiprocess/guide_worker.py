@@ -1,6 +1,6 @@
-"""A host of the guide on slow links: `guide_worker.py ADDRESS PROCESSES INDEX SCRIPT`, in the script's folder.
+"""A host of the guide on slow links: `guide_worker.py ADDRESS PROCESSES INDEX SCRIPT`.
 
-The script is a user's program, so it runs with the settings of users.
+The script runs in its own folder. It is a user's program, so it runs with the settings of users.
 """
 
 import os

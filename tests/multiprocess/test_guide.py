@@ -56,7 +56,8 @@ def test_two_hosts_train_as_one_process_and_resume(lenient, tmp_path, monkeypatc
         for parts in zip(*(batches(data, epoch) for data in hosts), strict=True):
             yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    monkeypatch.setattr(jax, "devices", lambda every=jax.devices()[:4]: every)
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda: four)
     alone = program["train"](HOSTS, batches_of, read("test.npz"))
     monkeypatch.undo()
     paths = jax.tree.leaves_with_path(alone.state.params)
