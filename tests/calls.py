@@ -222,6 +222,11 @@ LIMITS = {
         dict.fromkeys(("learning_rate", "rank", "b1", "b2", "eps", "weight_decay")),
     ),
     "rank_for": {"words": {"is_open": True}},
+    "traffic_report": {
+        "bandwidth": {"is_open": True},
+        "every": {"is_open": True},
+        "replicas": {"minimum": 2},
+    },
     "prune": {"key": None},
     "svrg_learning_rate": {"num_passes": {"minimum": 0}},
     "stationary_covariance": {"preconditioner": None, "momentum": None},

@@ -138,8 +138,8 @@ def traffic_report(
     checks.check_transformation("tx", tx)
     checks.check_count("replicas", replicas, minimum=2)
     for name, value in (("bandwidth", bandwidth), ("every", every)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value!r}.")
+        if value is not None:
+            checks.check_positive(name, value)
     shapes = _shapes(params)
     found: list[tuple[Sent, ...]] = []
 
