@@ -114,7 +114,7 @@ def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
     *,
-    every: Period | Every = 500,
+    every: Period | Every,
     axis_name: AxisName | None = None,
     combine: Literal["mean", "pairs"] = "mean",
     mixing: float | jax.Array = 0.0,

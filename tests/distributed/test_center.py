@@ -124,7 +124,7 @@ def test_weights_that_overflow_together_are_no_exchange():
         (optperm.diloco, "mean"),
         (optperm.diloco, "pairs"),
     ):
-        tx = factory(optax.sgd(1.0), axis_name=AXIS, combine=rule)
+        tx = factory(optax.sgd(1.0), every=9, axis_name=AXIS, combine=rule)
 
         def step(p, s, tx=tx):
             return tx.update(jnp.ones(1), s, p, commit=True, weight=jnp.float32(3e38))
@@ -138,7 +138,7 @@ def test_weights_that_overflow_together_are_no_exchange():
 def test_small_contributions_whose_weights_overflow_are_no_exchange():
     """Their sum is finite; divided by infinite weights it would pass for a contribution of zero."""
     for factory in (optperm.agn, optperm.diloco):
-        tx = factory(optax.sgd(1.0), axis_name=AXIS)
+        tx = factory(optax.sgd(1.0), every=9, axis_name=AXIS)
 
         def step(p, s, tx=tx):
             return tx.update(jnp.full(1, 1e-3), s, p, commit=True, weight=jnp.float32(3e38))
@@ -151,7 +151,7 @@ def test_small_contributions_whose_weights_overflow_are_no_exchange():
 
 def test_weights_say_what_is_wrong():
     params = jnp.ones(2)
-    for tx in (optperm.agn(optax.sgd(0.1)), optperm.diloco(optax.sgd(0.1))):
+    for tx in (optperm.agn(optax.sgd(0.1)), optperm.diloco(optax.sgd(0.1), every=9)):
         opt_state = tx.init(params)
         for weight, error in (
             (-1.0, ValueError),
@@ -189,7 +189,7 @@ def test_weights_of_float64_params_have_their_precision(factory):
     with jax.enable_x64(True):
         theta, weights = np.array([0.0, 1.0, 5.0]), np.array([0.1, 0.2, 0.7])
         options = {} if factory is optperm.agn else {"outer": optax.sgd(1.0)}
-        tx = factory(optax.sgd(1.0), axis_name=AXIS, **options)
+        tx = factory(optax.sgd(1.0), every=9, axis_name=AXIS, **options)
 
         def center(target, weight):
             start = jnp.zeros([], jnp.float64)

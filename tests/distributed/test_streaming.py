@@ -473,7 +473,7 @@ def test_everything_at_once_with_donated_buffers_and_an_empty_leaf():
 def test_a_center_of_no_floating_dtype_is_refused():
     for dtype in ("int32", "complex64"):
         with pytest.raises(TypeError, match="center_dtype must be a real floating dtype"):
-            optperm.diloco(optax.sgd(0.1), center_dtype=dtype)
+            optperm.diloco(optax.sgd(0.1), every=9, center_dtype=dtype)
 
 
 def test_options_of_one_fragment_go_together():

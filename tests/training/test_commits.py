@@ -131,7 +131,7 @@ def test_evaluations_are_of_the_params_that_fit_would_return():
 
 
 SHORT = {
-    "default of diloco": (lambda axis: optperm.diloco(SGD, axis_name=axis), True),
+    "diloco": (lambda axis: optperm.diloco(SGD, every=500, axis_name=axis), True),
     "agn": (lambda axis: optax.chain(SGD, optperm.agn(SGD, every=9, axis_name=axis)), True),
     "schedule": (
         lambda axis: optperm.agn(SGD, every=lambda commits: 9 + commits, axis_name=axis),
