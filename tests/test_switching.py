@@ -274,7 +274,10 @@ SAMPLES = optperm.bayes.Samples(FLAT.reshape(2, 6), FLAT[:2], (), jnp.int32(6), 
 # For each function a method of which it reads the state, and a call.
 READ = {
     "adapted_kernel": (optperm.constant_sgd(9, 3), lambda s, p: optperm.bayes.adapted_kernel(s)),
-    "center_params": (optperm.diloco(sgd(), every=9), lambda s, p: optperm.distributed.center_params(s)),
+    "center_params": (
+        optperm.diloco(sgd(), every=9),
+        lambda s, p: optperm.distributed.center_params(s),
+    ),
     "export_permutation": (
         optperm.sgperm(),
         lambda s, p: optperm.permutation.export_permutation(p, s),

@@ -75,7 +75,8 @@ def simulate(plan, mixing, targets, start, *, rate=0.1, outer_rate=0.7, momentum
 
 def run(plan, *, flagged=False, targets, start, how="vmap", **options):
     """The same by the library."""
-    tx = optperm.diloco(optax.sgd(0.1), every=plan, axis_name=replicas.AXIS, **options)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    tx = optperm.diloco(optax.sgd(0.1), outer, every=plan, axis_name=replicas.AXIS, **options)
     step_of = {}
 
     def make(commit):

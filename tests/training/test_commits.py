@@ -181,7 +181,7 @@ def test_the_phase_that_is_running_decides_about_the_center(order):
             batch = {key: leaf[part] for key, leaf in data().items()}
             params[i] = params[i] - 0.1 * jax.grad(linear_loss)({"w": params[i]}, batch)["w"]
         if order == "commits earlier" and step == 2:
-            outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+            outer = optax.sgd(0.8, momentum=0.5, nesterov=True)
             center = begin(tx).params["w"]
             moves, _ = outer.update(center - sum(params) / 2, outer.init(center), center)
             params = [center + moves] * 2
