@@ -165,7 +165,8 @@ def measure_periods(name: str, leaves: int, size: int, repetitions: int) -> None
 
         return jax.jit(run, donate_argnums=(0, 1))
 
-    peers = {"bare": bare, "agn": optperm.agn(bare), "diloco": optperm.diloco(bare)}
+    how = {"every": NEVER}  # the last step has commit=True
+    peers = {"bare": bare, "agn": optperm.agn(bare, **how), "diloco": optperm.diloco(bare, **how)}
     steps = {
         peer: period(tx, **({} if peer == "bare" else {"commit": True}))
         for peer, tx in peers.items()
@@ -188,8 +189,8 @@ def measure_stacked(name: str, leaves: int, size: int, repetitions: int) -> None
     peers = {
         "bare": (bare, {}),
         "by hand": (by_hand(bare, has_center=True), {}),
-        "agn": (optperm.agn(bare, axis_name=AXIS), {"commit": False}),
-        "diloco": (optperm.diloco(bare, axis_name=AXIS), {"commit": False}),
+        "agn": (optperm.agn(bare, every=NEVER, axis_name=AXIS), {"commit": False}),
+        "diloco": (optperm.diloco(bare, every=NEVER, axis_name=AXIS), {"commit": False}),
     }
     params, grads = random_tree(leaves, size, 0), stacked(random_tree(leaves, size, 1))
     steps = {

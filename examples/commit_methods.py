@@ -14,9 +14,9 @@ RATES = 1.5e-3, 3e-3, 6e-3, 1.2e-2
 MUON_RATES = 5e-3, 1.5e-2, 4.5e-2
 OUTER = {
     "SGD 1": lambda: optax.sgd(1.0),
-    "Nesterov 0.8, 0.5": lambda: optax.sgd(0.8, momentum=0.5, nesterov=True),
+    "Nesterov 0.8, 0.5": lambda: None,  # what diloco takes by default
     "Nesterov 0.9, 0.8": lambda: optax.sgd(0.9, momentum=0.8, nesterov=True),
-    "Nesterov 0.7, 0.9": lambda: None,  # what diloco takes by default
+    "Nesterov 0.7, 0.9": lambda: optax.sgd(0.7, momentum=0.9, nesterov=True),
 }
 
 

@@ -97,6 +97,10 @@ FUNCTIONS = {
         "other_covariance": jnp.eye(2),
     },
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
+    "traffic_report": {
+        "tx": optperm.diloco(sgd(), every=2, axis_name="replica"),
+        "params": PARAMS,
+    },
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.mandt_sgd(10, 2))},
@@ -218,6 +222,11 @@ LIMITS = {
         dict.fromkeys(("learning_rate", "rank", "b1", "b2", "eps", "weight_decay")),
     ),
     "rank_for": {"words": {"is_open": True}},
+    "traffic_report": {
+        "bandwidth": {"is_open": True},
+        "every": {"is_open": True},
+        "replicas": {"minimum": 2},
+    },
     "prune": {"key": None},
     "svrg_learning_rate": {"num_passes": {"minimum": 0}},
     "stationary_covariance": {"preconditioner": None, "momentum": None},

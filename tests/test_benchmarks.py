@@ -39,6 +39,15 @@ USUAL = [
     ("compare.py", "sgd svrg --seeds 1 --epochs 1 --hidden 4", {}),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("low_rank.py", "--only memory --smallest", {}),
+    (
+        "outer.py",
+        "--seeds 1 --layers 1 --width 8",
+        {
+            "SETTINGS": (("MLP", 4, 2), ("decoder", 4, 2)),
+            "OUTER": ("averaging",),
+            "RATES": (1e-2,),
+        },
+    ),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
         "sparse.py",

@@ -274,7 +274,10 @@ SAMPLES = optperm.bayes.Samples(FLAT.reshape(2, 6), FLAT[:2], (), jnp.int32(6), 
 # For each function a method of which it reads the state, and a call.
 READ = {
     "adapted_kernel": (optperm.constant_sgd(9, 3), lambda s, p: optperm.bayes.adapted_kernel(s)),
-    "center_params": (optperm.diloco(sgd()), lambda s, p: optperm.distributed.center_params(s)),
+    "center_params": (
+        optperm.diloco(sgd(), every=9),
+        lambda s, p: optperm.distributed.center_params(s),
+    ),
     "export_permutation": (
         optperm.sgperm(),
         lambda s, p: optperm.permutation.export_permutation(p, s),
@@ -350,10 +353,9 @@ def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():
         support.assert_same_bits(p, optperm.distributed.center_params(opt_state, final=True))
     assert steps == 3
     np.testing.assert_allclose(p, 0.9, rtol=1e-6)  # AGN's step of the mean gradient
-    before = optperm.switch_after(9, sgd(0.1), optperm.diloco(sgd(0.1))).init(p)
-    u, after = optperm.switch_after(9, sgd(0.1), optperm.diloco(sgd(0.1))).update(
-        jnp.float32(jnp.nan), before, p, commit="only"
-    )
+    tx = optperm.switch_after(9, sgd(0.1), optperm.diloco(sgd(0.1), every=9))
+    before = tx.init(p)
+    u, after = tx.update(jnp.float32(jnp.nan), before, p, commit="only")
     assert u == 0
     support.assert_same_bits(after, before)
 

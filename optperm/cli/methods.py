@@ -327,8 +327,8 @@ _ENTRIES = (
         {
             "every": 20,
             "learning_rate": 3e-3,
-            "outer_learning_rate": (0.7, "The step size of the outer steps."),
-            "outer_momentum": (0.9, "The decay of the Nesterov momentum of the outer steps."),
+            "outer_learning_rate": (0.8, "The step size of the outer steps."),
+            "outer_momentum": (0.5, "The decay of the Nesterov momentum of the outer steps."),
         },
     ),
     Method(

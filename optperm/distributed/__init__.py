@@ -11,5 +11,7 @@ from optperm.distributed._compression import Compression as Compression
 from optperm.distributed._diloco import DilocoState as DilocoState
 from optperm.distributed._diloco import diloco as diloco
 from optperm.distributed._plans import Every as Every
+from optperm.distributed._traffic_report import TrafficReport as TrafficReport
+from optperm.distributed._traffic_report import traffic_report as traffic_report
 
 _show_names(__name__)

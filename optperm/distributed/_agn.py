@@ -18,6 +18,7 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import AxisName
 from optperm.core.transformation import transformation
 from optperm.distributed._commits import RULES, Center, Combine, Replicas, check_weight
+from optperm.distributed._exchanging import show
 from optperm.distributed._local_counts import (
     advance_schedules,
     check_schedules,
@@ -295,6 +296,7 @@ def agn(
         )
         return finish(updates, new_state, state, has_step, axis_name)
 
-    return transformation(
+    tx = transformation(
         init, update, method="agn", like=lambda state: state.center, axis_name=axis_name
     )
+    return show("agn", tx, replicas, every)

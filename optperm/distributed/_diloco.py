@@ -23,6 +23,7 @@ from optperm.core.transformation import transformation
 from optperm.distributed._commits import Replicas, check_weight
 from optperm.distributed._compression import Compression
 from optperm.distributed._exchanges import NOTHING, Exchanger
+from optperm.distributed._exchanging import show
 from optperm.distributed._fragments import FragmentOf, Fragments
 from optperm.distributed._local_steps import (
     Period,
@@ -114,7 +115,7 @@ def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
     *,
-    every: Period | Every = 500,
+    every: Period | Every,
     axis_name: AxisName | None = None,
     combine: Literal["mean", "pairs"] = "mean",
     mixing: float | jax.Array = 0.0,
@@ -152,7 +153,8 @@ def diloco(
 
     Args:
       inner: The optimizer of the local steps; AdamW in the paper.
-      outer: The optimizer of the center. None for the paper's,
+      outer: The optimizer of the center. None for `optax.sgd(0.8, momentum=0.5, nesterov=True)`, which
+        is good with few commits and with many. The paper's is
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       every: :math:`H \ge 1`, the local steps from one outer step to the next; a schedule of the number
         of commits made; or an `optperm.distributed.Every`.
@@ -205,10 +207,9 @@ def diloco(
       learning rate, or the centers may never come together. Centers stay apart by about the rounding of
       their dtype.
 
-      The outer momentum of the paper needs many commits, and less of it is good if replicas move fast:
-      with forty commits `optax.sgd(0.8, momentum=0.5, nesterov=True)` did best on a small transformer
-      (`examples/byte_transformer.py`), with twenty commits averaging by `optax.sgd(1.0)`. MuLoCo is
-      `diloco(optax.contrib.muon(...))`, for which the same outer optimizers are good.
+      `benchmarks/outer.py` compares outer optimizers with one replica alone, at equal time, with 10 and
+      100 commits. The paper's momentum of 0.9 loses to it where the rate of the replicas is not small.
+      MuLoCo is `diloco(optax.contrib.muon(...))`, for which the same outer optimizers are good.
 
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
@@ -227,7 +228,8 @@ def diloco(
       Kolehmainen et al., `NoLoCo: No-all-reduce Low Communication Training Method for Large Models
       <https://arxiv.org/abs/2506.10911>`_, 2025
     """
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    # benchmarks/outer.py compares this outer optimizer with the paper's and with averaging.
+    outer = optax.sgd(0.8, momentum=0.5, nesterov=True) if outer is None else outer
     replicas = Replicas(axis_name or None, shard_axes or ())
     is_paired, axis_name = combine == "pairs", replicas.axis_name
     _check_options(combine, axis_name, mixing, compress, center_dtype)
@@ -342,7 +344,7 @@ def diloco(
         )
         return finish(updates, new_state, state, has_step, axis_name)
 
-    return transformation(
+    tx = transformation(
         init,
         update,
         method="diloco",
@@ -350,6 +352,7 @@ def diloco(
         dtypes=center_dtype is None,
         axis_name=axis_name,
     )
+    return show("diloco", tx, replicas, every)
 
 
 def _find_due(

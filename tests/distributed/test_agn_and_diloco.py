@@ -40,7 +40,12 @@ SIMULATED = {
         functools.partial(replicas.simulate_diloco, replicas.adam(0.05), simulated, every=PERIOD),
     )
     for name, outer, simulated in (
-        ("by default", None, replicas.sgd(0.7, 0.9, nesterov=True)),
+        ("by default", None, replicas.sgd(0.8, 0.5, nesterov=True)),
+        (
+            "of the paper",
+            optax.sgd(0.7, momentum=0.9, nesterov=True),
+            replicas.sgd(0.7, 0.9, nesterov=True),
+        ),
         ("adam", optax.adam(0.2), replicas.adam(0.2)),
     )
 }

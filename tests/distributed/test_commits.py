@@ -142,7 +142,7 @@ def test_flags_travel_through_chain_and_multi_steps():
 def test_a_flag_may_be_traced_and_others_are_refused():
     """A scalar bool that is known on the device decides as a Python bool does."""
     for method in (optperm.agn, optperm.diloco):
-        tx = method(optax.sgd(0.1))
+        tx = method(optax.sgd(0.1), every=9)
         opt_state = tx.init(START)
         step = jax.jit(lambda flag, tx=tx, s=opt_state: tx.update(START, s, START, commit=flag))
         for flag in (True, False):
@@ -163,7 +163,7 @@ def test_a_schedule_of_periods(factory):
     commits = [bool(np.all(s.pulled)) for _, s in trail]
     assert commits == [True, False, True, False, False, True]
     explicit = run_flagged(
-        factory(optax.sgd(0.1), axis_name=replicas.AXIS),
+        factory(optax.sgd(0.1), every=9, axis_name=replicas.AXIS),
         [replicas.stack([START])] * 6,
         commits,
     )
@@ -383,13 +383,13 @@ def test_multi_steps_of_the_center_are_refused(factory):
     tx = (
         optperm.agn(accumulating)
         if factory is optperm.agn
-        else optperm.diloco(optax.sgd(0.1), accumulating)
+        else optperm.diloco(optax.sgd(0.1), accumulating, every=9)
     )
     with pytest.raises(
         ValueError, match=r"write (optax\.MultiSteps\(agn|diloco\(optax\.MultiSteps)\("
     ):
         tx.init(START)
-    optperm.diloco(accumulating).init(START)
+    optperm.diloco(accumulating, every=9).init(START)
     optperm.agn(accumulating, outer=optax.sgd(0.1)).init(START)
 
 
@@ -483,7 +483,7 @@ def test_a_commit_alone_equals_a_commit_with_the_last_step(method, how):
 @pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
 def test_a_commit_alone_in_an_unnamed_vmap_over_seeds(factory):
     """Each training decides by its own steps: the first has made one, the second none."""
-    tx = factory(optax.sgd(0.1, momentum=0.9), axis_name=replicas.AXIS)
+    tx = factory(optax.sgd(0.1, momentum=0.9), every=9, axis_name=replicas.AXIS)
     step = flagged_step(tx, False)
     params, opt_state = (replicas.stack([tree] * 4) for tree in (START, tx.init(START)))
     moved = jax.vmap(step, axis_name=replicas.AXIS)(params, opt_state, grads_of(1)[0])

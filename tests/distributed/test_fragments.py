@@ -155,7 +155,7 @@ def test_fragments_say_what_is_wrong():
         with pytest.raises(ValueError, match=message):
             optperm.diloco(optax.sgd(0.1), every=plan, fragment_of=fragment_of).init(params)
     with pytest.raises(ValueError, match=r"an integer in \[0, 1\)"):
-        optperm.diloco(optax.sgd(0.1), fragment_of={"a": 0, "b": 1}).init(params)
+        optperm.diloco(optax.sgd(0.1), every=4, fragment_of={"a": 0, "b": 1}).init(params)
     state = optperm.diloco(optax.sgd(0.1), every=plan).init(params)
     for other in (optperm.distributed.Every(4, 3), optperm.distributed.Every(4, 2, 1), 4):
         tx = optperm.diloco(optax.sgd(0.1), every=other)

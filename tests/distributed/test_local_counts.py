@@ -142,7 +142,7 @@ def test_a_count_that_may_be_for_both_is_refused(name):
     with pytest.raises(ValueError, match="Pass outer, whose schedules"):
         optperm.agn(optimizer).init(START)
     optperm.agn(optimizer, outer=optimizer).init(START)
-    optperm.diloco(optimizer).init(START)
+    optperm.diloco(optimizer, every=10).init(START)
 
 
 def test_schedules_within_a_switch_are_refused():

@@ -202,14 +202,15 @@ def test_what_pairs_cannot_do_is_refused():
     """Several axes, compression, and replicas under a vmap without a name; AGN has no pairs."""
     sgd = optax.sgd(0.1)
     with pytest.raises(ValueError, match="needs replicas along one axis"):
-        optperm.diloco(sgd, axis_name=("a", "b"), combine="pairs")
-    tx = optperm.diloco(sgd, axis_name=AXIS, combine="pairs")
+        optperm.diloco(sgd, every=PERIOD, axis_name=("a", "b"), combine="pairs")
+    tx = optperm.diloco(sgd, every=PERIOD, axis_name=AXIS, combine="pairs")
     opt_state = jax.vmap(jax.vmap(tx.init))(jnp.ones((2, 2, 1)))
     update = jax.vmap(lambda p, s: tx.update(p, s, p)[0], axis_name=AXIS)
     with pytest.raises(ValueError, match="would exchange at every step"):
         jax.vmap(update)(jnp.ones((2, 2, 1)), opt_state)
     for method, rule in ((optperm.diloco, "sum"), (optperm.agn, "pairs")):
         with pytest.raises(ValueError, match="combine must be one of"):
-            method(sgd, combine=rule)
+            method(sgd, every=PERIOD, combine=rule)
     with pytest.raises(ValueError, match='compress needs combine="mean"'):
-        optperm.diloco(sgd, combine="pairs", compress=optperm.distributed.Compression(bits=4))
+        compress = optperm.distributed.Compression(bits=4)
+        optperm.diloco(sgd, every=PERIOD, combine="pairs", compress=compress)

@@ -75,7 +75,8 @@ def simulate(plan, mixing, targets, start, *, rate=0.1, outer_rate=0.7, momentum
 
 def run(plan, *, flagged=False, targets, start, how="vmap", **options):
     """The same by the library."""
-    tx = optperm.diloco(optax.sgd(0.1), every=plan, axis_name=replicas.AXIS, **options)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    tx = optperm.diloco(optax.sgd(0.1), outer, every=plan, axis_name=replicas.AXIS, **options)
     step_of = {}
 
     def make(commit):
@@ -473,7 +474,7 @@ def test_everything_at_once_with_donated_buffers_and_an_empty_leaf():
 def test_a_center_of_no_floating_dtype_is_refused():
     for dtype in ("int32", "complex64"):
         with pytest.raises(TypeError, match="center_dtype must be a real floating dtype"):
-            optperm.diloco(optax.sgd(0.1), center_dtype=dtype)
+            optperm.diloco(optax.sgd(0.1), every=9, center_dtype=dtype)
 
 
 def test_options_of_one_fragment_go_together():

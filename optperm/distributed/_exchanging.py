@@ -1,0 +1,58 @@
+"""Show a report the methods that exchange, wherever in an optimizer they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import optax
+
+from optperm.distributed._commits import Replicas
+
+
+class Method(NamedTuple):
+    """A method that exchanges.
+
+    Attributes:
+      name: Its public name.
+      tx: The transformation.
+      params: The params that it trains, perhaps a part of the model's.
+      replicas: The mapped axes.
+      every: Its period or plan.
+    """
+
+    name: str
+    tx: optax.GradientTransformationExtraArgs
+    params: optax.Params
+    replicas: Replicas
+    every: Any
+
+
+Look = Callable[[Method], None]
+_LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
+
+
+@contextmanager
+def look_at_methods(look: Look | None) -> Iterator[None]:
+    """Call `look` with each method whose `init` is called within the context; None for no call."""
+    token = _LOOK.set(look)
+    try:
+        yield
+    finally:
+        _LOOK.reset(token)
+
+
+def show(
+    name: str, tx: optax.GradientTransformationExtraArgs, replicas: Replicas, every: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Return a method whose `init` shows it to the report that is being made, if any."""
+
+    def init(params: optax.Params) -> Any:
+        look = _LOOK.get()
+        if look is not None:
+            look(Method(name, tx, params, replicas, every))
+        return tx.init(params)
+
+    return tx._replace(init=init)

@@ -1,0 +1,142 @@
+"""traffic_report against closed forms, and against the collectives of compiled programs."""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optperm
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+from collectives import traffic
+
+Compression, Every = optperm.distributed.Compression, optperm.distributed.Every
+report = optperm.distributed.traffic_report
+AXIS, PERIOD, REPLICAS = "replica", 10, 4
+SGD = optax.sgd(0.1)
+PARAMS = {
+    "hidden": {"kernel": jnp.zeros((784, 128)), "bias": jnp.zeros(128)},
+    "output": {"kernel": jnp.zeros((128, 10)), "bias": jnp.zeros(10)},
+}
+NUMBERS = 101_770
+PLAIN = optperm.diloco(SGD, every=PERIOD, axis_name=AXIS)
+METHODS = {
+    "diloco": PLAIN,
+    "agn": optperm.agn(SGD, every=PERIOD, axis_name=AXIS),
+    "sequential": optperm.agn(SGD, every=PERIOD, axis_name=AXIS, combine="sequential"),
+    "fragments": optperm.diloco(SGD, every=Every(PERIOD, 4), axis_name=AXIS),
+    "delay": optperm.diloco(SGD, every=Every(PERIOD, 2, 3), axis_name=AXIS),
+    "4 bits": optperm.diloco(SGD, every=PERIOD, axis_name=AXIS, compress=Compression(bits=4)),
+    "top k": optperm.diloco(
+        SGD, every=PERIOD, axis_name=AXIS, compress=Compression(1 / 32, bits=2)
+    ),
+    "pairs": optperm.diloco(SGD, every=PERIOD, axis_name=AXIS, combine="pairs"),
+    "dtype of the center": optperm.diloco(
+        SGD, every=PERIOD, axis_name=AXIS, center_dtype=jnp.float32
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_traffic_of_each_option_is_what_the_compiled_program_sends(name):
+    """The operands in the HLO of a step whose conditionals are entered once a period."""
+    tx = METHODS[name]
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optperm.apply_updates(params, updates, state), state
+
+    step = jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:REPLICAS])
+    trees = PARAMS, tx.init(PARAMS)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), trees)
+    hlo = step.lower(*stacked).compile().as_text()
+    # A program of pairs has a branch for each way to pair four replicas, and takes one of the two.
+    ways = 2 if name == "pairs" else 1
+    expected = traffic(hlo, PERIOD * ways).bytes_per_step
+    assert report(tx, PARAMS, replicas=REPLICAS).all.bytes_per_step == pytest.approx(expected)
+
+
+def test_traffic_of_all_params_is_four_bytes_each_and_a_weight():
+    """32 bits of each number, also of bfloat16, and of the weight of each fragment."""
+    found = report(PLAIN, PARAMS)
+    assert found.synchronous.bytes_per_step == 4 * NUMBERS
+    assert found.all.bytes_per_commit == 4 * NUMBERS + 4
+    assert found.all.bytes_per_step == (4 * NUMBERS + 4) / PERIOD
+    half = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), PARAMS)
+    found = report(PLAIN, half)
+    assert found.synchronous.bytes_per_step == 2 * NUMBERS
+    assert found.all.bytes_per_commit == 4 * NUMBERS + 4
+
+
+def test_traffic_of_a_plan_is_a_line_for_each_fragment():
+    found = report(METHODS["fragments"], PARAMS)
+    # The middles of the leaves in the sizes of all: biases first, by the order of the tree
+    sizes = [128, 784 * 128, 0, 10 + 1280]
+    assert [each.bytes_per_commit for each in found.fragments] == [4 * n + 4 for n in sizes]
+    assert found.all.bytes_per_commit == 4 * NUMBERS + 16
+    lines = str(found).splitlines()
+    assert len(lines) == 7
+    assert lines[2].split()[:3] == ["fragment", "1", "401,412"]
+    assert "s/commit" not in lines[0].split()
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_seconds_are_the_bits_of_a_ring_over_the_bandwidth(replicas):
+    """2 (k - 1) / k of an all-reduce, k - 1 of an all-gather, and 1 of a pair."""
+    multiples = {"diloco": 2 * (replicas - 1) / replicas, "4 bits": replicas - 1, "pairs": 1}
+    for name, multiple in multiples.items():
+        found = report(METHODS[name], PARAMS, 1e6, replicas=replicas)
+        seconds = 8 * found.all.bytes_per_commit * multiple / 1e6
+        assert found.all.seconds_per_commit == pytest.approx(seconds)
+        assert found.all.seconds_per_step == pytest.approx(seconds / PERIOD)
+        ring = 8 * 4 * NUMBERS * multiples["diloco"] / 1e6
+        assert found.synchronous.seconds_per_step == pytest.approx(ring)
+
+
+def test_traffic_in_any_nesting_is_of_the_params_that_the_method_trains():
+    bias = {"hidden": {"kernel": "rest", "bias": "own"}, "output": "rest"}
+    outside = {
+        "chain": (optax.chain(optax.clip(1.0), PLAIN), NUMBERS),
+        "MultiSteps": (optax.MultiSteps(PLAIN, 3).gradient_transformation(), NUMBERS),
+        "switch_after": (optperm.switch_after(5, SGD, PLAIN), NUMBERS),
+        "partition": (optax.partition({"own": PLAIN, "rest": SGD}, bias), 128),
+        "inject": (
+            optax.inject_hyperparams(optperm.diloco)(SGD, every=PERIOD, axis_name=AXIS),
+            NUMBERS,
+        ),
+    }
+    for name, (tx, numbers) in outside.items():
+        every = PERIOD if name == "inject" else None  # a number of the state
+        found = report(tx, PARAMS, every=every)
+        assert found.all.bytes_per_step == (4 * numbers + 4) / PERIOD, name
+        assert found.synchronous.bytes_per_step == 4 * NUMBERS, name
+
+
+def test_traffic_over_two_axes_and_sharded_replicas_is_that_of_one_axis():
+    for options in ({"axis_name": ("slice", "host")}, {"axis_name": AXIS, "shard_axes": "model"}):
+        tx = optperm.diloco(SGD, every=PERIOD, **options)
+        assert report(tx, PARAMS, 1e6, replicas=4) == report(PLAIN, PARAMS, 1e6, replicas=4)
+
+
+def test_traffic_of_a_schedule_needs_its_mean_period():
+    tx = optperm.agn(SGD, every=lambda commits: 5 + commits, axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"period of agn is not a known number: pass every="):
+        report(tx, PARAMS)
+    assert report(tx, PARAMS, every=7.5).all.bytes_per_step == (4 * NUMBERS + 4) / 7.5
+
+
+def test_traffic_of_no_exchange_raises():
+    with pytest.raises(ValueError, match=r"one optperm.agn or optperm.diloco, .* got 0"):
+        report(SGD, PARAMS)
+    with pytest.raises(ValueError, match=r"got 2"):
+        report(optax.chain(PLAIN, METHODS["agn"]), PARAMS)
+    with pytest.raises(ValueError, match=r"diloco without axis_name is a single replica"):
+        report(optperm.diloco(SGD, every=PERIOD), PARAMS)
+    with pytest.raises(TypeError, match="tx"):
+        report(None, PARAMS)
+    for options in ({"bandwidth": 0.0}, {"every": float("nan")}, {"replicas": 1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            report(PLAIN, PARAMS, **options)

@@ -1,0 +1,80 @@
+"""The program of the guide on slow links, on two hosts of two devices, and on one with the same mesh."""
+
+import pathlib
+import re
+import runpy
+
+import jax
+import numpy as np
+import processes
+import pytest
+from sklearn.datasets import load_digits
+
+pytestmark = pytest.mark.programs
+
+FOLDER = pathlib.Path(__file__).parent
+GUIDE = FOLDER.parents[1] / "docs" / "guides" / "slow_links.md"
+HOSTS = 2
+
+
+def write_program(folder, epochs=8):
+    """Write train.py as the guide has it, or with fewer epochs."""
+    text = GUIDE.read_text(encoding="utf-8")
+    (program,) = re.findall(r":caption: train.py\n(.*?)^```$", text, re.M | re.S)
+    head, constants, rest = program.partition("EPOCHS, EVERY = 64, 8, 20")
+    assert constants
+    changed = f"EPOCHS, EVERY = 64, {epochs}, 20"
+    (folder / "train.py").write_text(head + changed + rest, encoding="utf-8")
+
+
+def write_data(folder):
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(y))
+    data = {"x": np.float32(x / 16)[order], "y": np.int32(y)[order]}
+    names = ["train-0", "train-1", "test"]
+    for name, start, end in zip(names, (0, 700, 1400), (700, 1400, len(y)), strict=True):
+        np.savez(folder / f"{name}.npz", **{key: each[start:end] for key, each in data.items()})
+
+
+def train_on_hosts(folder):
+    """Run the program on two hosts; return the params that host 0 has written, and the accuracy."""
+    said = processes.run_workers(FOLDER / "guide_worker.py", folder / "train.py", processes=HOSTS)
+    with np.load(folder / "trained.npz") as file:
+        return dict(file), float(re.search(r"^accuracy ([\d.]+)$", said[0], re.M).group(1))
+
+
+def test_two_hosts_train_as_one_process_and_resume(lenient, tmp_path, monkeypatch):
+    """Whole, and cut off after 3 of 8 epochs between two commits."""
+    write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_program(tmp_path)
+    program = runpy.run_path(str(tmp_path / "train.py"))
+    read, batches = program["read"], program["batches"]
+    hosts = [read(f"train-{host}.npz") for host in range(HOSTS)]
+
+    def batches_of(epoch):
+        for parts in zip(*(batches(data, epoch) for data in hosts), strict=True):
+            yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda: four)
+    alone = program["train"](HOSTS, batches_of, read("test.npz"))
+    monkeypatch.undo()
+    paths = jax.tree.leaves_with_path(alone.state.params)
+    expected = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in paths}
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints-of-one")
+
+    whole, accuracy = train_on_hosts(tmp_path)
+    assert accuracy == pytest.approx(alone.history.epochs["eval_accuracy"][-1], abs=0.005)
+    assert accuracy > 0.9
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints-of-two")
+    write_program(tmp_path, epochs=3)
+    cut, _ = train_on_hosts(tmp_path)
+    assert (tmp_path / "checkpoints" / "30").exists()
+    write_program(tmp_path)
+    resumed, _ = train_on_hosts(tmp_path)
+    for name, leaf in expected.items():
+        # Sums of four parts in another order: Adam divides a rounding of small gradients by their size.
+        np.testing.assert_allclose(whole[name], leaf, rtol=0, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(resumed[name], whole[name], err_msg=name)
+        assert np.abs(cut[name] - leaf).max() > 1e-3
