@@ -208,7 +208,7 @@ def diloco(
       their dtype.
 
       `benchmarks/outer.py` compares outer optimizers with one replica alone, at equal time, with 10 and
-      100 commits. The paper's momentum of 0.9 loses to it where the rate of the replicas is not small.
+      100 commits. The default and averaging by `optax.sgd(1.0)` never lose to it; the paper's may lose.
       MuLoCo is `diloco(optax.contrib.muon(...))`, for which the same outer optimizers are good.
 
     Raises:

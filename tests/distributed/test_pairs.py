@@ -211,6 +211,6 @@ def test_what_pairs_cannot_do_is_refused():
     for method, rule in ((optperm.diloco, "sum"), (optperm.agn, "pairs")):
         with pytest.raises(ValueError, match="combine must be one of"):
             method(sgd, every=PERIOD, combine=rule)
+    compress = optperm.distributed.Compression(bits=4)
     with pytest.raises(ValueError, match='compress needs combine="mean"'):
-        compress = optperm.distributed.Compression(bits=4)
         optperm.diloco(sgd, every=PERIOD, combine="pairs", compress=compress)
