@@ -55,7 +55,7 @@ def train(folder: pathlib.Path, devices: int, epochs: int, pause: float) -> None
         data,
         epochs=epochs,
         batch_size=8,
-        devices=devices if devices > 1 else None,
+        mesh=jax.make_mesh((devices,), ("replica",)) if devices > 1 else None,
         epoch_start=optperm.variance.take_snapshot,
         every={5: lambda event: time.sleep(pause) if pause else None},
         checkpoints=folder / "kept",

@@ -11,12 +11,17 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
+from optperm.core.states import draw_params
 from optperm.core.transformation import known_extra_args, transformation
 from optperm.core.trees import fill_masked, mask_like
 from optperm.evaluation import LossFn, evaluate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, UInt32
+
+
+# Far from the numbers that JAX folds into the key of a batch.
+_DRAW_STREAM = 0x4452_4157
 
 
 class WithLossState(NamedTuple):
@@ -124,13 +129,17 @@ def with_loss(
 
         batch = fold_keys(data if batch_size is None else draw(keys[0], batch_size))
         # L_B and its gradient, and the gradient of an example drawn apart from B
-        e = evaluate(loss_fn, params, batch, example=fold_keys(draw(keys[1], 1)))
+        # A method such as ivon takes L_B and its gradient at a draw of the params.
+        drawn = draw_params(state.inner_state, params, fold_in(keys[0], _DRAW_STREAM))
+        at = params if drawn is None else drawn
+        e = evaluate(loss_fn, at, batch, example=fold_keys(draw(keys[1], 1)))
 
         def full_grad_fn(at: optax.Params) -> optax.Updates:
             whole = fill_masked(at, params)  # inside optax.partition a method knows only its part
             return mask_like(evaluate(loss_fn, whole, fold_keys(data)).grad, at)
 
         extras = extra_args | e.extra_args | {"full_grad_fn": full_grad_fn}
+        extras |= {} if drawn is None else {"draw": drawn}
         extras = known_extra_args(inner, extras)
         moves, inner_state = inner.update(e.grad, state.inner_state, params, **extras)
         count = optax.safe_increment(state.count)

@@ -67,8 +67,22 @@ def pytest_addoption(parser):
     parser.addoption("--all-entries", action="store_true", help="the same for all of them")
 
 
+class OneDevice:
+    """A device is chosen for the examples of docstrings: `fit` warns of devices that stay idle."""
+
+    def pytest_runtest_setup(self, item):
+        if isinstance(item, pytest.DoctestItem):
+            jax.config.update("jax_default_device", jax.devices()[0])
+
+    def pytest_runtest_teardown(self, item):
+        if isinstance(item, pytest.DoctestItem):
+            jax.config.update("jax_default_device", None)
+
+
 def pytest_configure(config):
     """Share the compiled programs: workers get the environment of the process that starts them."""
+    # The hooks of this file are for the tests beside it, those of a plugin for the package too.
+    config.pluginmanager.register(OneDevice())
     if hasattr(config, "workerinput"):
         return
     named = os.environ.get("OPTPERM_TEST_CACHE")
@@ -173,6 +187,14 @@ def _lenient_where_optax_is_inside(request, _strict):
     """Lift the strict promotion for a transformation that wraps optimizers of Optax."""
     if "ours" in request.fixturenames and request.getfixturevalue("ours").lenient:
         request.getfixturevalue("lenient")
+
+
+@pytest.fixture
+def one_device():
+    """The first of the eight devices is chosen, as `fit` warns of devices that stay idle."""
+    jax.config.update("jax_default_device", jax.devices()[0])
+    yield
+    jax.config.update("jax_default_device", None)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 import optperm
 from optperm import training
@@ -18,6 +19,7 @@ from optperm.training import _run as run
 
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
 KINDS = ("linen", "nnx")
+MAPPED = ("constant_sgd", "agn", "diloco")  # take the name of an axis
 METHODS = ("adam", "sgperm", "laperm", "svrg", "dldr", "constant_sgd", "agn", "diloco")
 
 
@@ -167,9 +169,19 @@ def subject(kind, tx):
     return (model,), {"optimizer": training.Optimizer(model, tx, wrt=nnx.Param)}
 
 
+def on(devices, *, mapped=False):
+    """The arguments of `fit` for a number of devices of each process, perhaps as replicas."""
+    if devices is None:
+        return {}
+    here = [jax.local_devices(index)[:devices] for index in range(jax.process_count())]
+    mesh = Mesh(np.array(here).ravel(), ("replica",))
+    return {"mesh": mesh, "axis_name": "replica"} if mapped else {"mesh": mesh}
+
+
 def fit(kind, name, *, devices=None, train_data=None, **options):
     """`training.fit` of a model by a method, from the start."""
-    tx = method(name, None if devices is None else "replica")
+    mapped = devices is not None and name in MAPPED
+    tx = method(name, "replica" if mapped else None)
     positional, keywords = subject(kind, tx)
     train_data = data() if train_data is None else train_data
     if train_data is data():
@@ -178,7 +190,7 @@ def fit(kind, name, *, devices=None, train_data=None, **options):
         *positional,
         LOSS[kind],
         train_data,
-        devices=devices,
+        **on(devices, mapped=mapped),
         epoch_start=epoch_start_of(name),
         **keywords,
         **options,

@@ -54,7 +54,8 @@ def mistakes(index, folder):
         "the digest of train_data": (state, moved, {}),
         "batch_size": (state, fitting.data(), {"batch_size": 8 + 4 * int(index)}),
     }
-    usual = {"epochs": 2, "devices": 2, "batch_size": fitting.BATCH}
+    on = fitting.on(2, mapped=True)
+    usual = {"epochs": 2, "batch_size": fitting.BATCH, **on}
     for name, (start, data, options) in cases.items():
         says = refusal(ValueError, start, data, **{**usual, **options})
         assert f"not the same in all processes: {name}" in says, says
@@ -64,7 +65,28 @@ def mistakes(index, folder):
             few = 2 if count == 3 and index == "1" else 4
             yield {name: leaf[:few] for name, leaf in batch.items()}
 
-    says = refusal(ValueError, state, unequal, epochs=1, devices=2)
+    # A process without data, with data that it cannot read, or with parts that devices cannot share.
+    few = [] if index == "1" else list(part(1))
+    says = refusal(ValueError, state, few, epochs=1, **on)
+    assert "the number of batches [5, 0]" in says, says
+    none = (lambda _: []) if index == "1" else part
+    says = refusal(ValueError, state, none, epochs=1, **on)
+    assert "gives no batch in epoch 1" in says, says
+    nothing = (
+        jax.tree.map(lambda leaf: leaf[:0], fitting.data()) if index == "1" else fitting.data()
+    )
+    says = refusal((ValueError, TypeError, RuntimeError), state, nothing, **usual)
+    assert ("examples" if index == "1" else "Another process has failed") in says, says
+    odd = [jax.tree.map(lambda leaf: leaf[:3], batch) for batch in part(1)]
+    plain = fitting.linen_state(fitting.method("adam"))
+    says = refusal(ValueError, plain, odd, epochs=1)
+    assert "3 examples in each of 2 processes, which 4 devices do not" in says, says
+    # Without a mesh they train on all devices of all processes.
+    by_default = training.fit(state, fitting.linen_loss, part, epochs=1, axis_name="replica")
+    on_mesh = training.fit(state, fitting.linen_loss, part, epochs=1, **on)
+    support.assert_same_bits(fitting.arrays(by_default), fitting.arrays(on_mesh))
+
+    says = refusal(ValueError, state, unequal, epochs=1, **on)
     assert "[4, 2] examples in the processes" in says, says
 
     def failing(epoch):
@@ -73,13 +95,13 @@ def mistakes(index, folder):
             raise OSError("no such file")
         yield from part(epoch)
 
-    where = {"checkpoints": folder / "failed", "devices": 2, "epochs": 1}
+    where = {"checkpoints": folder / "failed", "epochs": 1, **on}
     kind = OSError if index == "1" else RuntimeError
     says = refusal(kind, state, failing, **where)
     assert ("no such file" if index == "1" else "another process") in says, says
     # What they had trained by then is kept, and gone on with.
     gone_on = training.fit(state, fitting.linen_loss, part, resume=True, **where)
-    whole = training.fit(state, fitting.linen_loss, part, epochs=1, devices=2)
+    whole = training.fit(state, fitting.linen_loss, part, epochs=1, **on)
     support.assert_same_bits(fitting.arrays(gone_on), fitting.arrays(whole))
     # A signal to one of them ends all.
     ended = training.fit(
@@ -88,7 +110,7 @@ def mistakes(index, folder):
         fitting.data(),
         epochs=2,
         batch_size=fitting.BATCH,
-        devices=2,
+        **on,
         on_signal="return",
         every={4: lambda event: signal.raise_signal(signal.SIGTERM) if index == "1" else None},
     )

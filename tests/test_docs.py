@@ -53,7 +53,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.usefixtures("lenient")
+@pytest.mark.usefixtures("lenient", "one_device")
 @pytest.mark.parametrize(("page", "program"), PROGRAMS)
 def test_each_program_prints_what_its_comments_say(page, program, capsys):
     program = program.replace(

@@ -159,3 +159,20 @@ def test_example_is_drawn_apart_from_the_batch():
         updates, state = tx.update(params, state, params)
         differences.append(float(updates))
     assert np.count_nonzero(differences) >= 3
+
+
+def test_a_method_that_draws_gets_its_gradient_at_a_draw_of_each_step():
+    """IVON learns the curvature of a quadratic, which it sees by gradients at draws alone."""
+    curvature = jnp.array([1.0, 20.0])
+    tx = optperm.ivon(0.05, num_data=1000.0, b2=0.999)
+    tx = optperm.with_loss(tx, lambda w, _: 0.5 * jnp.sum(curvature * (w - 1.0) ** 2), jnp.zeros(1))
+
+    def step(carry, _):
+        w, state = carry
+        updates, state = tx.update(jnp.zeros(2), state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    start = jnp.zeros(2), tx.init(jnp.zeros(2))
+    (w, state), _ = jax.jit(lambda start: jax.lax.scan(step, start, length=10_000))(start)
+    chex.assert_trees_all_close(w, jnp.ones(2), atol=0.05)
+    chex.assert_trees_all_close(state.inner_state.hessian, curvature, rtol=0.2)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.bayes._adaptation import Adaptation, begin, warm_up
@@ -20,6 +21,7 @@ from optperm.bayes._covariance import (
     batch_gradients,
     check_noise_arguments,
 )
+from optperm.bayes._faults import COLD, are_seen, judge_kernel, judge_mean, judge_stability
 from optperm.bayes._kernel import NoiseKernel, flat, times
 from optperm.bayes._normal_noise import fold, three_point_like
 from optperm.bayes._warmup import after_burn_in, diagonal_newton, warmup
@@ -73,6 +75,24 @@ class ConstantSgdState(NamedTuple):
           grads: g, a tree like the params.
         """
         return self.kernel.precondition(grads, self.kernel.step_sizes(self.scale, self.limit))
+
+    def warnings(self, params: Any = None) -> list[str]:
+        """Return why the steps do not sample, where Python can see it.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        if not are_seen(self):
+            return []
+        found = judge_stability(self.kernel, self.steps)
+        if np.any(np.asarray(self.scale) == 0) and np.any(self.count):
+            found.append(COLD)
+        if np.any(np.asarray(self.count) < np.asarray(self.freeze_after)):
+            return found
+        # The last window has about half of all estimates in steps that sampled
+        estimates = 2 * np.asarray(self.kernel.estimates)
+        return [*found, *judge_kernel(self.kernel), *judge_mean(self.uneven, estimates)]
 
 
 def constant_sgd(

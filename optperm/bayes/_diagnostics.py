@@ -9,23 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.bayes._constant_sgd import ConstantSgdState
-from optperm.bayes._kernel import NoiseKernel
+from optperm.bayes._faults import COLD
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
-from optperm.core.shardings import can_be_seen
 
 if TYPE_CHECKING:
     from optperm.bayes._sampling import Samples
 
 # Of more entries, as many are judged, spread evenly.
 _MOST_ENTRIES = 20_000
-_LARGEST_STABILITY, _LARGEST_UNEVEN = 0.5, 0.2
-_LARGEST_BIAS, _LEAST_DRIFT, _LARGEST_CORRELATION = 0.05, 0.7, 1.3
+_LARGEST_BIAS = 0.05
 # A stationary chain does not spread so many times wider in its later half, nor this far.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
 DIVERGED = "The chains diverge: take smaller steps, or see that the loss is finite."
-_COLD = "The temperature is 0, at which no steps are taken: all draws of a chain are the same."
 
 
 class LangevinBiases(NamedTuple):
@@ -52,7 +49,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     found = [DIVERGED] if is_wild or _is_widening(values) else []
     for state in states:
         if isinstance(state, ConstantSgdState | MandtSgdState):
-            found += judge_state(state)
+            found += state.warnings()
             found += _judge_timing(state, values.shape[1] * int(samples.thinning))
     if len(states) > 1:
         found.append(
@@ -66,76 +63,12 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
             "draws of these entries do not follow the posterior."
         )
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
-    if np.any(unmoved) and _COLD not in found and states:
+    if np.any(unmoved) and COLD not in found and states:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: see that "
             "their gradients are finite, and that sampling had begun."
         )
     return found + _judge_rounding(samples)
-
-
-def judge_state(state: ConstantSgdState | MandtSgdState) -> list[str]:
-    """Return why the steps of a state do not sample; nothing of a traced state.
-
-    Raises:
-      ValueError: If steps were not taken because they would diverge.
-    """
-    if not can_be_seen(state.count) or not can_be_seen(state.kernel.stability):
-        return []
-    found, stability = [], float(np.max(state.kernel.stability))
-    if np.any(np.asarray(getattr(state, "unstable", 0)) > 0):
-        raise ValueError(
-            f"These steps do not sample, they diverge: lambda_max(H A) is {stability:.3g}, 2 or more, "
-            "so none was taken. Use constant_sgd, smaller batches, a smaller max_step or more damping."
-        )
-    if stability > _LARGEST_STABILITY and np.any(np.asarray(state.steps) > 0):
-        # Var = T / (N lambda) / (1 - h lambda / 2) along that direction
-        ratio = 1 / max(1 - stability / 2, 1e-3)
-        found.append(
-            f"lambda_max(H A) is {stability:.3g}: in that direction the variance of the draws is about "
-            f"{ratio:.2g} times what it should be. Lower stability, or take smaller batches."
-        )
-    if isinstance(state, ConstantSgdState):
-        if np.any(np.asarray(state.scale) == 0) and np.any(state.count):
-            found.append(_COLD)
-        if np.any(np.asarray(state.count) < np.asarray(state.freeze_after)):
-            return found
-        found += _judge_kernel(state.kernel)
-        # The last window has about half of all estimates in steps that sampled
-        estimates = 2 * np.asarray(state.kernel.estimates)
-    else:
-        estimates = np.asarray(state.estimates)
-    if np.max(np.asarray(state.uneven) / np.maximum(estimates, 1)) > _LARGEST_UNEVEN:
-        found.append(
-            "The gradient of the batch is not the mean of those of its examples: the loss sums, has "
-            "weights, or mixes examples. Use jnp.mean, or estimator='two_batches' for a loss that mixes."
-        )
-    return found
-
-
-def _judge_kernel(kernel: NoiseKernel) -> list[str]:
-    """Return what is wrong with the estimates of the warm-up."""
-    found, drift = [], float(np.mean(kernel.drift))
-    if drift < _LEAST_DRIFT:
-        found.append(
-            f"The warm-up has not arrived: in its last window the noise was {drift:.2g} times the noise "
-            "before, and draws are too narrow. Begin nearer to an optimum, or burn in longer."
-        )
-    correlation, estimates = float(np.max(kernel.correlation)), int(np.min(kernel.estimates))
-    if isinstance(kernel.basis, tuple):
-        # With few estimates, the steepest direction is the one whose noise was underestimated
-        if correlation > _LARGEST_CORRELATION + 4 / np.sqrt(max(estimates, 1)):
-            found.append(
-                "The noise of the gradients is correlated: along the steepest direction a step's is "
-                f"{correlation:.2g} times what the preconditioner takes it for, and the variance there "
-                "too large by about that factor. Use preconditioner='full', or a smaller noise_ratio."
-            )
-    elif estimates < kernel.basis.shape[-1]:
-        found.append(
-            f"The full preconditioner has {estimates} estimates of the noise of "
-            f"{kernel.basis.shape[-1]} params: raise freeze_after, or use preconditioner='diagonal'."
-        )
-    return found
 
 
 def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[str]:

@@ -83,7 +83,6 @@ def sample_params(
             )
     if isinstance(state, SwagState):
         _check_collected(state)
-    draw_one = _draw_ivon if isinstance(state, IvonState) else _draw_swag
     # find_state returns plain arrays too
     params = without_variables(params)
     mean = state.momentum if isinstance(state, IvonState) else state.mean
@@ -96,8 +95,10 @@ def sample_params(
             seen = jax.tree.map(follow, outer.masters, seen)
 
     def draw(key: jax.Array) -> optax.Params:
+        if isinstance(state, IvonState):
+            return state.draw(fill_masked(seen, params), key)
         threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
-        return fill_masked(draw_one(state, seen, threefry), params)
+        return fill_masked(_draw_swag(state, seen, threefry), params)
 
     typed = make_key(key)
     return draw(typed) if num_draws is None else jax.vmap(draw)(jax.random.split(typed, num_draws))
@@ -150,16 +151,6 @@ def _check_collected(state: SwagState) -> None:
 def _mean_if_collected(state: SwagState) -> optax.Params:
     """Return the mean; NaN where Python cannot see that nothing was collected."""
     return jax.tree.map(lambda mean: jnp.where(state.num_models > 0, mean, jnp.nan), state.mean)
-
-
-def _draw_ivon(state: IvonState, params: optax.Params, key: jax.Array) -> optax.Params:
-    """Draw m + z / sqrt(lambda (h + delta))."""
-
-    def draw(m: Any, h: jax.Array, z: jax.Array) -> jax.Array:
-        precision = state.num_data.astype(h.dtype) * (h + state.weight_decay.astype(h.dtype))
-        return m.astype(h.dtype) + z.astype(h.dtype) * jax.lax.rsqrt(precision)
-
-    return jax.tree.map(draw, params, state.hessian, normal_like(key, params))
 
 
 def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.Params:

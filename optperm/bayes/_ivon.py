@@ -16,12 +16,13 @@ import numpy as np
 import optax
 
 from optperm.bayes._masters import with_masters
+from optperm.bayes._normal_noise import normal_like
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, wide_zeros
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
-from optperm.core.trees import mask_like
+from optperm.core.trees import fill_masked, mask_like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
@@ -49,6 +50,24 @@ class IvonState(NamedTuple):
     hessian: PyTree[Float[Array, "?*shape"], "Params"]
     num_data: Float[Array, ""]
     weight_decay: Float[Array, ""]
+
+    def draw(self, params: optax.Params, key: jax.Array) -> optax.Params:
+        """Return params with a draw from the normal distribution in place of their mean.
+
+        Args:
+          params: All params.
+          key: A random key.
+        """
+        mean = mask_like(params, self.momentum)
+        threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
+
+        # theta = m + z / sqrt(lambda (h + delta))
+        def draw(m: Any, h: jax.Array, z: jax.Array) -> jax.Array:
+            precision = self.num_data.astype(h.dtype) * (h + self.weight_decay.astype(h.dtype))
+            return m.astype(h.dtype) + z.astype(h.dtype) * jax.lax.rsqrt(precision)
+
+        noise = normal_like(threefry, mean)
+        return fill_masked(jax.tree.map(draw, mean, self.hessian, noise), params)
 
 
 def ivon(
@@ -126,7 +145,7 @@ def ivon(
       `optperm.bayes.posterior_predictive` averages predictions over draws of
       `optperm.bayes.sample_params`.
 
-      `optperm.training.fit` does not train with `ivon`, since each step needs a draw: write the loop.
+      `optperm.training.fit` and `optperm.with_loss` make a draw in each step, with `mc_samples=1`.
       `optax.inject_hyperparams` needs `static_args=("mc_samples",)`. Of a model of `flax.nnx` take
       `nnx.to_pure_dict(nnx.state(model, nnx.Param))` as the params.
 
@@ -248,6 +267,12 @@ def ivon(
     def update_by_draws(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
+        given = updates, extra_args.get("draw")
+        if jax.tree.map(jnp.shape, given) == jax.tree.map(jnp.shape, (params, params)):
+            raise ValueError(
+                f"updates and draw need a leading axis of {mc_samples} draws: optperm.training.fit and "
+                "optperm.with_loss make one draw per step, with mc_samples=1."
+            )
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
 
@@ -257,7 +282,7 @@ def ivon(
 def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
     """Return the draw, masked like the state; raise unless it is a draw of these params."""
     if draw is None:
-        raise ValueError(f"ivon needs the extra argument draw, which fit does not pass: {_STEP}.")
+        raise ValueError(f"ivon needs the extra argument draw: {_STEP}.")
     draw = mask_like(draw, like)
     if mc_samples > 1:
         like = jax.tree.map(lambda g: jax.ShapeDtypeStruct((mc_samples, *g.shape), g.dtype), like)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.bayes._adaptation import begin, update_mean
@@ -22,6 +23,7 @@ from optperm.bayes._covariance import (
     batch_gradients,
     check_noise_arguments,
 )
+from optperm.bayes._faults import are_seen, judge_mean, judge_stability
 from optperm.bayes._kernel import NoiseKernel, times
 from optperm.bayes._masters import with_masters
 from optperm.bayes._power_iteration import power_iteration
@@ -77,6 +79,27 @@ class MandtSgdState(NamedTuple):
           grads: g, a tree like the params.
         """
         return self.kernel.precondition(grads, self.sizes)
+
+    def warnings(self, params: Any = None) -> list[str]:
+        """Return why the steps do not sample, where Python can see it.
+
+        Args:
+          params: Not used.
+
+        Raises:
+          ValueError: If steps were not taken because they would diverge.
+        """
+        del params
+        if not are_seen(self):
+            return []
+        if np.any(np.asarray(self.unstable) > 0):
+            raise ValueError(
+                "These steps do not sample, they diverge: lambda_max(H A) is "
+                f"{float(np.max(self.kernel.stability)):.3g}, 2 or more, so none was taken. Use "
+                "constant_sgd, smaller batches, a smaller max_step or more damping."
+            )
+        found = judge_stability(self.kernel, self.steps)
+        return found + judge_mean(self.uneven, np.asarray(self.estimates))
 
 
 def mandt_sgd(

@@ -10,8 +10,9 @@ import optax
 
 from optperm.core.dtypes import accumulation_dtype, cast_like
 from optperm.core.shardings import shard_like
-from optperm.core.states import find_states
+from optperm.core.states import draw_params, find_states
 from optperm.core.transformation import transformation
+from optperm.core.trees import fill_masked, mask_like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -29,6 +30,16 @@ class MasterState(NamedTuple):
 
     masters: PyTree[Float[Array, "?*shape"], "Params"]
     inner: Any
+
+    def draw(self, params: optax.Params, key: jax.Array) -> optax.Params | None:
+        """Return params with a draw about their copies; None if the sampler does not draw.
+
+        Args:
+          params: All params.
+          key: A random key.
+        """
+        about = jax.tree.map(follow, self.masters, mask_like(params, self.masters))
+        return draw_params(self.inner, fill_masked(about, params), key)
 
 
 def with_masters(

@@ -202,15 +202,3 @@ def warn_of_draws(samples: Samples) -> None:
         found = [] if diagnostics.is_finite(samples.params) else [diagnostics.DIVERGED]
     for text in found:
         warnings.warn(text, stacklevel=3)
-
-
-def warn_of_samplers(opt_state: Any) -> None:
-    """Warn of states of samplers whose steps do not sample.
-
-    Raises:
-      ValueError: If steps were not taken because they would diverge.
-    """
-    states: list[Any] = find_running_states(opt_state, (ConstantSgdState, MandtSgdState))
-    for state in states:
-        for text in diagnostics.judge_state(state):
-            warnings.warn(text, stacklevel=2)

@@ -94,6 +94,11 @@ class Method:
                 found[name] = Flag(default, about or _strip_markup(described.get(name, "")), kind)
         return found
 
+    @property
+    def takes_axis(self) -> bool:
+        """True if the method is mapped over the axis of its replicas."""
+        return "axis_name" in inspect.signature(self.build).parameters
+
     def defaults(self) -> dict[str, Hyperparameter]:
         """Return the default of each flag."""
         return {name: flag.default for name, flag in self.flags.items()}

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 import optperm
 from optperm.cli import datasets, models, report, run_folder
@@ -64,11 +65,13 @@ class Training:
         shape, classes = data.x_train.shape[1:], data.num_classes
         self.spec = models.NetworkSpec(flags.model, flags.hidden, shape, classes, flags.seed)
         self.model = models.build(self.spec)
+        self._mesh = _make_mesh(self.replicas) if self.replicas > 1 else None
+        self._axis_name = "replica" if self._mesh is not None and method.takes_axis else None
         facts: dict[str, int | str | None] = {
             "key": flags.seed,
             "num_data": len(data.x_train),
             "batch_size": self.batch_size,
-            "axis_name": "replica" if self.replicas > 1 else None,
+            "axis_name": self._axis_name,
         }
         try:
             self._tx = method.transformation(self.hyperparameters, facts)
@@ -100,20 +103,22 @@ class Training:
         # Outside of jit, `init` sees the values of params and warns of weights that are all equal, which
         # only a user's module may have. With several devices, `fit` makes the state on its mesh.
         init = self._tx.init if ":" in self.spec.model else jax.jit(self._tx.init)
-        opt_state = init(self.initial) if self.replicas == 1 else None
+        params, opt_state = self.initial, None
+        if self._mesh is None:  # one device by choice, of which `fit` does not warn
+            params = jax.device_put(params, jax.devices()[0])
+            opt_state = init(params)
         prior = float(self.hyperparameters.get("prior_precision") or 0.0)
         try:
             result = fit(
-                TrainState.create(
-                    apply_fn=None, params=self.initial, tx=self._tx, opt_state=opt_state
-                ),
+                TrainState.create(apply_fn=None, params=params, tx=self._tx, opt_state=opt_state),
                 models.loss_function(self.model, prior, len(self.data.x_train)),
                 {"x": self.data.x_train, "y": self.data.y_train},
                 epochs=epochs,
                 batch_size=self.batch_size,
                 key=self.spec.seed,
                 has_aux=True,
-                devices=self.replicas if self.replicas > 1 else None,
+                mesh=self._mesh,
+                axis_name=self._axis_name,
                 epoch_start=self._change,
                 on_epoch_end=on_epoch,
                 on_signal="return",  # to write the run folder first
@@ -164,6 +169,15 @@ class Training:
             "seconds": metrics.get("seconds", 0.0),
             "phase": self.method.phase(step, **self.hyperparameters),
         }
+
+
+def _make_mesh(devices: int) -> Mesh:
+    """Make a mesh of some devices of the default platform, or of the CPU if that has too few."""
+    here = max(jax.devices(), jax.devices("cpu"), key=lambda found: min(len(found), devices))
+    if len(here) < devices:
+        advice = f"JAX_NUM_CPU_DEVICES={devices} in the environment makes virtual ones"
+        raise CliError(f"--devices must be at most {len(here)}, got {devices}: {advice}.")
+    return Mesh(np.array(here[:devices]), ("replica",))
 
 
 def keep_programs() -> None:

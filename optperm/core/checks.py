@@ -288,7 +288,7 @@ def check_axis_is_bound(
         jax.lax.axis_size(axis_name or ())
     except NameError as error:
         advice = (
-            "call this within jax.pmap, jax.shard_map or jax.vmap over it (fit: devices or mesh), "
-            f"or leave {name} out"
+            "call this within jax.pmap, jax.shard_map or jax.vmap over it (in fit: pass "
+            f"axis_name={axis_name!r}), or leave {name} out"
         )
         raise ValueError(f"{name} {axis_name!r} is not bound here: {advice}.") from error

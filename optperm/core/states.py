@@ -6,8 +6,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optperm.core import checks
+from optperm.core.dtypes import cast_like
 from optperm.core.trees import mask_like
 
 State = TypeVar("State")
@@ -21,6 +23,89 @@ class PhasedState(Protocol):
     def phases(self) -> list[tuple[Any, Any]]:
         """Return each part, and a flag: whether it took the last step, or will take the first."""
         ...
+
+
+@runtime_checkable
+class DrawingState(Protocol):
+    """A state of a method that takes its gradients at a draw, and gets the draw as `draw=`."""
+
+    def draw(self, params: Any, key: jax.Array) -> Any:
+        """Return params with a draw in place of those of this method; None if nothing is drawn.
+
+        Args:
+          params: All params, also where the method is masked.
+          key: A random key of the step, and of the replica.
+        """
+        ...
+
+
+@runtime_checkable
+class WarningState(Protocol):
+    """A state that says what is wrong with it. The state of a wrapper speaks for the states in it."""
+
+    def warnings(self, params: Any) -> list[str]:
+        """Return sentences on what is wrong, where Python can see it.
+
+        Args:
+          params: The params after the last step, or before the first.
+
+        Raises:
+          ValueError: If training must not continue.
+        """
+        ...
+
+
+def draw_params(opt_state: Any, params: Any, key: jax.Array) -> Any:
+    """Return the params at which to take gradients; None if no state draws.
+
+    Where it is not known which phase is running, the draw is selected on the device. A step after a
+    change of phases takes its gradient as the phase before did.
+
+    Args:
+      opt_state: The state of an optimizer, however composed.
+      params: The params.
+      key: A random key of the step, and of the replica.
+
+    Raises:
+      ValueError: If a method that draws is inside `optax.MultiSteps`.
+    """
+    for outer in find_states(opt_state, optax.MultiStepsState):
+        if draw_params(outer.inner_opt_state, params, key) is not None:
+            raise ValueError(
+                "optax.MultiSteps around a method that draws would mix the gradients of several draws: "
+                "take the mean loss over microbatches at one draw."
+            )
+    drawn, is_any = without_variables(params), False
+    for index, (state, flags) in enumerate(_find_drawing(opt_state)):
+        found = without_variables(state).draw(drawn, jax.random.fold_in(key, index))
+        if found is None:
+            continue
+        is_any = True
+        for flag in flags:
+            like = cast_like(drawn, found)
+            found = optax.tree.where(flag, found, like)
+        drawn = found
+    return drawn if is_any else None
+
+
+def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield the states that draw, with the flags of the phases around them."""
+
+    def is_end(node: Any) -> bool:
+        return isinstance(node, DrawingState | PhasedState)
+
+    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
+        if isinstance(node, DrawingState):
+            yield node, flags
+        elif isinstance(node, PhasedState):
+            for part, flag in node.phases():
+                yield from _find_drawing(part, (*flags, flag))
+
+
+def find_warnings(opt_state: Any, params: Any) -> list[str]:
+    """Return the warnings of the states, in any nesting, that are running."""
+    states = find_running_states(opt_state, WarningState)
+    return [text for state in states for text in state.warnings(params)]
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
 from optperm.permutation._falling import falling
 from optperm.permutation._permute_by_cycles import permute_by_cycles
@@ -42,6 +44,17 @@ class RecommendationState(NamedTuple):
     count: Int32[Array, ""]  # type: ignore[assignment]
     recommendation: PyTree[Float[Array, "?*shape"], "Params"]
     steps_past_end: Int32[Array, ""]
+
+    def warnings(self, params: Any) -> list[str]:
+        """Return a sentence if `sgperm` is past its `num_steps`.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        if not can_be_seen(self.steps_past_end) or not np.any(np.asarray(self.steps_past_end) > 0):
+            return []
+        return ["sgperm is past its num_steps: it continues with the last aggressiveness."]
 
 
 def sgperm(

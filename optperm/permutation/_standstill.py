@@ -1,12 +1,8 @@
-"""Warnings of a loop about SGPerm: its weights stand still, or it is past its `num_steps`."""
+"""The warning of a loop that SGPerm's weights stand still."""
 
 import warnings
-from typing import Any
 
 import numpy as np
-
-from optperm.core.states import find_states
-from optperm.permutation._sgperm import RecommendationState
 
 # Weights stand still if the last 50 steps move at most a tenth of what the first 5 moved.
 _WINDOW, _FIRST, _STILL = 50, 5, 0.1
@@ -33,13 +29,3 @@ def warn_if_still(fraction_moved: np.ndarray, *, stacklevel: int) -> bool:
     )
     warnings.warn(f"{says} {advice}", stacklevel=stacklevel)
     return True
-
-
-def warn_if_past_end(opt_state: Any, *, stacklevel: int) -> bool:
-    """Warn if SGPerm is past its `num_steps`; return whether."""
-    states = find_states(opt_state, RecommendationState)
-    is_past = any(int(np.max(state.steps_past_end)) > 0 for state in states)
-    if is_past:
-        says = "sgperm is past its num_steps: it continues with the last aggressiveness."
-        warnings.warn(says, stacklevel=stacklevel)
-    return is_past

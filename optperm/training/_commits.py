@@ -8,18 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import Partial
 
 from optperm.core.dtypes import cast_like
 from optperm.core.mapped_axes import mark_varying
 from optperm.core.states import find_running_states, find_states, local_values
 from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked
-from optperm.distributed._center import LOCAL_STATES
 from optperm.evaluation import evaluate
-from optperm.exact import only_commits
+from optperm.exact import CommittingState, only_commits
 from optperm.training._layout import Layout
-from optperm.training._steps import compile_on_replicas, unwrap_keys, wrap_keys
+from optperm.training._steps import compile_on_replicas, evaluate_step, unwrap_keys, wrap_keys
 from optperm.training._train_state import Model, TrainState
 
 # Calls after which `optax.MultiSteps` has passed one on, if it does at all.
@@ -35,12 +33,12 @@ def steps_since_commit(opt_state: Any) -> int:
 
 def _running_centers(opt_state: Any) -> list[Any]:
     """Return the states with a center in the phases that are running."""
-    return list[Any](find_running_states(opt_state, LOCAL_STATES))
+    return list[Any](find_running_states(opt_state, CommittingState))
 
 
 def _are_apart(carry: TrainState, layout: Layout) -> bool:
     """Return True if each replica trains its own params; a mapped method may also keep them equal."""
-    return layout.own and bool(find_states(carry.opt_state, LOCAL_STATES))
+    return layout.own and bool(find_states(carry.opt_state, CommittingState))
 
 
 def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout) -> TrainState:
@@ -59,23 +57,24 @@ def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layo
     return carry.replace(opt_state=only_commits(now.opt_state, carry.opt_state))
 
 
-def compile_commit(model: Model, layout: Layout, carry: TrainState) -> Callable[..., Any]:
+def compile_commit(
+    model: Model, layout: Layout, carry: TrainState, key: int | jax.Array = 0
+) -> Callable[..., Any]:
     """Compile the commit of carries with the placement of this one, for `commit`."""
 
     def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
-        return _commit(carry, batch, model, layout), ()
+        return _commit(carry, batch, model, layout, key), ()
 
-    return compile_on_replicas(one, layout, carry, 0, donate=False)
+    return compile_on_replicas(one, layout, carry)
 
 
-def _commit(state: TrainState, batch: Any, model: Model, layout: Layout) -> TrainState:
+def _commit(
+    state: TrainState, batch: Any, model: Model, layout: Layout, key: int | jax.Array
+) -> TrainState:
     """Return the state with the optimizer state after a commit."""
     extras: dict[str, Any] = {"commit": "only"}
     if batch is not None:
-        averaged = None if layout.own else layout.mapped or None
-        bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
-        e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
-        extras |= e.extra_args
+        extras |= evaluate_step(state, batch, model, layout, key)[1]
     # The gradient is not used; it only has to be one of this replica's params.
     grads = optax.tree.sub(state.params, state.params)
     extras = known_extra_args(state.tx, extras)
@@ -154,11 +153,12 @@ def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
         """Return the steps since a commit after the step that follows on `last`; XLA drops the rest."""
 
         def begin(node: Any) -> Any:
-            if not isinstance(node, LOCAL_STATES):
+            is_local: bool = isinstance(node, CommittingState)
+            if not is_local:
                 return node
             return node._replace(since_commit=cast_like(last, node.since_commit))
 
-        at = jax.tree.map(begin, state.opt_state, is_leaf=lambda x: isinstance(x, LOCAL_STATES))
+        at = jax.tree.map(begin, state.opt_state, is_leaf=lambda x: isinstance(x, CommittingState))
         zero = optax.tree.sub(state.params, state.params)
 
         def loss_fn(params: Any, _: Any) -> jax.Array:
@@ -167,7 +167,7 @@ def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
 
         e = evaluate(loss_fn, state.params, jnp.zeros(1))
         after = state.tx.update(zero, at, state.params, **known_extra_args(state.tx, e.extra_args))
-        states = list[Any](find_states(after[1], LOCAL_STATES))
+        states = list[Any](find_states(after[1], CommittingState))
         return state, [each.since_commit for each in states]
 
     ends = jax.jit(lambda *given: layout.map_replicas(count, 0)(*given)[1])

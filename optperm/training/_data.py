@@ -284,7 +284,8 @@ class StreamFeed:
         if is_over and not offset + len(rows):
             raise no_batch("train_data", epoch)
         self._at = None if failure else (epoch, offset + len(rows))
-        host = jax.device_get(rows)
+        with self._layout.context():
+            host = jax.device_get(self._layout.average_rows(rows))
         names = dict.fromkeys(name for row in host for name in row)
         columns = {x: np.array([row.get(x, np.nan) for row in host], np.float32) for x in names}
         return Fed(carry, columns, len(rows), is_over, failure)

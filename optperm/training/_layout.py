@@ -1,15 +1,15 @@
 """The placement of a run's arrays, and the mapping of its steps over devices.
 
-Most methods are compiled as one program for all devices: batches are sharded, params stay where the user
-placed them, and XLA inserts the communication. A method that was built with the name of a mapped axis
-runs in `jax.shard_map` over that axis of the mesh.
+Without `axis_name` a method is compiled as one program for all devices: batches are sharded, params stay
+where the user placed them, and XLA inserts the communication. With `axis_name` the method runs in
+`jax.shard_map` over that axis of the mesh, and the other axes stay automatic.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -20,10 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
-from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
+from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.states import find_states
-from optperm.distributed._center import LOCAL_STATES
-from optperm.evaluation import evaluate
+from optperm.exact import CommittingState
 
 AXIS = "replica"
 
@@ -42,8 +41,15 @@ class Layout:
     @property
     def parts(self) -> int:
         """The number of equal parts of a batch."""
-        names = axis_names(self.batch[0]) if self.mesh is not None else ()
-        return math.prod(self.mesh.shape[name] for name in names)  # type: ignore[union-attr]
+        return self._size(axis_names(self.batch[0]) if self.batch else ())
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas over which the method is mapped."""
+        return self._size(self.mapped)
+
+    def _size(self, names: Iterable[str]) -> int:
+        return math.prod(self.mesh.shape[name] for name in names) if self.mesh is not None else 1
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -58,21 +64,33 @@ class Layout:
         """Return the sharding of a spec on the mesh; None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, P(*spec))
 
-    def map_replicas(self, function: Callable[..., Any], axis: int) -> Callable[..., Any]:
-        """Map a function of a carry, a shared tree and a tree divided along `axis` over the replicas."""
+    def map_replicas(
+        self, function: Callable[..., Any], axis: int, *, stacked: bool = False
+    ) -> Callable[..., Any]:
+        """Map a function of a carry, a shared tree and a tree divided along `axis` over the replicas.
+
+        The result is the mean over replicas, or `stacked` along a leading axis if each has its own.
+        """
         if not self.mapped:
             return function
+        stacked = stacked and self.own
 
         def on_replica(carry: Any, shared: Any, part: Any) -> tuple[Any, Any]:
             carry = jax.tree.map(lambda x: x[0], carry) if self.own else carry
             carry, result = function(carry, shared, part)
             carry = jax.tree.map(lambda x: x[None], carry) if self.own else carry
-            return carry, average_varying(result)
+            stack = jax.tree.map(lambda x: x[None], result) if stacked else None
+            return carry, stack if stacked else average_varying(result)
 
         carries, parts = P(self.mapped) if self.own else P(), P(*[None] * axis, self.mapped)
-        ins, outs, names = (carries, P(), parts), (carries, P()), set(self.mapped)
+        ins, names = (carries, P(), parts), set(self.mapped)
+        outs = carries, P(self.mapped) if stacked else P()
         shard_map = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=names)
         return shard_map(on_replica, in_specs=ins, out_specs=outs)
+
+    def average_rows(self, rows: Any) -> Any:
+        """Return rows of metrics, averaged over replicas if these have their own, in one exchange."""
+        return _average_rows(rows, self) if self.own else rows
 
     def put(self, leaf: Any, *spec: Any, local: bool = False) -> jax.Array:
         """Place an array on the devices; each process passes all of it or, if local, its part."""
@@ -87,29 +105,55 @@ class Layout:
         """Place a batch, divided among the devices if they divide it equally, else on every device."""
         if self.mesh is None:
             return batch
-        several, put = jax.process_count() if local else 1, functools.partial(self.put, local=local)
-        return jax.tree.map(lambda leaf: put(leaf, *self._spec(np.shape(leaf), several)), batch)
+        several = jax.process_count() if local else 1
+
+        def put(leaf: Any) -> jax.Array:
+            shape = np.shape(leaf)
+            spec = self._spec(shape, several)
+            if several > 1 and shape and not spec:
+                says = f"A batch has {shape[0]} examples in each of {several} processes"
+                raise ValueError(f"{says}, which {self.parts} devices do not divide equally.")
+            return self.put(leaf, *spec, local=local)
+
+        return jax.tree.map(put, batch)
 
     def check_shares(self, name: str, batch: Any) -> None:
         """Raise a ValueError unless mapped replicas divide a process's batch equally."""
         if not self.mapped:
             return
         size = checks.count_examples(name, batch, has_scalars=True) * jax.process_count()
-        if size % self.parts:
+        if size % self.replicas:
             advice = "leave the rest of an epoch out, or fill it up with examples of weight 0"
-            says = f"{name} has {size} examples, of which {self.parts} replicas need equally many"
+            says = (
+                f"{name} has {size} examples, of which {self.replicas} replicas need equally many"
+            )
             raise ValueError(f"{says}: {advice}.")
 
     def constrain(self, batch: Any) -> Any:
         """Divide a batch among the devices within a compiled step, where they divide it equally."""
-        if self.mesh is None or self.mapped:
+        # Within a replica only the axes are left over which the method is not mapped.
+        names = (
+            tuple(n for n in axis_names(self.batch[0]) if n not in self.mapped)
+            if self.batch
+            else ()
+        )
+        if not names:
             return batch
-        share = jax.lax.with_sharding_constraint
-        return jax.tree.map(lambda leaf: share(leaf, P(*self._spec(leaf.shape))), batch)
+        size, share = self._size(names), jax.lax.with_sharding_constraint
+
+        def divide(leaf: jax.Array) -> jax.Array:
+            is_shared = leaf.ndim and leaf.shape[0] % size == 0
+            return share(leaf, P(names, *self.batch[1 : leaf.ndim]) if is_shared else P())
+
+        return jax.tree.map(divide, batch)
 
     def _spec(self, shape: tuple[int, ...], several: int = 1) -> tuple[Any, ...]:
-        is_shared = shape and shape[0] * several % self.parts == 0
-        return self.batch[: len(shape)] if is_shared else ()
+        size = shape[0] * several if shape else 0
+        if size and size % self.parts == 0:
+            return self.batch[: len(shape)]
+        # The devices of a replica may all compute what they do not divide equally.
+        is_of_replicas = self.mapped and size and size % self.replicas == 0
+        return (self.mapped,) if is_of_replicas else ()
 
     def place(self, tree: Any) -> Any:
         """Place a tree on the mesh: sharded arrays stay sharded, all others go to every device."""
@@ -139,7 +183,7 @@ class Layout:
 
         def rows(tree: Any) -> Any:
             stacked = tree if own else jax.tree.map(lambda x: x[None], tree)
-            return jax.tree.map(lambda x: x[np.arange(self.parts) % x.shape[0]], stacked)
+            return jax.tree.map(lambda x: x[np.arange(self.replicas) % x.shape[0]], stacked)
 
         def where(leaf: Any) -> Any:
             return self.sharding(self.mapped, *leaf.sharding.spec[own:])
@@ -152,6 +196,12 @@ class Layout:
         if home is None or home == self.mesh:
             return tree
         return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(home, x.sharding.spec)), tree)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _average_rows(rows: Any, layout: Layout) -> Any:
+    means = jax.tree.map(lambda column: jnp.mean(column, axis=0), rows)
+    return jax.lax.with_sharding_constraint(means, layout.sharding())
 
 
 def average_varying(tree: Any) -> Any:
@@ -168,38 +218,42 @@ def average_varying(tree: Any) -> Any:
 
 
 def choose_layout(
-    tx: optax.GradientTransformation, state: Any, mesh: Any = None, devices: int | None = None
+    tx: optax.GradientTransformation,
+    state: Any,
+    mesh: Mesh | NamedSharding | None = None,
+    axis_name: AxisName | None = None,
 ) -> Layout:
-    """Return the layout in which a method trains a state, from `mesh` or `devices` of `fit`."""
-    layout = _on_mesh(state, mesh, devices)
+    """Return the layout in which a method trains a state, from `mesh` and `axis_name` of `fit`."""
+    mapped = axis_names(axis_name)
+    layout = _on_mesh(state, mesh, mapped)
     if layout.mesh is None:
         return layout
-    # The axis of batches comes first, then each axis of the mesh by itself.
-    axes = [axis_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
-    known = " or ".join(sorted({repr(each[0] if len(each) == 1 else each) for each in axes}))
-    for mapped in ((), *axes):  # the first mapping under which the method can be traced
-        batch = layout.batch if mapped in ((), axes[0]) else (mapped,)
-        candidate = dataclasses.replace(layout, mapped=mapped, batch=batch)
-        if (found := _trace(tx, state.params, candidate)) is None:
-            continue
-        is_local, varies = found
-        if is_local and not mapped:
-            says = f"without axis_name replicas would never meet: pass axis_name={known} to it"
-            raise ValueError(f"The method takes local steps, and {says}.")
-        return dataclasses.replace(candidate, own=bool(mapped and varies))
-    raise ValueError(f"The method needs another mapped axis: pass axis_name={known} to it.")
+    axes = layout.mesh.axis_names
+    if not set(mapped) <= set(axes):
+        known = ", ".join(map(repr, axes))
+        raise ValueError(f"axis_name {axis_name!r} is not in the mesh, whose axes are {known}.")
+    if not set(mapped) <= set(axis_names(layout.batch[0])):
+        if isinstance(mesh, NamedSharding):
+            says = f"axis_name {axis_name!r} has to divide the examples of a batch"
+            raise ValueError(f"{says}, whose sharding is {mesh.spec}.")
+        layout = dataclasses.replace(layout, batch=(mapped,))
+    layout = dataclasses.replace(layout, mapped=mapped)
+    is_local, varies = _trace_init(tx, state, layout)
+    if is_local and not mapped:
+        known = " or ".join(map(repr, axes))
+        says = "The method takes local steps, and without axis_name replicas would never meet"
+        raise ValueError(f"{says}: pass axis_name={known} to the method and to fit.")
+    return dataclasses.replace(layout, own=bool(mapped) and (is_local or varies))
 
 
-def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
-    if mesh is not None and devices is not None:
-        raise ValueError("Pass mesh or devices, not both.")
-    if mesh is None and (devices is not None or jax.process_count() > 1):
-        return Layout(make_mesh(1 if devices is None else devices), (AXIS,))
+def _on_mesh(state: Any, mesh: Any, mapped: tuple[str, ...]) -> Layout:
     if mesh is None:
         here = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
         mesh = next(
             (s.mesh for s in here if isinstance(s, NamedSharding) and s.num_devices > 1), None
         )
+    if mesh is None and (mapped or jax.process_count() > 1):
+        mesh = Mesh(np.array(jax.devices()), mapped if len(mapped) == 1 else (AXIS,))
     if mesh is None:
         return Layout()
     if isinstance(mesh, Mesh):
@@ -212,43 +266,24 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
     return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
 
 
-def make_mesh(devices: int) -> Mesh:
-    """Make a mesh of `devices` devices of each process: of the default platform, else of the CPU."""
-    most = 0
-    for platform in (None, "cpu"):
-        here = [jax.local_devices(index, platform) for index in range(jax.process_count())]
-        if (most := max(most, min(map(len, here)))) >= devices:
-            return Mesh(np.array([each[:devices] for each in here]).ravel(), (AXIS,))
-    advice = f"JAX_NUM_CPU_DEVICES={devices} in the environment makes virtual ones"
-    raise ValueError(f"devices must be at most {most}, got {devices}: {advice}.")
+def _trace_init(tx: Any, state: Any, layout: Layout) -> tuple[bool, bool]:
+    """Return whether the method takes local steps, and whether its first state varies by replica."""
+    found = [(bool(find_states(state.opt_state, CommittingState)), False)]
 
-
-def _trace(tx: Any, params: Any, layout: Layout) -> tuple[bool, bool] | None:
-    """Return whether a method takes local steps and its state varies; None if an axis is missing."""
-    is_local, varies = False, False
-
-    def step(_: Any, params: Any, batch: jax.Array) -> tuple[Any, Any]:
-        nonlocal is_local, varies
-        is_local = bool(find_states(tx.init(params), LOCAL_STATES))
-        own = layout.mapped if is_local else ()
-        params = mark_varying(params, own)
-        state, update = tx.init(params), optax.with_extra_args_support(tx).update
-        varies = bool(varying_axes(state))
-
-        def loss_fn(params: Any, batch: Any) -> jax.Array:
-            return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params)) * jnp.mean(batch)
-
-        e = evaluate(loss_fn, params, batch, axis_name=None if own else layout.mapped or None)
-        varies |= bool(varying_axes(update(e.grad, state, params, **e.extra_args)[1]))
+    def init(_: Any, params: Any, __: Any) -> tuple[Any, Any]:
+        opt_state = tx.init(params)
+        found.append((bool(find_states(opt_state, CommittingState)), bool(varying_axes(opt_state))))
         return (), ()
 
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    batch = jax.ShapeDtypeStruct((2 * layout.parts,), jnp.float32)
-    try:
+    if layout.mapped or state.opt_state is None:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
         with layout.context():
-            jax.eval_shape(layout.map_replicas(step, 0), (), params, batch)
-    # This loss is not the user's, so a method may refuse it for reasons that do not matter here.
-    except Exception as error:
-        if "is not bound" in str(error) or "unbound axis" in str(error):
-            return None
-    return is_local, varies
+            jax.eval_shape(layout.map_replicas(init, 0), (), params, ())
+    return found[-1]
+
+
+def count_idle_devices(state: Any) -> int:
+    """Return the number of devices that stay idle without a mesh, unless the user chose a device."""
+    is_chosen = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
+    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
+    return 0 if is_chosen or default is not None else jax.local_device_count() - 1

@@ -19,11 +19,12 @@ from optperm.training._data import is_arrays
 from optperm.training._run import COUNTS, FitResult, Run
 from optperm.training._terminal import Interrupt, progress_bar
 
-# Arguments of Keras, and what does the same here.
+# Arguments of Keras and others, and what does the same here.
 _ELSEWHERE = {
     "validation_data": "Pass eval_data, and eval_fn, which says what to evaluate.",
     "validation_freq": "Pass eval_every, in steps.",
     "callbacks": "Pass on_epoch_end, or every={100: callback} for a callback by steps.",
+    "devices": 'Pass mesh=jax.make_mesh((4,), ("replica",)), for example.',
     "verbose": "Pass progress=True for a progress bar.",
 }
 # Arguments that need another argument.
@@ -48,7 +49,7 @@ def fit(
     eval_every: int | None = None,
     keep_best: str | tuple[str, str] | None = None,
     mesh: Mesh | NamedSharding | None = None,
-    devices: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     every: Mapping[int, Any] | None = None,
     epoch_start: Callable[..., Any] | None = None,
     on_epoch_end: Any = None,
@@ -96,10 +97,12 @@ def fit(
       keep_best: The column of `history.epochs` that chooses the result's `best_state`: a name such as
         `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`. The best state
         has the params that were evaluated.
-      mesh: A `jax.sharding.Mesh`, whose first axis (or the axis that the method names) shards batches,
-        or the `NamedSharding` of a batch. By default the mesh on which the state is sharded, if any.
-      devices: Short for a mesh of this number of devices per process, with the axis `"replica"`. With
-        several processes (`jax.distributed`) the default is one device each.
+      mesh: A `jax.sharding.Mesh`, whose first axis (or `axis_name`) divides batches, or the
+        `NamedSharding` of a batch. By default the mesh on which the state is sharded, if any; else, with
+        `axis_name` or several processes, all devices of all processes with one axis, `"replica"`.
+      axis_name: The axis of the mesh over which the method is mapped, or several. Pass it if the method
+        is built with `axis_name`, as `optperm.agn` and `optperm.diloco` are. None for one program on all
+        devices. See Notes.
       every: Functions of an `Event`, or lists of functions, by the number of steps between their calls:
         `{100: log, 1000: evaluate}`. A function that returns True stops training. With several
         processes, all of them call the functions.
@@ -148,9 +151,14 @@ def fit(
       that step; only the main evaluation's new statistics are kept.
 
       On a mesh, one program runs on all devices: batches are sharded, the state stays where it is, and
-      BatchNorm and dropout see the whole batch. A method that was built with the name of a mapped axis
-      runs by `jax.shard_map` over that axis instead, and each device takes its part of a batch. With
-      `optperm.agn` and `optperm.diloco` each replica has its own params.
+      BatchNorm and dropout see the whole batch. With `axis_name` the method runs in `jax.shard_map` over
+      that axis, and each replica takes its part of a batch. With `optperm.agn` and `optperm.diloco` each
+      replica has its own params. The other axes of the mesh stay automatic: on a mesh of hosts and
+      devices, `mesh=NamedSharding(mesh, P(("host", "device")))` and `axis_name="host"` make local steps
+      in which the devices of each host share a batch.
+
+      Each of several processes passes all arrays, the same ones, or its own part of each batch as an
+      iterable. All processes need equally many devices and batches, and parts of equal size.
 
       With these two, the params that `fit` returns, evaluates and passes to callbacks are the center
       after a commit of the steps since the last one. The commit is made on a copy: training and
@@ -185,6 +193,7 @@ def fit(
     run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
+    run.warn_of_state()
     run.warn_if_too_short(total)
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)

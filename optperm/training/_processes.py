@@ -1,8 +1,10 @@
 """Exchanges between the processes of a run. All processes have to call each of these functions."""
 
+import collections
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,13 +30,39 @@ def gather_texts(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
+def check_devices() -> None:
+    """Raise a ValueError, in all processes, if they have different numbers of devices."""
+    found = collections.Counter(device.process_index for device in jax.devices())
+    counts = [found[index] for index in range(jax.process_count())]
+    if len(set(counts)) > 1:
+        raise ValueError(f"The processes have {counts} devices: fit needs equally many in each.")
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Raise an error in all processes if a part of the program fails in any of them."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    has_failed = bool(gather(np.bool_(failure is not None)).any())
+    if failure is not None:
+        raise failure
+    if has_failed:
+        raise RuntimeError("Another process has failed before the first step: see its error.")
+
+
 def check_same(facts: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the facts, JSON values, that differ between processes."""
     others = [json.loads(text) for text in gather_texts(json.dumps(facts, default=str))]
     values = {name: [other[name] for other in others] for name in facts}
     which = "; ".join(f"{k} {v}" for k, v in values.items() if any(each != v[0] for each in v))
     if which:
-        raise ValueError(f"The arguments of fit are not the same in all processes: {which}.")
+        advice = "Each passes all arrays, or its own part of each batch as an iterable"
+        raise ValueError(
+            f"The arguments of fit are not the same in all processes: {which}. {advice}."
+        )
 
 
 def digest(tree: Any) -> str:

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes._report import SAMPLERS, warn_of_samplers
+from optperm.bayes._report import SAMPLERS
 from optperm.core import checks
 from optperm.core.current import jit_current
-from optperm.core.states import find_states
-from optperm.permutation._standstill import warn_if_past_end, warn_if_still
+from optperm.core.states import find_states, find_warnings
+from optperm.permutation._standstill import warn_if_still
 from optperm.training import _callbacks as callbacks
 from optperm.training import _commits as commits
 from optperm.training import _processes as processes
@@ -25,11 +25,10 @@ from optperm.training._callbacks import EarlyStopping, Event
 from optperm.training._checkpoints import CheckpointError, Checkpoints
 from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, is_arrays, takes_epoch
 from optperm.training._history import History, find_divergence
-from optperm.training._layout import Layout, choose_layout
+from optperm.training._layout import Layout, choose_layout, count_idle_devices
 from optperm.training._terminal import Interrupt
 from optperm.training._train_state import TrainState
 from optperm.variance._full_gradient import full_gradient
-from optperm.variance._svrg import SvrgState, warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
@@ -38,7 +37,7 @@ _STOPPED, _FAILED = 1, 1000
 # Arguments of `fit` that are integers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
-    *("checkpoint_keep", "devices"),
+    "checkpoint_keep",
 )
 
 
@@ -80,26 +79,15 @@ class Run:
     checkpoints: Checkpoints | None = None
     show: Any = None
     is_still = False
-    is_past_end = False
     commit: Callable[..., Any] | None = None
 
     def __init__(self, given: Any) -> None:
         """Prepare a run; `given` has the arguments of `fit`."""
-        self.source = given.state_or_model, given.optimizer
-        self.model, initial = programs.wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
-        self.layout = layout = choose_layout(initial.tx, initial, given.mesh, given.devices)
+        processes.check_devices()
+        with processes.together():
+            initial = self._prepare(given)
         data, size = given.train_data, given.batch_size
-        if given.epoch_start is not None and (layout.own or isinstance(data, Iterator)):
-            why = "replicas have states of their own" if layout.own else "an iterator is read once"
-            raise ValueError(f"epoch_start needs all batches and one state, but {why}.")
-        self.carry = programs.place_state(initial, layout)
-        self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
-        self.feed: ArrayFeed | StreamFeed
-        if is_arrays("train_data", data):
-            draws = bool(find_states(self.carry.opt_state, SAMPLERS))
-            self.feed = ArrayFeed(data, size, given.key, layout, self.steps_per_call, draws)
-        else:
-            self.feed = StreamFeed(data, size, layout)
+        layout = self.layout
         kind = "linen" if self.model.graphdef is None else "nnx"
         self.facts = {"the kind of model": kind, "keep_best": given.keep_best}
         if jax.process_count() > 1 or given.checkpoints is not None:
@@ -107,6 +95,8 @@ class Run:
         if jax.process_count() > 1:
             digest = {"the digest of params": processes.digest(initial.params)}
             counts = {name: getattr(given, name) for name in COUNTS}
+            if isinstance(data, list | tuple) and isinstance(self.feed, StreamFeed):
+                counts["the number of batches"] = len(data)
             processes.check_same({**self.facts, **counts, **digest})
         how = given.eval_batch_size or size, self.model, Layout(layout.mesh, layout.batch)
         self.evaluate = given.eval_fn and programs.Evaluator(given.eval_fn, given.eval_data, *how)
@@ -124,6 +114,35 @@ class Run:
             self.checkpoints = Checkpoints(given.checkpoints, given.checkpoint_keep)
             self._resume(self.checkpoints, given.resume)
 
+    def _prepare(self, given: Any) -> TrainState:
+        """Place the state and the data, and return the state that was given."""
+        self.source = given.state_or_model, given.optimizer
+        self.model, initial = programs.wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
+        self.layout = layout = choose_layout(initial.tx, initial, given.mesh, given.axis_name)
+        if layout.mesh is None and (idle := count_idle_devices(initial)):
+            mesh = 'jax.make_mesh((jax.local_device_count(),), ("replica",))'
+            says = (
+                f"{idle} of {jax.local_device_count()} devices stay idle: pass mesh={mesh} to fit"
+            )
+            warnings.warn(
+                f"{says}, or place the state on one device by jax.device_put.", stacklevel=4
+            )
+        data, size, self.key = given.train_data, given.batch_size, given.key
+        if given.epoch_start is not None and (layout.own or isinstance(data, Iterator)):
+            why = "replicas have states of their own" if layout.own else "an iterator is read once"
+            raise ValueError(f"epoch_start needs all batches and one state, but {why}.")
+        self.carry = programs.place_state(initial, layout)
+        self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
+        # A schedule of `epoch_start` that has changed nothing yet may still do so.
+        self.is_judged, self.said = given.epoch_start is None, set[str]()
+        self.feed: ArrayFeed | StreamFeed
+        if is_arrays("train_data", data):
+            draws = bool(find_states(self.carry.opt_state, SAMPLERS))
+            self.feed = ArrayFeed(data, size, given.key, layout, self.steps_per_call, draws)
+        else:
+            self.feed = StreamFeed(data, size, layout)
+        return initial
+
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
         """Resume from a checkpoint of a run that agrees with this one, if `resume` asks for it."""
         arrays, layout = programs.unwrap_keys(self.carry), self.layout
@@ -135,7 +154,7 @@ class Run:
         if (chosen := checkpoints.choose(resume)) is None:
             return
         run = checkpoints.read(chosen, self.facts)
-        is_dealt = layout.own and run["replicas"] != layout.parts
+        is_dealt = layout.own and run["replicas"] != layout.replicas
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
             trees["best"] = programs.unwrap_keys(
@@ -171,7 +190,9 @@ class Run:
             "", tuple(early), self._event(dict, True)
         ):
             return "stopped"  # the earlier run had stopped here
-        compiled = programs.compile_steps(self.model, self.layout, self.carry, self.feed.rows)
+        compiled = programs.compile_steps(
+            self.model, self.layout, self.carry, self.feed.rows, self.key
+        )
         while self.at.epoch <= epochs and self.at.step < steps:
             # All processes leave the loop at the same step, by the largest code.
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
@@ -207,6 +228,7 @@ class Run:
             change = change(self.at.epoch)
         if change is None:
             return
+        self.is_judged = True
         with layout.context():
             bound = jax.tree_util.Partial(self.model, carry.model_state, carry.step_rng())
             batches = self.feed.all_batches(self.at.epoch)
@@ -258,15 +280,8 @@ class Run:
         at, seconds = self.at, time.perf_counter() - self._since
         evaluated = self._evaluate() if self.evaluate else {}
         self.history.add_epoch(self._epoch, at.step, seconds, evaluated)
-        warn_of_samplers(self.carry.opt_state)
-        if len(self.history.epoch_rows) == 1 and self.epoch_start is None:
-            for state in find_states(self.carry.opt_state, SvrgState):
-                advice = (
-                    "pass epoch_start=optperm.variance.take_snapshot to take one before each epoch"
-                )
-                warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
-        if not self.is_past_end:
-            self.is_past_end = warn_if_past_end(self.carry.opt_state, stacklevel=6)
+        if self.is_judged:
+            self.warn_of_state(stacklevel=6)
         if self.keep_best is not None:
             callbacks.check_columns([self.keep_best[0]], self.history.last, self.history.last)
         if not self._has_row_of_part:
@@ -323,7 +338,7 @@ class Run:
         carry, layout = self.carry, self.layout
         if commits.steps_since_commit(carry.opt_state):
             if self.commit is None:
-                self.commit = commits.compile_commit(self.model, layout, carry)
+                self.commit = commits.compile_commit(self.model, layout, carry, self.key)
             carry = commits.commit(self.commit, carry, self.feed.example(), layout)
         return commits.merge_replicas(carry, layout)
 
@@ -335,12 +350,19 @@ class Run:
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
         states = self.feed.states() if isinstance(self.feed, StreamFeed) else None
-        run |= {"iterator": states, "replicas": self.layout.parts}
+        run |= {"iterator": states, "replicas": self.layout.replicas}
         run["best"] = {name: value for name, value in self.best.items() if name != "state"}
         trees = {"state": programs.unwrap_keys(self.carry)}
         trees |= {"best": programs.unwrap_keys(self.best["state"])} if self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
+
+    def warn_of_state(self, stacklevel: int = 3) -> None:
+        """Give the warnings of the optimizer state, each of them once, where `fit` is called."""
+        for text in find_warnings(self.carry.opt_state, self.carry.params):
+            if text not in self.said:
+                self.said.add(text)
+                warnings.warn(text, stacklevel=stacklevel)
 
     def warn_if_too_short(self, total: float) -> None:
         """Warn before training if it ends before the first commit."""

@@ -16,18 +16,24 @@ from jax.tree_util import Partial
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
-from optperm.core.keys import is_key
-from optperm.core.mapped_axes import mark_varying
-from optperm.core.states import find_states
-from optperm.evaluation import evaluate
+from optperm.core.keys import as_key, is_key, key_data
+from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
+from optperm.core.states import draw_params, find_states
+from optperm.core.transformation import known_extra_args
+from optperm.evaluation import Evaluation, evaluate
+from optperm.exact import CommittingState
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 from optperm.training import _data as datas
 from optperm.training._layout import Layout, average_varying
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
+# Far from the step counts that a method may fold into the same key.
+_DRAW_STREAM = 0x4452_4157
 # Columns of the history that a loss function must not return.
 _RESERVED = ("loss", "epoch", "step", "seconds", "fraction_moved")
+# The beginnings of the names of the operations by which replicas exchange arrays.
+_EXCHANGES = "psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter"
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 
 
@@ -94,15 +100,18 @@ def place_state(state: TrainState, layout: Layout) -> TrainState:
         return jax.jit(layout.map_replicas(init, 0))(here, (), ())[0]
 
 
-def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
+def compile_steps(
+    model: Model, layout: Layout, carry: TrainState, rows: int, key: int | jax.Array = 0
+) -> tuple[Any, Any]:
     """Return the compiled steps for carries with the placement of this one.
 
     `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the examples
-    that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics.
+    that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics,
+    of `one` to be averaged by `layout.average_rows`.
     """
 
     def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-        return _step(carry, batch, model, layout)
+        return _step(carry, batch, model, layout, key)
 
     def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
         (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
@@ -120,33 +129,64 @@ def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) ->
 
         # The bounds are arguments, so one program takes the steps however they are grouped into calls:
         # an interrupted run ends with the same bits as an uninterrupted one.
-        start = carry, mark_varying(columns, layout.apart)
+        start = carry, mark_varying(columns, varying_axes(forms))
         return jax.lax.fori_loop(first, last, body, start)
 
-    return compile_on_replicas(many, layout, carry, 1), compile_on_replicas(one, layout, carry, 0)
+    # A step by itself does not average its metrics: replicas would wait for each other in each step.
+    single = layout.map_replicas(one, 0, stacked=True)
+    return _compile(layout.map_replicas(many, 1), layout, carry), _compile(single, layout, carry)
 
 
 def compile_on_replicas(
-    function: Callable[..., Any], layout: Layout, carry: TrainState, axis: int, donate: bool = True
+    function: Callable[..., Any], layout: Layout, carry: TrainState
 ) -> Callable[..., Any]:
-    """Compile `function(carry, shared, part)` on the replicas; the new carry is placed as this one."""
+    """Compile `function(carry, shared, batch)` on the replicas, without donation of the carry."""
+    return _compile(layout.map_replicas(function, 0), layout, carry, donate=False)
+
+
+def _compile(
+    function: Callable[..., Any], layout: Layout, carry: TrainState, donate: bool = True
+) -> Callable[..., Any]:
+    """Compile a mapped function whose new carry is placed as this one."""
     placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
     return jit_current(
-        layout.map_replicas(function, axis),
+        function,
         donate_argnums=(0,) if donate else (),
         out_shardings=None if placed is None else (placed, None),
     )
 
 
+def evaluate_step(
+    state: TrainState, batch: Any, model: Model, layout: Layout, key: int | jax.Array
+) -> tuple[Evaluation, dict[str, Any]]:
+    """Evaluate a batch at the params, or at a draw of them, and return all extra arguments."""
+    mapped = layout.mapped or None
+    of_draw = jax.random.fold_in(as_key(key_data(key)), _DRAW_STREAM)
+    of_draw = jax.random.fold_in(of_draw, state.step)
+    if mapped is not None:
+        of_draw = jax.random.fold_in(of_draw, jax.lax.axis_index(mapped))
+    draw = draw_params(state.opt_state, state.params, of_draw)
+    # In step, loss and gradient are means over the mapped axes. A replica by itself takes its own, and
+    # a method that draws averages products of each replica's draw and gradient.
+    averaged = mapped if draw is None and not layout.own else None
+    bound = Partial(model, state.model_state, state.step_rng(mapped))
+    at, more = (state.params, {}) if draw is None else (draw, {"draw": draw})
+    e = evaluate(bound, at, batch, has_aux=True, axis_name=averaged)
+    return e, e.extra_args | more
+
+
 def _step(
-    state: TrainState, batch: Any, model: Model, layout: Layout
+    state: TrainState, batch: Any, model: Model, layout: Layout, key: int | jax.Array
 ) -> tuple[TrainState, Metrics]:
     """Return the state after one step, with the same types, and float32 scalars by name."""
-    # In step, loss and gradient are means over the mapped axes; a replica by itself takes its own.
-    averaged = None if layout.own else layout.mapped or None
-    bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
-    e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
-    new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
+    e, extras = evaluate_step(state, batch, model, layout, key)
+    if layout.own and find_states(state.opt_state, CommittingState):
+        _check_exchanges(state, e.grad, extras, layout)
+    new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **extras)
+    if not layout.own and varying_axes(new.opt_state):
+        says = "The optimizer states of the replicas differ after a step"
+        advice = "to the method as well, or leave axis_name of fit out"
+        raise ValueError(f"{says}: pass axis_name={_axis_name(layout)!r} {advice}.")
     metrics = {"loss": e.value.astype(jnp.float32)}
     for each in find_states(new.opt_state, _INJECTED):
         if "learning_rate" in each.hyperparams:
@@ -163,8 +203,36 @@ def _step(
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
     # What each replica drew or counted by itself, such as batch statistics, becomes the same on all.
-    after = after if averaged is None else average_varying(after)
+    after = after if layout.own else average_varying(after)
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
+
+
+def _axis_name(layout: Layout) -> str | tuple[str, ...]:
+    return layout.mapped[0] if len(layout.mapped) == 1 else layout.mapped
+
+
+def _check_exchanges(state: TrainState, grads: Any, extras: dict[str, Any], layout: Layout) -> None:
+    """Raise if a method that takes local steps was built without the axis of its replicas."""
+    extras = known_extra_args(state.tx, extras)
+
+    def update(*given: Any) -> Any:
+        return state.tx.update(*given, **extras)
+
+    def find_axes(jaxpr: Any) -> set[Any]:
+        axes = set[Any]()
+        for operation in jaxpr.eqns:
+            if operation.primitive.name.startswith(_EXCHANGES):
+                axes.update(*map(axis_names, map(operation.params.get, ("axes", "axis_name"))))
+            for each in jax.tree.leaves(operation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(each, "eqns"):
+                    axes |= find_axes(each)
+        return axes
+
+    program = jax.make_jaxpr(update)(grads, state.opt_state, state.params)
+    if not find_axes(program.jaxpr) >= set(layout.mapped):
+        says = "The method takes local steps, but its replicas would never meet"
+        name = _axis_name(layout)
+        raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
 
 
 @dataclasses.dataclass(frozen=True)

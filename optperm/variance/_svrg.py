@@ -35,6 +35,7 @@ FULL_GRADIENT = {
     "epoch_start=optperm.variance.take_snapshot): "
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
+_IN_FIT = "pass fit epoch_start=optperm.variance.take_snapshot to take one before each epoch"
 _ADVICE = "call optperm.variance.take_snapshot, or pass every= or probability="
 
 
@@ -66,6 +67,17 @@ class SvrgState(NamedTuple):
     count: Int32[Array, ""]  # type: ignore[assignment]
     key: UInt32[Array, "2"]
     snapshot: Snapshot
+
+    def warnings(self, params: Any) -> list[str]:
+        """Return a sentence if steps were taken without a snapshot.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        if not can_be_seen(self.count) or not np.any(np.asarray(self.count) > 0):
+            return []
+        return missing_snapshot(self.snapshot, _IN_FIT)
 
 
 def svrg(
@@ -216,7 +228,8 @@ def svrg(
             is_time = is_due(state, every, None)
             snapshot = cond(is_time, renew, lambda: state.snapshot)
         else:
-            warn_without(snapshot)
+            for text in missing_snapshot(snapshot):
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
         # g_t = grad f_B(theta) - c_t (grad f_B(theta~) - mu)
         new_grads = correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn)
@@ -354,11 +367,11 @@ def is_due(
     return coin | ~state.snapshot.is_taken
 
 
-def warn_without(snapshot: Snapshot, advice: str = _ADVICE, *, stacklevel: int = 2) -> None:
-    """Warn, where Python can see it, that there is no snapshot to correct gradients by."""
-    if can_be_seen(snapshot.is_taken) and not np.asarray(snapshot.is_taken).all():
-        message = f"svrg has no snapshot yet, so gradients pass through: {advice}."
-        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+def missing_snapshot(snapshot: Snapshot, advice: str = _ADVICE) -> list[str]:
+    """Return a sentence if Python can see that there is no snapshot to correct gradients by."""
+    if not can_be_seen(snapshot.is_taken) or np.asarray(snapshot.is_taken).all():
+        return []
+    return [f"svrg has no snapshot yet, so gradients pass through: {advice}."]
 
 
 def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:

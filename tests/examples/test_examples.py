@@ -15,7 +15,7 @@ import support
 import optperm
 from optperm.cli.methods import METHODS
 
-pytestmark = pytest.mark.programs
+pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("one_device")]
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 

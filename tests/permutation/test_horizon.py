@@ -115,7 +115,8 @@ def warned_of(tx, epochs, start=None, **options):
         return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
     start = support.normal((300,), 2) if start is None else start
-    state = training.TrainState.create(apply_fn=None, params=jnp.asarray(start), tx=tx)
+    start = jax.device_put(start, jax.devices()[0])  # one device by choice
+    state = training.TrainState.create(apply_fn=None, params=start, tx=tx)
     ends = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -126,11 +126,11 @@ def test_no_batch_of_an_iterator_is_taken_that_is_not_trained_on():
             yield batch
 
     batches = endless()
-    first = linear_fit(train_data=batches, steps=9, devices=4)
+    first = linear_fit(train_data=batches, steps=9, **fitting.on(4))
     assert taken == [*range(1, 10)]
-    second = training.fit(first.state, linear_loss, batches, steps=11, devices=4)
+    second = training.fit(first.state, linear_loss, batches, steps=11, **fitting.on(4))
     assert taken == [*range(1, 21)]
-    whole = linear_fit(train_data=endless(), steps=20, devices=4)
+    whole = linear_fit(train_data=endless(), steps=20, **fitting.on(4))
     for one, other in zip(
         jax.tree.leaves(second.state.params), jax.tree.leaves(whole.state.params), strict=True
     ):

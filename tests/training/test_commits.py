@@ -49,7 +49,8 @@ def run(tx, devices=2, train_data=None, **options):
     if train_data is None:
         train_data = data()
         options.setdefault("batch_size", BATCH)
-    return training.fit(begin(tx), linear_loss, train_data, devices=devices, **options)
+    options |= fitting.on(devices, mapped=True)
+    return training.fit(begin(tx), linear_loss, train_data, **options)
 
 
 def by_hand(tx, steps, size=2):

@@ -1,9 +1,11 @@
 """`fit` beside loops written by hand, its data, callbacks and errors."""
 
 import dataclasses
+import functools
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import fitting
 import flax.linen as nn
@@ -227,7 +229,8 @@ def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
 def test_a_basis_is_spread_over_devices():
     """Four devices take the steps of one, whose batch they share; each holds its rows of the basis."""
 
-    def run(axis_name, **options):
+    def run(**options):
+        axis_name = options.get("axis_name")
         tx = optperm.dldr(
             optax.sgd(0.5),
             optperm.project(optax.sgd(0.5), n_components=2, axis_name=axis_name),
@@ -245,7 +248,7 @@ def test_a_basis_is_spread_over_devices():
         return fitting.cross_entropy(logits, batch["y"]), fitting.accuracy(logits, batch["y"])
 
     with fitting.runs() as made:
-        alone, other = run(None), run("replica", devices=4)
+        alone, other = run(), run(**fitting.on(4, mapped=True))
     for name in ("loss", "accuracy"):
         columns = other.history.steps[name], alone.history.steps[name]
         np.testing.assert_allclose(*columns, rtol=1e-3, atol=1e-5)
@@ -269,8 +272,12 @@ def test_replicas_of_local_steps_part_and_meet():
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
     for axis_name, options, says in [
-        (None, {"devices": 4}, "replicas would never meet: pass axis_name='replica' to it"),
-        ("replica", {}, "fit: devices or mesh"),
+        (None, fitting.on(4), "never meet: pass axis_name='replica' to the method and to fit"),
+        (None, fitting.on(4, mapped=True), "never meet: pass axis_name='replica' to the method as"),
+        ("replica", fitting.on(4), "never meet: pass axis_name='replica' to the method and to fit"),
+        ("replica", {}, "is not bound here.*in fit: pass axis_name='replica'"),
+        ("other", fitting.on(4, mapped=True), "in fit: pass axis_name='other'"),
+        ("other", {**fitting.on(4), "axis_name": "other"}, "mesh, whose axes are 'replica'"),
     ]:
         state = fitting.linen_state(fitting.method("agn", axis_name))
         with pytest.raises(ValueError, match=says):
@@ -395,8 +402,7 @@ def test_bad_arguments_are_named():
         ),
         ({"epochs": 1, "batch_size": 41}, ValueError, "batch_size must be at most 40, got 41"),
         ({"epochs": 1, "batch_size": None}, TypeError, "batch_size must be an integer, got None"),
-        ({"epochs": 1, "batch_size": 6, "devices": 4}, ValueError, "a multiple of 4, got 6"),
-        ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, got 9"),
+        ({"epochs": 1, "batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
         ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
         ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
         (
@@ -433,8 +439,7 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
         ({"epochs": 1, "checkpoints": 3}, training.CheckpointError, "cannot write .* to 3"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
-        ({"epochs": 1, "devices": 2, "mesh": 3}, ValueError, "Pass mesh or devices, not both"),
-        ({"epochs": 1, "devices": 0}, ValueError, "devices must be at least 1"),
+        ({"epochs": 1, "devices": 2}, TypeError, "'devices'. Pass mesh=jax.make_mesh"),
         ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a Mesh"),
         ({"epochs": 1, "every": {0: print}}, ValueError, r"every\[0\] must be at least 1"),
         ({"epochs": 1, "epoch_start": 3}, TypeError, "callable"),
@@ -608,7 +613,7 @@ def test_a_gradient_that_constant_sgd_should_not_meet_is_warned_of():
 def test_svrg_without_snapshots_is_warned_of_once():
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
     what = fitting.linen_loss, data()
-    with pytest.warns(RuntimeWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
+    with pytest.warns(UserWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
         result = training.fit(fitting.linen_state(tx), *what, epochs=3, batch_size=BATCH)
     assert [w.filename for w in caught if "svrg" in str(w.message)] == [__file__]
     assert not result.state.opt_state[0].snapshot.is_taken
@@ -622,6 +627,53 @@ def test_svrg_whose_snapshots_begin_later_is_not_warned_of(recwarn):
     what = fitting.linen_state(tx), fitting.linen_loss, data()
     training.fit(*what, epochs=1, batch_size=BATCH, epoch_start=from_the_second)
     assert not [w for w in recwarn if "svrg" in str(w.message)]
+
+
+class Complaint(NamedTuple):
+    """A state that complains before the first step, and of each second count."""
+
+    count: jax.Array
+
+    def warnings(self, params):
+        assert params.keys() == {"w"}
+        return ["before"] if not self.count else ["often", f"after {int(self.count)}"]
+
+
+def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_row(recwarn):
+    tx = optax.GradientTransformation(
+        lambda params: Complaint(jnp.int32(0)),
+        lambda updates, state, params=None: (updates, Complaint(state.count + 1)),
+    )
+    took = []
+    tx = optax.chain(tx, optax.sgd(0.1))
+    fitting.linear_fit(tx=tx, epochs=3, every={1: lambda e: took.append(len(recwarn))})
+    said = [(str(each.message), each.filename) for each in recwarn]
+    here = fitting.__file__
+    assert said == [(text, here) for text in ("before", "often", "after 5", "after 10", "after 15")]
+    assert took[:5] == [1] * 4 + [3]  # the row comes before the functions of its step
+    phases = optperm.switch_after(1000, optax.sgd(0.1), tx)
+    fitting.linear_fit(tx=phases, epochs=1)
+    assert len(recwarn) == len(said)
+
+
+def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen(monkeypatch):
+    state = training.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones((fitting.FEATURES, 3))}, tx=optax.sgd(0.1)
+    )
+    run = functools.partial(
+        training.fit, loss_fn=fitting.linear_loss, train_data=data(), steps=1, batch_size=BATCH
+    )
+    jax.config.update("jax_default_device", None)
+    with pytest.warns(
+        UserWarning, match=r"7 of 8 devices stay idle: pass mesh=jax.make_mesh"
+    ) as caught:
+        run(state)
+    assert [each.filename for each in caught] == [__file__]
+    # Warnings are errors here.
+    run(jax.device_put(state, jax.devices()[1]))
+    run(state, **fitting.on(1))
+    with jax.default_device(jax.devices()[1]):
+        run(state)
 
 
 def test_a_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():

@@ -169,10 +169,10 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     close(named, spread)
     tx = optperm.diloco(optax.sgd(0.1), every=3, axis_name="data")
     state = training.TrainState.create(apply_fn=None, params=params, tx=tx, opt_state=None)
-    options = {"epochs": 2, "batch_size": BATCH}
+    options = {"epochs": 2, "batch_size": BATCH, "axis_name": "data"}
     both = training.fit(state, dense_loss, dense_data(), mesh=mesh, **options)
     tx = optperm.diloco(optax.sgd(0.1), every=3, axis_name="replica")
-    close(both, dense_fit(tx, devices=2))
+    close(both, dense_fit(tx, **fitting.on(2, mapped=True)))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
     with pytest.raises(ValueError, match=r"params.*lies on .*pass the mesh of the state"):
         dense_fit(fitting.method("adam"), params, mesh=other)
@@ -239,7 +239,8 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     )
     mapped = name in ("agn", "diloco", "constant_sgd")
     options = {"epoch_start": optperm.variance.take_snapshot} if name == "svrg" else {}
-    result = dense_fit(method(name, "replica" if mapped else None), start, devices=4, **options)
+    options |= fitting.on(4, mapped=mapped)
+    result = dense_fit(method(name, "replica" if mapped else None), start, **options)
     np.testing.assert_equal(result.step, 10)
     hand = by_hand(name, 4, start)
     for key, leaf in result.state.params.items():
@@ -254,10 +255,10 @@ def test_local_steps_are_found_without_a_state():
     """A state whose optimizer's is still to be initialized trains as the one that has it."""
     tx = fitting.method("agn", "replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx, opt_state=None)
-    options = {"epochs": 2, "batch_size": BATCH, "devices": 4}
+    options = {"epochs": 2, "batch_size": BATCH, **fitting.on(4, mapped=True)}
     with fitting.runs() as made:
         late = training.fit(state, dense_loss, dense_data(), **options)
-    early = dense_fit(tx, devices=4)
+    early = dense_fit(tx, **fitting.on(4, mapped=True))
     support.assert_same_bits(
         *(jax.tree.map(np.asarray, result.state.params) for result in (late, early))
     )
@@ -287,7 +288,7 @@ def test_evaluation_shares_each_batch():
 
     data = {key: leaf[:38] for key, leaf in dense_data().items()}
     options = {"eval_fn": metrics, "eval_data": data, "eval_batch_size": 10, "epochs": 1}
-    spread = dense_fit(fitting.method("adam"), devices=4, **options)
+    spread = dense_fit(fitting.method("adam"), **fitting.on(4), **options)
     assert set(shapes) == {8, 6}  # the last one on every device
     exact = dense_loss(jax.device_get(spread.state.params), data)
     np.testing.assert_allclose(spread.history.last["eval_loss"], exact, rtol=1e-5)
@@ -301,13 +302,107 @@ def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
         apply_fn=None, params=dense_params(), tx=fitting.method("adam")
     )
     results = [
-        training.fit(state, dense_loss, parts, epochs=2, devices=devices) for devices in (None, 4)
+        training.fit(state, dense_loss, parts, epochs=2, **fitting.on(devices))
+        for devices in (None, 4)
     ]
     close(*results)
     tx = optperm.agn(optax.sgd(0.1), every=2, axis_name="replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
     with pytest.raises(ValueError, match="has 7 examples, of which 4 replicas need equally many"):
-        training.fit(state, dense_loss, parts, epochs=2, devices=4)
+        training.fit(state, dense_loss, parts, epochs=2, **fitting.on(4, mapped=True))
+
+
+def hosts(devices):
+    """A mesh of two hosts with some devices each, and the sharding of a batch over all of them."""
+    shape, axes = (2, devices), ("host", "device")
+    mesh = jax.make_mesh(shape, axes, devices=jax.devices()[: 2 * devices])
+    return NamedSharding(mesh, P(axes))
+
+
+LOCAL = {
+    "diloco": lambda: optperm.diloco(optax.adam(1e-2), every=3, axis_name="host"),
+    "agn": lambda: optperm.agn(optax.sgd(0.1), every=3, axis_name="host"),
+}
+
+
+def test_devices_of_a_host_step_together_between_commits_of_hosts():
+    """As hosts of one device, which are apart after the ninth step of ten."""
+    with fitting.runs() as made:
+        both = dense_fit(LOCAL["diloco"](), mesh=hosts(2), axis_name="host")
+    alone = dense_fit(LOCAL["diloco"](), mesh=hosts(1), axis_name="host")
+    close(both, alone)
+    losses = [result.history.steps["loss"] for result in (both, alone)]
+    np.testing.assert_allclose(*losses, rtol=1e-5, atol=1e-6)
+    kernels = made[0].carry.params["in"]
+    assert kernels.shape == (2, IN, HIDDEN)
+    assert np.ptp(kernels, axis=0).max() > 1e-3
+    assert np.abs(losses[0] - dense_fit(optax.adam(1e-2)).history.steps["loss"]).max() > 1e-3
+
+
+@pytest.mark.chains
+@pytest.mark.parametrize("name", [*LOCAL])
+def test_hosts_of_two_devices_resume_and_take_batches_that_devices_do_not_divide(name, tmp_path):
+    """On a plain mesh, whose first axis alone divides batches, the devices of a host do the same."""
+    options = {"axis_name": "host", "checkpoints": tmp_path, "checkpoint_every": 4}
+    both = dense_fit(LOCAL[name](), mesh=hosts(2), **options)
+    close(both, dense_fit(LOCAL[name](), mesh=hosts(2).mesh, axis_name="host"))
+    resumed = dense_fit(LOCAL[name](), mesh=hosts(2), resume=4, **options)
+    support.assert_same_bits(
+        *(jax.tree.map(np.asarray, result.state.params) for result in (resumed, both))
+    )
+    parts = [{k: v[low:high] for k, v in dense_data().items()} for low, high in ((0, 16), (16, 22))]
+    state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=LOCAL[name]())
+    streams = [
+        training.fit(state, dense_loss, parts, epochs=4, mesh=hosts(n), axis_name="host")
+        for n in (1, 2)
+    ]
+    close(*streams)
+
+
+def device_groups(line):
+    """The groups of devices that a collective of a compiled program joins, as sorted tuples."""
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        ids = np.arange(np.prod(list(sizes.values()))).reshape(*sizes.values())
+        joined = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
+        ids = np.moveaxis(ids, joined, range(-len(joined), 0))
+        rows = ids.reshape(-1, np.prod([ids.shape[i] for i in range(-len(joined), 0)]))
+    elif iota := re.search(r"replica_groups=\[(.*?)\]<=\[(.*?)\](?:T\((.*?)\))?", line):
+        shape, dims, order = (
+            [int(n) for n in text.split(",")] if text else None for text in iota.groups()
+        )
+        rows = np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape)
+    else:
+        written = re.search(r"replica_groups=\{(\{.*?\})\}", line)[1]
+        rows = [[int(n) for n in group.split(",")] for group in re.findall(r"\{(.*?)\}", written)]
+    return {tuple(sorted(map(int, row))) for row in rows}
+
+
+def test_hosts_exchange_only_in_a_commit():
+    """A compiled step has collectives over hosts only in a branch of a conditional."""
+    state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=LOCAL["diloco"]())
+    where = layout.choose_layout(state.tx, state, hosts(2), "host")
+    with where.context():
+        carry = steps.place_state(state, where)
+        batch = where.put_batch({k: v[:BATCH] for k, v in dense_data().items()}, local=False)
+        one = steps.compile_steps(steps.Model(dense_loss), where, carry, rows=1)[1]
+        text = jax.jit(one).lower(carry, (), batch).compile().as_text()
+    within, across = {}, {}
+    for computation in re.split(r"\n(?=\S)", text):
+        name = computation.removeprefix("ENTRY ").split(" ")[0]
+        for line in re.findall(
+            r".*(?:all-reduce|all-gather|permute|all-to-all)(?:-start)?\(.*", computation
+        ):
+            same_host = device_groups(line) == {(0, 1), (2, 3)}
+            (within if same_host else across).setdefault(name, []).append(line)
+    branches = {
+        name
+        for found in re.findall(r"conditional\(.*branch_computations=\{(.*?)\}", text)
+        for name in found.split(", ")
+    }
+    assert within
+    assert across
+    assert across.keys() <= branches, across
 
 
 def test_metrics_that_replicas_compute_apart_are_averaged():

@@ -256,8 +256,8 @@ def test_a_run_is_resumed_on_other_devices(tmp_path):
     """From one to four and from four to two, to rounding."""
     whole = linear_fit(epochs=4)
     linear_fit(epochs=2, checkpoints=tmp_path)
-    linear_fit(epochs=3, checkpoints=tmp_path, resume=True, devices=4)
-    resumed = linear_fit(epochs=4, checkpoints=tmp_path, resume=True, devices=2)
+    linear_fit(epochs=3, checkpoints=tmp_path, resume=True, **fitting.on(4))
+    resumed = linear_fit(epochs=4, checkpoints=tmp_path, resume=True, **fitting.on(2))
     pairs = [(r.state.params["w"], r.history.steps["loss"]) for r in (resumed, whole)]
     for one, other in zip(*pairs, strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-7)
@@ -274,8 +274,8 @@ def test_a_run_is_resumed_with_another_number_of_replicas(there, here, tmp_path)
         training.fit, state, linear_loss, data(), batch_size=BATCH, checkpoints=tmp_path
     )
     replicas = []
-    run(steps=7, devices=there)
-    resumed = run(steps=9, devices=here, resume=True)
+    run(steps=7, **fitting.on(there, mapped=True))
+    resumed = run(steps=9, resume=True, **fitting.on(here, mapped=True))
     # By hand: the first seven steps of those that were there, then two of those that are here.
     opt_state, replicas = tx.init(params), [there] * 7 + [here] * 2
 

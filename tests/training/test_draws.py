@@ -1,0 +1,130 @@
+"""Methods that take gradients at a draw of the params, in `fit` and in `with_loss`."""
+
+import fitting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fitting import BATCH, EXAMPLES, data, linear_loss
+
+import optperm
+from optperm import training
+from optperm.core.states import draw_params
+from optperm.training import _steps as steps
+
+NUM_DATA = 100.0
+
+
+def ivon(**options):
+    return optperm.ivon(0.1, NUM_DATA, hess_init=1.0, b2=0.9, **options)
+
+
+def start(dtype=jnp.float32):
+    return {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES), dtype)}
+
+
+def train(tx, params=None, **options):
+    params = start() if params is None else params
+    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
+    options = {"epochs": 2, "batch_size": BATCH, "key": 3, **options}
+    return training.fit(state, linear_loss, data(), **options)
+
+
+def by_hand(tx, params, replicas=1, depth=1):
+    """Params and losses after two epochs with draws by `sample_params`, the mean over replicas."""
+    opt_state, losses = tx.init(params), []
+    of_draws = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), steps._DRAW_STREAM)
+    order = [np.asarray(training.shuffled(3, epoch, EXAMPLES)) for epoch in (1, 2)]
+    for step, hand in enumerate(np.concatenate(order).reshape(-1, BATCH)):
+        key = jax.random.fold_in(of_draws, step)
+
+        def one(params, opt_state, batch, index, key=key):
+            own = key if replicas == 1 else jax.random.fold_in(key, index)
+            for _ in range(depth):  # the first state, in each of the states around it
+                own = jax.random.fold_in(own, 0)
+            draw = optperm.bayes.sample_params(opt_state, params, own)
+            loss, grads = jax.value_and_grad(linear_loss)(draw, batch)
+            updates, opt_state = tx.update(grads, opt_state, params, draw=draw)
+            return optperm.apply_updates(params, updates, opt_state), opt_state, loss
+
+        batch = {k: v[hand.reshape(replicas, -1)] for k, v in data().items()}
+        mapped = jax.vmap(one, in_axes=(None, None, 0, 0), axis_name="replica", out_axes=0)
+        params, opt_state, loss = mapped(params, opt_state, batch, jnp.arange(replicas))
+        params, opt_state = jax.tree.map(lambda leaf: leaf[0], (params, opt_state))
+        losses.append(jnp.mean(loss))
+    return params, opt_state, np.array(losses)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas):
+    """Each replica draws with its own key; the history has the loss at the draw."""
+    mapped = replicas > 1
+    tx = ivon(axis_name="replica" if mapped else None)
+    result = train(tx, **fitting.on(replicas, mapped=True) if mapped else {})
+    params, opt_state, losses = by_hand(tx, start(), replicas)
+    np.testing.assert_allclose(result.history.steps["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(result.state.params["w"], params["w"], rtol=1e-4, atol=1e-5)
+    hessian = np.asarray(result.state.opt_state.hessian["w"])
+    np.testing.assert_allclose(hessian, opt_state.hessian["w"], rtol=1e-3)
+    assert np.abs(hessian - 1.0).max() > 0.1  # it has learned from the draws
+    at_mean = train(optax.sgd(0.1)).history.steps["loss"]
+    assert np.abs(losses - at_mean).max() > 1e-2
+
+
+def test_evaluations_and_the_best_state_are_of_the_mean():
+    rows = {}
+    options = {"eval_fn": lambda params, batch: {"loss": linear_loss(params, batch)}}
+    options |= {"eval_data": data(), "keep_best": "eval_loss"}
+    options |= {"on_epoch_end": lambda event: rows.update({event.step: event.state.params})}
+    result = train(ivon(), **options)
+    for step, value in zip(*(result.history.epochs[k] for k in ("step", "eval_loss")), strict=True):
+        np.testing.assert_allclose(linear_loss(rows[step], data()), value, rtol=1e-6)
+    np.testing.assert_array_equal(result.best_state.params["w"], rows[result.best_step]["w"])
+
+
+def test_a_resumed_run_draws_as_the_uninterrupted_one(tmp_path):
+    """For params of 16 bits, whose draws are about their copies in float32."""
+    half = start(jnp.bfloat16)
+    whole = train(ivon(), half)
+    train(ivon(), half, epochs=None, steps=7, checkpoints=tmp_path)
+    resumed = train(ivon(), half, checkpoints=tmp_path, resume=True)
+    np.testing.assert_array_equal(
+        resumed.state.opt_state.masters["w"], whole.state.opt_state.masters["w"]
+    )
+    _, opt_state, losses = by_hand(ivon(), half, depth=2)
+    np.testing.assert_allclose(whole.history.steps["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(
+        whole.state.opt_state.masters["w"], opt_state.masters["w"], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_only_the_phase_that_is_running_draws():
+    """Each draw of a partition is of its own part; a sampler of 16 bits and SWAG draw nothing."""
+    params, key = {"a": jnp.ones(50), "b": jnp.ones(50)}, jax.random.key(0)
+    for tx in (optperm.sgld(1e-3, 10), optperm.swag(every=1), optax.adam(0.1)):
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        assert draw_params(tx.init(half), half, key) is None
+    parts = optax.partition({"a": ivon(), "b": optax.sgd(0.1)}, {"a": "a", "b": "b"})
+    draw = draw_params(parts.init(params), params, key)
+    assert np.all(draw["a"] != 1)
+    assert np.all(draw["b"] == 1)
+    both = optax.partition({"a": ivon(), "b": ivon()}, {"a": "a", "b": "b"})
+    draw = draw_params(both.init(params), params, key)
+    assert np.all(draw["a"] != 1)
+    assert np.all((draw["b"] != 1) & (draw["b"] != draw["a"]))
+    tx = optperm.switch_after(2, optax.sgd(0.1), ivon())
+    for switched in (False, True):
+        state = tx.init(params)._replace(switched=jnp.array(switched))
+        draw = jax.jit(draw_params)(state, params, key)
+        assert np.all((draw["a"] != 1) == switched)
+    accumulating = optax.MultiSteps(ivon(), 2).init(params)
+    with pytest.raises(ValueError, match="mix the gradients of several draws"):
+        draw_params(accumulating, params, key)
+
+
+def test_several_draws_or_an_axis_that_the_method_lacks_are_refused():
+    with pytest.raises(ValueError, match=r"need a leading axis of 2 draws: .*mc_samples=1"):
+        train(ivon(mc_samples=2))
+    with pytest.raises(ValueError, match="differ after a step: pass axis_name='replica' to the"):
+        train(ivon(), **fitting.on(4, mapped=True))
