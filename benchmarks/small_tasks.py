@@ -4,7 +4,6 @@ An MLP, a convolutional network, and the same network with batch normalization l
 digits; a transformer learns the bytes of a text.
 """
 
-import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -58,8 +57,9 @@ def normed_logits(params: images.Params, x: jax.Array, count: int | None = None)
 
 def of_images(name: str, data: images.Data, test: images.Data, batch: int) -> Task:
     """Return the task of a network on gray images."""
-    x, y = data
-    train, held = (tuple(leaf[part] for leaf in data) for part in (np.s_[:TRAINING], np.s_[TRAINING:]))
+    x = data[0]
+    train = data[0][:TRAINING], data[1][:TRAINING]
+    held = data[0][TRAINING:], data[1][TRAINING:]
     widths = {"hidden": (128, 128)} if name == "MLP" else {"hidden": None, "channels": CHANNELS}
     is_normed, reference = name == "CNN, BatchNorm", x[:STATISTICS]
 
