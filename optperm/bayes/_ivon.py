@@ -207,9 +207,8 @@ def ivon(
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     if clip_radius is not None:
         checks.check_positive("clip_radius", clip_radius)
-    positive = {"num_data": num_data, "weight_decay": weight_decay}
-    positive |= {} if hess_init is None else {"hess_init": hess_init}
-    for name, number in positive.items():
+    chosen = {} if hess_init is None else {"hess_init": hess_init}
+    for name, number in {"num_data": num_data, "weight_decay": weight_decay, **chosen}.items():
         checks.check_positive(name, number, checks.LARGEST_FLOAT32)
     for name, number in {"b1": b1, "b2": b2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
