@@ -79,18 +79,27 @@ def initial(seed: Any, image: Sequence[int], **widths: Sequence[int] | None) -> 
     return params
 
 
+def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return the convolution of images with kernels (3, 3, channels, channels), as large as they."""
+    # A product of matrices: in a loop XLA's convolutions take 15 times as long on a processor.
+    height, width = x.shape[1:3]
+    wide = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    near = [wide[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return jnp.concatenate(near, axis=-1) @ w.reshape(-1, w.shape[-1])
+
+
+def pool(x: jax.Array) -> jax.Array:
+    """Return the maxima of squares of 2 x 2."""
+    return x.reshape(len(x), x.shape[1] // 2, 2, x.shape[2] // 2, 2, -1).max(axis=(2, 4))
+
+
 def logits(params: Params, x: jax.Array) -> jax.Array:
     """Return those of images (n, height, width, channels)."""
     layers = len(params) // 2
     for layer in range(layers):
         w, b = params[f"w{layer}"], params[f"b{layer}"]
         if w.ndim == 4:
-            # A product of matrices: in a loop XLA's convolutions take 15 times as long on a processor.
-            height, width = x.shape[1:3]
-            wide = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-            near = [wide[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
-            x = jax.nn.relu(jnp.concatenate(near, axis=-1) @ w.reshape(-1, w.shape[-1]) + b)
-            x = x.reshape(len(x), height // 2, 2, width // 2, 2, -1).max(axis=(2, 4))
+            x = pool(jax.nn.relu(convolve(x, w) + b))
         else:
             x = x.reshape(len(x), -1) @ w + b
             x = jax.nn.relu(x) if layer < layers - 1 else x

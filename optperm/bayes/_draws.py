@@ -13,7 +13,7 @@ from optperm.bayes._swag import SwagState
 from optperm.core import checks
 from optperm.core.keys import as_key, make_key
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import find_state, find_states, without_variables
+from optperm.core.states import find_state, find_states, in_variables, without_variables
 from optperm.core.trees import fill_masked, mask_like
 
 
@@ -53,8 +53,7 @@ def sample_params(
     Notes:
       Each replica in `jax.shard_map` needs its own key, or all of them draw the same noise.
 
-      Of a model of `flax.nnx` that `flax.nnx.Optimizer` has trained with `swag`, pass
-      `nnx.state(model, nnx.Param)`; for `ivon` initialize and draw with `nnx.to_pure_dict` of it.
+      Of a model of `flax.nnx` pass `nnx.state(model, nnx.Param)`; the draws are of this form too.
 
       Of two of them in `optax.partition` draw one after the other: pass the state of one part, then the
       state of the other part with the first draw as the params.
@@ -84,7 +83,7 @@ def sample_params(
     if isinstance(state, SwagState):
         _check_collected(state)
     # find_state returns plain arrays too
-    params = without_variables(params)
+    given, params = params, without_variables(params)
     mean = state.momentum if isinstance(state, IvonState) else state.mean
     seen = mask_like(params, mean)
     source = "the optimizer state"
@@ -96,9 +95,9 @@ def sample_params(
 
     def draw(key: jax.Array) -> optax.Params:
         if isinstance(state, IvonState):
-            return state.draw(fill_masked(seen, params), key)
+            return in_variables(state.draw(fill_masked(seen, params), key), given)
         threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
-        return fill_masked(_draw_swag(state, seen, threefry), params)
+        return in_variables(fill_masked(_draw_swag(state, seen, threefry), params), given)
 
     typed = make_key(key)
     return draw(typed) if num_draws is None else jax.vmap(draw)(jax.random.split(typed, num_draws))

@@ -8,6 +8,7 @@ arXiv 2402.17641, algorithm 1.
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, wide_zeros
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
 from optperm.core.trees import fill_masked, mask_like
 
@@ -32,6 +34,8 @@ _STEP = (
     "draw = optperm.bayes.sample_params(opt_state, params, key), then "
     "update(jax.grad(loss_fn)(draw, batch), opt_state, params, draw=draw)"
 )
+# The deviation of the first draws, as a ratio to the root mean square of the weights
+_FIRST_RATIO, _LARGEST_RATIO = 0.1, 0.5
 
 
 class IvonState(NamedTuple):
@@ -43,6 +47,7 @@ class IvonState(NamedTuple):
       hessian: :math:`h`, the estimate of the Hessian's diagonal.
       num_data: :math:`\lambda`. The variances are :math:`1 / (\lambda (h + \delta))`.
       weight_decay: :math:`\delta`.
+      hess_init: :math:`h_0`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -50,6 +55,7 @@ class IvonState(NamedTuple):
     hessian: PyTree[Float[Array, "?*shape"], "Params"]
     num_data: Float[Array, ""]
     weight_decay: Float[Array, ""]
+    hess_init: Float[Array, ""]
 
     def draw(self, params: optax.Params, key: jax.Array) -> optax.Params:
         """Return params with a draw from the normal distribution in place of their mean.
@@ -69,17 +75,40 @@ class IvonState(NamedTuple):
         noise = normal_like(threefry, mean)
         return fill_masked(jax.tree.map(draw, mean, self.hessian, noise), params)
 
+    def warnings(self, params: optax.Params) -> list[str]:
+        """Return whether the first draws are as wide as the weights, where Python can see it.
+
+        Args:
+          params: All params, before the first step.
+        """
+        seen = jax.tree.leaves(mask_like(params, self.momentum))
+        numbers = self.num_data, self.hess_init, self.weight_decay
+        if not all(map(can_be_seen, (*seen, *numbers, self.count))) or np.any(self.count):
+            return []
+        num_data, hess_init, weight_decay = (float(np.max(number)) for number in numbers)
+        deviation = (num_data * (hess_init + weight_decay)) ** -0.5
+        scales = [scale for leaf in seen if leaf.size and (scale := float(_scale([leaf]))) > 0]
+        wide = sum(deviation > _LARGEST_RATIO * scale for scale in scales)
+        if 2 * wide <= len(scales):
+            return []
+        return [
+            f"The first draws of ivon deviate by {deviation:.2g} = 1 / sqrt(num_data (hess_init + "
+            f"weight_decay)), more than half of the root mean square of the weights in {wide} of "
+            f"{len(scales)} leaves (median {np.median(scales):.2g}), so that training learns little. "
+            "Leave hess_init out, or take a larger one."
+        ]
+
 
 def ivon(
     learning_rate: optax.ScalarOrSchedule,
     num_data: float | jax.Array,
     *,
-    hess_init: float = 1.0,
+    hess_init: float | jax.Array | None = None,
     b1: float | jax.Array = 0.9,
     b2: float | jax.Array = 0.99999,
     weight_decay: float | jax.Array = 1e-4,
     mc_samples: int = 1,
-    clip_radius: float | jax.Array = float("inf"),
+    clip_radius: float | jax.Array | None = None,
     rescale_lr: bool = True,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -105,16 +134,20 @@ def ivon(
         SGD with momentum is a good first guess.
       num_data: :math:`\lambda > 0`, the number of training examples: the effective sample size. A larger
         number makes the distribution narrower ("cold").
-      hess_init: :math:`h_0 > 0`. Tune it first, from 0.01 to 1: a small one makes wide draws, with which
-        training diverges.
+      hess_init: :math:`h_0 > 0`. None for first draws that deviate by a tenth of the root mean square
+        :math:`w` of the weights in all leaves of two axes and more,
+        :math:`1 / \sqrt{\lambda h_0} = 0.1\, w`, or for 1 if these are zero. A smaller :math:`h_0` makes
+        wider draws; at draws as wide as the weights a network does not learn.
       b1: :math:`\beta_1 \in [0, 1)`.
       b2: :math:`\beta_2 \in [0, 1)`. For a short training take 1 - 1 / steps. With a small
         :math:`\beta_2` training diverges, since a single draw says little of the Hessian.
       weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
       mc_samples: Draws per step. With more than one, `updates` and `draw` have a leading axis of that
         length.
-      clip_radius: :math:`\xi > 0`, the maximum entry of the direction. With 1e-3 and a rate near 1 deep
-        networks that diverge without it train.
+      clip_radius: :math:`\xi > 0`, the maximum entry of the direction. None for
+        :math:`\xi = \sigma_0 / (h_0 + \delta)` with the deviation
+        :math:`\sigma_0 = 1 / \sqrt{\lambda (h_0 + \delta)}` of the first draws: with `rescale_lr` no
+        entry moves by more than `learning_rate` times :math:`\sigma_0` per step. `inf` for no limit.
       rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, so that the first
         step is a step of SGD.
       axis_name: A mapped axis, or several, over which :math:`\hat g` and :math:`\hat h` are averaged.
@@ -146,8 +179,7 @@ def ivon(
       `optperm.bayes.sample_params`.
 
       `optperm.training.fit` and `optperm.with_loss` make a draw in each step, with `mc_samples=1`.
-      `optax.inject_hyperparams` needs `static_args=("mc_samples",)`. Of a model of `flax.nnx` take
-      `nnx.to_pure_dict(nnx.state(model, nnx.Param))` as the params.
+      `optax.inject_hyperparams` needs `static_args=("mc_samples",)`.
 
       `optax.masked` passes the raw gradients of the other params through: to hold them, use
       `optax.partition` with `optax.set_to_zero()`. An entry whose gradient is NaN keeps :math:`g` and
@@ -173,12 +205,10 @@ def ivon(
       <https://arxiv.org/abs/2402.17641>`_, ICML 2024
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    checks.check_positive("clip_radius", clip_radius)
-    for name, number in {
-        "num_data": num_data,
-        "hess_init": hess_init,
-        "weight_decay": weight_decay,
-    }.items():
+    if clip_radius is not None:
+        checks.check_positive("clip_radius", clip_radius)
+    chosen = {} if hess_init is None else {"hess_init": hess_init}
+    for name, number in {"num_data": num_data, "weight_decay": weight_decay, **chosen}.items():
         checks.check_positive(name, number, checks.LARGEST_FLOAT32)
     for name, number in {"b1": b1, "b2": b2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
@@ -189,13 +219,19 @@ def ivon(
 
     def init(params: optax.Params) -> IvonState:
         dtype = accumulation_dtype(params)
-        return IvonState(
+        size = jnp.asarray(num_data, dtype)
+        h_0 = _choose_hess_init(params, size) if hess_init is None else hess_init
+        state = IvonState(
             count=jnp.zeros([], jnp.int32),
             momentum=wide_zeros(params),
-            hessian=optax.tree.full_like(wide_zeros(params), hess_init),
-            num_data=jnp.asarray(num_data, dtype),
+            hessian=optax.tree.full_like(wide_zeros(params), h_0),
+            num_data=size,
             weight_decay=jnp.asarray(weight_decay, dtype),
+            hess_init=jnp.asarray(h_0, dtype),
         )
+        for text in state.warnings(params):
+            warnings.warn(text, stacklevel=4)  # where init is called
+        return state
 
     def update(
         grads: optax.Updates,
@@ -211,8 +247,8 @@ def ivon(
             checks.check_same_tree("updates", grads_of_draws, draw, source="draw", dtypes=False)
         count = optax.safe_increment(state.count)
         rate = resolve_schedule("learning_rate", learning_rate, state.count, state.num_data.dtype)
-        of_draws = grads if grads_of_draws is None else grads_of_draws
-        products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
+        given = grads if grads_of_draws is None else grads_of_draws, draw, params
+        products = jax.tree.map(_mean_product(mc_samples), *given)
         # All replicas have the same h, so that averages of epsilon g^ are averages of h^
         if axis_name is not None:
             _check_are_local(grads, axis_name)
@@ -222,13 +258,16 @@ def ivon(
         def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
             dtype = h.dtype
             # 1 - beta before it is rounded: float32 would lose 0.1 % of 1 - 0.99999
-            delta, rate_1, rate_2, debiasing, radius, alpha = (
+            h_0, delta, rate_1, rate_2, debiasing, alpha = (
                 jnp.asarray(x, dtype)
-                for x in (weight_decay, 1 - b1, 1 - b2, debias, clip_radius, rate)
+                for x in (state.hess_init, weight_decay, 1 - b1, 1 - b2, debias, rate)
             )
-            m, g_hat = m.astype(dtype), g_hat.astype(dtype)
+            m, g_hat, size = m.astype(dtype), g_hat.astype(dtype), state.num_data.astype(dtype)
+            # xi = sigma_0 / (h_0 + delta), with sigma_0 = 1 / sqrt(lambda (h_0 + delta))
+            widest = jax.lax.rsqrt(size * (h_0 + delta)) / (h_0 + delta)
+            radius = widest if clip_radius is None else jnp.asarray(clip_radius, dtype)
             # h^ = lambda (h + delta) epsilon g^, by the lambda and the delta of the draw
-            h_hat = state.num_data.astype(dtype) * (h + state.weight_decay.astype(dtype)) * product
+            h_hat = size * (h + state.weight_decay.astype(dtype)) * product
             # g <- beta_1 g + (1 - beta_1) g^
             g = jnp.where(jnp.isfinite(g_hat), g + rate_1 * (g_hat - g), g)
             # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
@@ -238,7 +277,7 @@ def ivon(
             # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta)), by the new h
             moved = jnp.clip((g / debiasing + delta * m) / (h + delta), -radius, radius)
             # The first step is that of SGD, as h is h_0
-            scale = jnp.asarray(hess_init, dtype) + delta if rescale_lr else 1.0
+            scale = h_0 + delta if rescale_lr else 1.0
             return -alpha * scale * moved, g, h
 
         out = jax.tree.map(step, params, state.momentum, grads, state.hessian, products)
@@ -246,7 +285,12 @@ def ivon(
             jax.tree.map(lambda _, found, i=i: found[i], params, out) for i in range(3)
         )
         return updates, IvonState(
-            count, momentum, hessian, jnp.asarray(num_data), jnp.asarray(weight_decay)
+            count=count,
+            momentum=momentum,
+            hessian=hessian,
+            num_data=jnp.asarray(num_data),
+            weight_decay=jnp.asarray(weight_decay),
+            hess_init=state.hess_init,
         )
 
     single = with_masters(
@@ -277,6 +321,22 @@ def ivon(
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
 
     return transformation(single.init, update_by_draws, method="ivon", is_wrapper=True)
+
+
+def _scale(leaves: list[Any]) -> jax.Array:
+    """Return the root mean square of the entries of leaves."""
+    squares = [jnp.sum(jnp.square(leaf.astype(accumulation_dtype(leaf)))) for leaf in leaves]
+    return jnp.sqrt(sum(squares, jnp.zeros([])) / max(sum(leaf.size for leaf in leaves), 1))
+
+
+def _choose_hess_init(params: Any, num_data: jax.Array) -> jax.Array:
+    """Return h_0, by which the first draws deviate by a tenth of the weights' root mean square."""
+    leaves = jax.tree.leaves(params)
+    # Biases, often zero, and the scales of norms have one axis.
+    w = _scale([leaf for leaf in leaves if leaf.ndim > 1] or leaves).astype(num_data.dtype)
+    # 1 / sqrt(lambda h_0) = 0.1 w
+    h_0 = jnp.minimum(1 / (num_data * (_FIRST_RATIO * w) ** 2), checks.LARGEST_FLOAT32)
+    return jnp.where(w > 0, h_0, 1.0)
 
 
 def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:

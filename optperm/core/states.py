@@ -238,14 +238,9 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
     # The arrays of a state are strongly typed.
     new = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), new)
 
-    def write(variable: Any, value: Any) -> Any:
-        return variable.replace(value) if _is_variable(variable) else value
-
     # The same type may stand in another phase: the state is found again by its identity.
     return jax.tree.map(
-        lambda node: (
-            jax.tree.map(write, node, new, is_leaf=_is_variable) if node is place else node
-        ),
+        lambda node: in_variables(new, node) if node is place else node,
         opt_state,
         is_leaf=lambda node: node is place,
     )
@@ -259,6 +254,16 @@ def without_variables(tree: Any) -> Any:
     """Return the tree with the array of each variable of `flax.nnx` in its place."""
     return jax.tree.map(
         lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
+    )
+
+
+def in_variables(tree: Any, like: Any) -> Any:
+    """Return a tree of arrays in the variables of `flax.nnx` that `like` has in their places."""
+    return jax.tree.map(
+        lambda place, value: place.replace(value) if _is_variable(place) else value,
+        like,
+        tree,
+        is_leaf=_is_variable,
     )
 
 

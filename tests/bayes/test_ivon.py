@@ -1,12 +1,15 @@
 """IVON against a transcription of the authors' code, its law on a quadratic, and draws."""
 
 import functools
+import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -156,7 +159,10 @@ def test_the_hessian_is_seen_with_the_variance_of_the_draw():
 
 def test_two_parts_of_the_params_are_drawn_one_after_the_other():
     params = {"a": jnp.zeros(2000), "b": jnp.ones(2000)}
-    parts = {"a": optperm.ivon(0.1, 100.0), "b": optperm.ivon(0.1, 1e4)}
+    parts = {
+        "a": optperm.ivon(0.1, 100.0, hess_init=1.0),
+        "b": optperm.ivon(0.1, 1e4, hess_init=1.0),
+    }
     state = optax.partition(parts, {"a": "a", "b": "b"}).init(params).inner_states
     draw = params
     for name in parts:
@@ -169,7 +175,7 @@ def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
     m = jnp.array([1.0, 2.0])
     tx = optperm.ivon(0.1, num_data=50.0)
     _, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(m), m, draw=m + 0.1)
-    assert state.hessian[0] == 1.0
+    assert state.hessian[0] == tx.init(m).hessian[0]
     assert state.momentum[0] == 0.0
     assert state.momentum[1] > 0.0
 
@@ -270,3 +276,68 @@ def test_misuse_is_named():
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("num_data", [100.0, 60_000.0])
+def test_default_hess_init_gives_draws_of_a_tenth_of_the_weights(num_data):
+    kernels = [0.3 * jax.random.normal(jax.random.key(i), (40 * i, 50)) for i in (1, 2)]
+    params = {"kernels": kernels, "bias": jnp.zeros(50), "scale": 7.0 * jnp.ones(50)}
+    tx = optperm.ivon(0.1, num_data=num_data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = tx.init(params)
+    draws = optperm.bayes.sample_params(state, params, 0, num_draws=50)
+    deviations = jax.tree.map(lambda d, m: (d - m[None]).std(), draws, params)
+    w = np.sqrt(np.mean(np.concatenate([np.ravel(k) for k in kernels]) ** 2))
+    for deviation in jax.tree.leaves(deviations):
+        np.testing.assert_allclose(deviation, 0.1 * w, rtol=0.05)
+    # The first step is a step of SGD, in which no entry moves by more than a tenth of the deviation,
+    # which the weight decay narrows by up to 0.3 %.
+    draw = jax.tree.map(lambda d: d[0], draws)
+    grads = params | {"bias": jnp.full(50, 1e-4), "kernels": jax.tree.map(jnp.ones_like, kernels)}
+    updates, _ = tx.update(grads, state, params, draw=draw)
+    np.testing.assert_allclose(updates["bias"], -1e-5, rtol=5e-3)
+    for kernel in updates["kernels"]:
+        np.testing.assert_allclose(kernel, -0.1 * 0.1 * w, rtol=5e-3)
+
+
+def test_default_hess_init_of_zeros_is_one():
+    state = optperm.ivon(0.1, num_data=100.0).init({"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)})
+    assert state.hess_init == 1.0
+    np.testing.assert_array_equal(state.hessian["w"], 1.0)
+
+
+def test_first_draws_as_wide_as_the_weights_are_warned_of():
+    params = {
+        "w": 0.1 * jnp.ones((20, 20)),
+        "b": jnp.zeros(20),
+        "s": jnp.ones(20),
+        "v": 0.1 * jnp.ones(5),
+    }
+    # 1 / sqrt(100 * 1) = 0.1, in w and v as large as the weights
+    tx = optperm.ivon(0.1, num_data=100.0, hess_init=1.0)
+    with pytest.warns(UserWarning, match=r"deviate by 0.1 .* in 2 of 3 leaves"):
+        state = tx.init(params)
+    assert len(state.warnings(params)) == 1
+    assert jax.jit(tx.init)(params).warnings(params) == state.warnings(params)
+    assert not optperm.ivon(0.1, num_data=1e4, hess_init=1.0).init(params).warnings(params)
+    # After a step the deviations are no longer the first ones.
+    assert not state._replace(count=state.count + 1).warnings(params)
+
+
+def test_a_state_of_nnx_is_drawn_and_trained_in_its_variables():
+    params = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    tx = optperm.ivon(0.1, num_data=100.0)
+    draw = optperm.bayes.sample_params(tx.init(params), params, 0)
+    assert jax.tree.structure(draw) == jax.tree.structure(params)
+    updates, state = tx.update(
+        jax.tree.map(jnp.ones_like, draw), tx.init(params), params, draw=draw
+    )
+    plain = nnx.to_pure_dict(params)
+    expected, _ = tx.update(
+        jax.tree.map(jnp.ones_like, plain), tx.init(plain), plain, draw=nnx.to_pure_dict(draw)
+    )
+    assert jax.tree.structure(optax.apply_updates(params, updates)) == jax.tree.structure(params)
+    chex.assert_trees_all_equal(nnx.to_pure_dict(updates), expected)
+    stacked = optperm.bayes.sample_params(state, params, 0, num_draws=4)
+    assert jax.tree.structure(stacked) == jax.tree.structure(params)
