@@ -85,7 +85,7 @@ def draw_params(opt_state: Any, params: Any, key: jax.Array) -> Any:
             like = cast_like(drawn, found)
             found = optax.tree.where(flag, found, like)
         drawn = found
-    return drawn if is_any else None
+    return in_variables(drawn, params) if is_any else None
 
 
 def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
