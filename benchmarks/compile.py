@@ -10,6 +10,7 @@ persistent cache. The lines are those of the program before and after XLA has op
 
 import argparse
 import contextlib
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -202,7 +203,7 @@ def table(num_shapes: int, names: list[str], sizes: list[int], found: results.Re
             cells[f"{size}:_wall"] = f"{cost.wall:.2f}"
             cells[f"{size}:_cached"] = f"{cost.cached:.2f}"
             cells[f"{size}:_lines_a_leaf"] = f"{cost.lines:.0f}, {cost.optimized_lines:.0f}"
-        for small, large in zip(sizes, sizes[1:], strict=False):
+        for small, large in itertools.pairwise(sizes):
             few, many = costs[name, small], costs[name, large]
             growth = (many.trace + many.compile) / (few.trace + few.compile)
             cells[f"{large}_over_{small}"] = f"{growth:.1f}"
