@@ -28,6 +28,7 @@ def map_together(
     Returns:
       The tree of results.
     """
+    treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     rows = list(zip(leaves, *map(treedef.flatten_up_to, rest), strict=True))
     groups: dict[Hashable, list[int]] = {}

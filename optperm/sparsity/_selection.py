@@ -83,6 +83,7 @@ def _select(
             [jnp.sum(is_counted(index, number), dtype=jnp.int32) for index in group]
             for number, group in enumerate(groups)
         ]
+        sums = jax.lax.optimization_barrier(sums)
         zero = jnp.zeros([], jnp.int32)
         return mark_varying(jnp.stack([sum(each, start=zero) for each in sums]), axes)
 
