@@ -190,7 +190,7 @@ def prune_gradually(
         # m <- the n - round(r_t Z) highest of s where m
         groups = _group(mask, sparsity, scope, structure)
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
-        zeros = nearest_count(r, stack_counts(groups.zeros))
+        zeros = jnp.asarray(nearest_count(r, stack_counts(groups.zeros)))
 
         # Scores are computed only where the ramp asks for more zeros than there are.
         def shrink() -> Any:

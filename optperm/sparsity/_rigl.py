@@ -252,7 +252,7 @@ def _move(
     leaves, treedef = jax.tree.flatten(mask)
     alone = [[index] for index in range(len(leaves))]
     live = stack_counts([jnp.sum(m, dtype=jnp.int32) for m in leaves])
-    moving = nearest_count(alpha, live)
+    moving = jnp.asarray(nearest_count(alpha, live))
     # kept: the n - k highest |w| among live entries; dead ones have code 0, below all live codes.
     codes = [order_codes(w) for w in magnitudes]
     codes = [jnp.where(m, c, jnp.zeros_like(c)) for m, c in zip(leaves, codes, strict=True)]
