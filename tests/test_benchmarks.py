@@ -37,6 +37,7 @@ USUAL = [
         {"FACTORS": (1.0,)},
     ),
     ("compare.py", "sgd svrg --seeds 1 --epochs 1 --hidden 4", {}),
+    ("compile.py", "--leaves 4,8 --shapes 2 --only agn ivon mask_elements", {}),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("low_rank.py", "--only memory --smallest", {}),
     (

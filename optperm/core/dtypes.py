@@ -1,6 +1,5 @@
 """Cast dtypes and types of arrays, and check finiteness."""
 
-import functools
 from typing import Any
 
 import jax
@@ -41,7 +40,8 @@ def all_finite(tree: Any) -> jax.Array:
     """Return whether every entry of every leaf is finite."""
     # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    return functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
+    # As one vector: a chain of conjunctions would be computed anew in each leaf that depends on it.
+    return jnp.all(jnp.stack(mark_varying([jnp.ones([], jnp.bool_), *flags], varying_axes(flags))))
 
 
 def zero_if_not_finite(tree: Any) -> Any:

@@ -28,7 +28,7 @@ from optperm.sparsity._fractions import (
     group_leaves,
     nearest_count,
 )
-from optperm.sparsity._selection import keep_highest, order_codes
+from optperm.sparsity._selection import keep_highest, order_codes, stack_counts, sum_counts
 from optperm.sparsity._sparse_state import (
     SparseState,
     check_places_nothing,
@@ -190,7 +190,7 @@ def prune_gradually(
         # m <- the n - round(r_t Z) highest of s where m
         groups = _group(mask, sparsity, scope, structure)
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
-        zeros = _stack_counts([nearest_count(r, z) for z in groups.zeros])
+        zeros = jnp.asarray(nearest_count(r, stack_counts(groups.zeros)))
 
         # Scores are computed only where the ramp asks for more zeros than there are.
         def shrink() -> Any:
@@ -245,13 +245,7 @@ def _live_units(mask: Any, structure: Structure | None) -> list[jax.Array]:
 def _count_zeros(mask: Any, groups: Groups, structure: Structure | None) -> jax.Array:
     """Return the number of units of each group without a live entry."""
     zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
-    of_groups = [sum(zeros[index] for index in group) for group in groups.leaves]
-    return _stack_counts(of_groups)
-
-
-def _stack_counts(counts: list[Any]) -> jax.Array:
-    # The zero in front makes an array of no counts too.
-    return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, counts)])[1:]
+    return stack_counts([sum_counts([zeros[index] for index in each]) for each in groups.leaves])
 
 
 def _keep_highest(
@@ -266,7 +260,6 @@ def _keep_highest(
     codes = [order_codes(pool(structure, s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]
     totals = [sum(units[index].size for index in group) for group in groups.leaves]
-    counts = [total - zeros[number] for number, total in enumerate(totals)]
-    kept = keep_highest(codes, groups.leaves, counts)
+    kept = keep_highest(codes, groups.leaves, stack_counts(totals) - zeros)
     kept = [m & spread(structure, k, m) for m, k in zip(leaves, kept, strict=True)]
     return jax.tree.unflatten(treedef, kept)

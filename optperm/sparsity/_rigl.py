@@ -27,7 +27,7 @@ from optperm.sparsity._fractions import (
     group_leaves,
     nearest_count,
 )
-from optperm.sparsity._selection import keep_highest, order_codes
+from optperm.sparsity._selection import keep_highest, order_codes, stack_counts
 from optperm.sparsity._sparse_state import (
     SparseState,
     check_places_nothing,
@@ -251,12 +251,12 @@ def _move(
     """Return the mask of kept and grown entries, with as many live entries in each leaf as before."""
     leaves, treedef = jax.tree.flatten(mask)
     alone = [[index] for index in range(len(leaves))]
-    live = [jnp.sum(m, dtype=jnp.int32) for m in leaves]
-    moving = [nearest_count(alpha, n) for n in live]
+    live = stack_counts([jnp.sum(m, dtype=jnp.int32) for m in leaves])
+    moving = jnp.asarray(nearest_count(alpha, live))
     # kept: the n - k highest |w| among live entries; dead ones have code 0, below all live codes.
     codes = [order_codes(w) for w in magnitudes]
     codes = [jnp.where(m, c, jnp.zeros_like(c)) for m, c in zip(leaves, codes, strict=True)]
-    kept = keep_highest(codes, alone, [n - k for n, k in zip(live, moving, strict=True)])
+    kept = keep_highest(codes, alone, live - moving)
     # grown: the k highest |g| among the entries that are not kept, the dropped ones included.
     codes = [jnp.where(m, jnp.zeros_like(c), c) for m, c in zip(kept, grow_codes, strict=True)]
     grown = keep_highest(codes, alone, moving)

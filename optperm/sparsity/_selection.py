@@ -41,7 +41,9 @@ def order_codes(scores: jax.Array) -> jax.Array:
 
 
 def keep_highest(
-    codes: Sequence[jax.Array], groups: Sequence[Sequence[int]], counts: Sequence[int | jax.Array]
+    codes: Sequence[jax.Array],
+    groups: Sequence[Sequence[int]],
+    counts: Sequence[int | jax.Array] | jax.Array,
 ) -> list[jax.Array]:
     """Return whether each entry is among the highest of its group, of equal ones the first.
 
@@ -62,11 +64,23 @@ def keep_highest(
         raise ValueError(f"At most 2**31 - 1 entries can be ranked together, got {max(sizes)}.")
     if max(sizes, default=0) == 0:
         return [jnp.ones_like(code, bool) for code in codes]
-    wanted = jnp.stack([jnp.asarray(k, jnp.int32) for k in counts])
-    return [*_select(list(codes), wanted, tuple(map(tuple, groups)))]
+    return [*_select(list(codes), stack_counts(counts), tuple(map(tuple, groups)))]
 
 
-# Compiled once for all calls outside jax.jit.
+def stack_counts(counts: Sequence[int | jax.Array] | jax.Array) -> jax.Array:
+    """Return counts as one vector of int32."""
+    if isinstance(counts, jax.Array) or not any(isinstance(k, jax.Array) for k in counts):
+        return jnp.asarray(counts, jnp.int32)
+    return jnp.stack([jnp.asarray(k, jnp.int32) for k in counts])
+
+
+def sum_counts(counts: list[jax.Array]) -> jax.Array:
+    """Return the sum of counts, as one operation."""
+    return counts[0] if len(counts) == 1 else jnp.sum(jnp.stack(counts), dtype=jnp.int32)
+
+
+# Compiled once for all calls outside jax.jit. What is counted, and the thresholds, are vectors of all
+# groups: a program of one number for each would hold all these numbers in the work on each leaf.
 @functools.partial(jax.jit, static_argnames="groups")
 def _select(
     codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
@@ -77,14 +91,19 @@ def _select(
     axes = varying_axes(codes, wanted)
     wanted = mark_varying(wanted, axes)
 
+    # A sum into places, even where each group is one leaf: XLA on a CPU compiles a loop without such an
+    # operation as one function, if its arrays are small, and takes minutes for that of many leaves.
+    owners = [number for number, group in enumerate(groups) for _ in group]
+
     def count(is_counted: Any) -> jax.Array:
         """Return how many entries of each group satisfy a condition on the array and its group."""
         sums = [
-            [jnp.sum(is_counted(index, number), dtype=jnp.int32) for index in group]
+            jnp.sum(is_counted(index, number), dtype=jnp.int32)
             for number, group in enumerate(groups)
+            for index in group
         ]
-        zero = jnp.zeros([], jnp.int32)
-        return mark_varying(jnp.stack([sum(each, start=zero) for each in sums]), axes)
+        totals = mark_varying(jnp.zeros(len(groups), jnp.int32), axes)
+        return totals.at[jnp.array(owners)].add(jnp.stack(mark_varying(sums, axes)))
 
     # t, the code of the k-th highest entry: the largest code that at least k codes reach.
     def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
@@ -95,24 +114,26 @@ def _select(
     none = mark_varying(jnp.zeros(len(groups), word), axes)
     t = jax.lax.fori_loop(0, bits, find_threshold, none)
 
-    # Of the entries that equal t the first r are kept: those before the place e.
-    r = wanted - count(lambda index, number: codes[index] > t[number])
+    # Of the entries that equal t the first are kept: those before the place e.
+    def is_kept(index: int, t: jax.Array, e: jax.Array) -> jax.Array:
+        return (codes[index] > t) | ((codes[index] == t) & (places[index] < e))
+
     num_bits = max(sizes).bit_length()
 
     def find_end(step: jax.Array, e: jax.Array) -> jax.Array:
         candidate = e | (jnp.ones([], jnp.int32) << (num_bits - 1 - step))
-        before = count(
-            lambda index, number: (codes[index] == t[number]) & (places[index] < candidate[number])
-        )
-        return jnp.where(before <= r, candidate, e)
+        kept = count(lambda index, number: is_kept(index, t[number], candidate[number]))
+        return jnp.where(kept <= wanted, candidate, e)
 
     e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
-    kept = [jnp.ones_like(code, bool) for code in codes]
+    # If none is wanted, every code reaches t. That of NaN is the highest, and no place is before 0.
+    t = jnp.where(wanted > 0, t, ~jnp.zeros_like(t))
+    e = jnp.where(wanted > 0, e, 0)
+    chosen = [jnp.ones_like(code, bool) for code in codes]
     for number, group in enumerate(groups):
         for index in group:
-            is_first = (codes[index] == t[number]) & (places[index] < e[number])
-            kept[index] = (wanted[number] > 0) & ((codes[index] > t[number]) | is_first)
-    return kept
+            chosen[index] = is_kept(index, t[number], e[number])
+    return chosen
 
 
 def _places(codes: Sequence[jax.Array], groups: Sequence[Sequence[int]]) -> dict[int, jax.Array]:

@@ -78,6 +78,17 @@ def test_a_choice_ignores_scale_follows_an_order_and_takes_in_smaller_ones():
         before = kept
 
 
+@pytest.mark.parametrize("scope", ["leaf", "global"])
+def test_loops_over_many_small_leaves_are_not_compiled_as_one_function(scope):
+    """XLA on a CPU would, and take minutes: the time grows with the square of the leaves."""
+    codes = [jax.ShapeDtypeStruct((8, 8), jnp.uint32)] * 12
+    groups = [[*range(12)]] if scope == "global" else [[index] for index in range(12)]
+    program = jax.jit(lambda codes: keep_highest(codes, groups, [5] * len(groups)))
+    text = program.lower(codes).compile().as_text()
+    assert text.count(" while(") == 2
+    assert "small_call" not in text
+
+
 def test_scores_of_64_and_16_bits():
     with jax.enable_x64(True):
         scores = 1 + np.arange(9.0) * 2.0**-50  # one number in float32
