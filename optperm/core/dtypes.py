@@ -41,9 +41,15 @@ def all_finite(tree: Any) -> jax.Array:
     """Return whether every entry of every leaf is finite."""
     # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    # Without the barrier XLA would compute the whole chain again in each kernel that reads its result.
-    every = functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
-    return jax.lax.optimization_barrier(every)
+    return compute_once(functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_)))
+
+
+def compute_once(number: jax.Array) -> jax.Array:
+    """Return a number of which XLA makes a kernel of its own.
+
+    A chain of as many operations as there are leaves would else stand in each kernel that reads it.
+    """
+    return jax.lax.optimization_barrier(number)
 
 
 def zero_if_not_finite(tree: Any) -> Any:
