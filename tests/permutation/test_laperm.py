@@ -286,4 +286,6 @@ def test_step_that_does_not_synchronize_stores_nothing_more_than_the_inner_optim
     results = [line.split("=")[1] for line in entry.splitlines() if "=" in line]
     # The params and both moments of each leaf are written over; the loop around the sort has the rest.
     assert sum("[64,128]" in each and " fusion(" in each for each in results) <= 9
-    assert not any("[64,128]" in each and " copy(" in each for each in results)
+    # JAX below 0.12 drops the barrier, and copies the moments that the loop reads.
+    copies = sum("[64,128]" in each and " copy(" in each for each in results)
+    assert copies <= (0 if jax.__version_info__ >= (0, 12) else 6)
