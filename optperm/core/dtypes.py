@@ -40,8 +40,14 @@ def all_finite(tree: Any) -> jax.Array:
     """Return whether every entry of every leaf is finite."""
     # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    # As one vector: a chain of conjunctions would be computed anew in each leaf that depends on it.
-    return jnp.all(jnp.stack(mark_varying([jnp.ones([], jnp.bool_), *flags], varying_axes(flags))))
+    # As one vector, once: a chain of conjunctions would stand in each kernel that reads the flag.
+    flags = mark_varying([jnp.ones([], jnp.bool_), *flags], varying_axes(flags))
+    return computed_once(jnp.all(jnp.stack(flags)))
+
+
+def computed_once(tree: Any) -> Any:
+    """Return a tree whose leaves XLA stores, in place of computing them again for each use."""
+    return jax.tree.map(jax.lax.optimization_barrier, tree)
 
 
 def zero_if_not_finite(tree: Any) -> Any:

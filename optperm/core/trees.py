@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.core.shardings import row_sharding
@@ -17,6 +18,15 @@ def one_row(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=row_sharding(leaf))
 
     return jax.tree.map(row, tree)
+
+
+def unstack(stack: jax.Array) -> list[jax.Array]:
+    """Return the rows of an array's leading axis.
+
+    XLA compiles equal kernels once: a number of a row that it knows would make a kernel for each row.
+    """
+    places = jax.lax.optimization_barrier([np.int32(place) for place in range(stack.shape[0])])
+    return [jax.lax.dynamic_index_in_dim(stack, place, keepdims=False) for place in places]
 
 
 def is_masked(node: Any) -> bool:

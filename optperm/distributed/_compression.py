@@ -91,6 +91,7 @@ class Compression:
         checks.check_in_range("decay", self.decay, 0.0, 1.0, may_be_schedule=False)
 
 
+@functools.partial(jax.jit, static_argnames="compress")
 def encode(compress: Compression, leaf: jax.Array) -> tuple[jax.Array, ...]:
     """Return the bytes of a leaf: codes, scales and indices, each an array of uint8."""
     if not leaf.size:
@@ -129,6 +130,7 @@ def encode(compress: Compression, leaf: jax.Array) -> tuple[jax.Array, ...]:
     return (_pack(codes, compress.bits), _as_bytes(scale), *places)
 
 
+@functools.partial(jax.jit, static_argnames=("compress", "shape"))
 def decode(
     compress: Compression, encoded: tuple[jax.Array, ...], shape: tuple[int, ...]
 ) -> jax.Array:
@@ -263,6 +265,8 @@ def sum_compressed(
     # e <- beta e + Delta
     decay: Any = compress.decay
     e = jax.tree.map(lambda e, n: decay * e + n, residual, contribution)
+    # Leaves of one shape are traced once; a traced decay is no static argument.
+    compress = dataclasses.replace(compress, decay=1.0)
     leaves, structure = jax.tree.flatten(e)
     codes = [encode(compress, leaf) for leaf in leaves]
 

@@ -16,7 +16,7 @@ import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
-from optperm.core.control import cond
+from optperm.core.control import when
 from optperm.core.dtypes import cast_like, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
@@ -167,26 +167,32 @@ def laperm(
     def update(
         g: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, LapermState]:
-        # The inner optimizer moves all weights but scalars. A gradient that is not finite counts as
-        # zero, or it would stay in the inner state for ever.
-        g = zero_if_not_finite(g)
-        moves, inner_state = optimizer.update(g, state.inner_state, params, **extra_args)
-        moves = cast_like(moves, params)
-        moves = jax.tree.map(lambda move: move if move.ndim else jnp.zeros_like(move), moves)
-
-        # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector.
-        def synchronize() -> tuple[optax.Updates, optax.Params, Any]:
-            moved = optax.apply_updates(params, moves)
-            weights, ranks = synchronize_params(state, moved, output_axes)
-            return optax.tree.sub(weights, params), weights, ranks
-
         k = resolve_schedule("every", every, state.count, jnp.int32, low=1)
         t = optax.safe_increment(state.count)
         is_due = t % k == 0
-        moves, weights, ranks = cond(
-            is_due, synchronize, lambda: (moves, state.weights, state.ranks)
+
+        # The inner optimizer moves all weights but scalars. A gradient that is not finite counts as
+        # zero, or it would stay in the inner state for ever.
+        def step(p: optax.Params, inner_state: Any) -> tuple[optax.Updates, Any]:
+            moves, new = optimizer.update(zero_if_not_finite(g), inner_state, p, **extra_args)
+            moves = jax.tree.map(lambda m: m if m.ndim else jnp.zeros_like(m), cast_like(moves, p))
+            return moves, new
+
+        # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector. It makes the
+        # moves again: as an input of the loop they would be stored in every step.
+        def synchronize(at: tuple[optax.Params, Any]) -> tuple[optax.Params, Any]:
+            moved = optax.apply_updates(params, step(params, state.inner_state)[0])
+            before = state._replace(weights=at[0], ranks=at[1])
+            return synchronize_params(before, moved, output_axes)
+
+        weights, ranks = when(is_due, synchronize, (state.weights, state.ranks))
+        # The barrier orders the step after the loop, which reads what the step writes over.
+        (weights, ranks), p, inner_state = jax.lax.optimization_barrier(
+            ((weights, ranks), params, state.inner_state)
         )
-        return moves, LapermState(t, inner_state, weights, ranks, synchronized=is_due)
+        moves, inner_state = step(p, inner_state)
+        updates = jax.tree.map(lambda w, m, p: jnp.where(is_due, w - p, m), weights, moves, p)
+        return updates, LapermState(t, inner_state, weights, ranks, synchronized=is_due)
 
     return transformation(init, update, method="laperm", like=lambda s: s.weights)
 

@@ -6,11 +6,15 @@ arXiv 2003.02570, 2020.
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.export import register_namedtuple_serialization
 
@@ -20,13 +24,14 @@ from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
-from optperm.core.trees import mask_like
+from optperm.core.trees import mask_like, unstack
 from optperm.exact import Exact
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (
     OutputAxes,
     init_ranks,
     permute_vectors,
+    resolve_output_axes,
     warn_of_constant_vectors,
 )
 
@@ -168,19 +173,20 @@ def permute_by_cycles(
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
         step_key = jax.random.fold_in(as_key(state.key), state.count)
+        # The kernel draws the subsets from the seeds.
+        seeds = _draw(_draw_seeds, step_key, state.weights, m, output_axes)
+        pivots = _draw(_draw_pivots, step_key, state.weights, m, output_axes) if centralize else {}
         moved: list[jax.Array] = []
 
         def permute(
             index: int, w: jax.Array, ranks: jax.Array, m: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            # Step 1: P = max(P_min, floor(lambda n)). The kernel draws the subsets from the seeds.
+            # Step 1: P = max(P_min, floor(lambda n))
             size = _compute_partition_size(ratio, w.shape[0], min_partition_size)
-            leaf_key = jax.random.fold_in(step_key, index)
-            m = _centralize(m, jax.random.fold_in(leaf_key, 1)) if centralize else m
-            seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
+            m = _centralize(m, pivots[index][None]) if centralize else m
             # Steps 2 and 3: cycles of moves by at most A (alpha + 1 / s), by descending |m|.
             w, ranks, num_moved = cycles.permute_rows(
-                m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
+                m, w, ranks, seeds[index], alpha, size, drop_remainder=not include_remainder
             )
             moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
@@ -221,14 +227,50 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
     return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
 
 
-def _centralize(m: jax.Array, key: jax.Array) -> jax.Array:
+def _draw_seeds(leaf_key: jax.Array, number: int, _: Any) -> jax.Array:
+    return jax.random.bits(leaf_key, (number, 2), jnp.uint32)
+
+
+def _draw_pivots(leaf_key: jax.Array, number: int, dtype: Any) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(leaf_key, 1), (number,), dtype)
+
+
+def _draw(
+    law: Callable[[jax.Array, int, Any], jax.Array],
+    step_key: jax.Array,
+    weights: optax.Params,
+    m: optax.Updates,
+    output_axes: OutputAxes,
+) -> dict[int, jax.Array]:
+    """Return what a law draws for the weight vectors of each leaf, (*outputs, ...), by its number.
+
+    A generator costs a program of its own: leaves with equally many weight vectors share it.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    outputs = [
+        tuple(leaf.shape[axis] for axis in resolve_output_axes(path, leaf, output_axes))
+        for path, leaf in leaves
+    ]
+    groups = collections.defaultdict[Any, list[int]](list)
+    for index, ((_, leaf), wish) in enumerate(zip(leaves, jax.tree.leaves(m), strict=True)):
+        if leaf.ndim and leaf.size:
+            groups[math.prod(outputs[index]), accumulation_dtype(wish)].append(index)
+    drawn: dict[int, jax.Array] = {}
+    for (number, dtype), members in groups.items():
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, np.array(members, np.uint32))
+        rows = jax.vmap(lambda key, n=number, dtype=dtype: law(key, n, dtype))(keys)
+        for index, row in zip(members, unstack(rows), strict=True):
+            drawn[index] = row.reshape(*outputs[index], *row.shape[1:])
+    return drawn
+
+
+def _centralize(m: jax.Array, z: jax.Array) -> jax.Array:
     """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, on a scale of its own."""
     wide = m.astype(accumulation_dtype(m))
     # Times a power of two, so that squares neither underflow nor overflow. Only the order of m counts.
     largest = jnp.max(jnp.abs(wide), 0, where=jnp.isfinite(wide), initial=0, keepdims=True)
     wide = jnp.ldexp(wide, -jnp.frexp(largest)[1])
     mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
-    z = jax.random.normal(key, std.shape, wide.dtype)
     return (wide - mean - 0.5 * z * std).astype(m.dtype)
 
 

@@ -15,7 +15,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite
+from optperm.core.dtypes import accumulation_dtype, all_finite, computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
@@ -308,7 +308,7 @@ def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax
     is_known = (size > 0) & jnp.isfinite(size)
     scale = 1 / jnp.where(is_known, size, jnp.ones_like(size))
     parts = [jnp.sum((leaf.astype(size.dtype) * scale) ** 2) for leaf in jax.tree.leaves(r)]
-    squares = sum(parts, start=jnp.zeros_like(size))
+    squares = computed_once(sum(parts, start=jnp.zeros_like(size)))
     # The sum of squares answers both, unless squares of finite numbers overflow.
     is_finite = cond(jnp.isfinite(squares), lambda: jnp.ones([], jnp.bool_), lambda: all_finite(r))
     limit = (_ROUNDINGS * jnp.finfo(size.dtype).eps) ** 2
@@ -318,7 +318,7 @@ def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax
 def _predict_change(g: optax.Updates, step: optax.Updates, f: jax.Array) -> jax.Array:
     """Return g'v, the change of the loss that the gradient predicts for a step."""
     parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(f.dtype) * y.astype(f.dtype)), g, step)
-    total = sum(jax.tree.leaves(parts), start=jnp.zeros_like(f))
+    total = computed_once(sum(jax.tree.leaves(parts), start=jnp.zeros_like(f)))
     # The value is the same on all replicas, but its type may vary over the axes of the params.
     axes = tuple(sorted(varying_axes(total) - varying_axes(f)))
     return jax.lax.pmean(total, axes) if axes else total

@@ -316,11 +316,20 @@ def _sum_over_chunks(
     def add(index: Any, total: jax.Array) -> jax.Array:
         return total + compute(index * np.int32(width), width)
 
-    zero = compute(np.int32(0), 0)
-    total = jax.lax.fori_loop(np.int32(0), np.int32(whole), add, zero)
+    total = compute(np.int32(0), 0)
+    # Most leaves are one slice: a loop costs a program of its own.
+    for_each = jax.lax.fori_loop if whole > 1 else _for_each
+    total = for_each(np.int32(0), np.int32(whole), add, total)
     rest = parts[0].shape[axis] - whole * width
     total = total + compute(np.int32(whole * width), rest) if rest else total
     return jnp.sum(total, axis=tuple(range(total.ndim - 2)))
+
+
+def _for_each(start: Any, stop: Any, function: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Do what `jax.lax.fori_loop` does, without a loop in the program."""
+    return functools.reduce(
+        lambda carry, index: function(np.int32(index), carry), range(start, stop), carry
+    )
 
 
 def _write_combinations(
@@ -345,7 +354,8 @@ def _write_combinations(
 
     rest = rows.shape[axis] - whole * width
     rows = write(rows, np.int32(whole * width), rest) if rest else rows
-    rows = jax.lax.fori_loop(
+    for_each = jax.lax.fori_loop if whole > 1 else _for_each
+    rows = for_each(
         np.int32(0), np.int32(whole), lambda i, rows: write(rows, i * np.int32(width), width), rows
     )
     return jax.lax.reshape(rows, out.shape, out_sharding=explicit_sharding(out))

@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.mapped_axes import AxisName, all_gather, axis_names, mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, rows_like
 
@@ -107,7 +107,7 @@ def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Arra
     if not parts:
         return jnp.zeros(n_components, dtype)
     # Each replica's rows times g, summed over leaves; the gather puts them in order.
-    own = functools.reduce(jnp.add, parts)
+    own = computed_once(functools.reduce(jnp.add, parts))
     if subspace.axis_name is None:
         return own
     return all_gather(own, subspace.axis_name, tiled=True)[:n_components]

@@ -401,3 +401,15 @@ def test_donated_state_is_written_in_place():
     _, after = jax.jit(tx.update)(grads, state, params)
     support.assert_same_bits(jax.device_get((grads, state, params)), kept)
     support.assert_permutes(after[1].weights, params)
+
+
+@pytest.mark.parametrize("centralize", [False, True])
+def test_one_generator_draws_the_partitions_of_all_leaves(centralize):
+    tx = optperm.sgperm(num_steps=10, centralize=centralize)
+
+    def count_loops(number):
+        shapes = [jax.ShapeDtypeStruct((6, 4), jnp.float32)] * number
+        program = jax.jit(tx.update).lower(shapes, jax.eval_shape(tx.init, shapes), shapes)
+        return program.compile().as_text().count(" while(")
+
+    assert count_loops(8) == count_loops(2)
