@@ -14,12 +14,12 @@ import optax
 from optperm.bayes._covariance import ESTIMATES, OUTER, BatchGradients, matrix, rows_of
 from optperm.bayes._decompose import decompose
 from optperm.bayes._kernel import NoiseKernel, flat, inner, is_number, times
-from optperm.bayes._normal_noise import normal_like, signs_like
 from optperm.bayes._power_iteration import power_iteration
 from optperm.core.control import when
 from optperm.core.dtypes import accumulation_dtype, all_finite
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.noise import normal_like, signs_like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree

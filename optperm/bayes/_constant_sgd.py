@@ -21,13 +21,13 @@ from optperm.bayes._covariance import (
     check_noise_arguments,
 )
 from optperm.bayes._kernel import NoiseKernel, flat, times
-from optperm.bayes._normal_noise import fold, three_point_like
 from optperm.bayes._warmup import after_burn_in, diagonal_newton, warmup
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import all_finite, cast_like
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
+from optperm.core.noise import fold, three_point_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 

@@ -15,11 +15,11 @@ import optax
 
 from optperm.bayes._covariance import BatchGradients, diagonal, per_example
 from optperm.bayes._masters import with_masters
-from optperm.bayes._normal_noise import fold, normal_like
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros, zero_if_not_finite
 from optperm.core.keys import key_data
+from optperm.core.noise import fold, normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation

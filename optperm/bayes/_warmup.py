@@ -11,12 +11,12 @@ import optax
 
 from optperm.bayes._covariance import BatchGradients
 from optperm.bayes._masters import with_masters
-from optperm.bayes._normal_noise import fold, signs_like
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like, wide_zeros
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
+from optperm.core.noise import fold, signs_like
 from optperm.core.transformation import transformation
 from optperm.exact import Exact, exact_entries
 

@@ -8,8 +8,8 @@ import scipy.stats
 import support
 from jax.extend.random import threefry2x32_p
 
-from optperm.bayes._normal_noise import fold, normal_like, signs_like, three_point_like, threefry
 from optperm.core.keys import key_data
+from optperm.core.noise import fold, normal_like, signs_like, three_point_like, threefry
 
 
 def test_threefry_is_that_of_jax():
