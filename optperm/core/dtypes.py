@@ -41,7 +41,14 @@ def all_finite(tree: Any) -> jax.Array:
     """Return whether every entry of every leaf is finite."""
     # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    return functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
+    is_finite = functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
+    # Otherwise XLA computes the flag of all leaves again in the kernel of each leaf that it decides on
+    return computed_once(is_finite)
+
+
+def computed_once(tree: Any) -> Any:
+    """Return a tree whose leaves XLA stores, in place of computing them again for each use."""
+    return jax.tree.map(jax.lax.optimization_barrier, tree)
 
 
 def zero_if_not_finite(tree: Any) -> Any:

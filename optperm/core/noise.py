@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.shardings import shard_like
 
 # Of Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
@@ -26,7 +26,7 @@ def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
     for number in numbers:
         word = jnp.asarray(number).astype(jnp.uint32)
         data = jnp.stack(threefry(data, jnp.zeros_like(word), word))
-    return data
+    return computed_once(data)
 
 
 def normal_like(data: jax.Array, tree: optax.Params) -> Any:
@@ -132,7 +132,7 @@ def _map_paths(
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf
-    numbers = jax.lax.optimization_barrier([number(path) for path, _ in leaves])
+    numbers = computed_once([number(path) for path, _ in leaves])
     drawn = [
         shard_like(
             _draw(data, n, law=law, shape=jnp.shape(leaf), dtype=accumulation_dtype(leaf)), leaf
