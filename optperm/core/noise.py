@@ -40,6 +40,11 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
     return _map_paths(_normal, data, tree)
 
 
+def normal(data: jax.Array, number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return the normal numbers of `normal_like` for an array that has a number in place of a path."""
+    return _draw(data, computed_once(np.uint32(number)), law=_normal, shape=shape, dtype=dtype)
+
+
 def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
     r"""Return independent numbers with a normal's first five moments, as `normal_like`.
 
