@@ -14,12 +14,12 @@ import optax
 from optperm.bayes._covariance import ESTIMATES, OUTER, BatchGradients, matrix, rows_of
 from optperm.bayes._decompose import decompose
 from optperm.bayes._kernel import NoiseKernel, flat, inner, is_number, times
-from optperm.bayes._normal_noise import normal_like, signs_like
 from optperm.bayes._power_iteration import power_iteration
 from optperm.core.control import when
-from optperm.core.dtypes import accumulation_dtype, all_finite
+from optperm.core.dtypes import accumulation_dtype, all_finite, computed_once
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.noise import normal_like, signs_like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree
@@ -244,7 +244,7 @@ def _measure_curvature(
     """Return q_i, whose mean is h_i a_i, by one product with a batch's Hessian."""
     is_full = not isinstance(kernel.basis, tuple)
     # q_i = z_i (H^(1/2) A H^(1/2) z)_i: in coordinates where A is about c no direction hides another
-    z = signs_like(key, like)
+    z = computed_once(signs_like(key, like))
     z = flat(z, kernel.basis) if is_full else z
     root = jax.tree.map(jnp.sqrt, h)
     product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))

@@ -23,13 +23,13 @@ from optperm.bayes._covariance import (
 )
 from optperm.bayes._faults import COLD, are_seen, judge_kernel, judge_mean, judge_stability
 from optperm.bayes._kernel import NoiseKernel, flat, times
-from optperm.bayes._normal_noise import fold, three_point_like
 from optperm.bayes._warmup import after_burn_in, diagonal_newton, warmup
 from optperm.core import checks
 from optperm.core.control import when
-from optperm.core.dtypes import all_finite, cast_like
+from optperm.core.dtypes import all_finite, cast_like, computed_once
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
+from optperm.core.noise import fold, three_point_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 
@@ -283,7 +283,7 @@ def constant_sgd(
         z = z if isinstance(kernel.basis, tuple) else flat(z, kernel.basis)
         xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
         noisy = optax.tree.add(kernel.coordinates(g), xi)
-        moves = kernel.params_of(times(h, noisy), params)
+        moves = computed_once(kernel.params_of(times(h, noisy), params))
         # A NaN that an entry took once would stay in its chain
         is_moving = (count >= schedule.burn_in) & kernel.is_ready
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)

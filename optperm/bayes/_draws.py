@@ -8,10 +8,10 @@ import optax
 
 from optperm.bayes._ivon import IvonState
 from optperm.bayes._masters import MasterState, follow
-from optperm.bayes._normal_noise import normal_like
 from optperm.bayes._swag import SwagState
 from optperm.core import checks
 from optperm.core.keys import as_key, make_key
+from optperm.core.noise import normal_like
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state, find_states, in_variables, without_variables
 from optperm.core.trees import fill_masked, mask_like

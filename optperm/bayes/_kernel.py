@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from optperm.core.dtypes import accumulation_dtype, cast_like
+from optperm.core.dtypes import accumulation_dtype, cast_like, computed_once
 from optperm.core.shardings import unshard
 from optperm.core.states import find_state
 from optperm.core.trees import mask_like
@@ -185,7 +185,8 @@ def inner(one: Any, other: Any) -> jax.Array:
     """Return the inner product of two trees, in float32 or wider."""
     dtype = accumulation_dtype(one)
     parts = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)).astype(dtype), one, other)
-    return sum(jax.tree.leaves(parts), start=jnp.zeros([], dtype))
+    # A sum that XLA fuses with what it scales is computed again for each leaf
+    return computed_once(sum(jax.tree.leaves(parts), start=jnp.zeros([], dtype)))
 
 
 def _multiply(matrix: jax.Array, vector: jax.Array) -> jax.Array:

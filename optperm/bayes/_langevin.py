@@ -15,11 +15,17 @@ import optax
 
 from optperm.bayes._covariance import BatchGradients, diagonal, per_example
 from optperm.bayes._masters import with_masters
-from optperm.bayes._normal_noise import fold, normal_like
 from optperm.core import checks
 from optperm.core.control import when
-from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros, zero_if_not_finite
+from optperm.core.dtypes import (
+    accumulation_dtype,
+    all_finite,
+    computed_once,
+    wide_zeros,
+    zero_if_not_finite,
+)
 from optperm.core.keys import key_data
+from optperm.core.noise import fold, normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
@@ -169,7 +175,7 @@ def sgld(
             drift = (epsilon / 2 * n).astype(xi.dtype) * m * g.astype(xi.dtype)
             return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
 
-        moves = jax.tree.map(move, noisy, xi, m)
+        moves = computed_once(jax.tree.map(move, noisy, xi, m))
         # The noise of g adds epsilon N^2 M R / (4 T) to each variance, as a fraction of it
         factor = jax.tree.map(lambda m: epsilon * n**2 / (4 * t) * jnp.asarray(m, dtype), m)
         looks, batch_bias = _mean_bias(state, g, params, extra_args, factor)
@@ -280,7 +286,7 @@ def sghmc(
 
         # The barrier of sgld
         noisy = jax.lax.optimization_barrier(g)
-        velocity = jax.tree.map(next_velocity, state.velocity, noisy, xi)
+        velocity = computed_once(jax.tree.map(next_velocity, state.velocity, noisy, xi))
         is_left_out = jnp.logical_not(all_finite(velocity))
         u = zero_if_not_finite(velocity)
         velocity = jax.tree.map(

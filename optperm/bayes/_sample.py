@@ -13,13 +13,13 @@ import numpy as np
 import optax
 
 from optperm.bayes._constant_sgd import constant_sgd
-from optperm.bayes._normal_noise import normal_like
 from optperm.bayes._report import SAMPLERS, warn_of_draws
 from optperm.bayes._sampling import Samples, make_runner, steps_to_learn
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite, cast_like
 from optperm.core.keys import make_key
+from optperm.core.noise import normal_like
 from optperm.core.shardings import explicit_sharding
 from optperm.core.states import check_runs, without_variables
 from optperm.evaluation import evaluate

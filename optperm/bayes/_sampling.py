@@ -13,12 +13,12 @@ import optax
 
 from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._masters import wide_params
-from optperm.bayes._normal_noise import fold
 from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import is_key, make_key
+from optperm.core.noise import fold
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import check_runs, find_states, without_variables
 

@@ -11,12 +11,12 @@ import optax
 
 from optperm.bayes._covariance import BatchGradients
 from optperm.bayes._masters import with_masters
-from optperm.bayes._normal_noise import fold, signs_like
 from optperm.core import checks
 from optperm.core.control import when
-from optperm.core.dtypes import cast_like, wide_zeros
+from optperm.core.dtypes import cast_like, computed_once, wide_zeros
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
+from optperm.core.noise import fold, signs_like
 from optperm.core.transformation import transformation
 from optperm.exact import Exact, exact_entries
 
@@ -202,7 +202,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
             return jnp.where(square > 0, square, 1.0) ** 0.25
 
         # Hutchinson's estimate of the diagonal of A, in coordinates where it is about one
-        z = signs_like(fold(key_data(2), state.count), state.mean)
+        z = computed_once(signs_like(fold(key_data(2), state.count), state.mean))
         probe = jax.tree.map(lambda z, s: z / root(s), z, state.square)
         batch = BatchGradients(params, g, extra_args, 1, None, axis_name)
         product = batch.curvature_product(probe)

@@ -14,8 +14,9 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.keys import as_key, key_data
+from optperm.core.keys import key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.noise import fold, normal
 from optperm.core.shardings import unshard
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (
@@ -171,10 +172,9 @@ def apollo(
         number = state.count // jnp.asarray(every, jnp.int32)
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
+        drawn = fold(key_data(key), number)
         exact = [
-            leaf
-            if m is None
-            else project_leaf(m, draw_gaussian_basis(key, i, number, m, leaf), leaf)
+            leaf if m is None else project_leaf(m, draw_gaussian_basis(drawn, i, m, leaf), leaf)
             for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
         ]
         low = make_low_rank_tree(updates, plans, exact)
@@ -204,12 +204,7 @@ def apollo(
     return transformation(init, update, method="apollo", needs_params=False)
 
 
-def draw_gaussian_basis(
-    key: int | jax.Array, index: int, number: jax.Array, matrix: Matrix, leaf: jax.Array
-) -> jax.Array:
-    """Draw B, (..., d, r), of the leaf with this index for this number of changes."""
-    of_leaf = jax.random.fold_in(as_key(key_data(key)), index)
+def draw_gaussian_basis(data: jax.Array, index: int, matrix: Matrix, leaf: jax.Array) -> jax.Array:
+    """Draw B, (..., d, r), of the leaf with this index, from a key folded with a number of changes."""
     shape, dtype = matrix.basis_shape, accumulation_dtype(leaf)
-    return jax.random.normal(jax.random.fold_in(of_leaf, number), shape, dtype) / math.sqrt(
-        matrix.rank
-    )
+    return normal(data, index, shape, dtype) / math.sqrt(matrix.rank)

@@ -20,8 +20,10 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond, when
-from optperm.core.keys import as_key, key_data
+from optperm.core.dtypes import computed_once
+from optperm.core.keys import key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.noise import fold
 from optperm.core.shardings import shard_like, unshard
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (
@@ -253,9 +255,7 @@ def low_rank(
 
     def make_basis(index: int, count: jax.Array, g: jax.Array, old: jax.Array, first: Any) -> Any:
         if projection == "random":
-            # Another key for each leaf and step: leaves of one shape get different bases.
-            of_leaf = jax.random.fold_in(as_key(key_data(key)), index)
-            new = random_basis(jax.random.fold_in(of_leaf, count), old.shape, old.dtype)
+            new = random_basis(fold(key_data(key), count), index, old.shape, old.dtype)
         else:
             new = _find_basis(projection, g, old, first)
         new = shard_like(new, old)
@@ -340,12 +340,14 @@ def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) 
     Leaf i of L projected leaves has its refreshes at i * every // L, modulo every, so that few leaves
     have one in the same step.
     """
-    number, before, turns = sum(m is not None for m in plans), 0, []
-    for m in plans:
+    places = np.cumsum([m is not None for m in plans], dtype=np.int32)
+    number = max(int(places[-1]), 1) if plans else 1
+    turns = []
+    # XLA compiles equal kernels once: a place that it knows would make a kernel for each leaf
+    for m, place in zip(plans, computed_once(list(places)), strict=True):
         # The first step after this one that is equal to the offset modulo `every`
-        offset = before * every // max(number, 1)
+        offset = (place - (m is not None)) * every // number
         turns.append(count + 1 + (offset - count - 1) % every)
-        before += m is not None
     return turns
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from optperm.core.noise import normal
 from optperm.core.shardings import explicit_sharding
 from optperm.memory._matrices import product, project
 
@@ -29,9 +30,18 @@ def power_basis(g: jax.Array, basis: jax.Array) -> jax.Array:
     return jnp.linalg.qr(_whole("...dk,...rk->...dr", g, project(basis, g)))[0]
 
 
-def random_basis(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return an orthonormal basis of a subspace that is uniformly distributed."""
-    return jnp.linalg.qr(jax.random.normal(key, shape, dtype))[0]
+def random_basis(
+    data: jax.Array, number: int, shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Return an orthonormal basis of a subspace that is uniformly distributed.
+
+    Args:
+      data: The raw data of a key.
+      number: The number of the leaf: leaves of one shape get different bases.
+      shape: (..., d, r).
+      dtype: The dtype of the basis.
+    """
+    return jnp.linalg.qr(normal(data, number, shape, dtype))[0]
 
 
 def align_signs(new: jax.Array, old: jax.Array) -> jax.Array:

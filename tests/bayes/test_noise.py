@@ -8,8 +8,15 @@ import scipy.stats
 import support
 from jax.extend.random import threefry2x32_p
 
-from optperm.bayes._normal_noise import fold, normal_like, signs_like, three_point_like, threefry
 from optperm.core.keys import key_data
+from optperm.core.noise import (
+    fold,
+    normal,
+    normal_like,
+    signs_like,
+    three_point_like,
+    threefry,
+)
 
 
 def test_threefry_is_that_of_jax():
@@ -117,3 +124,33 @@ def test_a_cut_leaf_draws_what_a_whole_one_does_and_gathers_nothing():
         assert not any(
             name in compiled.as_text() for name in ("all-gather", "all-reduce", "permute(")
         )
+
+
+def test_leaves_of_one_shape_share_a_kernel():
+    """XLA compiles equal kernels once: what differs between leaves is an operand of their kernels."""
+
+    def constants(num_leaves):
+        tree = {str(i): jnp.zeros((8, 16)) for i in range(num_leaves)}
+        program = jax.jit(normal_like).lower(key_data(0), tree)
+        assert program.as_text().count("func.func private @_draw") == 1
+        text = program.compile().as_text()
+        return text.count(" fusion("), text.count("u32[8,16]{1,0} constant(")
+
+    (few, none), (many, still_none) = constants(2), constants(8)
+    assert (none, still_none) == (0, 0)
+    assert many - few == 6
+
+
+def test_numbers_and_keys_of_arrays_give_independent_normal_numbers():
+    """A step folds its count into the key, and each leaf has a number."""
+    shape = (200, 500)
+    draws = [
+        np.asarray(normal(fold(key_data(key), step), number, shape, jnp.float32), np.float64)
+        for key, step, number in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))
+    ]
+    error = 1 / np.sqrt(np.prod(shape))
+    for i, one in enumerate(draws):
+        assert abs(one.mean()) < 5 * error
+        assert abs(np.mean(one**2) - 1) < 5 * np.sqrt(2) * error
+        assert abs(np.mean(one**4) - 3) < 5 * np.sqrt(96) * error
+        assert all(abs(np.mean(one * other)) < 5 * error for other in draws[:i])

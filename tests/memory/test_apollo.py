@@ -47,7 +47,8 @@ def test_sequences_of_the_authors(name, leaf, x64, monkeypatch):
     """APOLLO and APOLLO-Mini step for step, in float64, with the bases of the file."""
     method = "apollo_mini" if "mini" in name else "apollo"
     bases = jnp.asarray(sequences.reference()[f"{method}_bases_{leaf}"])
-    monkeypatch.setattr(module, "draw_gaussian_basis", lambda key, i, number, *_: bases[number])
+    monkeypatch.setattr(module, "fold", lambda _, number: number)
+    monkeypatch.setattr(module, "draw_gaussian_basis", lambda number, *_: bases[number])
     found = sequences.sequence(SEQUENCES[name](), leaf)
     support.assert_close(found, sequences.of_leaf(name, leaf), atol=1e-9)
 
@@ -95,7 +96,8 @@ def test_projections_change_with_leaf_key_and_time_alone():
     leaf = jnp.zeros((300, 400))
 
     def draw(key, index, number):
-        return np.asarray(module.draw_gaussian_basis(key, index, jnp.int32(number), matrix, leaf))
+        data = module.fold(module.key_data(key), jnp.int32(number))
+        return np.asarray(module.draw_gaussian_basis(data, index, matrix, leaf))
 
     draws = {of: draw(*of) for of in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1))}
     for one in draws.values():

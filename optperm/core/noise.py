@@ -1,5 +1,6 @@
 """Random numbers with the shapes of params, equal on all replicas and after a resumed run."""
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.shardings import shard_like
 
 # Of Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
@@ -25,7 +26,7 @@ def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
     for number in numbers:
         word = jnp.asarray(number).astype(jnp.uint32)
         data = jnp.stack(threefry(data, jnp.zeros_like(word), word))
-    return data
+    return computed_once(data)
 
 
 def normal_like(data: jax.Array, tree: optax.Params) -> Any:
@@ -36,14 +37,12 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
     The numbers of a leaf follow from its path, so that the parts of `optax.partition` draw different
     numbers. One vector for all leaves would be on the wrong devices for sharded leaves.
     """
+    return _map_paths(_normal, data, tree)
 
-    def draw(number: int, leaf: Any) -> jax.Array:
-        dtype = accumulation_dtype(leaf)
-        k = (_words(data, number, leaf) >> np.uint32(8)).astype(dtype)
-        size, least = np.asarray(2.0**-23, dtype), np.asarray(2.0**-24 - 1, dtype)
-        return jax.lax.erf_inv(k * size + least) * np.asarray(np.sqrt(2), dtype)
 
-    return _map_paths(draw, tree)
+def normal(data: jax.Array, number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return the normal numbers of `normal_like` for an array that has a number in place of a path."""
+    return _draw(data, computed_once(np.uint32(number)), law=_normal, shape=shape, dtype=dtype)
 
 
 def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
@@ -57,35 +56,39 @@ def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
     fifth, since cumulants of independent sums add up: the weak schemes of Kloeden and Platen,
     "Numerical Solution of Stochastic Differential Equations", 1992, section 14.2.
     """
-
-    def draw(number: int, leaf: Any) -> jax.Array:
-        word, dtype = _words(data, number, leaf), accumulation_dtype(leaf)
-        size = np.asarray(np.sqrt(3), dtype)
-        above = jnp.where(word >= np.uint32(2**32 - _SIXTH), size, np.zeros((), dtype))
-        return jnp.where(word < np.uint32(_SIXTH), -size, above)
-
-    return _map_paths(draw, tree)
+    return _map_paths(_three_point, data, tree)
 
 
 def signs_like(data: jax.Array, tree: optax.Params) -> Any:
     """Return independent random signs, 1 and -1, as `normal_like`."""
-
-    def draw(number: int, leaf: Any) -> jax.Array:
-        one = np.ones((), accumulation_dtype(leaf))
-        return jnp.where(_words(data, number, leaf) < np.uint32(2**31), one, -one)
-
-    return _map_paths(draw, tree)
+    return _map_paths(_sign, data, tree)
 
 
-def _words(data: jax.Array, number: int, leaf: Any) -> jax.Array:
+def _normal(word: jax.Array, dtype: Any) -> jax.Array:
+    k = (word >> np.uint32(8)).astype(dtype)
+    size, least = np.asarray(2.0**-23, dtype), np.asarray(2.0**-24 - 1, dtype)
+    return jax.lax.erf_inv(k * size + least) * np.asarray(np.sqrt(2), dtype)
+
+
+def _three_point(word: jax.Array, dtype: Any) -> jax.Array:
+    size = np.asarray(np.sqrt(3), dtype)
+    above = jnp.where(word >= np.uint32(2**32 - _SIXTH), size, np.zeros((), dtype))
+    return jnp.where(word < np.uint32(_SIXTH), -size, above)
+
+
+def _sign(word: jax.Array, dtype: Any) -> jax.Array:
+    one = np.ones((), dtype)
+    return jnp.where(word < np.uint32(2**31), one, -one)
+
+
+def _words(data: jax.Array, number: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return 32 random bits for each entry of a leaf, by its place: each shard draws its own part."""
-    shape, stride = jnp.shape(leaf), 1
-    place = jnp.zeros(shape, jnp.uint32)
+    stride, place = 1, jnp.zeros(shape, jnp.uint32)
     for axis in reversed(range(len(shape))):
         along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         place += along * np.uint32(stride % 2**32)
         stride *= shape[axis]
-    return threefry(data, jnp.full(shape, np.uint32(number)), place)[0]
+    return threefry(data, jnp.full(shape, number), place)[0]
 
 
 def threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -109,12 +112,36 @@ def threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Arra
     return x, y
 
 
-def _map_paths(draw: Callable[[int, Any], jax.Array], tree: optax.Params) -> Any:
-    """Return what `draw` draws for a number that follows from a leaf's path, sharded as the leaf."""
+@functools.partial(jax.jit, static_argnames=("law", "shape", "dtype"))
+def _draw(
+    data: jax.Array,
+    number: jax.Array,
+    *,
+    law: Callable[[jax.Array, Any], jax.Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> jax.Array:
+    """Return what a law makes of the bits of a leaf; leaves of one shape are traced once."""
+    return law(_words(data, number, shape), dtype)
 
-    def of_leaf(path: Any, leaf: Any) -> jax.Array:
+
+def _map_paths(
+    law: Callable[[jax.Array, Any], jax.Array], data: jax.Array, tree: optax.Params
+) -> Any:
+    """Return what a law makes of the bits of each leaf, which follow from its path."""
+
+    def number(path: Any) -> np.uint32:
         # A variable of flax.nnx has its array one step further down
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return shard_like(draw(zlib.crc32(name.encode()), leaf), leaf)
+        return np.uint32(zlib.crc32(name.encode()))
 
-    return jax.tree_util.tree_map_with_path(of_leaf, tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf
+    numbers = computed_once([number(path) for path, _ in leaves])
+    drawn = [
+        shard_like(
+            _draw(data, n, law=law, shape=jnp.shape(leaf), dtype=accumulation_dtype(leaf)), leaf
+        )
+        for n, (_, leaf) in zip(numbers, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(tree), drawn)
