@@ -17,10 +17,10 @@ import numpy as np
 import optax
 
 from optperm.bayes._masters import with_masters
-from optperm.bayes._normal_noise import normal_like
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, wide_zeros
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
+from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
