@@ -16,6 +16,7 @@ MOST = {
     "set": 140,
     "sghmc": 159,
     "sgld": 165,
+    "sgperm": 92,
 }
 
 
