@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import optax
 
-from optperm.memory._apollo import apollo
-from optperm.memory._low_rank import low_rank
+from optperm.memory._apollo import By, apollo
+from optperm.memory._low_rank import Projection, Residual, low_rank
+from optperm.memory._matrices import DimensionNumbers, Side
 
 
 def low_rank_adamw(
@@ -20,7 +22,15 @@ def low_rank_adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
-    **options: Any,
+    every: int | jax.Array | Callable[[jax.Array], jax.Array] = 200,
+    projection: Projection = "random",
+    residual: Residual | None = "scaled",
+    carry: bool = True,
+    scale: float | jax.Array = 1.0,
+    side: Side = "smaller",
+    limit: float | jax.Array | None = 1.01,
+    dimension_numbers: DimensionNumbers | None = None,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train as `optax.adamw` with a fraction of its memory.
 
@@ -37,7 +47,15 @@ def low_rank_adamw(
       eps: The number that is added to the root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params that decay, as in `optax.adamw`.
-      **options: Further arguments of `optperm.low_rank`.
+      every: As in `optperm.low_rank`, like all that follow.
+      projection: The bases.
+      residual: What is done with the part outside the subspace.
+      carry: Whether moments are carried over to a new basis.
+      scale: A factor on the steps of projected leaves.
+      side: The side of a matrix for its basis.
+      limit: The limit of the growth of the part outside the subspace.
+      dimension_numbers: The axes of leaves to project.
+      key: The random key of the bases.
 
     Returns:
       A transformation. Its `update` needs `params`.
@@ -54,7 +72,21 @@ def low_rank_adamw(
       ValueError: As `optperm.low_rank`.
     """
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-    direction = low_rank(adam, rank, b1=b1, b2=b2, **options)
+    direction = low_rank(
+        adam,
+        rank,
+        every=every,
+        projection=projection,
+        residual=residual,
+        carry=carry,
+        scale=scale,
+        side=side,
+        limit=limit,
+        dimension_numbers=dimension_numbers,
+        b1=b1,
+        b2=b2,
+        key=key,
+    )
     return _decay_and_scale(direction, learning_rate, weight_decay, mask)
 
 
@@ -67,7 +99,12 @@ def apollo_adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
-    **options: Any,
+    every: int | jax.Array = 200,
+    by: By = "channel",
+    scale: float | jax.Array | Literal["auto"] = "auto",
+    limit: float | jax.Array | None = 1.01,
+    dimension_numbers: DimensionNumbers | None = None,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train as `optax.adamw`, with the whole gradient scaled by what Adam does to a projection of it.
 
@@ -84,7 +121,12 @@ def apollo_adamw(
       eps: The number that is added to the root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params that decay, as in `optax.adamw`.
-      **options: Further arguments of `optperm.apollo`.
+      every: As in `optperm.apollo`, like all that follow.
+      by: What has a factor of its own.
+      scale: A factor on the steps of projected leaves.
+      limit: The limit of the growth of the scaled gradient.
+      dimension_numbers: The axes of leaves to project.
+      key: The random key of the projections.
 
     Returns:
       A transformation. Its `update` needs `params`.
@@ -101,7 +143,16 @@ def apollo_adamw(
       ValueError: As `optperm.apollo`.
     """
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-    direction = apollo(adam, rank, **options)
+    direction = apollo(
+        adam,
+        rank,
+        every=every,
+        by=by,
+        scale=scale,
+        limit=limit,
+        dimension_numbers=dimension_numbers,
+        key=key,
+    )
     return _decay_and_scale(direction, learning_rate, weight_decay, mask)
 
 

@@ -21,6 +21,8 @@ _OF_ATTENTION = {  # the element above `kernel`, and the kernel's last axes
     "out": GaLoreDimensionNumbers((-3, -2), -1),  # heads, head_dim, d
 }
 _NO_MATRICES = ("embedding", "bias", "scale")
+# The longest side of a convolution's window
+_LONGEST_SIDE = 16
 
 
 class _Taken(NamedTuple):
@@ -37,9 +39,9 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
     - `kernel` in `query`, `key` or `value`, of axes (d, heads, head_dim), is the matrix
       d x (heads head_dim), and `kernel` in `out` is (heads head_dim) x d. Axes in front of these are
       those of a stack of matrices.
-    - A leaf of four axes and more is a convolution, a matrix of its outputs and all other axes: the
-      outputs are its last axis if the first axes are shorter than the last (Flax), else its first
-      (Equinox).
+    - A leaf of four axes and more is a convolution, a matrix of its outputs and all other axes, if all
+      but its last two axes (Flax, outputs last) or its first two (Equinox, outputs first) are a window:
+      sides of at most 16, equal but for sides of 1. Of two windows the smaller one counts.
     - `embedding`, `bias`, `scale`, and all other leaves stay at full rank.
 
     Names are whole elements of a path, those of Flax's linen and nnx.
@@ -67,7 +69,9 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
     Notes:
       The attention of a model that was scanned over its layers has the layers' axis in front, and each
       layer has a matrix of its own. Any other leaf of three axes stays at full rank, since it may be a
-      stack of matrices along any axis: name its axes.
+      stack of matrices along any axis: name its axes. Name also what only looks like a matrix or a
+      convolution: Equinox's `Embedding`, tables of positions, norms and biases of scanned layers, and
+      stacks such as (4, 4, 64, 256), of four layers with four experts.
 
     Raises:
       TypeError: If an override is no `GaLoreDimensionNumbers`, and not None.
@@ -116,10 +120,16 @@ def _take(path: tuple[Any, ...], shape: tuple[int, ...], overrides: dict[str, An
         taken = _Taken("matrix", GaLoreDimensionNumbers(0, 1))
     elif len(shape) > 3:
         axes = tuple(range(len(shape)))
-        has_outputs_last = math.prod(shape[:2]) <= math.prod(shape[-2:])
-        rows, outputs = (axes[:-1], axes[-1]) if has_outputs_last else (axes[1:], axes[0])
-        taken = _Taken("convolution", GaLoreDimensionNumbers(rows, outputs))
+        windows = [each for each in (shape[:-2], shape[2:]) if _is_window(each)]
+        if windows:
+            is_flax = min(windows, key=math.prod) == shape[:-2]
+            rows, outputs = (axes[:-1], axes[-1]) if is_flax else (axes[1:], axes[0])
+            taken = _Taken("convolution", GaLoreDimensionNumbers(rows, outputs))
     return taken
+
+
+def _is_window(sides: tuple[int, ...]) -> bool:
+    return max(sides) <= _LONGEST_SIDE and len(set(sides) - {1}) <= 1
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:

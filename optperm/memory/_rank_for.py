@@ -49,7 +49,8 @@ def rank_for(
 
     Notes:
       For 70 % less memory than AdamW's pass `words=0.6`. Leaves at full rank, such as embeddings, count
-      with two words for each parameter.
+      with two words for each parameter, and counters with none. Numbers count, not bytes: with params of
+      16 bits moments have 16 bits too, and bases 32.
 
     Raises:
       TypeError: If `words` is not a number, or the entries of `dimension_numbers` are of another type.
@@ -68,6 +69,14 @@ def rank_for(
 
     fitting = [step for step in range(1, _STEPS) if count(step / _STEPS) <= words]
     if not fitting:
-        least = f"the smallest rank keeps {count(1 / _STEPS):.2f}"
-        raise ValueError(f"words={words} cannot be reached: {least}. See matrix_axes(params).")
+        plans = plan_matrices(params, 1 / _STEPS, "smaller", dimension_numbers)
+        paths = [
+            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+        ]
+        full = [(n, path) for n, path, m in zip(sizes, paths, plans, strict=True) if m is None]
+        where = f", of which params{max(full)[1]} at full rank has the most" if full else ""
+        raise ValueError(
+            f"words={words} cannot be reached: the smallest rank keeps {count(1 / _STEPS):.2f}{where}. "
+            "See matrix_axes(params)."
+        )
     return max(fitting) / _STEPS

@@ -127,6 +127,10 @@ def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
         raise failure
     if sizes.min() < 0:
         raise RuntimeError(f"{name}: another process could not load a batch, see its error.")
+    if sizes.max() and not sizes.min():
+        without = np.flatnonzero(sizes == 0).tolist()
+        says = f"{name} has no further batch in the processes {without}, and one in the others"
+        raise ValueError(f"{says}: all need equally many batches in an epoch.")
     # Of unequal parts the mean over processes would not be the mean over examples.
     if sizes.min() and sizes.min() != sizes.max():
         says = f"A batch of {name} has {sizes.tolist()} examples in the processes"

@@ -1,5 +1,7 @@
 """The axes of matrices in the layers of Flax, Equinox and plain JAX, by default."""
 
+import inspect
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -201,3 +203,42 @@ def test_aliases_are_the_chain_that_they_name():
                 p = optax.apply_updates(p, updates)
             ends.append(p)
         support.assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6)]
+)
+def test_a_stack_of_four_axes_that_is_no_window_stays_at_full_rank(shape):
+    assert optperm.memory.matrix_axes({"w": jnp.ones(shape)})["w"] is None
+
+
+def test_aliases_take_injected_rates_and_the_options_of_their_directions():
+    params = {"kernel": jnp.ones((16, 64))}
+    for alias in (optperm.memory.low_rank_adamw, optperm.memory.apollo_adamw):
+        tx = optax.inject_hyperparams(alias, static_args=("rank", "b1", "b2", "eps", "every"))(
+            1e-3, rank=4
+        )
+        state = tx.init(params)
+        updates, _ = tx.update(params, state, params)
+        expected, _ = alias(1e-3, rank=4).update(params, alias(1e-3, rank=4).init(params), params)
+        np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("alias", "direction"),
+    [
+        (optperm.memory.low_rank_adamw, optperm.low_rank),
+        (optperm.memory.apollo_adamw, optperm.apollo),
+    ],
+)
+def test_aliases_have_every_argument_of_their_direction(alias, direction):
+    own, theirs = (inspect.signature(each).parameters for each in (alias, direction))
+    for name, argument in theirs.items():
+        if name not in ("inner", "rank"):
+            assert own[name].default == argument.default
+
+
+def test_the_rank_of_a_target_that_cannot_be_reached_names_the_largest_leaf_at_full_rank():
+    params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
+    with pytest.raises(ValueError, match=r"params\['experts'\] at full rank has the most"):
+        optperm.memory.rank_for(params, words=0.6)

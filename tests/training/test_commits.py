@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import warnings
 
 import fitting
 import jax
@@ -164,6 +165,22 @@ def test_a_period_longer_than_the_run_is_warned_of_before_the_first_step(name):
             assert took == []
         else:
             run(tx, **options)
+
+
+def test_a_run_of_unknown_length_without_a_commit_is_warned_of_at_its_end():
+    # 4 steps an epoch
+    for every, is_short in {500: True, 12: True, 8: False}.items():
+        tx = optperm.agn(SGD, every=every, axis_name="replica")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            result = run(tx, train_data=fitting.batches, epochs=2)
+        says = [
+            str(each.message) for each in found if "before the first commit" in str(each.message)
+        ]
+        assert says == is_short * [
+            f"The run ends after {result.step} steps, before the first commit of agn or diloco: "
+            "replicas train apart until its end. Lower every."
+        ]
 
 
 @pytest.mark.parametrize("order", ["commits later", "commits earlier"])
