@@ -181,6 +181,17 @@ def adam(number: float, setting: Setting) -> Ways:
     return {"Adam": stack(model_of_adam(number, setting._replace(seed=MODELS * setting.seed)))}
 
 
+def temperature(number: float, setting: Setting) -> Ways:
+    """Train one model without the validation split, and scale its logits by what fits the split."""
+    fitted, (x, y) = images.split(setting.data)
+    params = model_of_adam(number, setting._replace(seed=MODELS * setting.seed, data=fitted))
+    by = optperm.bayes.fit_temperature(images.predict(params, x), y)
+    # The last layer's params make the logits.
+    last = len(params) // 2 - 1
+    scaled = {name: params[name] / by for name in (f"w{last}", f"b{last}")}
+    return {"Adam, temperature": stack(params | scaled)}
+
+
 def ensemble(number: float, setting: Setting) -> Ways:
     """Train five models with Adam, from initial params and batches of their own."""
     seeds = range(MODELS * setting.seed, MODELS * (setting.seed + 1))
@@ -259,6 +270,7 @@ METHODS: dict[str, tuple[Callable[[Any, Setting], Ways], int, tuple[Any, ...] | 
     "IVON": (ivon, 1, tuple(itertools.product((0.1, 0.3, 1.0), (2e3, 2e4), (1e-3, 1e9)))),
     "last layer": (last_layer, 1, (1e-7, 1e-6)),
     "constant SGD": (constant_sgd, 1, tuple(itertools.product((1e-4, 1e-2), (1e-3, 1e-2)))),
+    "temperature": (temperature, 1, None),
 }
 
 
@@ -305,7 +317,7 @@ def compare(arguments: argparse.Namespace) -> None:
         other, _, (x, _) = images.load(arguments.other, 1)
         # In gray, and as large as MNIST's
         others[other] = x[:2000].mean(axis=-1, keepdims=True)[:, 2:-2, 2:-2]
-    steps, rate = round(arguments.epochs * len(data[0]) / BATCH), 1e-3
+    steps, rate = round(arguments.epochs * len(data[0]) / BATCH), arguments.adam_rate
     title = f"{name}, {len(data[0])} images, {steps} steps of {BATCH}, {arguments.seeds} seeds"
     for method in arguments.methods:
         fit, cost, grid = METHODS[method]
@@ -342,6 +354,8 @@ def compare(arguments: argparse.Namespace) -> None:
             print(f"{way:24} {images.text(best)}:", ", ".join(f"{k} {v}" for k, v in cells.items()))
         print(f"  grid {shown}; {time.process_time() - start:.0f} s", flush=True)
         RESULTS.write(arguments.json)
+    if arguments.into is not None:
+        RESULTS.merge(arguments.into)
 
 
 # IVON by its defaults, against Adam.
@@ -559,6 +573,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=10.0)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--adam-rate", type=float, default=1e-3, help="where Adam is not a method")
+    parser.add_argument("--into", type=pathlib.Path, help="results in whose table to put the rows")
     parser.add_argument("--repetitions", type=int, default=101)
     results.add_argument(parser)
     arguments = parser.parse_args()
