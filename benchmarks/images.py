@@ -150,6 +150,12 @@ def train(
     return jax.lax.scan(step, (params, state), indices)[0]
 
 
+def split(data: Data) -> tuple[Data, Data]:
+    """Return all but the last 5,000 images (a fifth of few), and these."""
+    start = len(data[0]) - min(VALIDATION, len(data[0]) // 5)
+    return (data[0][:start], data[1][:start]), (data[0][start:], data[1][start:])
+
+
 def tune(
     grid: Iterable[Any],
     fit: Callable[[Any, int, int, Data], Any],
@@ -159,11 +165,10 @@ def tune(
 ) -> tuple[Any, dict[Any, float]]:
     """Return the number of a grid that scores highest, and all scores.
 
-    `fit(number, seed, steps, data)` trains with seed 0 and a third of the steps, without the last 5,000
-    images (a fifth of few), on which `score` judges what it returns.
+    `fit(number, seed, steps, data)` trains with seed 0 and a third of the steps, on the first part of
+    `split`, and `score` judges what it returns on the second.
     """
-    start = len(data[0]) - min(VALIDATION, len(data[0]) // 5)
-    fitted, held = (tuple(leaf[part] for leaf in data) for part in (np.s_[:start], np.s_[start:]))
+    fitted, held = split(data)
     tried = {number: score(fit(number, 0, max(steps // 3, 1), fitted), held) for number in grid}
     return max(tried, key=lambda n: (not math.isnan(tried[n]), tried[n])), tried
 

@@ -44,6 +44,19 @@ class Results:
         """Whether a table has a row with these cells."""
         return any(cells.items() <= row.items() for row in self._rows.get(title, []))
 
+    def merge(self, path: pathlib.Path) -> None:
+        """Puts the rows into the tables of a file that have their titles, by their first cells."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for table in found["tables"]:
+            rows = {row[0]: row for row in table["rows"]}
+            for row in self._rows.pop(table["title"], []):
+                cells = [row.get(name, "") for name in table["columns"]]
+                rows[cells[0]] = cells
+            table["rows"] = [*rows.values()]
+        if self._rows:
+            raise SystemExit(f"{path} has no table {' or '.join(self._rows)}.")
+        path.write_text(_as_text(found), encoding="utf-8")
+
     def write(self, path: pathlib.Path | None, machine: str | None = None) -> None:
         """Writes all tables with command, machine (None: this one) and date, if there is a file."""
         if path is None:
@@ -61,10 +74,13 @@ class Results:
             "tables": tables,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(found, indent=2, ensure_ascii=False)
-        # A row of a table on a line.
-        text = re.sub(r"\[\s+(\"[^\[\]]*\")\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(_as_text(found), encoding="utf-8")
+
+
+def _as_text(found: dict[str, object]) -> str:
+    """Return JSON with each row of a table in one line."""
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    return re.sub(r"\[\s+(\"[^\[\]]*\")\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text) + "\n"
 
 
 def _command() -> str:

@@ -57,9 +57,9 @@ def normed_logits(params: images.Params, x: jax.Array, count: int | None = None)
 
 def of_images(name: str, data: images.Data, test: images.Data, batch: int) -> Task:
     """Return the task of a network on gray images."""
-    x = data[0]
-    train = data[0][:TRAINING], data[1][:TRAINING]
-    held = data[0][TRAINING:], data[1][TRAINING:]
+    x, size = data[0], min(TRAINING, 3 * len(data[0]) // 4)
+    train = data[0][:size], data[1][:size]
+    held = data[0][size:], data[1][size:]
     widths = {"hidden": (128, 128)} if name == "MLP" else {"hidden": None, "channels": CHANNELS}
     is_normed, reference = name == "CNN, BatchNorm", x[:STATISTICS]
 
@@ -79,10 +79,10 @@ def of_images(name: str, data: images.Data, test: images.Data, batch: int) -> Ta
         return normed_logits(params, jnp.concatenate([reference, x]), STATISTICS)[STATISTICS:]
 
     def batches(seed: int, steps: int) -> images.Data:
-        chosen = images.batches(TRAINING, batch, steps, seed)
+        chosen = images.batches(size, batch, steps, seed)
         return train[0][chosen], train[1][chosen]
 
-    return Task(initial, loss_fn, logits, TRAINING, batches, held, test)
+    return Task(initial, loss_fn, logits, size, batches, held, test)
 
 
 def of_bytes(text: pathlib.Path | None, batch: int) -> Task:

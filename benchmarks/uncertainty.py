@@ -9,6 +9,11 @@ lowest NLL on a validation split, with one seed and a third of the steps.
 
     python benchmarks/uncertainty.py --data mnist.npz --other cifar10.npz [--seeds 3] [--epochs 10]
     python benchmarks/uncertainty.py --only steps [--repetitions 101]
+
+`--only defaults` trains the four networks of `small_tasks.py` with Adam and with IVON. Only the rate is
+tuned: it is the best of a printed grid on validation examples, over all seeds.
+
+    python benchmarks/uncertainty.py --only defaults --data mnist.npz --text text.txt [--steps 800]
 """
 
 import argparse
@@ -28,6 +33,7 @@ import numpy as np
 import optax
 import results
 import scoring
+import small_tasks
 from scipy import ndimage
 
 import optperm
@@ -175,6 +181,17 @@ def adam(number: float, setting: Setting) -> Ways:
     return {"Adam": stack(model_of_adam(number, setting._replace(seed=MODELS * setting.seed)))}
 
 
+def temperature(number: float, setting: Setting) -> Ways:
+    """Train one model without the validation split, and scale its logits by what fits the split."""
+    fitted, (x, y) = images.split(setting.data)
+    params = model_of_adam(number, setting._replace(seed=MODELS * setting.seed, data=fitted))
+    by = optperm.bayes.fit_temperature(images.predict(params, x), y)
+    # The last layer's params make the logits.
+    last = len(params) // 2 - 1
+    scaled = {name: params[name] / by for name in (f"w{last}", f"b{last}")}
+    return {"Adam, temperature": stack(params | scaled)}
+
+
 def ensemble(number: float, setting: Setting) -> Ways:
     """Train five models with Adam, from initial params and batches of their own."""
     seeds = range(MODELS * setting.seed, MODELS * (setting.seed + 1))
@@ -253,6 +270,7 @@ METHODS: dict[str, tuple[Callable[[Any, Setting], Ways], int, tuple[Any, ...] | 
     "IVON": (ivon, 1, tuple(itertools.product((0.1, 0.3, 1.0), (2e3, 2e4), (1e-3, 1e9)))),
     "last layer": (last_layer, 1, (1e-7, 1e-6)),
     "constant SGD": (constant_sgd, 1, tuple(itertools.product((1e-4, 1e-2), (1e-3, 1e-2)))),
+    "temperature": (temperature, 1, None),
 }
 
 
@@ -299,7 +317,7 @@ def compare(arguments: argparse.Namespace) -> None:
         other, _, (x, _) = images.load(arguments.other, 1)
         # In gray, and as large as MNIST's
         others[other] = x[:2000].mean(axis=-1, keepdims=True)[:, 2:-2, 2:-2]
-    steps, rate = round(arguments.epochs * len(data[0]) / BATCH), 1e-3
+    steps, rate = round(arguments.epochs * len(data[0]) / BATCH), arguments.adam_rate
     title = f"{name}, {len(data[0])} images, {steps} steps of {BATCH}, {arguments.seeds} seeds"
     for method in arguments.methods:
         fit, cost, grid = METHODS[method]
@@ -335,6 +353,112 @@ def compare(arguments: argparse.Namespace) -> None:
             )
             print(f"{way:24} {images.text(best)}:", ", ".join(f"{k} {v}" for k, v in cells.items()))
         print(f"  grid {shown}; {time.process_time() - start:.0f} s", flush=True)
+        RESULTS.write(arguments.json)
+    if arguments.into is not None:
+        RESULTS.merge(arguments.into)
+
+
+# IVON by its defaults, against Adam.
+
+RATES = {"Adam": (1e-3, 3e-3, 1e-2), "IVON": (0.1, 0.3, 1.0)}
+TASKS = ("MLP", "CNN", "CNN, BatchNorm", "transformer")
+
+
+@functools.partial(jax.jit, static_argnames=("method", "loss_fn", "num_data"))
+def train_by_defaults(
+    method: str, loss_fn: Any, num_data: int, rate: Any, params: Any, batches: Any, key: jax.Array
+) -> tuple[Any, Any]:
+    """Return params and state after a step for each batch, at a rate that falls by a cosine."""
+    steps = len(jax.tree.leaves(batches)[0])
+    schedule = optax.cosine_decay_schedule(rate, steps)
+    tx = optax.adam(schedule) if method == "Adam" else optperm.ivon(schedule, num_data)
+    tx = optax.with_extra_args_support(tx)
+
+    def step(carry: Any, at: Any) -> Any:
+        (params, state), (batch, key) = carry, at
+        is_drawn = method == "IVON"
+        draw = optperm.bayes.sample_params(state, params, key) if is_drawn else params
+        updates, state = tx.update(jax.grad(loss_fn)(draw, batch), state, params, draw=draw)
+        return (optax.apply_updates(params, updates), state), None
+
+    keys = jax.random.split(key, steps)
+    return jax.lax.scan(step, (params, tx.init(params)), (batches, keys))[0]
+
+
+@functools.partial(jax.jit, static_argnames="logits")
+def logits_of(logits: Any, models: Any, inputs: jax.Array) -> jax.Array:
+    """Return the logits (models, labels, classes) of models along a leading axis."""
+
+    def of_one(params: Any) -> jax.Array:
+        found = logits(params, inputs)
+        return found.reshape(-1, found.shape[-1])
+
+    return jax.lax.map(of_one, models)
+
+
+def nll(logits: jax.Array, labels: jax.Array) -> float:
+    """Return the negative log-likelihood of the mean prediction of logits (models, n, classes)."""
+    return scoring.classification(jax.nn.softmax(logits).mean(axis=0), labels.ravel()).nll
+
+
+def ways_of(method: str, task: small_tasks.Task, rate: float, seed: int, steps: int) -> Ways:
+    """Train, and return the models of each way to predict."""
+    keys = jax.random.split(jax.random.key(seed))
+    given = rate, task.initial(seed), task.batches(seed, steps), keys[0]
+    params, state = train_by_defaults(method, task.loss_fn, task.num_data, *given)
+    if method == "Adam":
+        return {"Adam": stack(params)}
+    draws = optperm.bayes.sample_params(state, params, keys[1], DRAWS)
+    return {"IVON, at the mean": stack(params), f"IVON, {DRAWS} draws": draws}
+
+
+def judge_method(
+    method: str, task: small_tasks.Task, arguments: argparse.Namespace, has_temperature: bool
+) -> dict[str, str]:
+    """Return the NLL of each way to predict, at the best rate, and the grid."""
+    trained: dict[float, list[Ways]] = {}
+    scores: dict[float, float] = {}
+
+    def score(rate: float) -> None:
+        seeds = range(arguments.seeds)
+        trained[rate] = [ways_of(method, task, rate, seed, arguments.steps) for seed in seeds]
+        (x, y), last = task.validation, [[*ways.values()][-1] for ways in trained[rate]]
+        found = float(np.mean([nll(logits_of(task.logits, models, x), y) for models in last]))
+        scores[rate] = found if np.isfinite(found) else float("inf")
+
+    for rate in RATES[method]:
+        score(rate)
+    best = min(scores, key=scores.__getitem__)
+    # A best rate at the end of the grid: one more.
+    if best in (min(scores), max(scores)):
+        score(best * 3 if best == max(scores) else best / 3)
+        best = min(scores, key=scores.__getitem__)
+    found: dict[str, list[float]] = {}
+    for ways in trained[best]:
+        for way, models in ways.items():
+            logits = logits_of(task.logits, models, task.test[0])
+            found.setdefault(way, []).append(nll(logits, task.test[1]))
+            if way == "Adam" and has_temperature:
+                x, y = task.validation
+                temperature = optperm.bayes.fit_temperature(logits_of(task.logits, models, x)[0], y)
+                of_temperature = nll(logits / temperature, task.test[1])
+                found.setdefault("Adam, temperature", []).append(of_temperature)
+    cells = {way: images.spread(values) for way, values in found.items()}
+    return cells | {f"{method}'s rates": images.shown(dict(sorted(scores.items())))}
+
+
+def compare_defaults(arguments: argparse.Namespace) -> None:
+    """Print the NLL on test examples of Adam and of IVON, of which only the rate is tuned."""
+    title = f"IVON by default against Adam: NLL, {arguments.steps} steps, {arguments.seeds} seeds"
+    for name, task in small_tasks.load(arguments.data, arguments.text).items():
+        if name not in TASKS:
+            continue
+        start, cells = time.process_time(), {}
+        for method in RATES:
+            cells |= judge_method(method, task, arguments, name != "transformer")
+        RESULTS.row(title, network=name, **cells)
+        print(f"{name}:", "; ".join(f"{key} {cell}" for key, cell in cells.items()))
+        print(f"  {time.process_time() - start:.0f} s", flush=True)
         RESULTS.write(arguments.json)
 
 
@@ -432,20 +556,29 @@ def _stepper(method: str, part: str, shape: tuple[int, ...]) -> Callable[[], Any
     return run
 
 
+PARTS = {"predictions": compare, "steps": compare_steps, "defaults": compare_defaults}
+
+
 def main() -> None:
     """Print the tables that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     images.add_arguments(parser)
-    parser.add_argument("--only", choices=["predictions", "steps"], default="predictions")
+    parser.add_argument("--only", choices=[*PARTS], default="predictions")
+    parser.add_argument(
+        "--text", type=pathlib.Path, help="of the transformer; without, Python's modules"
+    )
+    parser.add_argument("--steps", type=int, default=800, help="of each network of --only defaults")
     parser.add_argument("--other", type=pathlib.Path, help="color images from elsewhere, for gray")
     parser.add_argument("--test", type=int, help="as many of the test images")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=10.0)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--adam-rate", type=float, default=1e-3, help="where Adam is not a method")
+    parser.add_argument("--into", type=pathlib.Path, help="results in whose table to put the rows")
     parser.add_argument("--repetitions", type=int, default=101)
     results.add_argument(parser)
     arguments = parser.parse_args()
-    (compare_steps if arguments.only == "steps" else compare)(arguments)
+    PARTS[arguments.only](arguments)
 
 
 if __name__ == "__main__":

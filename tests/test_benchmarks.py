@@ -57,9 +57,10 @@ USUAL = [
     ),
     (
         "uncertainty.py",
-        "--seeds 1 --epochs 0.2 --methods Adam IVON",
+        "--seeds 1 --epochs 0.2 --methods Adam temperature IVON",
         {},
     ),
+    ("uncertainty.py", "--only defaults --seeds 1 --steps 2", {"TASKS": ("MLP", "transformer")}),
     (
         "permutation.py",
         "--seeds 1 --epochs 0.9",
@@ -99,7 +100,13 @@ RUNS = [
 # What has tests of its own.
 ELSEWHERE = {"kills.py", "dim_reduce.py", "accelerators.py"}
 # What they share.
-SHARED = {"images.py", "results.py", "scoring.py", "accelerator_programs.py"}
+SHARED = {
+    "images.py",
+    "results.py",
+    "scoring.py",
+    "small_tasks.py",
+    "accelerator_programs.py",
+}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 
@@ -129,6 +136,7 @@ def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
     small = importlib.import_module("library_bytes")
     monkeypatch.setattr(small, "LAYERS", 1)
     monkeypatch.setattr(small, "WIDTH", 8)
+    monkeypatch.setattr(small, "CONTEXT", small.CONTEXT)  # a script may set it
     main = runpy.run_path(str(path))["main"]
     for name, left in tables.items():
         main.__globals__[name] = part_of(main.__globals__[name], left)
