@@ -1,11 +1,13 @@
 """Estimates of the covariance of one example's gradient, from the gradients of one step."""
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import optax
 
@@ -116,6 +118,22 @@ class _Sums(NamedTuple):
     products: Any
 
 
+def traced_once(
+    grad_fn: Callable[..., Any], params: optax.Params
+) -> tuple[Callable[..., Any], int]:
+    """Return `grad_fn`, which is not traced again for all examples at these params, and their number."""
+    program, shapes = jax.make_jaxpr(lambda: grad_fn(params), return_shape=True)()
+
+    @functools.wraps(grad_fn)
+    def call(at: optax.Params, **part: Any) -> Any:
+        if part or at is not params:
+            return grad_fn(at, **part)
+        rows = jax.extend.core.jaxpr_as_fun(program)()
+        return jax.tree.unflatten(jax.tree.structure(shapes), rows)
+
+    return call, int(jax.tree.leaves(shapes)[0].shape[0])
+
+
 def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     r"""Return the unbiased covariance of the gradients of the batch's examples.
 
@@ -127,7 +145,7 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     the examples is enough. A gradient that is NaN in every entry belongs to no example: a loss that
     divides by the batch's weights gives it for padding of weight 0.
     """
-    grad_fn = batch.extras["per_example_grad_fn"]
+    grad_fn, here = traced_once(batch.extras["per_example_grad_fn"], batch.params)
     center = zero_if_not_finite(optax.tree.cast(batch.grad, accumulation_dtype(batch.grad)))
 
     def gradients(**part: Any) -> optax.Updates:
@@ -149,7 +167,6 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     def chunk(start: Any, size: int) -> _Sums:
         return sums(gradients(start=start, size=size))
 
-    here = int(jax.tree.leaves(jax.eval_shape(gradients))[0].shape[0])
     if here * batch.replicas < 2:
         raise ValueError(
             "'per_example' needs batches of at least 2 examples, got 1: use estimator='single_example'."

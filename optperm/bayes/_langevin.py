@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._covariance import BatchGradients, diagonal, per_example
+from optperm.bayes._covariance import BatchGradients, diagonal, per_example, traced_once
 from optperm.bayes._masters import with_masters
 from optperm.core import checks
 from optperm.core.control import when
@@ -335,11 +335,14 @@ def _mean_bias(
     if grad_fn is None or grad is None or not jax.tree.leaves(params):
         return known
     pairs = zip(*map(jax.tree.leaves, (g, mask_like(grad, params))), strict=False)
-    rows = jax.tree.leaves(jax.eval_shape(grad_fn, params))
     # A gradient with control variates has less noise than its examples show
-    if any(one is not other for one, other in pairs) or rows[0].shape[0] < _FEWEST:
+    if any(one is not other for one, other in pairs):
         return known
-    batch = BatchGradients(params, g, extra_args, rows[0].shape[0], None, None)
+    grad_fn, number = traced_once(grad_fn, params)
+    if number < _FEWEST:
+        return known
+    extras = {"per_example_grad_fn": grad_fn}
+    batch = BatchGradients(params, g, extras, number, None, None)
 
     def estimate(known: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         c_hat, _ = per_example(batch, diagonal)
@@ -347,7 +350,7 @@ def _mean_bias(
 
         # bias <- bias + (factor C^ / S - bias) / looks
         def towards(bias: jax.Array, c: jax.Array, factor: jax.Array) -> jax.Array:
-            new = factor.astype(bias.dtype) * (c / rows[0].shape[0]).astype(bias.dtype)
+            new = factor.astype(bias.dtype) * (c / number).astype(bias.dtype)
             return bias + jnp.where(jnp.isfinite(new), new - bias, 0.0) / looks.astype(bias.dtype)
 
         return looks, jax.tree.map(towards, known[1], c_hat, factor)

@@ -40,9 +40,13 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
     return _map_paths(_normal, data, tree)
 
 
-def normal(data: jax.Array, number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def normal(
+    data: jax.Array, number: int | jax.Array, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
     """Return the normal numbers of `normal_like` for an array that has a number in place of a path."""
-    return _draw(data, computed_once(np.uint32(number)), law=_normal, shape=shape, dtype=dtype)
+    return _draw(
+        data, computed_once(jnp.asarray(number, jnp.uint32)), law=_normal, shape=shape, dtype=dtype
+    )
 
 
 def three_point_like(data: jax.Array, tree: optax.Params) -> Any:

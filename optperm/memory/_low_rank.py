@@ -8,6 +8,7 @@ Low-Dimensional Gradient Statistics", ICLR 2025, arXiv 2410.16103.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -253,9 +254,9 @@ def low_rank(
     def plan(tree: optax.Updates) -> list[Matrix | None]:
         return plan_matrices(tree, rank, side, dimension_numbers)
 
-    def make_basis(index: int, count: jax.Array, g: jax.Array, old: jax.Array, first: Any) -> Any:
+    def make_basis(data: Any, place: jax.Array, g: jax.Array, old: jax.Array, first: Any) -> Any:
         if projection == "random":
-            new = random_basis(fold(key_data(key), count), index, old.shape, old.dtype)
+            new = random_basis(data, place, old.shape, old.dtype)
         else:
             new = _find_basis(projection, g, old, first)
         new = shard_like(new, old)
@@ -267,6 +268,7 @@ def low_rank(
         make_basis=make_basis,
         every=every,
         needs_gradient=projection != "random",
+        key=key,
         carry=functools.partial(carry_moments, b1=b1, b2=b2) if carry else None,
     )
 
@@ -360,6 +362,7 @@ def _refresh(
     make_basis: Callable[..., jax.Array],
     every: Any,
     needs_gradient: bool,
+    key: int | jax.Array,
     carry: Callable[..., Any] | None,
 ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates.
@@ -373,22 +376,33 @@ def _refresh(
     period = every(count) if callable(every) else every
     turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(period, jnp.int32), 1))
 
-    def refresh_leaf(i: int, m: Matrix, old: jax.Array, due: jax.Array, moved: Any) -> Any:
-        is_due = count >= due
+    def refresh_leaf(
+        m: Matrix, leaf: jax.Array, held: Any, turn: jax.Array, place: jax.Array, data: Any
+    ) -> Any:
+        is_due = count >= held[1]
         if needs_gradient:
-            is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(leaves[i]), lambda: is_due)
+            is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(leaf), lambda: is_due)
 
         def change(held: Any) -> Any:
             old, due, moved = held
-            new = make_basis(i, count, m.matrices(leaves[i]), old, due == 0)
+            new = make_basis(data, place, m.matrices(leaf), old, due == 0)
             new = jnp.where(is_due[..., None, None], new, old)
             after = carry(inner_state, Change(m, old, new, is_due), moved) if carry else moved
-            return new, jnp.where(is_due, turns[i], due), after
+            return new, jnp.where(is_due, turn, due), after
 
-        return when(jnp.any(is_due), change, (old, due, moved))
+        return when(jnp.any(is_due), change, held)
 
     def refresh_leaves(held: Any) -> Any:
-        return {i: refresh_leaf(i, m, *held[i]) for i, m in enumerate(plans) if m is not None}
+        data = None if needs_gradient else fold(key_data(key), count)
+        # Leaves of one shape are traced once
+        refresh = jax.jit(refresh_leaf, static_argnums=0)
+        places = computed_once([np.uint32(i) for i in held])
+        return {
+            i: refresh(
+                dataclasses.replace(plans[i], name=""), leaves[i], each, turns[i], place, data
+            )
+            for place, (i, each) in zip(places, held.items(), strict=True)
+        }
 
     held: Any = {i: (bases[i], dues[i], moments[i]) for i, m in enumerate(plans) if m is not None}
     for i, (old, _, _) in held.items():

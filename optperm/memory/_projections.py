@@ -31,7 +31,7 @@ def power_basis(g: jax.Array, basis: jax.Array) -> jax.Array:
 
 
 def random_basis(
-    data: jax.Array, number: int, shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    data: jax.Array, number: int | jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """Return an orthonormal basis of a subspace that is uniformly distributed.
 
