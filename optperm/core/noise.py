@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import optax
 
 from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.shardings import shard_like
+from optperm.core.trees import unstack
 
 # Of Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -27,6 +28,18 @@ def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
         word = jnp.asarray(number).astype(jnp.uint32)
         data = jnp.stack(threefry(data, jnp.zeros_like(word), word))
     return computed_once(data)
+
+
+def bits(data: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Return `jax.random.bits(jax.random.fold_in(key, i), shapes[i])` for each i, without their loops.
+
+    Args:
+      data: The raw data of a threefry key, (2,).
+      shapes: The shapes of the arrays.
+    """
+    numbers = np.arange(len(shapes), dtype=np.uint32)
+    keys = jnp.stack(threefry(data, jnp.zeros_like(numbers), jnp.asarray(numbers)), axis=1)
+    return [_bits(key, shape=shape) for key, shape in zip(unstack(keys), shapes, strict=True)]
 
 
 def normal_like(data: jax.Array, tree: optax.Params) -> Any:
@@ -87,12 +100,24 @@ def _sign(word: jax.Array, dtype: Any) -> jax.Array:
 
 def _words(data: jax.Array, number: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return 32 random bits for each entry of a leaf, by its place: each shard draws its own part."""
+    return threefry(data, jnp.full(shape, number), _places(shape))[0]
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _bits(data: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    """Return the bits of `jax.random.bits`."""
+    first, second = threefry(data, jnp.zeros(shape, jnp.uint32), _places(shape))
+    return first ^ second
+
+
+def _places(shape: tuple[int, ...]) -> jax.Array:
+    """Return the place of each entry in C order, modulo 2^32."""
     stride, place = 1, jnp.zeros(shape, jnp.uint32)
     for axis in reversed(range(len(shape))):
         along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         place += along * np.uint32(stride % 2**32)
         stride *= shape[axis]
-    return threefry(data, jnp.full(shape, number), place)[0]
+    return place
 
 
 def threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:

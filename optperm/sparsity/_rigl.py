@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.core import checks
+from optperm.core import checks, noise
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.core.keys import as_key, make_key
+from optperm.core.keys import make_key
 from optperm.core.mapped_axes import AxisName
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
@@ -236,12 +236,10 @@ def _compute_magnitudes(
 
 def _draw_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
     """Draw random codes above 0, which depend on the key, the step and the place of a leaf."""
-    key = jax.random.fold_in(as_key(raw), t)
+    leaves = jax.tree.leaves(leaves)
+    drawn = noise.bits(noise.fold(raw, t), [leaf.shape for leaf in leaves])
     return [
-        shard_like(
-            jnp.maximum(jax.random.bits(jax.random.fold_in(key, index), leaf.shape), 1), leaf
-        )
-        for index, leaf in enumerate(jax.tree.leaves(leaves))
+        shard_like(jnp.maximum(code, 1), leaf) for code, leaf in zip(drawn, leaves, strict=True)
     ]
 
 

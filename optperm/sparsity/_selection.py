@@ -6,13 +6,15 @@ it. On a mesh each round sums one number, where a sort would gather all scores.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
+from optperm.core.trees import unstack
 
 _LARGEST_INT32 = 2**31 - 1
 
@@ -86,67 +88,83 @@ def _select(
     codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
 ) -> list[jax.Array]:
     sizes = [sum(codes[index].size for index in group) for group in groups]
-    places = _places(codes, groups)
     word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
     axes = varying_axes(codes, wanted)
     wanted = mark_varying(wanted, axes)
-
-    # A sum into places, even where each group is one leaf: XLA on a CPU compiles a loop without such an
-    # operation as one function, if its arrays are small, and takes minutes for that of many leaves.
+    # The leaves of all groups in turn, each with its group. A sum into places, even where each group is
+    # one leaf: XLA on a CPU compiles a loop without such an operation as one function, if its arrays are
+    # small, and takes minutes for that of many leaves.
+    ranked = [index for group in groups for index in group]
     owners = [number for number, group in enumerate(groups) for _ in group]
+    places = _places([codes[index] for index in ranked], owners)
 
-    def count(is_counted: Any) -> jax.Array:
-        """Return how many entries of each group satisfy a condition on the array and its group."""
-        sums = [
-            jnp.sum(is_counted(index, number), dtype=jnp.int32)
-            for number, group in enumerate(groups)
-            for index in group
-        ]
+    def count(sums: list[jax.Array]) -> jax.Array:
+        """Return the sum of each group."""
         totals = mark_varying(jnp.zeros(len(groups), jnp.int32), axes)
         return totals.at[jnp.array(owners)].add(jnp.stack(mark_varying(sums, axes)))
+
+    def spread(numbers: jax.Array) -> list[jax.Array]:
+        """Return the number of the group of each leaf."""
+        rows = unstack(numbers)
+        return [rows[number] for number in owners]
 
     # t, the code of the k-th highest entry: the largest code that at least k codes reach.
     def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
-        reached = count(lambda index, number: codes[index] >= candidate[number])
+        rows = zip(ranked, spread(candidate), strict=True)
+        reached = count([_count_reaching(codes[index], row) for index, row in rows])
         return jnp.where(reached >= wanted, candidate, t)
 
     none = mark_varying(jnp.zeros(len(groups), word), axes)
     t = jax.lax.fori_loop(0, bits, find_threshold, none)
 
     # Of the entries that equal t the first are kept: those before the place e.
-    def is_kept(index: int, t: jax.Array, e: jax.Array) -> jax.Array:
-        return (codes[index] > t) | ((codes[index] == t) & (places[index] < e))
+    def keep(t: jax.Array, e: jax.Array) -> list[jax.Array]:
+        rows = zip(ranked, places, spread(t), spread(e), strict=True)
+        return [_is_kept(codes[index], *row) for index, *row in rows]
 
     num_bits = max(sizes).bit_length()
 
     def find_end(step: jax.Array, e: jax.Array) -> jax.Array:
         candidate = e | (jnp.ones([], jnp.int32) << (num_bits - 1 - step))
-        kept = count(lambda index, number: is_kept(index, t[number], candidate[number]))
+        kept = count([jnp.sum(each, dtype=jnp.int32) for each in keep(t, candidate)])
         return jnp.where(kept <= wanted, candidate, e)
 
     e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
     # If none is wanted, every code reaches t. That of NaN is the highest, and no place is before 0.
     t = jnp.where(wanted > 0, t, ~jnp.zeros_like(t))
     e = jnp.where(wanted > 0, e, 0)
-    chosen = [jnp.ones_like(code, bool) for code in codes]
-    for number, group in enumerate(groups):
-        for index in group:
-            chosen[index] = is_kept(index, t[number], e[number])
-    return chosen
+    chosen = dict(zip(ranked, keep(t, e), strict=True))
+    return [chosen.get(index, jnp.ones_like(code, bool)) for index, code in enumerate(codes)]
 
 
-def _places(codes: Sequence[jax.Array], groups: Sequence[Sequence[int]]) -> dict[int, jax.Array]:
-    """Return the place of each entry within its group, in C order."""
-    places = {}
-    for group in groups:
-        start = 0
-        for index in group:
-            code, stride = codes[index], 1
-            place = jnp.full(code.shape, start, jnp.int32)
-            for axis in reversed(range(code.ndim)):
-                place += stride * jax.lax.broadcasted_iota(jnp.int32, code.shape, axis)
-                stride *= code.shape[axis]
-            places[index] = shard_like(place, code)
-            start += code.size
-    return places
+# Leaves of one shape are traced once.
+@jax.jit
+def _count_reaching(codes: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.sum(codes >= t, dtype=jnp.int32)
+
+
+@jax.jit
+def _is_kept(codes: jax.Array, places: jax.Array, t: jax.Array, e: jax.Array) -> jax.Array:
+    return (codes > t) | ((codes == t) & (places < e))
+
+
+@jax.jit
+def _places_from(start: jax.Array, codes: jax.Array) -> jax.Array:
+    """Return the place of each entry in C order, from the place of the first."""
+    place, stride = jnp.full(codes.shape, start, jnp.int32), 1
+    for axis in reversed(range(codes.ndim)):
+        place += stride * jax.lax.broadcasted_iota(jnp.int32, codes.shape, axis)
+        stride *= codes.shape[axis]
+    return shard_like(place, codes)
+
+
+def _places(codes: list[jax.Array], owners: list[int]) -> list[jax.Array]:
+    """Return the place of each entry within its group."""
+    ends, starts = dict.fromkeys(owners, 0), []
+    for code, owner in zip(codes, owners, strict=True):
+        starts.append(ends[owner])
+        ends[owner] += code.size
+    # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf.
+    numbers = {start: computed_once(np.int32(start)) for start in starts}
+    return [_places_from(numbers[start], code) for start, code in zip(starts, codes, strict=True)]

@@ -10,6 +10,7 @@ from jax.extend.random import threefry2x32_p
 
 from optperm.core.keys import key_data
 from optperm.core.noise import (
+    bits,
     fold,
     normal,
     normal_like,
@@ -27,6 +28,17 @@ def test_threefry_is_that_of_jax():
         threefry(data, high, low), threefry2x32_p.bind(*data, high, low), strict=True
     ):
         support.assert_same_bits(ours, theirs)
+
+
+def test_bits_of_many_arrays_are_those_of_jax():
+    """Each by the number of its array; none of no arrays."""
+    shapes = [(5, 4), (), (5, 4), (0, 3), (7,)]
+    key = jax.random.key(5, impl="threefry2x32")
+    wanted = [
+        jax.random.bits(jax.random.fold_in(key, index), shape) for index, shape in enumerate(shapes)
+    ]
+    support.assert_same_bits(bits(key_data(key), shapes), wanted)
+    assert bits(key_data(key), []) == []
 
 
 def test_normal_numbers_and_signs_are_distributed_so():
