@@ -48,8 +48,10 @@ from optperm.memory._matrices import (
 )
 from optperm.memory._moments import (
     Change,
+    Probe,
     carry_moments,
     check_moments,
+    find_carried_states,
     join_moments,
     split_moments,
 )
@@ -154,10 +156,10 @@ def low_rank(
         :math:`E P P^\top = (r / d) I`: a rate times d / r is then unbiased, and noisy.
       carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
         treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
-        each new basis vector has a nonnegative product with the last one. Adamax and ADOPT, which share
-        Adam's state with other moments, need False: `init` takes one step of `inner` on a few numbers to
-        find them. If `inner` cannot take this step, or makes all entries of one size
-        (signs) before, such a state counts as Adam's.
+        each new basis vector has a nonnegative product with the last one. Adamax and ADOPT share Adam's
+        state with other moments: steps of `inner` on a few numbers find them. Adamax's second moment is
+        carried as a size; ADOPT needs False. If `inner` cannot take these steps, or makes all entries of
+        one size (signs) before, such a state counts as Adam's.
       scale: A factor on the steps of projected leaves.
       side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
         or the "larger" side, for a smaller state and a poorer subspace.
@@ -247,6 +249,7 @@ def low_rank(
     _check_decay("b2", b2)
     checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
+    probe = Probe(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:
         return plan_matrices(tree, rank, side, dimension_numbers)
@@ -267,7 +270,6 @@ def low_rank(
         make_basis=make_basis,
         every=every,
         needs_gradient=projection != "random",
-        carry=functools.partial(carry_moments, b1=b1, b2=b2) if carry else None,
     )
 
     def init(params: optax.Params) -> LowRankState:
@@ -276,7 +278,8 @@ def low_rank(
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         if carry:
-            check_moments(optimizer, inner_state, plans, low)
+            shown = probe(inner_state, lambda: low, find_carried_states)
+            check_moments(inner_state, plans, low, shown)
         return LowRankState(
             jnp.zeros([], jnp.int32),
             map_plans(make_basis_zeros, params, plans),
@@ -291,9 +294,14 @@ def low_rank(
     ) -> tuple[optax.Updates, LowRankState]:
         leaves, plans = jax.tree.leaves(updates), plan(updates)
         structure: Any = jax.tree.structure(updates)
+        move = None
+        if carry:
+            ranks = functools.partial(map_plans, make_low_rank_leaf, updates, plans)
+            shown = probe(state.inner_state, ranks, find_carried_states)
+            move = functools.partial(carry_moments, b1=b1, b2=b2, shown=shown)
 
         # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
-        bases, dues, inner_state = refresh(plans, leaves, structure, state)
+        bases, dues, inner_state = refresh(plans, leaves, structure, state, move)
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
@@ -354,11 +362,11 @@ def _refresh(
     leaves: list[jax.Array],
     structure: Any,
     state: LowRankState,
+    carry: Callable[..., Any] | None,
     *,
     make_basis: Callable[..., jax.Array],
     every: Any,
     needs_gradient: bool,
-    carry: Callable[..., Any] | None,
 ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates.
 
