@@ -361,6 +361,9 @@ TRANSFORMATIONS = (
         knows="nothing",
         needs_params=False,
         hands_on=True,
+        has_own_shapes=True,
+        # Of pieces that are no blocks, the exponents of groups are moved.
+        may_gather={"both": "kernel"},
     ),
     Transformation(
         optperm.quantize_state,
@@ -372,6 +375,8 @@ TRANSFORMATIONS = (
         needs_params=False,
         hands_on=True,
         has_own_shapes=True,
+        # Of pieces that are no blocks, the exponents of groups are moved.
+        may_gather={"both": "kernel"},
     ),
     Transformation(
         optperm.mask_elements,

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
-# What is rounded, and how. "nearest" and "random" are numbers in 8 bits, and "size" is a number above 0 at
-# random; "root" is the root of a square, rounded at random so that the square is unbiased; "largest" is
-# the root to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at random, of an even and an
-# odd last axis.
+# What is rounded, and how. "nearest" and "random" are numbers in 8 bits, and "size" is a number above 0
+# at random; "root" is the root of a square, rounded at random so that the square is unbiased; "largest"
+# is the root to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at random, of an even
+# and an odd last axis.
 Form = Literal["nearest", "random", "size", "root", "largest", "even", "odd"]
 _ROOTS, _PAIRS = ("root", "largest"), ("even", "odd")
 
@@ -42,26 +42,27 @@ def encode(x: jax.Array, form: Form, seed: jax.Array) -> tuple[jax.Array, jax.Ar
       seed: A uint32 that decides the random numbers of this array.
 
     Returns:
-      Codes of float8_e4m3fn, (..., n), or in 4 bits of uint8, (..., ceil(n / 2)); and exponents e of int8,
-      (..., ceil(n / 32)). The largest finite number of a block over 2^e is in (128, 256], in 4 bits in
-      (3, 6].
+      Codes of float8_e4m3fn, (..., n), or in 4 bits of uint8, (..., ceil(n / 2)); and exponents e of
+      int8, (..., ceil(n / 32)). The largest finite number of a block over 2^e is in (128, 256], in 4
+      bits in (3, 6].
     """
-    n, x = x.shape[-1], _split(x.astype(jnp.float32))
+    n = x.shape[-1]
+    x = _split(x.astype(jnp.float32), _find_group(x, n, form))
     raw = jax.lax.bitcast_convert_type(x, jnp.int32)
     size = raw & 0x7FFFFFFF
     is_finite = size < _INFINITY
     size = jnp.where(size < _SMALLEST_NORMAL, 0, size)
-    # Numbers of at least 0 have the order of their bits.
-    top = _largest_of_blocks(jnp.where(is_finite, size, 0))
-    e = _find_exponents(top, form)
+    # Numbers of at least 0 have the order of their bits, and exponents have the order of the numbers.
+    top = jnp.max(jnp.where(is_finite, size, 0), axis=-1)
+    e = _largest_of_blocks(_find_exponents(top, form), x).astype(jnp.int32)
     # y = x / 2^e, or x / 4^e for roots, exactly
     scale = _power(_spread(-2 * e if form in _ROOTS else -e, x))
     y = jax.lax.bitcast_convert_type(size, jnp.float32) * scale
-    draw = None if form in ("nearest", "largest") else _draw(x, n, seed)
+    draw: Any = None if form in ("nearest", "largest") else _draw(x, n, seed)
     if form in _PAIRS:
         codes = jnp.where(is_finite, _fix(y, 22, 126) + (draw >> 10).astype(jnp.int32) >> 22, 0)
         codes = codes | jnp.where(raw < 0, 8, 0)
-        has_other = _largest_of_blocks((~is_finite).astype(jnp.int32)) > 0
+        has_other = _largest_of_blocks(jnp.any(~is_finite, axis=-1), x) > 0
         e = jnp.where(has_other, _NAN_BLOCK, e)
         low, high = codes[..., ::2], codes[..., 1::2]
         return _join(low | high << 4, (n + 1) // 2).astype(jnp.uint8), e.astype(jnp.int8)
@@ -80,15 +81,15 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
     e = exponents.astype(jnp.int32)
     if form in _PAIRS:
         n = 2 * codes.shape[-1] - (form == "odd")
-        pairs = _split(codes, 2).astype(jnp.int32)
+        pairs = _split(codes, _find_group(codes, n, form) // 2).astype(jnp.int32)
         c = jnp.stack([pairs & 15, pairs >> 4], axis=-1)
         c = c.reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
         # 0, 0.5, 1, 1.5, 2, 3, 4, 6
         size = _value(c & 7, 22, 126)
         x = jnp.where(c > 7, -size, size)
     else:
-        n, c = codes.shape[-1], _split(jax.lax.bitcast_convert_type(codes, jnp.uint8))
-        c = c.astype(jnp.int32)
+        n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        c = _split(bits, _find_group(codes, n, form)).astype(jnp.int32)
         size = jnp.where(c & _NAN == _NAN, jnp.nan, _value(c & _NAN, 20, 120))
         x = jnp.where(c > _NAN, -size, size)
     x = x * _power(_spread(jnp.maximum(e, _LIMITS[0]), x))
@@ -185,14 +186,24 @@ def _parts(x: jax.Array) -> int | None:
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
-def _split(x: jax.Array, per_byte: int = 1) -> jax.Array:
-    """Return (..., n / g, g), with zeros at the end where g does not divide n.
+def _find_group(x: jax.Array, n: int, form: Form) -> int:
+    """Return the size g of groups of neighbors along a last axis of n numbers, a divisor of a block.
 
-    A device that holds a multiple of g numbers needs no number of another device. So g is 8, or on an
-    explicit mesh a common divisor of what a device holds and of a block.
+    A device that has a multiple of g numbers needs no number of another device. On an explicit mesh g is
+    a common divisor of what a device has and of a block; elsewhere up to 8, with many groups.
     """
-    parts, block = _parts(x), BLOCK // per_byte
-    g = 8 // per_byte if parts is None else math.gcd(x.shape[-1] // parts, block)
+    parts, least = _parts(x), 2 if form in _PAIRS else 1
+    g = math.gcd(n, 64) // 8 if parts is None else math.gcd(n // parts, BLOCK)
+    if parts is not None and g < least:
+        raise ValueError(
+            f"4 bits need an even number of entries on each device: a last axis of {n} is sharded over "
+            f"{parts} devices."
+        )
+    return max(g, least)
+
+
+def _split(x: jax.Array, g: int) -> jax.Array:
+    """Return (..., n / g, g), with zeros at the end where g does not divide n."""
     if rest := -x.shape[-1] % g:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)])
     return x.reshape(*x.shape[:-1], x.shape[-1] // g, g)
@@ -204,16 +215,16 @@ def _join(groups: jax.Array, n: int) -> jax.Array:
     return flat if flat.shape[-1] == n else flat[..., :n]
 
 
-def _largest_of_blocks(groups: jax.Array) -> jax.Array:
-    """Return the maximum of each block, (..., ceil(n / 32)), of groups of at least 0."""
-    top, many = jnp.max(groups, axis=-1), BLOCK // groups.shape[-1]
+def _largest_of_blocks(each: jax.Array, groups: jax.Array) -> jax.Array:
+    """Return the maximum of each block, int8 (..., ceil(n / 32)), of a small integer of each group."""
+    top, many = each.astype(jnp.int8), BLOCK // groups.shape[-1]
     if many == 1:
         return top
     if _parts(top) is not None:  # A block is on several devices.
-        sharding = explicit_sharding(top)
+        sharding: Any = explicit_sharding(top)
         top = jax.sharding.reshard(top, sharding.update(spec=P(*sharding.spec[:-1], None)))
     if rest := -top.shape[-1] % many:
-        top = jnp.pad(top, [(0, 0)] * (top.ndim - 1) + [(0, rest)])
+        top = jnp.pad(top, [(0, 0)] * (top.ndim - 1) + [(0, rest)], constant_values=-128)
     return jnp.max(top.reshape(*top.shape[:-1], -1, many), axis=-1)
 
 

@@ -78,9 +78,9 @@ def _carry_adamax(change: Change, mu: jax.Array, nu: jax.Array) -> tuple[jax.Arr
     return change.rotate(mu), jnp.sqrt(change.rotate_squares(jnp.square(nu)))
 
 
-# What the arrays of a field are. "mean": linear in gradients, of Adam's kin, which forgets them in about ten
-# steps by default; "sum": linear in gradients, and slow; "square": linear in squares of gradients;
-# "maximum": the largest of such squares.
+# What the arrays of a field are. "mean": linear in gradients, of Adam's kin, which forgets them in about
+# ten steps by default; "sum": linear in gradients, and slow; "square": linear in squares of gradients;
+# "maximum": the largest of these squares.
 Role = Literal["mean", "sum", "square", "maximum"]
 
 
@@ -267,7 +267,7 @@ class Shown(NamedTuple):
     """
 
     second: Literal["squares", "sizes", "unknown"] = "squares"
-    decays: Mapping[str, float] = {}  # noqa: RUF012
+    decays: Mapping[str, float] = {}
 
 
 class Probe:
@@ -303,8 +303,12 @@ class Probe:
     def _take_steps(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Shown]:
         # Gradients of several sizes, some of which differ after a clipping too
         sizes = 4.0 ** -np.arange(6, dtype=np.float32)
-        g = jax.tree.map(lambda x: jnp.asarray(np.broadcast_to(sizes, (6,) * jnp.ndim(x))
-            if jnp.ndim(x) else np.float32(1)), params)
+        g = jax.tree.map(
+            lambda x: jnp.asarray(
+                np.broadcast_to(sizes, (6,) * jnp.ndim(x)) if jnp.ndim(x) else np.float32(1)
+            ),
+            params,
+        )
         zeros = jax.tree.map(jnp.zeros_like, g)
         # A caller may have relaxed these options for its own thread alone.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

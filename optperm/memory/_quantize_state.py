@@ -8,7 +8,6 @@ Efficient Optimizers with 4-bit States", NeurIPS 2023, arXiv 2309.01507.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from optperm.core.keys import key_data
 from optperm.core.shardings import is_spread, shard_like, sharding_of
 from optperm.core.states import match_params, without_variables
 from optperm.core.transformation import transformation
-from optperm.core.trees import is_flag, mask_like, spread_prefix
+from optperm.core.trees import is_flag, spread_prefix
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
@@ -140,7 +139,8 @@ def quantize_state(
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
       <https://arxiv.org/abs/2110.02861>`_, 2022
 
-      Li et al., `Memory Efficient Optimizers with 4-bit States <https://arxiv.org/abs/2309.01507>`_, 2023
+      Li et al., `Memory Efficient Optimizers with 4-bit States
+      <https://arxiv.org/abs/2309.01507>`_, 2023
     """
     checks.check_transformation("inner", inner)
     if isinstance(bits, bool) or bits not in (4, 8):
@@ -181,9 +181,7 @@ def quantize_state(
         names = _find_names(state.exponents)
         return updates, QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
-    return transformation(
-        init, update, method="quantize_state", needs_params=False, is_wrapper=True
-    )
+    return transformation(init, update, method="quantize_state", needs_params=False)
 
 
 def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
@@ -191,7 +189,7 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
 
     Args:
       opt_state: A state of the optimizer without `optperm.quantize_state`.
-      like: A state of the optimizer with it, such as a fresh one. Its numbers do not matter.
+      like: A state of the optimizer with it, or its shapes from `jax.eval_shape`.
       key: The random key of the rounding.
 
     Returns:
@@ -214,11 +212,11 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
     def convert(old: Any, state: Any) -> Any:
         if not isinstance(old, QuantizedState):
             return state
-        checks.check_same_tree(
-            "opt_state", state, _decode_state(old), source="like, decoded,", dtypes=False
-        )
+        plain = jax.eval_shape(_decode_state, old)
+        checks.check_same_tree("opt_state", state, plain, source="like, decoded,", dtypes=False)
+        count = jnp.zeros([], jnp.int32)
         names = _find_names(old.exponents)
-        return QuantizedState(old.count, *_encode_state(state, names, key, old.count))
+        return QuantizedState(count, *_encode_state(state, names, key, count))
 
     return jax.tree.map(convert, like, opt_state, is_leaf=_is_quantized)
 
@@ -282,10 +280,11 @@ def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
         chosen = without_variables(include(params) if callable(include) else include)
         flags = spread_prefix("include", chosen, params, is_flag, "True or False")
     own, chosen = jax.tree.leaves(moments), jax.tree.leaves(flags)
-    places = {id(match.leaf): match.place for match in match_params(moments, params)}
     if flags is True:
         return [True] * len(own)
-    return [places[id(leaf)] is None or bool(chosen[places[id(leaf)]]) for leaf in own]
+    places = {id(match.leaf): match.place for match in match_params(moments, params)}
+    found = [places[id(leaf)] for leaf in own]
+    return [place is None or bool(chosen[place]) for place in found]
 
 
 def _map_moments(function: Callable[[int, int, Any], Any], inner_state: Any) -> Any:
@@ -374,9 +373,10 @@ def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
     ours = (LowRankState, ApolloState)
     words: dict[str, float] = {}
     for owner, leaf in _find_others(inner_state, params):
-        is_number = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        if is_number and leaf.size >= min_size and owner not in {each.__name__ for each in ours}:
-            words[owner] = words.get(owner, 0.0) + leaf.size * leaf.dtype.itemsize / 4
+        dtype, size = jnp.result_type(leaf), jnp.size(leaf)
+        is_number = jnp.issubdtype(dtype, jnp.inexact) and size >= min_size
+        if is_number and owner not in {each.__name__ for each in ours}:
+            words[owner] = words.get(owner, 0.0) + size * dtype.itemsize / 4
     for owner, number in words.items():
         warnings.warn(
             f"quantize_state does not know the moments of {owner}: its {number:.10g} words stay as "
