@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
-# What is rounded, and how. "nearest" and "random" are numbers in 8 bits, and "size" is a number above 0
-# at random; "root" is the root of a square, rounded at random so that the square is unbiased; "largest"
-# is the root to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at random, of an even
-# and an odd last axis.
-Form = Literal["nearest", "random", "size", "root", "largest", "even", "odd"]
+# What is rounded, and how. "random" is a number in 8 bits, rounded at random, and "size" is such a number
+# above 0; "root" is the root of a square, rounded at random so that the square is unbiased; "largest" is
+# the root to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at random, of an even and
+# an odd last axis.
+Form = Literal["random", "size", "root", "largest", "even", "odd"]
 _ROOTS, _PAIRS = ("root", "largest"), ("even", "odd")
 
 _INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
@@ -58,16 +58,20 @@ def encode(x: jax.Array, form: Form, seed: jax.Array) -> tuple[jax.Array, jax.Ar
     # y = x / 2^e, or x / 4^e for roots, exactly
     scale = _power(_spread(-2 * e if form in _ROOTS else -e, x))
     y = jax.lax.bitcast_convert_type(size, jnp.float32) * scale
-    draw: Any = None if form in ("nearest", "largest") else _draw(x, n, seed)
+    draw = _draw(x, n, seed)
     if form in _PAIRS:
         codes = jnp.where(is_finite, _fix(y, 22, 126) + (draw >> 10).astype(jnp.int32) >> 22, 0)
         codes = codes | jnp.where(raw < 0, 8, 0)
         has_other = _largest_of_blocks(jnp.any(~is_finite, axis=-1), x) > 0
         e = jnp.where(has_other, _NAN_BLOCK, e)
-        low, high = codes[..., ::2], codes[..., 1::2]
-        return _join(low | high << 4, (n + 1) // 2).astype(jnp.uint8), e.astype(jnp.int8)
-    codes = _round_root(y, draw) if form in _ROOTS else jnp.minimum(_round(y, draw), _NAN - 1)
-    if form in ("nearest", "random"):
+        pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+        pairs = jnp.sum(pairs << _half_bytes(pairs.ndim), axis=-1)
+        return _join(pairs, (n + 1) // 2).astype(jnp.uint8), e.astype(jnp.int8)
+    if form in _ROOTS:
+        codes = _round_root(y, draw if form == "root" else None)
+    else:
+        codes = jnp.minimum(_fix(y, 20, 120) + (draw >> 12).astype(jnp.int32) >> 20, _NAN - 1)
+    if form == "random":
         codes = codes | jnp.where(raw < 0, 0x80, 0)
     else:
         # A number above 0 never becomes 0, as a step is divided by it.
@@ -82,7 +86,7 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
     if form in _PAIRS:
         n = 2 * codes.shape[-1] - (form == "odd")
         pairs = _split(codes, _find_group(codes, n, form) // 2).astype(jnp.int32)
-        c = jnp.stack([pairs & 15, pairs >> 4], axis=-1)
+        c = pairs[..., None] >> _half_bytes(pairs.ndim + 1) & 15
         c = c.reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
         # 0, 0.5, 1, 1.5, 2, 3, 4, 6
         size = _value(c & 7, 22, 126)
@@ -101,6 +105,11 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
     return _join(jnp.clip(x, -top, top), n).astype(dtype)
 
 
+def _half_bytes(ndim: int) -> jax.Array:
+    """Return the places of the two codes in a byte, (..., 2)."""
+    return 4 * jax.lax.broadcasted_iota(jnp.int32, (1,) * (ndim - 1) + (2,), ndim - 1)
+
+
 def _find_exponents(top: jax.Array, form: Form) -> jax.Array:
     """Return the exponents of blocks whose largest number has these bits."""
     if form in _PAIRS:
@@ -109,15 +118,6 @@ def _find_exponents(top: jax.Array, form: Form) -> jax.Array:
     k = (top + 0x7FFFFF >> 23) - 127
     # Of a square in (2^14, 2^16] the root is in (128, 256].
     return jnp.clip(k - 15 >> 1, *_ROOT_LIMITS) if form in _ROOTS else jnp.clip(k - 8, *_LIMITS)
-
-
-def _round(y: jax.Array, draw: jax.Array | None) -> jax.Array:
-    """Return codes of y >= 0 in e4m3, to the nearest, of two to the even one, or at random."""
-    if draw is not None:
-        return _fix(y, 20, 120) + (draw >> 12).astype(jnp.int32) >> 20
-    bits = jax.lax.bitcast_convert_type(y, jnp.int32)
-    normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (120 << 3)
-    return jnp.where(y < 2.0**-6, jnp.rint(y * 512.0).astype(jnp.int32), normal)
 
 
 def _round_root(u: jax.Array, draw: jax.Array | None) -> jax.Array:

@@ -157,8 +157,8 @@ def low_rank(
       carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
         treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
         each new basis vector has a nonnegative product with the last one. Adamax and ADOPT share Adam's
-        state with other moments: steps of `inner` on a few numbers find them. Adamax's second moment is
-        carried as a size; ADOPT needs False. If `inner` cannot take these steps, or makes all entries of
+        state with other moments: a step of `inner` on a few numbers finds them. Adamax's second moment is
+        carried as a size; ADOPT needs False. If `inner` cannot take this step, or makes all entries of
         one size (signs) before, such a state counts as Adam's.
       scale: A factor on the steps of projected leaves.
       side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
@@ -278,8 +278,8 @@ def low_rank(
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         if carry:
-            shown = probe(inner_state, lambda: low, find_carried_states)
-            check_moments(inner_state, plans, low, shown)
+            seconds = probe(inner_state, lambda: low, find_carried_states)
+            check_moments(inner_state, plans, low, seconds)
         return LowRankState(
             jnp.zeros([], jnp.int32),
             map_plans(make_basis_zeros, params, plans),
@@ -297,8 +297,8 @@ def low_rank(
         move = None
         if carry:
             ranks = functools.partial(map_plans, make_low_rank_leaf, updates, plans)
-            shown = probe(state.inner_state, ranks, find_carried_states)
-            move = functools.partial(carry_moments, b1=b1, b2=b2, shown=shown)
+            seconds = probe(state.inner_state, ranks, find_carried_states)
+            move = functools.partial(carry_moments, b1=b1, b2=b2, seconds=seconds)
 
         # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
         bases, dues, inner_state = refresh(plans, leaves, structure, state, move)

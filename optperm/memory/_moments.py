@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -78,10 +78,9 @@ def _carry_adamax(change: Change, mu: jax.Array, nu: jax.Array) -> tuple[jax.Arr
     return change.rotate(mu), jnp.sqrt(change.rotate_squares(jnp.square(nu)))
 
 
-# What the arrays of a field are. "mean": linear in gradients, of Adam's kin, which forgets them in about
-# ten steps by default; "sum": linear in gradients, and slow; "square": linear in squares of gradients;
-# "maximum": the largest of these squares.
-Role = Literal["mean", "sum", "square", "maximum"]
+# What the arrays of a field are: linear in gradients, linear in squares of gradients, or the largest of
+# these squares.
+Role = Literal["mean", "square", "maximum"]
 
 
 class Known(NamedTuple):
@@ -101,11 +100,11 @@ KNOWN: dict[type, Known] = {
     optax.ScaleByAdamState: Known({"mu": "mean", "nu": "square"}, _carry_adam),
     optax.ScaleByAmsgradState: Known({"mu": "mean", "nu": "square", "nu_max": "maximum"}),
     optax.ScaleByBeliefState: Known({"mu": "mean", "nu": "square"}),
-    optax.contrib.ScaleByAdemamixState: Known({"m1": "mean", "m2": "sum", "nu": "square"}),
-    optax.ScaleByLionState: Known({"mu": "sum"}, _carry_mean),
-    optax.EmaState: Known({"ema": "sum"}, _carry_mean),
-    optax.TraceState: Known({"trace": "sum"}, _carry_mean),
-    optax.contrib.MuonState: Known({"mu": "sum"}, _carry_mean),
+    optax.contrib.ScaleByAdemamixState: Known({"m1": "mean", "m2": "mean", "nu": "square"}),
+    optax.ScaleByLionState: Known({"mu": "mean"}, _carry_mean),
+    optax.EmaState: Known({"ema": "mean"}, _carry_mean),
+    optax.TraceState: Known({"trace": "mean"}, _carry_mean),
+    optax.contrib.MuonState: Known({"mu": "mean"}, _carry_mean),
     optax.ScaleByRmsState: Known({"nu": "square"}, _carry_squares),
     optax.ScaleByRssState: Known({"sum_of_squares": "square"}),
     optax.FactoredState: Known({"v": "square"}),
@@ -178,7 +177,7 @@ def carry_moments(
     *,
     b1: float | jax.Array,
     b2: float | jax.Array,
-    shown: Sequence[Shown],
+    seconds: Sequence[Second],
 ) -> list[tuple[Any, ...]]:
     """Return a leaf's moments in the coordinates of new bases.
 
@@ -188,15 +187,15 @@ def carry_moments(
       moments: The leaf's moments in each known state, (..., r, k) in the orientation of the leaf.
       b1: The decay rate of Adam's first moments, for its bias correction; 0 for no correction.
       b2: The decay rate of Adam's second moments.
-      shown: What steps of the optimizer show about each known state, from `Probe`.
+      seconds: The second moment of each known state, from `Probe`.
     """
     where = change.is_new[..., None, None]
 
-    def carry(state: Any, each: tuple[Any, ...], shown: Shown) -> tuple[Any, ...]:
+    def carry(state: Any, each: tuple[Any, ...], second: Second) -> tuple[Any, ...]:
         if any(map(is_masked, each)):  # within inner
             return each
         formula: Any = KNOWN[type(state)].carry
-        if formula is _carry_adam and shown.second == "sizes":
+        if formula is _carry_adam and second == "sizes":
             formula = _carry_adamax
         elif formula is _carry_adam:
             formula = functools.partial(_carry_adam, count=state.count, b1=b1, b2=b2)
@@ -207,16 +206,16 @@ def carry_moments(
             for new, leaf in zip(formula(change, *low), each, strict=True)
         )
 
-    return list(map(carry, find_carried_states(inner_state), moments, shown))
+    return list(map(carry, find_carried_states(inner_state), moments, seconds))
 
 
 def check_moments(
-    inner_state: Any, matrices: Sequence[Matrix | None], low: Any, shown: Sequence[Shown]
+    inner_state: Any, matrices: Sequence[Matrix | None], low: Any, seconds: Sequence[Second]
 ) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
     unknown = _find_unlike_params(inner_state, low)
     unknown = unknown or _find_unknown_state(inner_state, matrices, low)
-    if not unknown and any(each.second == "unknown" for each in shown):
+    if not unknown and "unknown" in seconds:
         unknown = "ScaleByAdamState that is not Adam's (as ADOPT's)"
     if unknown:
         raise ValueError(
@@ -257,50 +256,40 @@ def _find_unknown_state(
     return None
 
 
-class Shown(NamedTuple):
-    """What steps of an optimizer show about a known state.
-
-    Attributes:
-      second: What a state of Adam's type holds as its second moment: "squares" as Adam, "sizes" as
-        Adamax, or "unknown".
-      decays: The decay rate of each field with a mean or a sum, where it is the same for all entries.
-    """
-
-    second: Literal["squares", "sizes", "unknown"] = "squares"
-    decays: Mapping[str, float] = {}
+# What a state of Adam's type has as its second moment: squares as Adam, sizes as Adamax, or another one.
+Second = Literal["squares", "sizes", "unknown"]
 
 
 class Probe:
-    """Two steps of an optimizer on a few numbers, once for each structure of its state.
+    """A step of an optimizer on a few numbers, once for each structure of its state.
 
     Optax gives the type of Adam's state to Adamax and ADOPT too. After one step from zero Adam's second
     moment is proportional to the square of its first moment, Adamax's to the moment itself, and ADOPT's
-    first moment is zero. In a step without a gradient a mean is multiplied by its decay rate.
+    first moment is zero.
     """
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
         self.inner = inner
-        self.found: dict[Any, list[Shown]] = {}
+        self.found: dict[Any, list[Second]] = {}
 
     def __call__(
         self, inner_state: Any, make_params: Callable[[], Any], find: Callable[[Any], list[Any]]
-    ) -> list[Shown]:
-        """Return what the steps show about each state that `find` finds.
+    ) -> list[Second]:
+        """Return the second moment of each state that `find` finds, "squares" for other types of states.
 
-        They show nothing, and each Adam counts as Adam, if `inner` has traced numbers, or needs more
-        than gradients and params.
+        Each Adam counts as Adam if `inner` has traced numbers, or needs more than gradients and params.
         """
         structure = jax.tree.structure(inner_state)
         if structure not in self.found:
             count, params = len(find(inner_state)), make_params()
             # Another thread has no trace and no mesh, so that numbers are concrete under any mapping.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                steps = pool.submit(self._take_steps, params, find)
-            shown = [] if steps.exception() else steps.result()
-            self.found[structure] = shown if len(shown) == count else [Shown()] * count
+                step = pool.submit(self._take_step, params, find)
+            shown = [] if step.exception() else step.result()
+            self.found[structure] = shown if len(shown) == count else ["squares"] * count
         return self.found[structure]
 
-    def _take_steps(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Shown]:
+    def _take_step(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Second]:
         # Gradients of several sizes, some of which differ after a clipping too
         sizes = 4.0 ** -np.arange(6, dtype=np.float32)
         g = jax.tree.map(
@@ -313,23 +302,8 @@ class Probe:
         # A caller may have relaxed these options for its own thread alone.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             update = optax.with_extra_args_support(self.inner).update
-            state = update(g, self.inner.init(zeros), zeros)[1]
-            later = update(zeros, state, zeros)[1]
-        return [
-            Shown(_find_second(first), _find_decays(first, second))
-            for first, second in zip(find(state), find(later), strict=True)
-        ]
-
-
-def _find_decays(state: Any, later: Any) -> dict[str, float]:
-    """Return the decay rates of means, from states before and after a step without a gradient."""
-    decays = {}
-    for name, role in KNOWN[type(state)].roles.items():
-        before, after = (_flatten(getattr(each, name)) for each in (state, later))
-        ratios = after[before > 0] / before[before > 0]
-        if role in ("mean", "sum") and ratios.size and np.ptp(ratios) < 1e-3:
-            decays[name] = float(ratios.max())
-    return decays
+            _, state = update(g, self.inner.init(zeros), zeros)
+        return list(map(_find_second, find(state)))
 
 
 def _flatten(tree: Any) -> np.ndarray[Any, Any]:
@@ -338,7 +312,7 @@ def _flatten(tree: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([np.zeros(1), *leaves])
 
 
-def _find_second(state: Any) -> Literal["squares", "sizes", "unknown"]:
+def _find_second(state: Any) -> Second:
     """Return what a state of Adam's type has as its second moment after one step from zero."""
     if not isinstance(state, optax.ScaleByAdamState):
         return "squares"

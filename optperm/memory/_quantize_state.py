@@ -28,7 +28,7 @@ from optperm.core.trees import is_flag, spread_prefix
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
-from optperm.memory._moments import KNOWN, Probe, Shown, find_known_states, is_known
+from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
@@ -82,8 +82,7 @@ def quantize_state(
     .. math::
       p = \frac{r^2 - r_0^2}{r_1^2 - r_0^2},
 
-    which is unbiased in v. Slow first moments are rounded at random too, unbiased in m. A first moment
-    that forgets in ten steps (:math:`\beta_1 \le 0.9`) is rounded to the nearest code::
+    which is unbiased in v. First moments are rounded at random too, unbiased in m::
 
       tx = optperm.quantize_state(optax.adamw(1e-3))
 
@@ -158,13 +157,13 @@ def quantize_state(
                 f"{_name_states(inner_state)}."
             )
         _warn_of_unknown(inner_state, params, min_size)
-        shown = probe(inner_state, lambda: params, find_known_states)
+        seconds = probe(inner_state, lambda: params, find_known_states)
         names = [
             [
                 name if is_included and leaf.ndim and leaf.size >= min_size else ""
                 for leaf, is_included, name in _name_moments(state, each, params, include, bits)
             ]
-            for state, each in zip(known, shown, strict=True)
+            for state, each in zip(known, seconds, strict=True)
         ]
         count = jnp.zeros([], jnp.int32)
         return QuantizedState(count, *_encode_state(inner_state, names, key, count))
@@ -249,7 +248,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 def _name_moments(
-    state: Any, shown: Shown, params: Any, include: Any, bits: int
+    state: Any, second: Second, params: Any, include: Any, bits: int
 ) -> list[tuple[Any, bool, str]]:
     """Return each array of a state's moments, whether it is included, and the name of its rounding."""
     found = []
@@ -259,16 +258,14 @@ def _name_moments(
         for leaf, flag in zip(jax.tree.leaves(moments), flags, strict=True):
             dtype = jnp.result_type(leaf)
             is_small = jnp.issubdtype(dtype, jnp.floating) and 2 <= dtype.itemsize <= 4
-            if field == "nu" and shown.second == "sizes":
+            if field == "nu" and second == "sizes":
                 form = "size"  # Adamax's second moment is linear in gradients.
             elif role in ("square", "maximum"):
                 form = "root" if role == "square" else "largest"
             elif bits == 4:
                 form = "odd" if leaf.ndim and leaf.shape[-1] % 2 else "even"
             else:
-                # Rounding to the nearest code holds back a moment that moves by less than half a width.
-                is_fast = role == "mean" and shown.decays.get(field, 1.0) < 0.9001
-                form = "nearest" if is_fast else "random"
+                form = "random"
             found.append((leaf, flag and is_small, f"{form}_{dtype.name}"))
     return found
 

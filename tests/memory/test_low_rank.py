@@ -68,7 +68,7 @@ def carried(state, change, b1, b2):
     structure = jax.tree.structure({"w": 0})
     (before,) = moments.split_moments(state, structure)
     after = moments.carry_moments(
-        state, change, before, b1=b1, b2=b2, shown=[moments.Shown()] * len(before)
+        state, change, before, b1=b1, b2=b2, seconds=["squares"] * len(before)
     )
     return moments.join_moments(state, [after])
 

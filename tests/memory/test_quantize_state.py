@@ -45,18 +45,18 @@ INNERS = {
 }
 # The form of each array in 8 bits
 FORMS = {
-    "adamw": {"nearest", "root"},
+    "adamw": {"random", "root"},
     "slow adam": {"random", "root"},
-    "adamax": {"nearest", "size"},
-    "amsgrad": {"nearest", "root", "largest"},
+    "adamax": {"random", "size"},
+    "amsgrad": {"random", "root", "largest"},
     "lion": {"random"},
     "ema": {"random"},
     "rmsprop": {"root"},
     "adagrad": {"root"},
-    "ademamix": {"nearest", "random", "root"},
+    "ademamix": {"random", "root"},
     "adafactor": {"root"},
-    "low_rank": {"nearest", "root"},
-    "apollo": {"nearest", "root"},
+    "low_rank": {"random", "root"},
+    "apollo": {"random", "root"},
 }
 
 
@@ -105,7 +105,7 @@ def test_an_update_is_that_of_the_decoded_state(name, bits):
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in ("low_rank", "apollo")])
 def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits):
     """The mean of 1,280 ratios to the moments in float32 is 1. Moments rounded to the nearest code would
-    stand still. Only a maximum of noisy second moments is above its twin."""
+    stand still. Only maxima of noisy numbers, as of AMSGrad and Adamax, are above their twins."""
     inner, steps = INNERS[name], 1500
     g = {"w": jnp.exp(0.5 * jax.random.normal(jax.random.key(1), (20, 64)))}
 
@@ -120,8 +120,11 @@ def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits
     for (path, b), a in zip(exact, jax.tree.leaves(found), strict=True):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.shape == (20, 64):
             ratio = np.asarray(a / b)
-            climbs = "nu_max" in jax.tree_util.keystr(path)
-            assert -0.02 < ratio.mean() - 1 < (0.5 if climbs else 0.02 + 2 * ratio.std() / 36)
+            error = 0.01 + 4 * ratio.std() / 36
+            climbs = "nu_max" in jax.tree_util.keystr(path) or (
+                name == "adamax" and "nu" in str(path)
+            )
+            assert -error < ratio.mean() - 1 < (0.7 if climbs else error)
             assert ratio.std() < (0.8 if bits == 4 else 0.4)
 
 
