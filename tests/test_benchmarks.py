@@ -38,7 +38,7 @@ USUAL = [
     ),
     ("compare.py", "sgd svrg --seeds 1 --epochs 1 --hidden 4", {}),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
-    ("low_rank.py", "--only memory --smallest", {}),
+    ("memory.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
         "sparse.py",
@@ -68,7 +68,7 @@ USUAL = [
 RUNS = [
     *USUAL,
     (
-        "low_rank.py",
+        "memory.py",
         "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
         {"RATES": (1e-2,), "LOW": (1.0,)},
     ),

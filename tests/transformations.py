@@ -356,6 +356,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.quantize_state,
         {"inner": optax.adam(2e-3), "min_size": 1},
+        limits={"bits": None},
         static=("min_size", "bits"),
         lenient=True,
         knows="nothing",
@@ -368,6 +369,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.quantize_state,
         {"inner": optax.sgd(1e-3, 0.5), "min_size": 1, "bits": 4},
+        limits={"bits": None},
         other_name="quantize_state-4",
         static=("min_size", "bits"),
         lenient=True,

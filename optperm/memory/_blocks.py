@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
-# What is rounded, and how. "random" is a number in 8 bits, rounded at random, and "size" is such a number
+# What is rounded, and how. "random" is a number in 8 bits, rounded at random, and "size" is the same
 # above 0; "root" is the root of a square, rounded at random so that the square is unbiased; "largest" is
 # the root to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at random, of an even and
 # an odd last axis.

@@ -157,9 +157,9 @@ def low_rank(
       carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
         treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
         each new basis vector has a nonnegative product with the last one. Adamax and ADOPT share Adam's
-        state with other moments: a step of `inner` on a few numbers finds them. Adamax's second moment is
-        carried as a size; ADOPT needs False. If `inner` cannot take this step, or makes all entries of
-        one size (signs) before, such a state counts as Adam's.
+        state with other moments: a step of `inner` on a few numbers finds them. Adamax's second moment
+        is carried as a size; ADOPT needs False. If `inner` cannot take this step, or makes all entries
+        of one size (signs) before, such a state counts as Adam's.
       scale: A factor on the steps of projected leaves.
       side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
         or the "larger" side, for a smaller state and a poorer subspace.

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from optperm.core import checks
 from optperm.core.keys import key_data
 from optperm.core.shardings import is_spread, shard_like, sharding_of
-from optperm.core.states import match_params, without_variables
+from optperm.core.states import find_states, match_params, without_variables
 from optperm.core.transformation import transformation
 from optperm.core.trees import is_flag, spread_prefix
 from optperm.memory._apollo import ApolloState
@@ -205,8 +205,10 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
       True
 
     Raises:
+      TypeError: If `key` is not a key.
       ValueError: If the trees do not match.
     """
+    checks.check_key("key", key)
 
     def convert(old: Any, state: Any) -> Any:
         if not isinstance(old, QuantizedState):
@@ -235,7 +237,14 @@ def dequantize(opt_state: Any) -> Any:
       >>> opt_state = optperm.memory.dequantize(tx.init({"kernel": jnp.ones((64, 256))}))
       >>> opt_state[0].mu["kernel"].dtype
       dtype('float32')
+
+    Raises:
+      ValueError: If `opt_state` has no `QuantizedState`.
     """
+    if not find_states(opt_state, QuantizedState):
+        raise ValueError(
+            "opt_state has no QuantizedState: pass the state of optperm.quantize_state."
+        )
     return jax.tree.map(
         lambda node: _decode_state(node) if _is_quantized(node) else node,
         opt_state,
