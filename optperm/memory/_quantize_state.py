@@ -166,6 +166,10 @@ def quantize_state(
             for state, each in zip(known, seconds, strict=True)
         ]
         count = jnp.zeros([], jnp.int32)
+        # Behind a barrier, XLA does not compute the codes of zeros while it compiles, which takes long.
+        inner_state = _map_moments(
+            lambda i, j, moment: jax.lax.optimization_barrier(moment), inner_state
+        )
         return QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
     def update(
