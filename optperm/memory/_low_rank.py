@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
 Projection = Literal["svd", "random", "power"]
 Residual = Literal["scaled"]
+# How many times less of a column may be in the subspace than in a random one, before its step is bounded
+_LARGEST_EXCESS = 10.0
 
 
 class LowRankState(NamedTuple):
@@ -207,8 +209,11 @@ def low_rank(
       no reverse-mode derivative, since moments change in a loop of at most one turn.
 
       With "svd" and "power" a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
-      and by Fira's formula its first step may be thousands of times Adam's; a column exactly outside
-      gets no step. Take "random", whose bases hardly ever miss a column, or `residual=None`.
+      and by Fira's formula its first step would be thousands of times Adam's. So
+      :math:`\lVert R_j \rVert` counts as at least a tenth of :math:`\sqrt{r / d} \, \lVert G_j \rVert`,
+      its value with a random basis, and :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j
+      \rVert`. A column exactly outside gets no step. Take "random", whose bases hardly ever miss a
+      column, or `residual=None`.
 
       1e-8 is added to :math:`\lVert R_j \rVert`: S is lost for columns with norms below about 1e-8.
 
@@ -443,7 +448,10 @@ def _compute_step(
     if residual is None:
         return lift(m, basis, n, g), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of norm |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
+    d, rank = basis.shape[-2:]
     f = compute_gains(n, r, (m.rank_axis,))
+    # |R_j| counts as at least a tenth of its value with a random basis, sqrt(r / d) |G_j|
+    f = jnp.minimum(f, _LARGEST_EXCESS * (d / rank) ** 0.5 * compute_gains(n, g, (m.rank_axis,)))
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
     # For a gradient within the subspace S is rounding, and its norm counts as 0.
     is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole

@@ -615,3 +615,19 @@ def test_inside_of_agn_and_diloco_and_multi_steps():
         support.assert_close(train(name, params), alone, atol=2e-6)
     moved = jax.tree.map(lambda a, b: jnp.any(a != b), train("agn", params), params)
     assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("projection", ["svd", "power"])
+def test_a_column_nearly_outside_of_the_subspace_gets_a_bounded_step(projection):
+    """By Fira's formula its first step would be 1e5 times as long as those of other columns."""
+    parts = (
+        jax.random.normal(jax.random.key(0), (16, 4)),
+        jax.random.normal(jax.random.key(1), (4, 63)),
+    )
+    large = parts[0] @ parts[1]
+    outside = jnp.linalg.qr(large, mode="complete")[0][:, -1:]
+    grads = {"w": jnp.concatenate([large, 1e-2 * outside + 1e-7 * large[:, :1]], axis=1)}
+    tx = optperm.low_rank(optax.scale_by_adam(), 4, projection=projection, limit=None)
+    updates, _ = tx.update(grads, tx.init(grads))
+    norms = jnp.linalg.norm(updates["w"], axis=0)
+    assert norms[-1] < 1.1 * 10 * (16 / 4) ** 0.5 * 4**0.5
