@@ -2,7 +2,7 @@
 
 A small decoder learns the sources of Python's own standard library; one module in ten is held out. The
 state of low rank and APOLLO covers a quarter of each kernel's smaller side; the embedding stays at full
-rank. `benchmarks/low_rank.py` compares more methods, each at its best rate.
+rank. `benchmarks/memory.py` compares more methods, each at its best rate.
 
     python examples/low_rank_bytes.py [--steps 300] [--batch 16] [--rank-divisor 4] [--out FILE.png]
 """

@@ -28,6 +28,7 @@ if _TYPE_CHECKING:
     from optperm.exact import apply_updates as apply_updates
     from optperm.memory import apollo as apollo
     from optperm.memory import low_rank as low_rank
+    from optperm.memory import quantize_state as quantize_state
     from optperm.permutation import laperm as laperm
     from optperm.permutation import permute_by_cycles as permute_by_cycles
     from optperm.permutation import sgperm as sgperm
@@ -58,7 +59,7 @@ _NAMES = {
     "switching": ["switch_after"],
     "bayes": ["constant_sgd", "ivon", "mandt_sgd", "sghmc", "sgld", "swag"],
     "distributed": ["agn", "diloco"],
-    "memory": ["apollo", "low_rank"],
+    "memory": ["apollo", "low_rank", "quantize_state"],
     "permutation": ["laperm", "permute_by_cycles", "sgperm"],
     "sparsity": ["mask_elements", "prune_gradually", "rigl"],
     "subspace": ["dim_reduce", "dldr", "project", "record_trajectory", "twa"],

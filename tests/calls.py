@@ -136,6 +136,11 @@ FUNCTIONS = {
         "num_passes": 0,
     },
     "matrix_axes": {"params": PARAMS},
+    "quantize": {
+        "opt_state": state(optax.adam(0.1)),
+        "like": state(optperm.quantize_state(optax.adam(0.1), min_size=1)),
+    },
+    "dequantize": {"opt_state": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
     "rank_for": {"params": {"w": jnp.ones((8, 16))}},
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
@@ -643,6 +648,7 @@ WRAPPERS = {
     **dict.fromkeys(("agn", "diloco"), ("inner", "outer")),
     "dldr": ("inner", "subspace_optimizer"),
     "switch_after": ("first", "then"),
+    "quantize_state": ("inner",),
 }
 for function, arguments in WRAPPERS.items():
     message = "must be an optax.GradientTransformation, got 10"

@@ -39,7 +39,6 @@ USUAL = [
     ("compare.py", "sgd svrg --seeds 1 --epochs 1 --hidden 4", {}),
     ("compile.py", "--leaves 4,8 --shapes 2 --only agn ivon mask_elements", {}),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
-    ("low_rank.py", "--only memory --smallest", {}),
     (
         "outer.py",
         "--seeds 1 --layers 1 --width 8",
@@ -49,6 +48,7 @@ USUAL = [
             "RATES": (1e-2,),
         },
     ),
+    ("memory.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
         "sparse.py",
@@ -79,7 +79,7 @@ USUAL = [
 RUNS = [
     *USUAL,
     (
-        "low_rank.py",
+        "memory.py",
         "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
         {"RATES": (1e-2,), "LOW": (1.0,)},
     ),

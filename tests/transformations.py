@@ -356,6 +356,33 @@ TRANSFORMATIONS = (
         **LOW_RANK,
     ),
     Transformation(
+        optperm.quantize_state,
+        {"inner": optax.adam(2e-3), "min_size": 1},
+        limits={"bits": None},
+        static=("min_size", "bits"),
+        lenient=True,
+        knows="nothing",
+        needs_params=False,
+        hands_on=True,
+        has_own_shapes=True,
+        # Of pieces that are no blocks, the exponents of groups are moved.
+        may_gather={"both": "kernel"},
+    ),
+    Transformation(
+        optperm.quantize_state,
+        {"inner": optax.sgd(1e-3, 0.5), "min_size": 1, "bits": 4},
+        limits={"bits": None},
+        other_name="quantize_state-4",
+        static=("min_size", "bits"),
+        lenient=True,
+        knows="nothing",
+        needs_params=False,
+        hands_on=True,
+        has_own_shapes=True,
+        # Of pieces that are no blocks, the exponents of groups are moved.
+        may_gather={"both": "kernel"},
+    ),
+    Transformation(
         optperm.mask_elements,
         {},
         is_identity=True,

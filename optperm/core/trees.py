@@ -1,6 +1,7 @@
 """Trees with masked parts, of trained leaves alone, and of rows."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,3 +75,45 @@ def trained_part(params: Any) -> Any:
     if not any(map(dataclasses.is_dataclass, nodes)):
         return params
     return jax.tree.map(keep, params)
+
+
+def spread_prefix(
+    name: str, prefix: Any, tree: Any, is_value: Callable[[Any], bool], values: str, path: str = ""
+) -> Any:
+    """Return the value of each leaf, from a prefix of the tree.
+
+    The prefix may have values for leaves that the tree masks.
+
+    Args:
+      name: The argument's name, for messages.
+      prefix: A value, or a tree of values.
+      tree: The tree whose leaves get values.
+      is_value: Whether a node of the prefix is a value.
+      values: A description of values, for messages.
+      path: The path to this part of the tree.
+
+    Raises:
+      ValueError: Naming the place where the prefix does not fit.
+    """
+    if is_masked(tree):
+        return tree
+    if is_value(prefix):
+        return jax.tree.map(lambda _: prefix, tree)
+    structure: Any  # One level of both.
+    parts, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    found, of_prefix = jax.tree.flatten(prefix, is_leaf=lambda node: node is not prefix)
+    if of_prefix != structure or jax.tree_util.treedef_is_leaf(structure):
+        got = f"got {prefix!r} for {structure}"
+        raise ValueError(f"{name}{path} does not fit the params: pass {values}, {got}.")
+    children = [
+        spread_prefix(name, value, part, is_value, values, path + jax.tree_util.keystr(at))
+        for value, (at, part) in zip(found, parts, strict=True)
+    ]
+    return jax.tree.unflatten(structure, children)
+
+
+def is_flag(node: Any) -> bool:
+    """Return whether a node is True or False."""
+    return isinstance(node, bool | np.bool_)

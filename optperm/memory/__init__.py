@@ -1,7 +1,7 @@
 """Optimizers with small states.
 
-Low-rank states and APOLLO, the axes along which leaves are matrices, and a report on the size of any
-state.
+Low-rank states and APOLLO, states of 8 bits, the axes along which leaves are matrices, and a report on
+the size of any state.
 """
 
 from optperm.core.public import show_names as _show_names
@@ -12,6 +12,10 @@ from optperm.memory._apollo import apollo as apollo
 from optperm.memory._low_rank import LowRankState as LowRankState
 from optperm.memory._low_rank import low_rank as low_rank
 from optperm.memory._matrix_axes import matrix_axes as matrix_axes
+from optperm.memory._quantize_state import QuantizedState as QuantizedState
+from optperm.memory._quantize_state import dequantize as dequantize
+from optperm.memory._quantize_state import quantize as quantize
+from optperm.memory._quantize_state import quantize_state as quantize_state
 from optperm.memory._rank_for import rank_for as rank_for
 from optperm.memory._state_report import StateReport as StateReport
 from optperm.memory._state_report import state_report as state_report

@@ -51,8 +51,10 @@ from optperm.memory._matrices import (
 )
 from optperm.memory._moments import (
     Change,
+    Probe,
     carry_moments,
     check_moments,
+    find_carried_states,
     join_moments,
     split_moments,
 )
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
 
 Projection = Literal["svd", "random", "power"]
 Residual = Literal["scaled"]
+# How many times less of a column may be in the subspace than in a random one, before its step is bounded
+_LARGEST_EXCESS = 10.0
 
 
 class LowRankState(NamedTuple):
@@ -157,10 +161,10 @@ def low_rank(
         :math:`E P P^\top = (r / d) I`: a rate times d / r is then unbiased, and noisy.
       carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
         treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
-        each new basis vector has a nonnegative product with the last one. Adamax and ADOPT, which share
-        Adam's state with other moments, need False: `init` takes one step of `inner` on a few numbers to
-        find them. If `inner` cannot take this step, or makes all entries of one size
-        (signs) before, such a state counts as Adam's.
+        each new basis vector has a nonnegative product with the last one. Adamax and ADOPT share Adam's
+        state with other moments: a step of `inner` on a few numbers finds them. Adamax's second moment
+        is carried as a size; ADOPT needs False. If `inner` cannot take this step, or makes all entries
+        of one size (signs) before, such a state counts as Adam's.
       scale: A factor on the steps of projected leaves.
       side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
         or the "larger" side, for a smaller state and a poorer subspace.
@@ -208,8 +212,11 @@ def low_rank(
       no reverse-mode derivative, since moments change in a loop of at most one turn.
 
       With "svd" and "power" a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
-      and by Fira's formula its first step may be thousands of times Adam's; a column exactly outside
-      gets no step. Take "random", whose bases hardly ever miss a column, or `residual=None`.
+      and by Fira's formula its first step would be thousands of times Adam's. So
+      :math:`\lVert R_j \rVert` counts as at least a tenth of :math:`\sqrt{r / d} \, \lVert G_j \rVert`,
+      its value with a random basis, and :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j
+      \rVert`. A column exactly outside gets no step. Take "random", whose bases hardly ever miss a
+      column, or `residual=None`.
 
       1e-8 is added to :math:`\lVert R_j \rVert`: S is lost for columns with norms below about 1e-8.
 
@@ -250,6 +257,7 @@ def low_rank(
     _check_decay("b2", b2)
     checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
+    probe = Probe(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:
         return plan_matrices(tree, rank, side, dimension_numbers)
@@ -269,7 +277,6 @@ def low_rank(
         every=every,
         needs_gradient=projection != "random",
         key=key,
-        carry=functools.partial(carry_moments, b1=b1, b2=b2) if carry else None,
     )
 
     def init(params: optax.Params) -> LowRankState:
@@ -278,7 +285,8 @@ def low_rank(
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         if carry:
-            check_moments(optimizer, inner_state, plans, low)
+            seconds = probe(inner_state, lambda: low, find_carried_states)
+            check_moments(inner_state, plans, low, seconds)
         return LowRankState(
             jnp.zeros([], jnp.int32),
             map_plans(make_basis_zeros, params, plans),
@@ -293,9 +301,14 @@ def low_rank(
     ) -> tuple[optax.Updates, LowRankState]:
         leaves, plans = jax.tree.leaves(updates), plan(updates)
         structure: Any = jax.tree.structure(updates)
+        move = None
+        if carry:
+            ranks = functools.partial(map_plans, make_low_rank_leaf, updates, plans)
+            seconds = probe(state.inner_state, ranks, find_carried_states)
+            move = functools.partial(carry_moments, b1=b1, b2=b2, seconds=seconds)
 
         # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
-        bases, dues, inner_state = refresh(plans, leaves, structure, state)
+        bases, dues, inner_state = refresh(plans, leaves, structure, state, move)
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
@@ -358,12 +371,12 @@ def _refresh(
     leaves: list[jax.Array],
     structure: Any,
     state: LowRankState,
+    carry: Callable[..., Any] | None,
     *,
     make_basis: Callable[..., jax.Array],
     every: Any,
     needs_gradient: bool,
     key: int | jax.Array,
-    carry: Callable[..., Any] | None,
 ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates.
 
@@ -451,7 +464,10 @@ def _compute_step(
     if residual is None:
         return lift(m, basis, n, g), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of norm |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
+    d, rank = basis.shape[-2:]
     f = compute_gains(n, r, (m.rank_axis,))
+    # |R_j| counts as at least a tenth of its value with a random basis, sqrt(r / d) |G_j|
+    f = jnp.minimum(f, _LARGEST_EXCESS * (d / rank) ** 0.5 * compute_gains(n, g, (m.rank_axis,)))
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
     # For a gradient within the subspace S is rounding, and its norm counts as 0.
     is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,22 +73,60 @@ def _carry_adam(
     return mean, c2 * jnp.abs(variance + jnp.square(mean / c1))
 
 
-# For each type of state the fields of its moments, and the function that carries the moments of a leaf.
-_KNOWN: dict[type, tuple[tuple[str, ...], Callable[..., tuple[jax.Array, ...]]]] = {
-    optax.ScaleByAdamState: (("mu", "nu"), _carry_adam),
-    optax.ScaleByLionState: (("mu",), _carry_mean),
-    optax.EmaState: (("ema",), _carry_mean),
-    optax.TraceState: (("trace",), _carry_mean),
-    optax.contrib.MuonState: (("mu",), _carry_mean),
-    optax.ScaleByRmsState: (("nu",), _carry_squares),
+def _carry_adamax(change: Change, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+    """Return C M, and the root of (C * C) U^2, with U the largest sizes of entries."""
+    return change.rotate(mu), jnp.sqrt(change.rotate_squares(jnp.square(nu)))
+
+
+# What the arrays of a field are: linear in gradients, linear in squares of gradients, or the largest of
+# these squares.
+Role = Literal["mean", "square", "maximum"]
+
+
+class Known(NamedTuple):
+    """A type of state whose moments are known.
+
+    Attributes:
+      roles: The fields with moments, and what they are.
+      carry: The function that carries the moments of a leaf over to another basis, if it is known.
+    """
+
+    roles: dict[str, Role]
+    carry: Callable[..., tuple[jax.Array, ...]] | None = None
+
+
+# Optax also gives the type of Adam's state to RAdam, NAdam and Yogi, and to Adamax and ADOPT.
+KNOWN: dict[type, Known] = {
+    optax.ScaleByAdamState: Known({"mu": "mean", "nu": "square"}, _carry_adam),
+    optax.ScaleByAmsgradState: Known({"mu": "mean", "nu": "square", "nu_max": "maximum"}),
+    optax.ScaleByBeliefState: Known({"mu": "mean", "nu": "square"}),
+    optax.contrib.ScaleByAdemamixState: Known({"m1": "mean", "m2": "mean", "nu": "square"}),
+    optax.ScaleByLionState: Known({"mu": "mean"}, _carry_mean),
+    optax.EmaState: Known({"ema": "mean"}, _carry_mean),
+    optax.TraceState: Known({"trace": "mean"}, _carry_mean),
+    optax.contrib.MuonState: Known({"mu": "mean"}, _carry_mean),
+    optax.ScaleByRmsState: Known({"nu": "square"}, _carry_squares),
+    optax.ScaleByRssState: Known({"sum_of_squares": "square"}),
+    optax.FactoredState: Known({"v": "square"}),
 }
 
 
+def is_known(node: Any) -> bool:
+    """Return whether a node is a state whose moments are known."""
+    return type(node) in KNOWN
+
+
+def find_known_states(inner_state: Any) -> list[Any]:
+    """Return the states whose moments are known, in the order of the tree."""
+    return list(filter(is_known, jax.tree.leaves(inner_state, is_leaf=is_known)))
+
+
 def _is_known(node: Any) -> bool:
-    return type(node) in _KNOWN
+    return is_known(node) and KNOWN[type(node)].carry is not None
 
 
-def _find_known_states(inner_state: Any) -> list[Any]:
+def find_carried_states(inner_state: Any) -> list[Any]:
+    """Return the states whose moments can be carried over, in the order of the tree."""
     return list(filter(_is_known, jax.tree.leaves(inner_state, is_leaf=_is_known)))
 
 
@@ -107,8 +145,8 @@ def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]
         return found
 
     states = [
-        [split(getattr(state, name)) for name in _KNOWN[type(state)][0]]
-        for state in _find_known_states(inner_state)
+        [split(getattr(state, name)) for name in KNOWN[type(state)].roles]
+        for state in find_carried_states(inner_state)
     ]
     return [
         [tuple(tree[i] for tree in trees) for trees in states] for i in range(treedef.num_leaves)
@@ -122,7 +160,7 @@ def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
     def join(node: Any) -> Any:
         if not _is_known(node) or not moments:
             return node
-        fields = zip(_KNOWN[type(node)][0], zip(*next(states), strict=True), strict=True)
+        fields = zip(KNOWN[type(node)].roles, zip(*next(states), strict=True), strict=True)
         return node._replace(**{name: join_field(getattr(node, name), new) for name, new in fields})
 
     def join_field(old: Any, new: tuple[Any, ...]) -> Any:
@@ -139,6 +177,7 @@ def carry_moments(
     *,
     b1: float | jax.Array,
     b2: float | jax.Array,
+    seconds: Sequence[Second],
 ) -> list[tuple[Any, ...]]:
     """Return a leaf's moments in the coordinates of new bases.
 
@@ -148,14 +187,17 @@ def carry_moments(
       moments: The leaf's moments in each known state, (..., r, k) in the orientation of the leaf.
       b1: The decay rate of Adam's first moments, for its bias correction; 0 for no correction.
       b2: The decay rate of Adam's second moments.
+      seconds: The second moment of each known state, from `Probe`.
     """
     where = change.is_new[..., None, None]
 
-    def carry(state: Any, each: tuple[Any, ...]) -> tuple[Any, ...]:
+    def carry(state: Any, each: tuple[Any, ...], second: Second) -> tuple[Any, ...]:
         if any(map(is_masked, each)):  # within inner
             return each
-        formula = _KNOWN[type(state)][1]
-        if formula is _carry_adam:
+        formula: Any = KNOWN[type(state)].carry
+        if formula is _carry_adam and second == "sizes":
+            formula = _carry_adamax
+        elif formula is _carry_adam:
             formula = functools.partial(_carry_adam, count=state.count, b1=b1, b2=b2)
         # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
         low = [change.matrix.turn(leaf).astype(change.new.dtype) for leaf in each]
@@ -164,19 +206,18 @@ def carry_moments(
             for new, leaf in zip(formula(change, *low), each, strict=True)
         )
 
-    return list(map(carry, _find_known_states(inner_state), moments))
+    return list(map(carry, find_carried_states(inner_state), moments, seconds))
 
 
 def check_moments(
-    inner: optax.GradientTransformation,
-    inner_state: Any,
-    matrices: Sequence[Matrix | None],
-    low: Any,
+    inner_state: Any, matrices: Sequence[Matrix | None], low: Any, seconds: Sequence[Second]
 ) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
     unknown = _find_unlike_params(inner_state, low)
     unknown = unknown or _find_unknown_state(inner_state, matrices, low)
-    if unknown or (unknown := _find_other_squares(inner, inner_state, low)):
+    if not unknown and "unknown" in seconds:
+        unknown = "ScaleByAdamState that is not Adam's (as ADOPT's)"
+    if unknown:
         raise ValueError(
             f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."
         )
@@ -185,8 +226,8 @@ def check_moments(
 def _find_unlike_params(inner_state: Any, low: Any) -> str | None:
     """Return the first known state with moments that are not like low-rank leaves."""
     lows = jax.tree.leaves(low)
-    for state in _find_known_states(inner_state):
-        for name in _KNOWN[type(state)][0]:
+    for state in find_carried_states(inner_state):
+        for name in KNOWN[type(state)].roles:
             for moment, place, _ in match_params(getattr(state, name), low):
                 if place is None or moment.shape != lows[place].shape:
                     return f"{type(state).__name__} whose {name} is not like params"
@@ -215,51 +256,73 @@ def _find_unknown_state(
     return None
 
 
-def _find_other_squares(
-    inner: optax.GradientTransformation, inner_state: Any, low: Any
-) -> str | None:
-    """Return the first state of Adam that holds no mean of gradients, or no mean of their squares.
+# What a state of Adam's type has as its second moment: squares as Adam, sizes as Adamax, or another one.
+Second = Literal["squares", "sizes", "unknown"]
+
+
+class Probe:
+    """A step of an optimizer on a few numbers, once for each structure of its state.
 
     Optax gives the type of Adam's state to Adamax and ADOPT too. After one step from zero Adam's second
     moment is proportional to the square of its first moment, Adamax's to the moment itself, and ADOPT's
     first moment is zero.
     """
 
-    def find_adams(state: Any) -> list[optax.ScaleByAdamState]:
-        found = _find_known_states(state)
-        return [each for each in found if isinstance(each, optax.ScaleByAdamState)]
+    def __init__(self, inner: optax.GradientTransformation) -> None:
+        self.inner = inner
+        self.found: dict[Any, list[Second]] = {}
 
-    def take_step() -> list[bool]:
+    def __call__(
+        self, inner_state: Any, make_params: Callable[[], Any], find: Callable[[Any], list[Any]]
+    ) -> list[Second]:
+        """Return the second moment of each state that `find` finds, "squares" for other types of states.
+
+        Each Adam counts as Adam if `inner` has traced numbers, or needs more than gradients and params.
+        """
+        structure = jax.tree.structure(inner_state)
+        if structure not in self.found:
+            count, params = len(find(inner_state)), make_params()
+            # Another thread has no trace and no mesh, so that numbers are concrete under any mapping.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                step = pool.submit(self._take_step, params, find)
+            shown = [] if step.exception() else step.result()
+            self.found[structure] = shown if len(shown) == count else ["squares"] * count
+        return self.found[structure]
+
+    def _take_step(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Second]:
         # Gradients of several sizes, some of which differ after a clipping too
         sizes = 4.0 ** -np.arange(6, dtype=np.float32)
         g = jax.tree.map(
-            lambda x: jnp.asarray(sizes.reshape((1,) * (x.ndim - 1) + (6,)) if x.ndim else 1.0), low
+            lambda x: jnp.asarray(
+                np.broadcast_to(sizes, (6,) * jnp.ndim(x)) if jnp.ndim(x) else np.float32(1)
+            ),
+            params,
         )
+        zeros = jax.tree.map(jnp.zeros_like, g)
         # A caller may have relaxed these options for its own thread alone.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            _, state = inner.update(g, inner.init(jax.tree.map(jnp.zeros_like, g)))
-        return list(map(_has_squares, find_adams(state)))
-
-    if not find_adams(inner_state):
-        return None
-    # Another thread has no trace and no mesh, so that numbers are concrete under any mapping.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        step = pool.submit(take_step)
-    # There is no result if `inner` needs params or more, or has traced numbers.
-    if step.exception() is None and not all(step.result()):
-        return "ScaleByAdamState that is not Adam's (as Adamax's)"
-    return None
+            update = optax.with_extra_args_support(self.inner).update
+            _, state = update(g, self.inner.init(zeros), zeros)
+        return list(map(_find_second, find(state)))
 
 
-def _has_squares(adam: optax.ScaleByAdamState) -> bool:
-    """Return False if the moments after one step show that they are not Adam's."""
-    mean, square = (
-        np.concatenate([np.zeros(1), *(np.abs(np.ravel(x)).astype(np.float64) for x in leaves)])
-        for leaves in map(jax.tree.leaves, (adam.mu, adam.nu))
-    )
+def _flatten(tree: Any) -> np.ndarray[Any, Any]:
+    """Return the sizes of all entries of a tree, behind a zero."""
+    leaves = [np.abs(np.ravel(x)).astype(np.float64) for x in jax.tree.leaves(tree)]
+    return np.concatenate([np.zeros(1), *leaves])
+
+
+def _find_second(state: Any) -> Second:
+    """Return what a state of Adam's type has as its second moment after one step from zero."""
+    if not isinstance(state, optax.ScaleByAdamState):
+        return "squares"
+    mean, square = _flatten(state.mu), _flatten(state.nu)
     # The largest mean, and the next smaller one
     top = np.argmax(mean)
+    if mean[top] == 0:
+        return "unknown" if square.any() else "squares"
     other = np.argmax(np.where(mean < mean[top] / 1.5, mean, 0.0))
     if mean[other] == 0:  # There is no other one, after a sign for example.
-        return bool(mean[top] > 0 or not square.any())
-    return bool(square[top] > (mean[top] / mean[other]) ** 1.5 * square[other])
+        return "squares"
+    is_square = square[top] > (mean[top] / mean[other]) ** 1.5 * square[other]
+    return "squares" if is_square else "sizes"

@@ -34,6 +34,11 @@ class LeafReport(NamedTuple):
     words: float
     words_per_param: float
 
+    @property
+    def bytes(self) -> int:
+        """Return the number of bytes of its state."""
+        return round(4 * self.words)
+
 
 class StateReport(NamedTuple):
     """Result of `state_report`, which prints as a table.
@@ -42,9 +47,9 @@ class StateReport(NamedTuple):
       leaves: For each leaf, in the order of the tree: `name`, its path; `shape`; `treatment`, such as
         "rank 4 of 16 x 64" for matrices of these sides, of which the first has the basis, "full rank",
         or empty where no low-rank method says how it treats the leaf; `words`, the words of its state;
-        and `words_per_param`, these words for each of its entries.
+        `bytes`; and `words_per_param`, these words for each of its entries.
       other_words: The words of arrays that belong to no leaf, such as counts and keys.
-      words: The words of the whole state.
+      words: The words of the whole state; `bytes` is four times as many.
       words_per_param: The words of the whole state per parameter.
     """
 
@@ -53,24 +58,32 @@ class StateReport(NamedTuple):
     words: float
     words_per_param: float
 
+    @property
+    def bytes(self) -> int:
+        """Return the number of bytes of the whole state."""
+        return round(4 * self.words)
+
     def __str__(self) -> str:
         """Return the table, one line for each leaf, one for other arrays and one for all."""
-        lines = [("leaf", "shape", "low rank", "words", "words/param")]
+        lines = [("leaf", "shape", "low rank", "bytes", "words", "words/param")]
         for leaf in self.leaves:
-            numbers = f"{leaf.words:.10g}", f"{leaf.words_per_param:.2f}"
+            numbers = f"{leaf.bytes}", f"{leaf.words:.10g}", f"{leaf.words_per_param:.2f}"
             lines.append((leaf.name or "params", str(leaf.shape), leaf.treatment, *numbers))
-        lines.append(("others", "", "", f"{self.other_words:.10g}", ""))
-        lines.append(("all", "", "", f"{self.words:.10g}", f"{self.words_per_param:.2f}"))
+        others = f"{round(4 * self.other_words)}", f"{self.other_words:.10g}"
+        lines.append(("others", "", "", *others, ""))
+        numbers = f"{self.bytes}", f"{self.words:.10g}", f"{self.words_per_param:.2f}"
+        lines.append(("all", "", "", *numbers))
         # Without the column of treatments where there are none
         columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
         return align(zip(*columns, strict=True))
 
 
 def state_report(tx: optax.GradientTransformation, params: optax.Params) -> StateReport:
-    """Report the size of an optimizer's state in words of 32 bits, leaf by leaf.
+    """Report the size of an optimizer's state in bytes and in words of 32 bits, leaf by leaf.
 
     Only shapes are used. Every array of the state counts, by its bytes / 4: an entry of an int8 array
-    or of a mask is a quarter of a word. An array belongs to a leaf if it is in a tree like params. For
+    or of a mask is a quarter of a word. An array belongs to a leaf if it is in a tree like params; the
+    exponents of `optperm.quantize_state`, 1 / 32 of the bytes of its codes, count as others. For
     `optperm.low_rank` and `optperm.apollo`, anywhere in the optimizer, the report has the rank of each
     leaf; a leaf of three or more axes whose axes are not named stays at full rank.
 
@@ -85,18 +98,18 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
       >>> import jax.numpy as jnp, optax, optperm
       >>> params = {"bias": jnp.zeros(64), "kernel": jnp.zeros((64, 256))}
       >>> print(optperm.memory.state_report(optax.scale_by_adam(), params))
-      leaf        shape      words  words/param
-      ['bias']    (64,)      128    2.00
-      ['kernel']  (64, 256)  32768  2.00
-      others                 1
-      all                    32897  2.00
+      leaf        shape      bytes   words  words/param
+      ['bias']    (64,)      512     128    2.00
+      ['kernel']  (64, 256)  131072  32768  2.00
+      others                 4       1
+      all                    131588  32897  2.00
       >>> tx = optperm.low_rank(optax.scale_by_adam(), 1 / 4)
       >>> print(optperm.memory.state_report(tx, params))
-      leaf        shape      low rank             words    words/param
-      ['bias']    (64,)      full rank            131      2.05
-      ['kernel']  (64, 256)  rank 16 of 64 x 256  9218     0.56
-      others                                      2.25
-      all                                         9351.25  0.57
+      leaf        shape      low rank             bytes  words    words/param
+      ['bias']    (64,)      full rank            524    131      2.05
+      ['kernel']  (64, 256)  rank 16 of 64 x 256  36872  9218     0.56
+      others                                      9      2.25
+      all                                         37405  9351.25  0.57
 
     Raises:
       TypeError: If `tx` is not a transformation.

@@ -12,7 +12,7 @@ import numpy as np
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.states import without_variables
-from optperm.core.trees import is_masked, mask_like
+from optperm.core.trees import is_flag, mask_like, spread_prefix
 
 # "erk": fractions by `erk_sparsity`; "leaf": the same one of each leaf; "global": one of all leaves.
 Scope = Literal["erk", "leaf", "global"]
@@ -56,7 +56,7 @@ def flag_leaves(
             raise ValueError("no leaf of rank 2 or more: pass include=.")
         return flags
     flags = include(tree if params is None else params) if callable(include) else include
-    return spread_prefix("include", without_variables(flags), tree, _is_flag, "True or False")
+    return spread_prefix("include", without_variables(flags), tree, is_flag, "True or False")
 
 
 def group_leaves(
@@ -250,53 +250,12 @@ def _compute_traced_densities(live: Any, sizes: list[int], sums: list[int]) -> l
     return list(densities)
 
 
-def spread_prefix(
-    name: str, prefix: Any, tree: Any, is_value: Callable[[Any], bool], values: str, path: str = ""
-) -> Any:
-    """Return the value of each leaf, from a prefix of the tree.
-
-    The prefix may have values for leaves that the tree masks.
-
-    Args:
-      name: The argument's name, for messages.
-      prefix: A value, or a tree of values.
-      tree: The tree whose leaves get values.
-      is_value: Whether a node of the prefix is a value.
-      values: A description of values, for messages.
-      path: The path to this part of the tree.
-
-    Raises:
-      ValueError: Naming the place where the prefix does not fit.
-    """
-    if is_masked(tree):
-        return tree
-    if is_value(prefix):
-        return jax.tree.map(lambda _: prefix, tree)
-    structure: Any  # One level of both.
-    parts, structure = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree
-    )
-    found, of_prefix = jax.tree.flatten(prefix, is_leaf=lambda node: node is not prefix)
-    if of_prefix != structure or jax.tree_util.treedef_is_leaf(structure):
-        got = f"got {prefix!r} for {structure}"
-        raise ValueError(f"{name}{path} does not fit the params: pass {values}, {got}.")
-    children = [
-        spread_prefix(name, value, part, is_value, values, path + jax.tree_util.keystr(at))
-        for value, (at, part) in zip(found, parts, strict=True)
-    ]
-    return jax.tree.unflatten(structure, children)
-
-
 def select_masked(name: str, tree: Any, mask: Any) -> Any:
     """Return the part of a tree that has masks."""
     tree = mask_like(tree, mask)
     checks.check_arrays(name, tree)
     checks.check_same_tree(name, tree, mask, source="the mask", dtypes=False)
     return tree
-
-
-def _is_flag(node: Any) -> bool:
-    return isinstance(node, bool | np.bool_)
 
 
 def _is_number(node: Any) -> bool:

@@ -67,7 +67,9 @@ def carried(state, change, b1, b2):
     """The state of an optimizer of one leaf after a change of its basis."""
     structure = jax.tree.structure({"w": 0})
     (before,) = moments.split_moments(state, structure)
-    after = moments.carry_moments(state, change, before, b1=b1, b2=b2)
+    after = moments.carry_moments(
+        state, change, before, b1=b1, b2=b2, seconds=["squares"] * len(before)
+    )
     return moments.join_moments(state, [after])
 
 
@@ -481,7 +483,7 @@ SHARING_ADAMS_STATE = {
 
 
 @pytest.mark.parametrize("name", SHARING_ADAMS_STATE)
-def test_moments_that_are_not_adams_are_refused_where_the_state_is_adams(name):
+def test_adopt_is_refused_though_its_state_is_adams(name):
     """By one step of a few numbers, also where `init` is traced or mapped."""
     params = {"w": jnp.zeros((6, 9)), "b": jnp.zeros(3), "c": jnp.zeros([])}
     inner = SHARING_ADAMS_STATE[name]
@@ -493,7 +495,7 @@ def test_moments_that_are_not_adams_are_refused_where_the_state_is_adams(name):
         (functools.partial(jax.eval_shape, init), params),
         (jax.vmap(init), stack),
     ):
-        if name.endswith(("adamax", "adopt")):
+        if name == "adopt":
             with pytest.raises(
                 ValueError, match=r"ScaleByAdamState that is not Adam's.*carry=False"
             ):
@@ -501,6 +503,22 @@ def test_moments_that_are_not_adams_are_refused_where_the_state_is_adams(name):
         else:
             call(given)
     optperm.low_rank(inner, 2, carry=False).init(params)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_adamax_at_a_new_basis_has_the_root_of_rotated_squares(jit):
+    """Sizes are of the units of gradients, so that their squares turn as Adam's second moments."""
+    grads = {"w": jax.random.normal(jax.random.key(0), (8, 64))}
+    tx = optperm.low_rank(optax.scale_by_adamax(b2=1 - 1e-6), 3, every=1)
+    update = jax.jit(tx.update) if jit else tx.update
+    _, before = update(grads, tx.init(grads))
+    _, after = update({"w": 0 * grads["w"]}, before)
+    change = after.basis["w"].T @ before.basis["w"]
+    expected = jnp.sqrt(change**2 @ before.inner_state.nu["w"] ** 2)
+    support.assert_close(after.inner_state.nu["w"], expected, rtol=1e-4)
+    support.assert_close(
+        after.inner_state.mu["w"], 0.9 * change @ before.inner_state.mu["w"], atol=1e-5
+    )
 
 
 def make_trees():
@@ -597,3 +615,19 @@ def test_inside_of_agn_and_diloco_and_multi_steps():
         support.assert_close(train(name, params), alone, atol=2e-6)
     moved = jax.tree.map(lambda a, b: jnp.any(a != b), train("agn", params), params)
     assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("projection", ["svd", "power"])
+def test_a_column_nearly_outside_of_the_subspace_gets_a_bounded_step(projection):
+    """By Fira's formula its first step would be 1e5 times as long as those of other columns."""
+    parts = (
+        jax.random.normal(jax.random.key(0), (16, 4)),
+        jax.random.normal(jax.random.key(1), (4, 63)),
+    )
+    large = parts[0] @ parts[1]
+    outside = jnp.linalg.qr(large, mode="complete")[0][:, -1:]
+    grads = {"w": jnp.concatenate([large, 1e-2 * outside + 1e-7 * large[:, :1]], axis=1)}
+    tx = optperm.low_rank(optax.scale_by_adam(), 4, projection=projection, limit=None)
+    updates, _ = tx.update(grads, tx.init(grads))
+    norms = jnp.linalg.norm(updates["w"], axis=0)
+    assert norms[-1] < 1.1 * 10 * (16 / 4) ** 0.5 * 4**0.5

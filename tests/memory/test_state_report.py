@@ -115,19 +115,19 @@ def test_the_table():
     """Leaves of three axes whose axes are not named, and no column of ranks without a rank."""
     lines = str(optperm.memory.state_report(LOW, PARAMS)).splitlines()
     assert lines == [
-        "leaf        shape      low rank                   words    words/param",
-        "['embed']   (64, 16)   rank 4 of 16 x 64          578      0.56",
-        "['kernel']  (16, 64)   rank 4 of 16 x 64          578      0.56",
-        "['stack']   (2, 8, 8)  full rank, axes not named  259      2.02",
-        "others                                            2.25",
-        "all                                               1417.25  0.65",
+        "leaf        shape      low rank                   bytes  words    words/param",
+        "['embed']   (64, 16)   rank 4 of 16 x 64          2312   578      0.56",
+        "['kernel']  (16, 64)   rank 4 of 16 x 64          2312   578      0.56",
+        "['stack']   (2, 8, 8)  full rank, axes not named  1036   259      2.02",
+        "others                                            9      2.25",
+        "all                                               5669   1417.25  0.65",
     ]
     lines = str(optperm.memory.state_report(optax.sgd(0.1, 0.9), jnp.zeros((2, 3)))).splitlines()
     assert lines == [
-        "leaf    shape   words  words/param",
-        "params  (2, 3)  6      1.00",
-        "others          0",
-        "all             6      1.00",
+        "leaf    shape   bytes  words  words/param",
+        "params  (2, 3)  24     6      1.00",
+        "others          0      0",
+        "all             24     6      1.00",
     ]
 
 

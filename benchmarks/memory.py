@@ -1,4 +1,4 @@
-"""Low-rank optimizer states compared with AdamW and Optax's GaLore: loss, memory and time.
+"""Small optimizer states compared with AdamW and Optax's GaLore: loss, memory and time.
 
 The script prints:
 
@@ -11,8 +11,9 @@ The script prints:
   gradient. Steps have no new basis, one, or one for each matrix;
 - memory: the memory of a compiled training step of a decoder of 100 million params, ahead of time.
 
-    python benchmarks/low_rank.py [--only train|step|memory] [--data FILE] [--seeds 5] [--steps 600]
-        [--methods NAME ...] [--width 96] [--context 64] [--repetitions 20] [--json FILE]
+    python benchmarks/memory.py [--only train|step|memory] [--data FILE] [--seeds 5] [--steps 600]
+        [--methods NAME ...] [--rates ...] [--scales ...] [--width 96] [--context 64] [--repetitions 20]
+        [--json FILE]
 """
 
 import argparse
@@ -75,13 +76,47 @@ METHODS: dict[str, tuple[Callable[[int], Tx], tuple[float, ...]]] = {
 }
 
 
+def quantize(tx: Tx, bits: int = 8) -> Tx:
+    """Return an optimizer with the moments of all matrices, embeddings too, in 8 bits or fewer."""
+    return optperm.quantize_state(tx, bits=bits, min_size=1024)
+
+
+# The same in small states: what is wrapped around the whole optimizer.
+WRAPPERS: dict[str, Callable[[Tx], Tx]] = {}
+for name, base, wrapper in (
+    ("AdamW, 8 bits", "AdamW", quantize),
+    ("AdamW, 4 bits", "AdamW", functools.partial(quantize, bits=4)),
+    ("low rank, 8 bits", "random, carried, residual", quantize),
+    ("apollo, 8 bits", "apollo", quantize),
+):
+    METHODS[name], WRAPPERS[name] = METHODS[base], wrapper
+METHODS["AdamW, bfloat16"] = (lambda width: bfloat16_adam(), SCALES)
+
+
+def bfloat16_adam() -> Tx:
+    """Return Adam whose moments are rounded to bfloat16 after each step."""
+    adam = optax.scale_by_adam()
+
+    def round_moments(state: Any) -> Any:
+        mu, nu = optax.tree.cast((state.mu, state.nu), jnp.bfloat16)
+        return state._replace(mu=mu, nu=nu)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        mu, nu = optax.tree.cast((state.mu, state.nu), jnp.float32)
+        updates, state = adam.update(updates, state._replace(mu=mu, nu=nu), params)
+        return updates, round_moments(state)
+
+    return optax.GradientTransformation(lambda params: round_moments(adam.init(params)), update)
+
+
 def is_kernel(path: Any, leaf: Any) -> str:
     """Return which optimizer trains a leaf."""
     return "kernel" if "kernel" in jax.tree_util.keystr(path) and leaf.ndim == 2 else "other"
 
 
-def optimizer(direction: Tx, rate: Any, scale: Any, steps: Any) -> Tx:
-    """Return an optimizer whose kernels move by a direction, and all else by Adam."""
+def optimizer(name: str, rate: Any, scale: Any, steps: Any) -> Tx:
+    """Return an optimizer whose kernels move by the direction of a method, and all else by Adam."""
+    direction = METHODS[name][0](library_bytes.WIDTH)
 
     def shape(t: jax.Array) -> jax.Array:  # 20 steps of warm-up, and a cosine
         return jnp.minimum(t / 20, 1.0) * (0.525 + 0.475 * jnp.cos(jnp.pi * t / steps))
@@ -93,10 +128,11 @@ def optimizer(direction: Tx, rate: Any, scale: Any, steps: Any) -> Tx:
     )
     others = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda t: -rate * shape(t)))
     labels = functools.partial(jax.tree_util.tree_map_with_path, is_kernel)
-    return optax.chain(
+    tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.partition({"kernel": kernels, "other": others}, labels),
     )
+    return WRAPPERS.get(name, lambda tx: tx)(tx)
 
 
 class Task:
@@ -123,11 +159,10 @@ class Task:
 
     def program(self, name: str) -> Callable[..., Any]:
         """Return what goes on with a training by a method, compiled once for all rates."""
-        make, _ = METHODS[name]
 
         @jax.jit
         def go_on(carry: Any, batches: Any, rate: Any, scale: Any, steps: Any) -> Any:
-            tx = optimizer(make(library_bytes.WIDTH), rate, scale, steps)
+            tx = optimizer(name, rate, scale, steps)
 
             def step(carry: Any, ids: jax.Array) -> Any:
                 params, opt_state = carry
@@ -147,7 +182,7 @@ class Task:
         The steps are run in parts of one length, by the same compiled program.
         """
         params, batches = self.start(seed), self.batches(seed, steps)
-        tx = optimizer(METHODS[name][0](library_bytes.WIDTH), 1, 1, steps)
+        tx = optimizer(name, 1, 1, steps)
         carry = params, jax.jit(tx.init)(params)
         numbers = [jnp.float32(number) for number in (*point, steps)]
         start = time.process_time()
@@ -158,7 +193,7 @@ class Task:
 
     def words(self, name: str) -> float:
         """Return the words of the optimizer's state for each parameter."""
-        tx = optimizer(METHODS[name][0](library_bytes.WIDTH), 1, 1, 10)
+        tx = optimizer(name, 1, 1, 10)
         return optperm.memory.state_report(tx, jax.eval_shape(self.start, 0)).words_per_param
 
 
@@ -170,13 +205,15 @@ def train(
     steps: int,
     thirds: int,
     file: pathlib.Path | None,
+    rates_of_adamw: Sequence[float] = RATES,
+    scales_of_all: Sequence[float] | None = None,
 ) -> None:
     """Tune each method, train it from each seed, and print its rows and write them to a file."""
-    rate = RATES[0]
+    rate = rates_of_adamw[0]
     for name in methods:
-        scales = METHODS[name][1]
+        scales = scales_of_all or METHODS[name][1]
         # The rate of what is no kernel is AdamW's best one, for all.
-        rates = RATES if name == "AdamW" else (rate,)
+        rates = rates_of_adamw if name == "AdamW" else (rate,)
         tuned, program = {}, task.program(name)
         for point in [(rate, scale) for rate in rates for scale in scales]:
             (tuned[point], _), _ = task.run(name, program, point, 0, thirds * steps // 3, thirds)
@@ -249,6 +286,8 @@ def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -
         "low_rank, no residual": optperm.low_rank(adam, rank, residual=None),
         "optax.contrib.galore": optax.contrib.scale_by_galore(rank, 200),
         "apollo": optperm.apollo(adam, rank),
+        "AdamW, 8 bits": optperm.quantize_state(adam, min_size=1),
+        "AdamW, 4 bits": optperm.quantize_state(adam, bits=4, min_size=1),
     }.items():
         tx = optax.chain(
             direction, optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(1e-3)
@@ -318,6 +357,11 @@ def memory(layers: int = 12, width: int = 768, vocabulary: int = 20_000) -> None
         "low_rank, random": optperm.low_rank(adam, 1 / 4, dimension_numbers=numbers),
         "low_rank, svd": optperm.low_rank(adam, 1 / 4, projection="svd", dimension_numbers=numbers),
         "apollo": optperm.apollo(adam, 1 / 4, dimension_numbers=numbers),
+        "AdamW, 8 bits": optperm.quantize_state(adam),
+        "AdamW, 4 bits": optperm.quantize_state(adam, bits=4),
+        "low rank, 8 bits": optperm.quantize_state(
+            optperm.low_rank(adam, 1 / 4, dimension_numbers=numbers)
+        ),
     }.items():
         tx = optax.chain(
             direction, optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(1e-3)
@@ -354,6 +398,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--scales", type=float, nargs="+", help="of kernels, in place of a grid's")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=list(RATES), help="of AdamW's grid"
+    )
     parser.add_argument("--thirds", type=int, default=1, help="of the steps, for the grid")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--context", type=int, default=64)
@@ -374,6 +422,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.steps,
             arguments.thirds,
             arguments.json,
+            arguments.rates,
+            arguments.scales,
         ),
         "step": lambda: (
             step(2, 2, 16, 32, 4, 8)

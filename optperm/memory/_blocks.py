@@ -1,0 +1,236 @@
+"""Arrays as blocks of numbers of 8 or 4 bits that share a power of two.
+
+T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861; OCP,
+"Microscaling Formats (MX) Specification", version 1.0; B. Li et al., "Memory Efficient Optimizers with
+4-bit States", NeurIPS 2023, arXiv 2309.01507.
+
+Integers and exact floating point alone decide a code, so that every processor finds the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from optperm.core.shardings import explicit_sharding, shard_like
+
+BLOCK = 32
+# What is rounded, and how. "random" is a number in 8 bits, rounded at random, and "size" is the same
+# above 0; "root" is the root of a square, rounded at random so that the square is unbiased; "largest" is
+# the root to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at random, of an even and
+# an odd last axis.
+Form = Literal["random", "size", "root", "largest", "even", "odd"]
+_ROOTS, _PAIRS = ("root", "largest"), ("even", "odd")
+
+_INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
+_NAN = 0x7F  # the code of NaN in float8_e4m3fn
+_NAN_BLOCK = -128  # the exponent of a block with NaN in 4 bits
+# The range of exponents. Within it each code times 2^e, and each squared root, is a normal float32.
+_ROOT_LIMITS, _LIMITS, _PAIR_LIMITS = (-54, 56), (-117, 119), (-117, 126)
+
+
+def encode(x: jax.Array, form: Form, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the codes of an array, in blocks along its last axis, and the exponents of the blocks.
+
+    Args:
+      x: The array, (..., n), of a real floating dtype. Subnormal numbers count as 0.
+      form: What is rounded, and how.
+      seed: A uint32 that decides the random numbers of this array.
+
+    Returns:
+      Codes of float8_e4m3fn, (..., n), or in 4 bits of uint8, (..., ceil(n / 2)); and exponents e of
+      int8, (..., ceil(n / 32)). The largest finite number of a block over 2^e is in (128, 256], in 4
+      bits in (3, 6].
+    """
+    n = x.shape[-1]
+    x = _split(x.astype(jnp.float32), _find_group(x, n, form))
+    raw = jax.lax.bitcast_convert_type(x, jnp.int32)
+    size = raw & 0x7FFFFFFF
+    is_finite = size < _INFINITY
+    size = jnp.where(size < _SMALLEST_NORMAL, 0, size)
+    # Numbers of at least 0 have the order of their bits, and exponents have the order of the numbers.
+    top = jnp.max(jnp.where(is_finite, size, 0), axis=-1)
+    e = _largest_of_blocks(_find_exponents(top, form), x).astype(jnp.int32)
+    # y = x / 2^e, or x / 4^e for roots, exactly
+    scale = _power(_spread(-2 * e if form in _ROOTS else -e, x))
+    y = jax.lax.bitcast_convert_type(size, jnp.float32) * scale
+    draw = _draw(x, n, seed)
+    if form in _PAIRS:
+        codes = jnp.where(is_finite, _fix(y, 22, 126) + (draw >> 10).astype(jnp.int32) >> 22, 0)
+        codes = codes | jnp.where(raw < 0, 8, 0)
+        has_other = _largest_of_blocks(jnp.any(~is_finite, axis=-1), x) > 0
+        e = jnp.where(has_other, _NAN_BLOCK, e)
+        pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+        pairs = jnp.sum(pairs << _half_bytes(pairs.ndim), axis=-1)
+        return _join(pairs, (n + 1) // 2).astype(jnp.uint8), e.astype(jnp.int8)
+    if form in _ROOTS:
+        codes = _round_root(y, draw if form == "root" else None)
+    else:
+        codes = jnp.minimum(_fix(y, 20, 120) + (draw >> 12).astype(jnp.int32) >> 20, _NAN - 1)
+    if form == "random":
+        codes = codes | jnp.where(raw < 0, 0x80, 0)
+    else:
+        # A number above 0 never becomes 0, as a step is divided by it.
+        codes = jnp.where((size > 0) & (raw > 0), jnp.maximum(codes, 1), 0)
+    codes = _join(jnp.where(is_finite, codes, _NAN), n).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), e.astype(jnp.int8)
+
+
+def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> jax.Array:
+    """Return the array of codes and exponents, exactly, but at most the largest number of the dtype."""
+    e = exponents.astype(jnp.int32)
+    if form in _PAIRS:
+        n = 2 * codes.shape[-1] - (form == "odd")
+        pairs = _split(codes, _find_group(codes, n, form) // 2).astype(jnp.int32)
+        c = pairs[..., None] >> _half_bytes(pairs.ndim + 1) & 15
+        c = c.reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
+        # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+        size = _value(c & 7, 22, 126)
+        x = jnp.where(c > 7, -size, size)
+    else:
+        n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        c = _split(bits, _find_group(codes, n, form)).astype(jnp.int32)
+        size = jnp.where(c & _NAN == _NAN, jnp.nan, _value(c & _NAN, 20, 120))
+        x = jnp.where(c > _NAN, -size, size)
+    x = x * _power(_spread(jnp.maximum(e, _LIMITS[0]), x))
+    if form in _ROOTS:
+        x = x * x
+    if form in _PAIRS:
+        x = jnp.where(_spread(e, x) == _NAN_BLOCK, jnp.nan, x)
+    top = float(jnp.finfo(dtype).max)
+    return _join(jnp.clip(x, -top, top), n).astype(dtype)
+
+
+def _half_bytes(ndim: int) -> jax.Array:
+    """Return the places of the two codes in a byte, (..., 2)."""
+    return 4 * jax.lax.broadcasted_iota(jnp.int32, (1,) * (ndim - 1) + (2,), ndim - 1)
+
+
+def _find_exponents(top: jax.Array, form: Form) -> jax.Array:
+    """Return the exponents of blocks whose largest number has these bits."""
+    if form in _PAIRS:
+        return jnp.clip((top + 0x3FFFFF >> 23) - 129, *_PAIR_LIMITS)
+    # The exponent k of the smallest power of two that is not below the number
+    k = (top + 0x7FFFFF >> 23) - 127
+    # Of a square in (2^14, 2^16] the root is in (128, 256].
+    return jnp.clip(k - 15 >> 1, *_ROOT_LIMITS) if form in _ROOTS else jnp.clip(k - 8, *_LIMITS)
+
+
+def _round_root(u: jax.Array, draw: jax.Array | None) -> jax.Array:
+    """Return codes of the root of u >= 0 in e4m3, at random so that u is unbiased, or to the nearest."""
+    down = _fix(jnp.sqrt(u), 20, 120) >> 20
+    r0, r1 = _value(down, 20, 120), _value(down + 1, 20, 120)
+    if draw is None:
+        middle = 0.5 * (r0 + r1)
+        return down + (u > middle * middle).astype(jnp.int32)
+    # Up with probability p = (u - r0^2) / (r1^2 - r0^2). Squares and differences are exact, also in a
+    # fused multiply-add.
+    chance = (draw >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+    return down + (chance * (r1 * r1 - r0 * r0) < u - r0 * r0).astype(jnp.int32)
+
+
+def _fix(y: jax.Array, shift: int, bias: int) -> jax.Array:
+    """Return the code of y >= 0, with `shift` binary digits after the point.
+
+    A code is the leading bits of a float, with the exponent less a bias. Below the smallest normal
+    number, codes are multiples of the smallest code.
+    """
+    smallest_normal = 2.0 ** (bias - 126)
+    subnormal = (y * (2.0**23 / smallest_normal)).astype(jnp.int32)
+    bits = jax.lax.bitcast_convert_type(y, jnp.int32) - (bias << 23)
+    return jnp.where(y < smallest_normal, subnormal, bits)
+
+
+def _value(code: jax.Array, shift: int, bias: int) -> jax.Array:
+    """Return the number of a code of at least 0."""
+    steps = 1 << 23 - shift
+    normal = jax.lax.bitcast_convert_type((code << shift) + (bias << 23), jnp.float32)
+    return jnp.where(code < steps, code.astype(jnp.float32) * (2.0 ** (bias - 126) / steps), normal)
+
+
+def _power(exponents: jax.Array) -> jax.Array:
+    """Return 2^e, a normal float32, exactly."""
+    return jax.lax.bitcast_convert_type(exponents + 127 << 23, jnp.float32)
+
+
+def _draw(x: jax.Array, n: int, seed: jax.Array) -> jax.Array:
+    """Return a uint32 for each number, by an integer hash of the seed and of the number's place."""
+    outer = x.shape[:-1]
+    strides = [math.prod(outer[axis + 1 : -1]) * n % 2**32 for axis in range(len(outer) - 1)]
+    place = jnp.zeros(outer, jnp.uint32)
+    for axis, stride in enumerate([*strides, x.shape[-1]]):
+        place += jax.lax.broadcasted_iota(jnp.uint32, outer, axis) * jnp.uint32(stride)
+    place = shard_like(place[..., None], x[..., :1])
+    inner = jax.lax.broadcasted_iota(jnp.uint32, (1,) * len(outer) + x.shape[-1:], len(outer))
+    return mix((place + inner) * jnp.uint32(0x9E3779B1) ^ seed)
+
+
+def mix(h: jax.Array) -> jax.Array:
+    """Return a hash of a uint32 (C. Wellons' lowbias32)."""
+    h = (h ^ h >> 16) * jnp.uint32(0x7FEB352D)
+    h = (h ^ h >> 15) * jnp.uint32(0x846CA68B)
+    return h ^ h >> 16
+
+
+def _parts(x: jax.Array) -> int | None:
+    """Return over how many devices an explicit mesh spreads the last axis, or None."""
+    sharding = explicit_sharding(x)
+    if sharding is None or len(sharding.spec) < x.ndim or sharding.spec[-1] is None:
+        return None
+    names = sharding.spec[-1]
+    names = names if isinstance(names, tuple) else (names,)
+    return math.prod(sharding.mesh.shape[name] for name in names)
+
+
+def _find_group(x: jax.Array, n: int, form: Form) -> int:
+    """Return the size g of groups of neighbors along a last axis of n numbers, a divisor of a block.
+
+    A device that has a multiple of g numbers needs no number of another device. On an explicit mesh g is
+    a common divisor of what a device has and of a block; elsewhere up to 8, with many groups.
+    """
+    parts, least = _parts(x), 2 if form in _PAIRS else 1
+    g = math.gcd(n, 64) // 8 if parts is None else math.gcd(n // parts, BLOCK)
+    if parts is not None and g < least:
+        raise ValueError(
+            f"4 bits need an even number of entries on each device: a last axis of {n} is sharded over "
+            f"{parts} devices."
+        )
+    return max(g, least)
+
+
+def _split(x: jax.Array, g: int) -> jax.Array:
+    """Return (..., n / g, g), with zeros at the end where g does not divide n."""
+    if rest := -x.shape[-1] % g:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)])
+    return x.reshape(*x.shape[:-1], x.shape[-1] // g, g)
+
+
+def _join(groups: jax.Array, n: int) -> jax.Array:
+    """Return (..., n) of (..., n / g, g)."""
+    flat = groups.reshape(*groups.shape[:-2], -1)
+    return flat if flat.shape[-1] == n else flat[..., :n]
+
+
+def _largest_of_blocks(each: jax.Array, groups: jax.Array) -> jax.Array:
+    """Return the maximum of each block, int8 (..., ceil(n / 32)), of a small integer of each group."""
+    top, many = each.astype(jnp.int8), BLOCK // groups.shape[-1]
+    if many == 1:
+        return top
+    if _parts(top) is not None:  # A block is on several devices.
+        sharding: Any = explicit_sharding(top)
+        top = jax.sharding.reshard(top, sharding.update(spec=P(*sharding.spec[:-1], None)))
+    if rest := -top.shape[-1] % many:
+        top = jnp.pad(top, [(0, 0)] * (top.ndim - 1) + [(0, rest)], constant_values=-128)
+    return jnp.max(top.reshape(*top.shape[:-1], -1, many), axis=-1)
+
+
+def _spread(exponents: jax.Array, groups: jax.Array) -> jax.Array:
+    """Return the exponent of each group, (..., n / g, 1)."""
+    many = BLOCK // groups.shape[-1]
+    each = jnp.broadcast_to(exponents[..., None], (*exponents.shape, many))
+    each = each.reshape(*exponents.shape[:-1], -1)[..., : groups.shape[-2]]
+    return shard_like(each[..., None], groups[..., :1])

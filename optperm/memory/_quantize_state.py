@@ -1,0 +1,409 @@
+"""Keep the moments of any optimizer in 8 bits, or first moments in 4.
+
+T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861; OCP,
+"Microscaling Formats (MX) Specification", version 1.0; H. Xi et al., "COAT: Compressing Optimizer States
+and Activations for Memory-Efficient FP8 Training", 2024, arXiv 2410.19313; B. Li et al., "Memory
+Efficient Optimizers with 4-bit States", NeurIPS 2023, arXiv 2309.01507.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optperm.core import checks
+from optperm.core.keys import key_data
+from optperm.core.shardings import is_spread, shard_like, sharding_of
+from optperm.core.states import find_states, match_params, without_variables
+from optperm.core.transformation import transformation
+from optperm.core.trees import is_flag, spread_prefix
+from optperm.memory._apollo import ApolloState
+from optperm.memory._blocks import BLOCK, decode, encode, mix
+from optperm.memory._low_rank import LowRankState
+from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
+
+# Called once for all leaves of one shape
+_encode = jax.jit(encode, static_argnums=1)
+_decode = jax.jit(decode, static_argnums=(2, 3))
+
+
+class QuantizedState(NamedTuple):
+    """State of `quantize_state`.
+
+    Attributes:
+      count: Number of steps taken, for the random numbers.
+      inner_state: State of `inner`, with codes in the place of moments: float8_e4m3fn of the same shape,
+        or in 4 bits uint8, with two codes of the last axis in a byte.
+      exponents: For each state of `inner` with known moments, and for each array of its moments, a
+        dictionary: empty for an array that stays as it is, else with one entry, whose name says how the
+        array is rounded and its dtype, such as "root_float32". The entry has the exponents of the
+        blocks, int8 (..., ceil(n / 32)) for a last axis of n.
+    """
+
+    count: Int32[jax.Array, ""]  # type: ignore[assignment]
+    inner_state: Any
+    exponents: Any
+
+
+def quantize_state(
+    inner: optax.GradientTransformation,
+    *,
+    bits: int = 8,
+    min_size: int = 4096,
+    include: Any | Callable[[optax.Params], Any] | None = None,
+    key: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Run any optimizer with its moments in 8 bits, a quarter of their memory.
+
+    In each step moments are decoded, `inner` takes its step, and its new moments are encoded. The last
+    axis of a moment is cut into blocks of 32 numbers. A block has 32 codes c in float8_e4m3fn and one
+    exponent e, with
+
+    .. math::
+      m_i \approx c_i \, 2^e \quad \text{(first moments)}, \qquad
+      v_i \approx (c_i \, 2^e)^2 \quad \text{(second moments)}
+
+    and e such that the largest of the block, of :math:`|m|` or :math:`\sqrt{v}`, over :math:`2^e` is in
+    (128, 256]. With :math:`\beta_2` near 1 a step changes v by less than half a code's width, and v
+    rounded to the nearest code would never change. So the root :math:`r = \sqrt{v} / 2^e` is rounded at
+    random to one of its neighbors :math:`r_0 \le r < r_1`, up with probability
+
+    .. math::
+      p = \frac{r^2 - r_0^2}{r_1^2 - r_0^2},
+
+    which is unbiased in v. First moments are rounded at random too, unbiased in m::
+
+      tx = optperm.quantize_state(optax.adamw(1e-3))
+
+    Args:
+      inner: Any optimizer with moments of known states of Optax: Adam and its kin (AdamW, NAdam, RAdam,
+        Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, RMSProp, Adagrad, Muon, and
+        second moments of Adafactor that are not factored. They may be anywhere in it: in a chain, a
+        partition, `optperm.low_rank` or `optperm.apollo`.
+      bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments have 8 bits.
+      min_size: Moments with fewer entries stay as they are.
+      include: The params whose moments are quantized: a tree of booleans like params, a prefix of such a
+        tree, or a function from params to such a tree. None for all. The authors of 8-bit optimizers
+        leave out embeddings.
+      key: The random key of the rounding: an int or a `jax.random.key`.
+
+    Returns:
+      A transformation whose state is a `QuantizedState`. Its `update` needs what `inner` needs.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.quantize_state(optax.adamw(1e-3))
+      >>> params = {"kernel": jnp.ones((64, 256)), "bias": jnp.zeros(256)}
+      >>> opt_state = tx.init(params)
+      >>> opt_state.inner_state[0].nu["kernel"].dtype
+      dtype(float8_e4m3fn)
+      >>> updates, opt_state = tx.update(params, opt_state, params)
+      >>> round(optperm.memory.state_report(tx, params).words_per_param, 2)
+      0.54
+
+    Notes:
+      `inner` may be complete, with weight decay and a learning rate: neither has moments. Of numbers
+      within a block that are below 1e-5 (first moments) or 1e-10 (second moments) of the largest, first
+      moments become 0, and second moments stay at the smallest code: a first moment over a second
+      moment of 0 would be an enormous step.
+
+      Counts, keys, moments of float64 and of complex dtypes, arrays without an axis, and states that
+      are not known stay as they are. A moment that is not finite becomes NaN, in 4 bits the block of
+      32; other blocks do not change.
+
+      A sharded moment has sharded codes. Where a device has a multiple of 32 numbers of the last axis,
+      its exponents are sharded too; else they are replicated along that axis. Within `jax.shard_map`
+      blocks are those of each device.
+
+      `optperm.memory.quantize` and `optperm.memory.dequantize` turn a checkpoint of the plain optimizer
+      into one of the quantized optimizer and back.
+
+    Raises:
+      TypeError: If `inner` is not a transformation, or a number has another type.
+      ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params, no state of `inner` is
+        known, or in 4 bits a device has an odd number of entries of a sharded last axis.
+
+    References:
+      Dettmers et al., `8-bit Optimizers via Block-wise Quantization
+      <https://arxiv.org/abs/2110.02861>`_, 2022
+
+      Li et al., `Memory Efficient Optimizers with 4-bit States
+      <https://arxiv.org/abs/2309.01507>`_, 2023
+    """
+    checks.check_transformation("inner", inner)
+    if isinstance(bits, bool) or bits not in (4, 8):
+        raise ValueError(f"bits must be 8 or 4, got {bits!r}.")
+    checks.check_static_count("min_size", min_size)
+    checks.check_key("key", key)
+    optimizer, probe = optax.with_extra_args_support(inner), Probe(inner)
+
+    def init(params: optax.Params) -> QuantizedState:
+        inner_state = inner.init(params)
+        known = find_known_states(without_variables(inner_state))
+        if not known:
+            raise ValueError(
+                "inner of quantize_state has no state with known moments: it has "
+                f"{_name_states(inner_state)}."
+            )
+        _warn_of_unknown(inner_state, params, min_size)
+        seconds = probe(inner_state, lambda: params, find_known_states)
+        names = [
+            [
+                name if is_included and leaf.ndim and leaf.size >= min_size else ""
+                for leaf, is_included, name in _name_moments(state, each, params, include, bits)
+            ]
+            for state, each in zip(known, seconds, strict=True)
+        ]
+        count = jnp.zeros([], jnp.int32)
+        # Behind a barrier, XLA does not compute the codes of zeros while it compiles, which takes long.
+        inner_state = _map_moments(
+            lambda i, j, moment: jax.lax.optimization_barrier(moment), inner_state
+        )
+        return QuantizedState(count, *_encode_state(inner_state, names, key, count))
+
+    def update(
+        updates: optax.Updates,
+        state: QuantizedState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, QuantizedState]:
+        inner_state = _decode_state(state)
+        updates, inner_state = optimizer.update(updates, inner_state, params, **extra_args)
+        count = optax.safe_increment(state.count)
+        names = _find_names(state.exponents)
+        return updates, QuantizedState(count, *_encode_state(inner_state, names, key, count))
+
+    return transformation(init, update, method="quantize_state", needs_params=False)
+
+
+def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
+    """Return the state of a plain optimizer as the state of the quantized optimizer.
+
+    Args:
+      opt_state: A state of the optimizer without `optperm.quantize_state`.
+      like: A state of the optimizer with it, or its shapes from `jax.eval_shape`.
+      key: The random key of the rounding.
+
+    Returns:
+      A state of the form of `like` with the numbers of `opt_state`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> params = {"kernel": jnp.ones((64, 256))}
+      >>> plain, tx = optax.adam(1e-3), optperm.quantize_state(optax.adam(1e-3))
+      >>> _, opt_state = plain.update(params, plain.init(params))
+      >>> quantized = optperm.memory.quantize(opt_state, tx.init(params))
+      >>> back = optperm.memory.dequantize(quantized)
+      >>> bool(jnp.allclose(back[0].mu["kernel"], opt_state[0].mu["kernel"], rtol=2**-4))
+      True
+
+    Raises:
+      TypeError: If `key` is not a key.
+      ValueError: If the trees do not match.
+    """
+    checks.check_key("key", key)
+
+    def convert(old: Any, state: Any) -> Any:
+        if not isinstance(old, QuantizedState):
+            return state
+        plain = jax.eval_shape(_decode_state, old)
+        checks.check_same_tree("opt_state", state, plain, source="like, decoded,", dtypes=False)
+        count = jnp.zeros([], jnp.int32)
+        names = _find_names(old.exponents)
+        return QuantizedState(count, *_encode_state(state, names, key, count))
+
+    return jax.tree.map(convert, like, opt_state, is_leaf=_is_quantized)
+
+
+def dequantize(opt_state: Any) -> Any:
+    """Return the state of a quantized optimizer as the state of the plain optimizer.
+
+    Args:
+      opt_state: A state with `QuantizedState` anywhere in it.
+
+    Returns:
+      The state with the decoded state of `inner` in the place of each `QuantizedState`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.quantize_state(optax.adam(1e-3))
+      >>> opt_state = optperm.memory.dequantize(tx.init({"kernel": jnp.ones((64, 256))}))
+      >>> opt_state[0].mu["kernel"].dtype
+      dtype('float32')
+
+    Raises:
+      ValueError: If `opt_state` has no `QuantizedState`.
+    """
+    if not find_states(opt_state, QuantizedState):
+        raise ValueError(
+            "opt_state has no QuantizedState: pass the state of optperm.quantize_state."
+        )
+    return jax.tree.map(
+        lambda node: _decode_state(node) if _is_quantized(node) else node,
+        opt_state,
+        is_leaf=_is_quantized,
+    )
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedState)
+
+
+def _name_moments(
+    state: Any, second: Second, params: Any, include: Any, bits: int
+) -> list[tuple[Any, bool, str]]:
+    """Return each array of a state's moments, whether it is included, and the name of its rounding."""
+    found = []
+    for field, role in KNOWN[type(state)].roles.items():
+        moments = getattr(state, field)
+        flags = _flag_moments(moments, params, include)
+        for leaf, flag in zip(jax.tree.leaves(moments), flags, strict=True):
+            dtype = jnp.result_type(leaf)
+            is_small = jnp.issubdtype(dtype, jnp.floating) and 2 <= dtype.itemsize <= 4
+            if field == "nu" and second == "sizes":
+                form = "size"  # Adamax's second moment is linear in gradients.
+            elif role in ("square", "maximum"):
+                form = "root" if role == "square" else "largest"
+            elif bits == 4:
+                form = "odd" if leaf.ndim and leaf.shape[-1] % 2 else "even"
+            else:
+                form = "random"
+            found.append((leaf, flag and is_small, f"{form}_{dtype.name}"))
+    return found
+
+
+def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
+    """Return whether the parameter of each moment is included; a moment of none is."""
+    flags: Any = True
+    if include is not None:
+        chosen = without_variables(include(params) if callable(include) else include)
+        flags = spread_prefix("include", chosen, params, is_flag, "True or False")
+    own, chosen = jax.tree.leaves(moments), jax.tree.leaves(flags)
+    if flags is True:
+        return [True] * len(own)
+    places = {id(match.leaf): match.place for match in match_params(moments, params)}
+    found = [places[id(leaf)] for leaf in own]
+    return [place is None or bool(chosen[place]) for place in found]
+
+
+def _map_moments(function: Callable[[int, int, Any], Any], inner_state: Any) -> Any:
+    """Return a state with `function(i, j, moment)` for moment j of known state i."""
+    states = itertools.count()
+
+    def replace(node: Any) -> Any:
+        if not is_known(node):
+            return node
+        i, j = next(states), itertools.count()
+        return node._replace(
+            **{
+                field: jax.tree.map(lambda leaf: function(i, next(j), leaf), getattr(node, field))
+                for field in KNOWN[type(node)].roles
+            }
+        )
+
+    return jax.tree.map(replace, inner_state, is_leaf=is_known)
+
+
+def _encode_state(
+    inner_state: Any, names: Sequence[Sequence[str]], key: Any, count: jax.Array
+) -> tuple[Any, Any]:
+    """Return a state with codes in the place of moments, and the exponents."""
+    if not any(names):  # There are no moments, as of the placeholders of `optax.tree.map_params`.
+        return inner_state, jnp.zeros([], jnp.int8)
+    exponents: list[list[Any]] = [[{} for _ in each] for each in names]
+    # A hash of the key and the step, and of the number of the array
+    words = key_data(key)
+    seed = mix(mix(mix(words[0]) ^ words[1]) ^ count.astype(jnp.uint32))
+    number = itertools.count(1)
+
+    def encode_moment(i: int, j: int, moment: Any) -> Any:
+        if not (name := names[i][j]):
+            return moment
+        form, _ = name.split("_")
+        own = mix(seed ^ jnp.uint32(next(number) * 0x9E3779B1 % 2**32))
+        codes, e = _encode(moment, form, own)
+        exponents[i][j] = {name: _shard_exponents(e, moment)}
+        return shard_like(codes, moment) if codes.shape == moment.shape else codes
+
+    inner_state = _map_moments(encode_moment, inner_state)
+    return inner_state, tuple(map(tuple, exponents))
+
+
+def _decode_state(state: QuantizedState) -> Any:
+    """Return the state of `inner` with its moments."""
+    names = _find_names(state.exponents)
+
+    def decode_moment(i: int, j: int, codes: Any) -> Any:
+        if not (name := names[i][j]):
+            return codes
+        form, dtype = name.split("_")
+        return _decode(codes, state.exponents[i][j][name], form, jnp.dtype(dtype))
+
+    return _map_moments(decode_moment, state.inner_state) if names else state.inner_state
+
+
+def _find_names(exponents: Any) -> list[list[str]]:
+    """Return the name of each moment's rounding, or an empty one."""
+    is_empty = not isinstance(exponents, tuple | list)
+    return [] if is_empty else [[next(iter(each), "") for each in state] for state in exponents]
+
+
+def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
+    """Return exponents, outside of `jax.jit` with the sharding of their array as far as blocks allow."""
+    sharding = sharding_of(moment) if is_spread(moment) else None
+    if sharding is None:
+        return e
+    spec = [*sharding.spec, *[None] * (moment.ndim - len(sharding.spec))]
+    piece = sharding.shard_shape(moment.shape)[-1]
+    last = spec[-1] if piece % BLOCK == 0 else None
+    return jax.device_put(e, NamedSharding(sharding.mesh, P(*spec[:-1], last)))
+
+
+def _find_others(inner_state: Any, params: Any) -> list[tuple[str, Any]]:
+    """Return each array that is in no known state, and the name of its state."""
+    others = jax.tree.map(
+        lambda node: None if is_known(node) else node, inner_state, is_leaf=is_known
+    )
+    return [(owner, leaf) for leaf, _, owner in match_params(others, params)]
+
+
+def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
+    """Warn of a state that keeps large arrays in full, with its words."""
+    ours = (LowRankState, ApolloState)
+    words: dict[str, float] = {}
+    for owner, leaf in _find_others(inner_state, params):
+        dtype, size = jnp.result_type(leaf), jnp.size(leaf)
+        is_number = jnp.issubdtype(dtype, jnp.inexact) and size >= min_size
+        if is_number and owner not in {each.__name__ for each in ours}:
+            words[owner] = words.get(owner, 0.0) + size * dtype.itemsize / 4
+    for owner, number in words.items():
+        warnings.warn(
+            f"quantize_state does not know the moments of {owner}: its {number:.10g} words stay as "
+            "they are.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _name_states(inner_state: Any) -> str:
+    """Return the names of the states of an optimizer, for a message."""
+    names: list[str] = []
+
+    def visit(node: Any) -> bool:
+        if hasattr(node, "_fields"):
+            names.append(type(node).__name__)
+        return False
+
+    jax.tree.leaves(inner_state, is_leaf=visit)
+    return ", ".join(dict.fromkeys(names)) or "no state"

@@ -1,0 +1,185 @@
+"""Codes of 8 and 4 bits against a transcription in NumPy, bit for bit."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from optperm.memory import _blocks as blocks
+
+FORMS = ("random", "size", "root", "largest", "even", "odd")
+E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+E2M1 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+SHAPES = ((64,), (5, 33), (3, 2, 1), (7, 96), (4, 200), (2, 8), (3, 45))
+encode = jax.jit(blocks.encode, static_argnums=1)
+decode = jax.jit(blocks.decode, static_argnums=(2, 3))
+
+
+def hash_places(shape, seed):
+    """The random numbers of all places, as uint32."""
+    with np.errstate(over="ignore"):
+        h = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape) * np.uint32(0x9E3779B1)
+        h ^= np.uint32(seed)
+        h = (h ^ h >> np.uint32(16)) * np.uint32(0x7FEB352D)
+        h = (h ^ h >> np.uint32(15)) * np.uint32(0x846CA68B)
+        return h ^ h >> np.uint32(16)
+
+
+def in_blocks(x):
+    """Rows of 32, with zeros at the end."""
+    rest = np.zeros((*x.shape[:-1], -x.shape[-1] % 32), x.dtype)
+    return np.concatenate([x, rest], -1).reshape(*x.shape[:-1], -1, 32)
+
+
+def encode_numpy(x, form, seed):
+    """The codes and exponents in float64, with a search in the table of all codes."""
+    n, is_pair, is_root = x.shape[-1], form in ("even", "odd"), form in ("root", "largest")
+    draw, x = in_blocks(hash_places(x.shape, seed)), in_blocks(x.astype(np.float64))
+    is_finite, is_negative = np.isfinite(x), np.signbit(x)
+    size = np.abs(np.where(is_finite & (np.abs(x) >= 2.0**-126), x, 0))
+    top = size.max(-1)
+    low, high, largest, base = (
+        (-117, 126, 6, 2) if is_pair else (-54, 56, 2**16, 4) if is_root else (-117, 119, 256, 2)
+    )
+    e = np.full(top.shape, low)
+    for k in range(low + 1, high + 1):
+        e = np.where(top > largest * float(base) ** (k - 1), k, e)
+    y = size / float(base) ** e[..., None]
+    codes = E2M1 if is_pair else E4M3
+    values = codes**2 if is_root else codes
+    down = np.minimum(np.searchsorted(values, y, side="right"), len(codes) - 1) - 1
+    part = (y - values[down]) / (values[down + 1] - values[down])
+    if form == "largest":
+        c = down + (y > (codes[down] / 2 + codes[down + 1] / 2) ** 2)
+    elif form == "root":
+        c = down + ((draw >> 8) / 2**24 * (values[down + 1] - values[down]) < y - values[down])
+    else:  # The sum of the part and of as many random bits carries over.
+        bits = 22 if is_pair else 20
+        c = down + (np.floor(part * 2**bits) + (draw >> (32 - bits)) >= 2**bits)
+    if is_pair:
+        c = np.where(is_finite, c, 0) | np.where(is_negative, 8, 0)
+        e = np.where(is_finite.all(-1), e, -128)
+        c = c.reshape(*c.shape[:-2], -1)
+        c = (c[..., ::2] | c[..., 1::2] << 4)[..., : (n + 1) // 2]
+        return c.astype(np.uint8), e.astype(np.int8)
+    if form == "random":
+        c = c | np.where(is_negative, 128, 0)
+    else:
+        c = np.where(is_negative, 0, np.where(size > 0, np.maximum(c, 1), 0))
+    c = np.where(is_finite, c, 127).reshape(*x.shape[:-2], -1)[..., :n]
+    return c.astype(np.uint8), e.astype(np.int8)
+
+
+def decode_numpy(codes, e, form):
+    """The numbers of codes, in float64 and then in float32."""
+    if form in ("even", "odd"):
+        n = 2 * codes.shape[-1] - (form == "odd")
+        pairs = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+        values = pairs[..., :n].view(ml_dtypes.float4_e2m1fn)
+    else:
+        n, values = codes.shape[-1], codes.view(ml_dtypes.float8_e4m3fn)
+    e = np.repeat(e.astype(np.float64), 32, -1)[..., :n]
+    x = values.astype(np.float64) * 2.0**e
+    x = x**2 if form in ("root", "largest") else x
+    x = np.where(e == -128, np.nan, x) if form in ("even", "odd") else x
+    top = float(np.finfo(np.float32).max)
+    return np.clip(x, -top, top).astype(np.float32)
+
+
+def make_numbers(kind, shape, rng):
+    """Numbers of one kind, of either sign, in float32."""
+    normal = rng.normal(size=shape)
+    if kind == "lognormal":
+        x = normal * np.exp(4 * rng.normal(size=shape))
+    elif kind == "all exponents":
+        x = np.exp2(rng.uniform(-149, 127.9, size=shape)) * np.sign(normal)
+    elif kind == "zeros and not finite":
+        x = np.where(rng.random(shape) < 0.3, 0, normal)
+        others = rng.choice([np.inf, -np.inf, np.nan, -0.0], shape)
+        x = np.where(rng.random(shape) < 0.1, others, x)
+    elif kind == "ties":
+        x = np.round(normal * 64) / 64 * 2.0 ** rng.integers(-20, 20)
+    else:
+        bits = rng.integers(0, 2**32, size=shape, dtype=np.uint64).astype(np.uint32)
+        return bits.view(np.float32)
+    return x.astype(np.float32)
+
+
+KINDS = ("lognormal", "all exponents", "zeros and not finite", "ties", "all bits")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_equal_those_of_numpy(form):
+    rng = np.random.default_rng(0)
+    for shape, kind in itertools.product(SHAPES, KINDS):
+        if form in ("even", "odd") and (shape[-1] % 2 == 1) != (form == "odd"):
+            continue
+        x, seed = make_numbers(kind, shape, rng), int(rng.integers(2**32))
+        codes, e = encode(x, form, jnp.uint32(seed))
+        with np.errstate(invalid="ignore"):
+            wanted, wanted_e = encode_numpy(x, form, seed)
+        np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted, f"{shape} {kind}")
+        np.testing.assert_array_equal(e, wanted_e)
+        np.testing.assert_array_equal(
+            decode(codes, e, form, jnp.float32), decode_numpy(wanted, wanted_e, form)
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_codes_are_decoded(form):
+    """Each of the 256 bytes, with each exponent."""
+    limits = (-54, 57) if form in ("root", "largest") else (-117, 120)
+    e = np.arange(*limits, dtype=np.int8)[:, None]
+    is_pair = form in ("even", "odd")
+    if is_pair:
+        e = np.concatenate([e, np.full((1, 1), -128, np.int8)])
+    # 16 bytes are a block of 4 bits, and 32 bytes a block of 8 bits.
+    for part in np.split(np.arange(256, dtype=np.uint8), 16 if is_pair else 8):
+        codes = np.broadcast_to(part, (len(e), len(part)))
+        given = codes if is_pair else codes.view(ml_dtypes.float8_e4m3fn)
+        found = decode(given, e, form, jnp.float32)
+        np.testing.assert_array_equal(found, decode_numpy(codes.copy(), e, form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_of_the_grid_do_not_change(form):
+    """Encoding what was decoded gives the same numbers, so that errors do not accumulate."""
+    x = make_numbers("lognormal", (40, 96 - (form == "odd")), np.random.default_rng(1))
+    x = jnp.abs(x) if form in ("size", "root", "largest") else x
+    once = decode(*encode(x, form, jnp.uint32(1)), form, jnp.float32)
+    again = decode(*encode(once, form, jnp.uint32(2)), form, jnp.float32)
+    np.testing.assert_array_equal(once, again)
+
+
+@pytest.mark.parametrize("form", ["random", "size", "root", "even"])
+def test_random_rounding_is_unbiased(form):
+    """In the number, also where the root is rounded: the mean over many seeds is within 5 errors."""
+    x = jnp.abs(jax.random.normal(jax.random.key(0), (1, 256))) + 0.1
+
+    def once(seed):
+        return decode(*encode(x, form, seed), form, jnp.float32)
+
+    found = jax.vmap(once)(jnp.arange(4000, dtype=jnp.uint32) * jnp.uint32(2654435761))
+    error = jnp.std(found, 0) / 4000**0.5 + 1e-9
+    assert jnp.max(jnp.abs(jnp.mean(found, 0) - x) / error) < 5
+    assert jnp.max(jnp.std(found, 0) / x) > 0.01
+
+
+@pytest.mark.parametrize("form", ["root", "size", "largest"])
+def test_a_number_above_zero_stays_above_zero(form):
+    x = jnp.array([1.0, 1e-30, 0.0, 2e-38])
+    found = decode(*encode(x, form, jnp.uint32(0)), form, jnp.float32)
+    assert (found > 0).tolist() == [True, True, False, True]
+
+
+def test_float16_and_bfloat16_are_kept_to_their_largest_number():
+    for dtype in (jnp.float16, jnp.bfloat16):
+        top = jnp.finfo(dtype).max
+        x = jnp.array([top, -top, top / 3], dtype)
+        for form in ("random", "odd"):
+            found = decode(*encode(x, form, jnp.uint32(0)), form, dtype)
+            assert jnp.all(jnp.isfinite(found.astype(jnp.float32)))
+            assert found.dtype == dtype
