@@ -28,10 +28,17 @@ def inner_programs(value):
     return [program] if hasattr(program, "eqns") else []
 
 
-def num_equations(program):
-    """The number of equations, those of branches and bodies of loops included."""
+def num_equations(program, seen=None):
+    """The number of equations, with those of branches and bodies of loops.
+
+    A program that leaves of one shape share, by an inner `jax.jit`, is traced once and counts once.
+    """
+    seen = set() if seen is None else seen
+    if id(program) in seen:
+        return 0
+    seen.add(id(program))
     inner = [each for eqn in program.eqns for each in inner_programs(list(eqn.params.values()))]
-    return len(program.eqns) + sum(map(num_equations, inner))
+    return len(program.eqns) + sum(num_equations(each, seen) for each in inner)
 
 
 def size_of_step(tx, num_leaves):
