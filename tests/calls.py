@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from support import PUBLIC
-from transformations import INF, SHARE, TRANSFORMATIONS
+from transformations import INF, LOW_RANK, SHARE, TRANSFORMATIONS
 
 import optperm
 
@@ -221,10 +221,11 @@ LIMITS = {
     "freeze": {"key": None},
     "sample": {"sampler": None, "burn_in": {"minimum": 0}},
     "pca_basis": {"num_snapshots": None},
-    # Optax checks none of its own.
+    # Those of their directions; Optax checks none of its own.
     **dict.fromkeys(
         ("low_rank_adamw", "apollo_adamw"),
-        dict.fromkeys(("learning_rate", "rank", "b1", "b2", "eps", "weight_decay")),
+        LOW_RANK["limits"]
+        | dict.fromkeys(("learning_rate", "rank", "b1", "b2", "eps", "weight_decay")),
     ),
     "rank_for": {"words": {"is_open": True}},
     "traffic_report": {

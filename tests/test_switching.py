@@ -306,7 +306,8 @@ READ = {
     "trajectory": (optperm.record_trajectory(1, 2), lambda s, p: optperm.subspace.trajectory(s)),
 }
 # Both go by phases: `apply_updates` by the exact entries, and a step by its own state.
-OTHERS = {"apply_updates", "draw_samples"}
+# `quantize` and `dequantize` convert the states of all phases.
+OTHERS = {"apply_updates", "dequantize", "draw_samples", "quantize"}
 
 
 def one_row_of(p):

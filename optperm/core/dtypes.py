@@ -1,5 +1,6 @@
 """Cast dtypes and types of arrays, and check finiteness."""
 
+import functools
 from typing import Any
 
 import jax
@@ -40,9 +41,8 @@ def all_finite(tree: Any) -> jax.Array:
     """Return whether every entry of every leaf is finite."""
     # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    # As one vector, once: a chain of conjunctions would stand in each kernel that reads the flag.
-    flags = mark_varying([jnp.ones([], jnp.bool_), *flags], varying_axes(flags))
-    return computed_once(jnp.all(jnp.stack(flags)))
+    # Once: otherwise the conjunction of all leaves would stand in each kernel that reads the flag
+    return computed_once(functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_)))
 
 
 def computed_once(tree: Any) -> Any:
