@@ -325,8 +325,9 @@ def ivon(
 
 def _scale(leaves: list[Any]) -> jax.Array:
     """Return the root mean square of the entries of leaves."""
-    squares = [jnp.sum(jnp.square(leaf.astype(accumulation_dtype(leaf)))) for leaf in leaves]
-    return jnp.sqrt(sum(squares, jnp.zeros([])) / max(sum(leaf.size for leaf in leaves), 1))
+    dtype = accumulation_dtype(leaves)
+    squares = [jnp.sum(jnp.square(leaf.astype(dtype))) for leaf in leaves]
+    return jnp.sqrt(sum(squares, jnp.zeros([], dtype)) / max(sum(leaf.size for leaf in leaves), 1))
 
 
 def _choose_hess_init(params: Any, num_data: jax.Array) -> jax.Array:
