@@ -198,7 +198,7 @@ def fit(
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
     result = dataclasses.replace(run.result(ended), signal=int(interrupt.number))
-    run.warn_of_result(result)
+    run.warn_of_result(result, total)
     if interrupt.number and on_signal == "raise":
         if jax.process_index() == 0:
             where = "" if run.checkpoints is None else f", kept in {run.checkpoints.folder}"

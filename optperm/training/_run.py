@@ -78,7 +78,7 @@ class Run:
 
     checkpoints: Checkpoints | None = None
     show: Any = None
-    is_still = is_short = False
+    is_still = False
     commit: Callable[..., Any] | None = None
 
     def __init__(self, given: Any) -> None:
@@ -364,23 +364,24 @@ class Run:
                 self.said.add(text)
                 warnings.warn(text, stacklevel=stacklevel)
 
-    def warn_if_too_short(self, total: float, stacklevel: int = 3) -> None:
-        """Warn if a run of `total` steps ends before the first commit: before it, or at its end."""
+    def warn_if_too_short(self, total: float) -> None:
+        """Warn before training if it ends before the first commit."""
         steps = total - self.at.step
-        if (
-            total
-            and steps < math.inf
-            and commits.ends_before_commit(self.carry, steps, self.layout)
-        ):
+        if 0 < steps < math.inf:
+            self._warn_without_commit(total, steps)
+
+    def _warn_without_commit(self, total: float, steps: float) -> None:
+        """Warn if a run of `total` steps, of which `steps` are left, ends before the first commit."""
+        if commits.ends_before_commit(self.carry, steps, self.layout):
             says = f"The run ends after {total:.0f} steps, before the first commit of agn or diloco"
             advice = "replicas train apart until its end. Lower every"
-            warnings.warn(f"{says}: {advice}.", stacklevel=stacklevel)
+            warnings.warn(f"{says}: {advice}.", stacklevel=4)  # where fit is called
 
-    def warn_of_result(self, result: FitResult) -> None:
+    def warn_of_result(self, result: FitResult, total: float) -> None:
         """Warn if steps are missing from the params, or the loss is not finite at the end."""
         commits.warn_of_lost_steps(self.carry, self.merged, self.layout, 4)
-        if result.ended == "finished" and self.feed.steps_per_epoch is None:
-            self.warn_if_too_short(self.at.step, stacklevel=4)
+        if math.isinf(total) and result.ended == "finished":  # its length was not known before
+            self._warn_without_commit(self.at.step, 0)
         if self.keep_best is not None and result.best_step is None and self.history.epoch_rows:
             says = f"{self.keep_best[0]} was never finite, so keep_best has kept no best_state."
             warnings.warn(says, RuntimeWarning, stacklevel=3)

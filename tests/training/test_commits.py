@@ -183,6 +183,27 @@ def test_a_run_of_unknown_length_without_a_commit_is_warned_of_at_its_end():
         ]
 
 
+def test_a_run_of_batches_and_a_known_number_of_steps_is_warned_of_once():
+    tx = optperm.agn(SGD, every=500, axis_name="replica")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(tx, train_data=fitting.batches, steps=6)
+    says = [str(each.message) for each in found if "before the first commit" in str(each.message)]
+    assert len(says) == 1
+    assert "ends after 6 steps" in says[0]
+
+
+def test_a_run_that_was_over_before_it_resumed_is_not_warned_of_again(tmp_path):
+    tx = optperm.agn(SGD, every=500, axis_name="replica")
+    options = {"train_data": fitting.batches, "steps": 6, "checkpoints": tmp_path}
+    with pytest.warns(UserWarning, match="before the first commit"):
+        run(tx, **options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(tx, **options, resume=True)
+    assert not [each for each in found if "before the first commit" in str(each.message)]
+
+
 @pytest.mark.parametrize("order", ["commits later", "commits earlier"])
 def test_the_phase_that_is_running_decides_about_the_center(order):
     """The params are the mean of replicas that train apart, with a warning, never a center of no use."""
