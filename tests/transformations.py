@@ -179,6 +179,17 @@ LOW_RANK: dict[str, Any] = {
     "hands_on": True,
     "sums_over_params": True,
 }
+QUANTIZED: dict[str, Any] = {
+    "limits": {"bits": None},
+    "static": ("min_size", "bits"),
+    "lenient": True,
+    "knows": "nothing",
+    "needs_params": False,
+    "hands_on": True,
+    "has_own_shapes": True,
+    # Of pieces that are no blocks, the exponents of groups are moved.
+    "may_gather": {"both": "kernel"},
+}
 REACHES_NO_OTHER_VALUES = "reaches only the values that the params start with"
 # A weight vector that lies on several devices has to be gathered to be permuted.
 CUT_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
@@ -358,29 +369,13 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.quantize_state,
         {"inner": optax.adam(2e-3), "min_size": 1},
-        limits={"bits": None},
-        static=("min_size", "bits"),
-        lenient=True,
-        knows="nothing",
-        needs_params=False,
-        hands_on=True,
-        has_own_shapes=True,
-        # Of pieces that are no blocks, the exponents of groups are moved.
-        may_gather={"both": "kernel"},
+        **QUANTIZED,
     ),
     Transformation(
         optperm.quantize_state,
         {"inner": optax.sgd(1e-3, 0.5), "min_size": 1, "bits": 4},
-        limits={"bits": None},
         other_name="quantize_state-4",
-        static=("min_size", "bits"),
-        lenient=True,
-        knows="nothing",
-        needs_params=False,
-        hands_on=True,
-        has_own_shapes=True,
-        # Of pieces that are no blocks, the exponents of groups are moved.
-        may_gather={"both": "kernel"},
+        **QUANTIZED,
     ),
     Transformation(
         optperm.mask_elements,
