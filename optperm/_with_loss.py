@@ -11,17 +11,13 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
-from optperm.core.states import draw_params
+from optperm.core.states import DRAW_STREAM, draw_params
 from optperm.core.transformation import known_extra_args, transformation
 from optperm.core.trees import fill_masked, mask_like
 from optperm.evaluation import LossFn, evaluate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, UInt32
-
-
-# Far from the numbers that JAX folds into the key of a batch.
-_DRAW_STREAM = 0x4452_4157
 
 
 class WithLossState(NamedTuple):
@@ -130,7 +126,7 @@ def with_loss(
         batch = fold_keys(data if batch_size is None else draw(keys[0], batch_size))
         # L_B and its gradient, and the gradient of an example drawn apart from B
         # A method such as ivon takes L_B and its gradient at a draw of the params.
-        drawn = draw_params(state.inner_state, params, fold_in(keys[0], _DRAW_STREAM))
+        drawn = draw_params(state.inner_state, params, fold_in(keys[0], DRAW_STREAM))
         at = params if drawn is None else drawn
         e = evaluate(loss_fn, at, batch, example=fold_keys(draw(keys[1], 1)))
 

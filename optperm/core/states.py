@@ -13,6 +13,8 @@ from optperm.core.dtypes import cast_like
 from optperm.core.trees import mask_like
 
 State = TypeVar("State")
+# What to fold into a key for `draw_params`, far from the counts that others fold into the same key
+DRAW_STREAM = 0x4452_4157
 _PHASED = "of optperm.switch_after, for example"
 
 

@@ -18,7 +18,7 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
-from optperm.core.states import draw_params, find_states
+from optperm.core.states import DRAW_STREAM, draw_params, find_states
 from optperm.core.transformation import known_extra_args
 from optperm.evaluation import Evaluation, evaluate
 from optperm.exact import CommittingState
@@ -28,8 +28,6 @@ from optperm.training._layout import Layout, average_varying
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
-# Far from the step counts that a method may fold into the same key.
-_DRAW_STREAM = 0x4452_4157
 # Columns of the history that a loss function must not return.
 _RESERVED = ("loss", "epoch", "step", "seconds", "fraction_moved")
 # The beginnings of the names of the operations by which replicas exchange arrays.
@@ -161,7 +159,7 @@ def evaluate_step(
 ) -> tuple[Evaluation, dict[str, Any]]:
     """Evaluate a batch at the params, or at a draw of them, and return all extra arguments."""
     mapped = layout.mapped or None
-    of_draw = jax.random.fold_in(as_key(key_data(key)), _DRAW_STREAM)
+    of_draw = jax.random.fold_in(as_key(key_data(key)), DRAW_STREAM)
     of_draw = jax.random.fold_in(of_draw, state.step)
     if mapped is not None:
         of_draw = jax.random.fold_in(of_draw, jax.lax.axis_index(mapped))

@@ -10,8 +10,7 @@ from fitting import BATCH, EXAMPLES, data, linear_loss
 
 import optperm
 from optperm import training
-from optperm.core.states import draw_params
-from optperm.training import _steps as steps
+from optperm.core.states import DRAW_STREAM, draw_params
 
 NUM_DATA = 100.0
 
@@ -34,7 +33,7 @@ def train(tx, params=None, **options):
 def by_hand(tx, params, replicas=1, depth=1):
     """Params and losses after two epochs with draws by `sample_params`, the mean over replicas."""
     opt_state, losses = tx.init(params), []
-    of_draws = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), steps._DRAW_STREAM)
+    of_draws = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), DRAW_STREAM)
     order = [np.asarray(training.shuffled(3, epoch, EXAMPLES)) for epoch in (1, 2)]
     for step, hand in enumerate(np.concatenate(order).reshape(-1, BATCH)):
         key = jax.random.fold_in(of_draws, step)
