@@ -138,6 +138,7 @@ def main() -> None:
     found = results.Results()
     for hidden in chosen.hidden:
         state, loss_fn = setup(hidden)
+        state = jax.device_put(state, jax.devices()[0])  # one device by choice
         loop, stream = by_hand(state, loss_fn)
 
         def fitted(epochs: int, state: Any = state, loss_fn: Any = loss_fn, **options: Any) -> Any:
