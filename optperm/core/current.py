@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 _T = TypeVar("_T")
 _CONFIG: Any = jax.config  # whose attributes not every release has types for
@@ -83,19 +85,32 @@ def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[.
     traced = fresh.trace(*args)
     lowered = traced.lower()
     text = lowered.compiler_ir().operation.get_asm(large_elements_limit=_MOST_ENTRIES)
+    is_complete, leaves = not any(word in text for word in _INCOMPLETE), jax.tree.leaves(args)
+    digest = hashlib.sha256(text.encode()).digest()
+    if is_complete and not all(getattr(x, "is_fully_addressable", True) for x in leaves):
+        _check_processes(digest)
     # The form holds the devices of committed arguments. A text does not hold the devices of a mesh that
     # only the function knows.
-    is_placed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(args))
-    is_whole = is_placed or "mhlo.num_partitions = 1 " in text
-    if not is_whole or any(word in text for word in _INCOMPLETE):
+    is_placed = any(getattr(x, "committed", False) for x in leaves)
+    if not is_complete or not (is_placed or "mhlo.num_partitions = 1 " in text):
         compiled: Callable[..., Any] = lowered.compile()
         return compiled
     # A text does not hold the containers and weak types of the results either.
     results = jax.tree.structure(lowered.out_info), tuple(traced.jaxpr.out_avals)
     place = _CONFIG.jax_default_device
-    key = form, results, place, hashlib.sha256(text.encode()).digest()
+    key = form, results, place, digest
     program = _PROGRAMS.pop(key, None)
     _PROGRAMS[key] = program = lowered.compile() if program is None else program
     if len(_PROGRAMS) > _MOST_PROGRAMS:
         _PROGRAMS.pop(next(iter(_PROGRAMS)), None)
     return program
+
+
+def _check_processes(digest: bytes) -> None:
+    """Raise, in all processes, if the program of one differs: their exchanges would wait for ever."""
+    digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
+    if (digests != digests[0]).any():
+        advice = (
+            "functions, periods such as every, rates and other numbers must be the same in each"
+        )
+        raise ValueError(f"The processes compiled different programs: {advice}.")

@@ -110,6 +110,10 @@ def test_processes_with_different_numbers_of_devices_are_refused_in_each():
     processes.run_workers(FOLDER / "unequal_worker.py", timeout=60)
 
 
+def test_processes_with_different_methods_are_refused_in_each():
+    processes.run_workers(FOLDER / "different_worker.py", devices=1, timeout=90)
+
+
 @pytest.mark.exhaustive
 def test_two_processes_go_on_where_one_of_three_died(lenient, tmp_path):
     """From the last checkpoint, between two commits: what one process with two devices comes to."""
