@@ -1,0 +1,48 @@
+"""DiLoCo: four replicas train apart, and exchange what they learned once in fifty steps.
+
+On one machine: `python diloco.py`, with four virtual devices. On several, start
+`python diloco.py HOST:PORT NUMBER INDEX` on each, with the address of the first and indices from 0.
+"""
+
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import optperm
+from optperm.training import TrainState, fit
+
+if sys.argv[1:]:
+    address, number, index = sys.argv[1:]
+    jax.distributed.initialize(address, int(number), int(index))
+else:
+    jax.config.update("jax_num_cpu_devices", 4)
+
+x, y = load_digits(return_X_y=True)
+x, y = np.float32(x / 16), np.int32(y)
+TRAIN = 1257
+
+model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+params = model.init(jax.random.key(0), x[:1])
+tx = optperm.diloco(optax.adam(3e-3), every=50, axis_name="replica")
+
+
+def loss_fn(params, batch):
+    """Mean cross-entropy."""
+    logits = model.apply(params, batch[0])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+
+# Each replica takes a quarter of every batch; `fit` maps the step over all devices.
+state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+data = (x[:TRAIN], y[:TRAIN])
+result = fit(state, loss_fn, data, epochs=30, batch_size=128, axis_name="replica")
+
+accuracy = jnp.mean(model.apply(result.state.params, x[TRAIN:]).argmax(axis=1) == y[TRAIN:])
+if jax.process_index() == 0:
+    print(f"test accuracy {accuracy:.3f} after {result.step} steps on {jax.device_count()} devices")
+    print(optperm.distributed.traffic_report(tx, params, bandwidth=1e9, replicas=4))
