@@ -133,14 +133,16 @@ def ivon(
       learning_rate: :math:`\alpha`, a number or a schedule of the step. With `rescale_lr`, the rate of
         SGD with momentum is a good first guess.
       num_data: :math:`\lambda > 0`, the number of training examples: the effective sample size. A larger
-        number makes the distribution narrower ("cold").
+        number makes the distribution that is learned narrower ("cold"), but not the first draws of
+        `hess_init=None`.
       hess_init: :math:`h_0 > 0`. None for first draws that deviate by a tenth of the root mean square
         :math:`w` of the weights in all leaves of two axes and more,
         :math:`1 / \sqrt{\lambda h_0} = 0.1\, w`, or for 1 if these are zero. A smaller :math:`h_0` makes
         wider draws; at draws as wide as the weights a network does not learn.
       b1: :math:`\beta_1 \in [0, 1)`.
-      b2: :math:`\beta_2 \in [0, 1)`. For a short training take 1 - 1 / steps. With a small
-        :math:`\beta_2` training diverges, since a single draw says little of the Hessian.
+      b2: :math:`\beta_2 \in [0, 1)`. After T steps the share :math:`\beta_2^T` of :math:`h` is still
+        :math:`h_0`: see Notes. With a small :math:`\beta_2` training diverges, since a single draw says
+        little of the Hessian.
       weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
       mc_samples: Draws per step. With more than one, `updates` and `draw` have a leading axis of that
         length.
@@ -174,6 +176,12 @@ def ivon(
       True
 
     Notes:
+      With the default of `b2` the Hessian is learned in some 100,000 steps. In a shorter training the
+      deviations stay those of the first draws, a tenth of the weights, for all weights alike: the noise
+      regularizes, but draws say little about what the data leave open. `b2=1 - 3 / steps` widens the
+      draws by :math:`e^{3/2}`. A smaller one learns :math:`h`; a network of more weights than examples
+      then ends with a wide distribution, since `weight_decay` is a weak prior.
+
       The params are the mean, so an evaluation at the params needs nothing else.
       `optperm.bayes.posterior_predictive` averages predictions over draws of
       `optperm.bayes.sample_params`.
@@ -332,7 +340,7 @@ def _scale(leaves: list[Any]) -> jax.Array:
 
 def _choose_hess_init(params: Any, num_data: jax.Array) -> jax.Array:
     """Return h_0, by which the first draws deviate by a tenth of the weights' root mean square."""
-    leaves = jax.tree.leaves(params)
+    leaves = list(map(jnp.asarray, jax.tree.leaves(params)))
     # Biases, often zero, and the scales of norms have one axis.
     w = _scale([leaf for leaf in leaves if leaf.ndim > 1] or leaves).astype(num_data.dtype)
     # 1 / sqrt(lambda h_0) = 0.1 w

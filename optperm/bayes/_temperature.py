@@ -47,15 +47,18 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
       [0.75, 0.25]
 
     Notes:
-      Fit the temperature on a validation split of some hundred examples or more, and test on another. It
-      is the first thing to try for calibrated probabilities: it costs one number, and no training.
+      Fit the temperature on a validation split of some hundred examples or more, of the distribution of
+      the examples to predict, and test on another. It is the first thing to try for calibrated
+      probabilities: it costs one number, and no training.
+
+      A classifier with one logit z for two classes has the logits (0, z).
 
     Raises:
       TypeError: If the logits are not floating, or the labels not integers.
       ValueError: If shapes do not match or there are no examples. Unless they are traced, also if
         logits are not finite, a label is out of range, or no temperature is best: each label has the
         largest logit (the loss falls as T falls to 0), or labels have no larger logits than other
-        classes (it falls as T rises without bound). Traced, T is then at the end of its range.
+        classes (it falls as T rises without bound). Traced, T is then NaN.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
@@ -66,30 +69,39 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     # A constant in each row changes no probability; without it the derivative keeps its digits.
     z -= jnp.max(z, axis=1, keepdims=True)
     # In units of the largest logit, any scale of logits has the same range of beta.
-    unit = jnp.maximum(-jnp.min(z), jnp.finfo(z.dtype).tiny)
+    unit = jax.lax.stop_gradient(jnp.maximum(-jnp.min(z), jnp.finfo(z.dtype).tiny))
     z /= unit
-    of_labels = jnp.take_along_axis(z, y, axis=1)[:, 0]
 
-    def slope(log_beta: jax.Array) -> jax.Array:
+    def slope(log_beta: jax.Array, z: jax.Array) -> jax.Array:
         p = jax.nn.softmax(jnp.exp(log_beta) * z, axis=1)
-        return jnp.mean(jnp.sum(p * z, axis=1) - of_labels)
+        return jnp.mean(jnp.sum(p * z, axis=1) - jnp.take_along_axis(z, y, axis=1)[:, 0])
+
+    fixed, limit = jax.lax.stop_gradient(z), jnp.asarray(_LOG_RANGE, z.dtype)
 
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = ends
         middle = (low + high) / 2
-        is_below = slope(middle) < 0  # the loss still falls: the best beta is above
+        is_below = slope(middle, fixed) < 0  # the loss still falls: the best beta is above
         return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
 
-    limit = jnp.asarray(_LOG_RANGE, z.dtype)
     low, high = jax.lax.fori_loop(0, _HALVINGS, halve, (-limit, limit))
-    if not isinstance(low, jax.core.Tracer) and (slope(-limit) >= 0 or slope(limit) < 0):
+    found = (low + high) / 2
+    # The derivative of the root by the implicit function theorem: -slope / slope', whose value is zero
+    newton = -slope(found, z) / jax.lax.stop_gradient(jax.grad(slope)(found, fixed))
+    found += newton - jax.lax.stop_gradient(newton)
+    # Where labels have the largest logits, the derivative is too small for a float at a large beta.
+    is_smallest = jnp.all(jnp.take_along_axis(fixed, y, axis=1) == 0) | (slope(limit, fixed) < 0)
+    is_largest = slope(-limit, fixed) >= 0
+    if not isinstance(is_smallest | is_largest, jax.core.Tracer) and (is_smallest or is_largest):
         why = (
             "each label has the largest logit, so the smallest temperature is best"
-            if slope(limit) < 0
+            if is_smallest
             else "the labels have no larger logits than other classes, so the largest is best"
         )
         raise ValueError(f"No temperature is best: {why}. Pass more examples that are held out.")
-    return unit * jnp.exp(-(low + high) / 2)
+    is_label = (y >= 0) & (y < z.shape[1])
+    is_valid = jnp.all(is_label) & jnp.all(jnp.isfinite(fixed)) & ~is_smallest & ~is_largest
+    return jnp.where(is_valid, unit * jnp.exp(-found), jnp.nan)
 
 
 def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> None:
@@ -99,9 +111,10 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
         raise TypeError(
             f"logits must be floating and labels integers, got {dtype} and {label_dtype}."
         )
-    if len(shape) != 2 or 0 in shape or jnp.shape(labels) != shape[:1]:
-        got = f"{shape} and {jnp.shape(labels)}"
-        raise ValueError(f"logits must be (n, classes) and labels (n,), got {got}.")
+    if len(shape) != 2 or 0 in shape or shape[1] == 1 or jnp.shape(labels) != shape[:1]:
+        wanted = "logits must be (n, classes), of two classes or more, and labels (n,)"
+        advice = "Reshape several axes of examples to one; one logit z for two classes is (0, z)"
+        raise ValueError(f"{wanted}, got {shape} and {jnp.shape(labels)}. {advice}.")
     if isinstance(logits, jax.core.Tracer) or isinstance(labels, jax.core.Tracer):
         return
     if not np.all(np.isfinite(np.asarray(logits, np.float64))):

@@ -341,3 +341,11 @@ def test_a_state_of_nnx_is_drawn_and_trained_in_its_variables():
     chex.assert_trees_all_equal(nnx.to_pure_dict(updates), expected)
     stacked = optperm.bayes.sample_params(state, params, 0, num_draws=4)
     assert jax.tree.structure(stacked) == jax.tree.structure(params)
+
+
+def test_params_that_are_plain_numbers_are_taken():
+    """As `optax.adam` takes them."""
+    params = {"scale": 2.0, "w": jnp.full((4, 4), 0.5)}
+    state = optperm.ivon(0.1, 100).init(params)
+    alone = optperm.ivon(0.1, 100).init({"w": params["w"]})
+    np.testing.assert_array_equal(state.hess_init, alone.hess_init)

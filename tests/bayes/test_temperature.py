@@ -64,3 +64,40 @@ def test_labels_for_which_no_temperature_is_best_are_refused():
     for labels, says in ((logits.argmax(axis=1), "smallest"), (logits.argmin(axis=1), "largest")):
         with pytest.raises(ValueError, match=rf"No temperature is best: .* {says}"):
             optperm.bayes.fit_temperature(logits, labels)
+        assert np.isnan(jax.jit(optperm.bayes.fit_temperature)(jnp.float32(logits), labels))
+
+
+@pytest.mark.parametrize("logits", [[[3, 0, -1]], [[3, 0, -1], [0, 5, 0]], [[5, 5, 0], [9, 1, 0]]])
+def test_few_examples_that_are_all_right_or_tie_have_no_best_temperature(logits):
+    """However wide the margins: float32 takes the probability of a wrong class for zero."""
+    labels = np.argmax(logits, axis=1)
+    for dtype in (np.float16, np.float32):
+        with pytest.raises(ValueError, match=r"No temperature is best: .* smallest"):
+            optperm.bayes.fit_temperature(np.array(logits, dtype), labels)
+
+
+@pytest.mark.parametrize(("label", "logit"), [(5, 0.0), (-1, 0.0), (0, np.nan), (0, np.inf)])
+def test_wrong_labels_and_logits_give_nan_where_they_are_traced(label, logit):
+    logits, labels = sample()
+    labels[7], logits[8, 2] = label, logits[8, 2] + logit
+    assert np.isnan(jax.jit(optperm.bayes.fit_temperature)(jnp.float32(logits), labels))
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    logits, labels = sample(3.0)
+    direction = np.random.default_rng(1).normal(size=logits.shape)
+    with jax.enable_x64(True):
+
+        def fit(t):
+            return optperm.bayes.fit_temperature(jnp.asarray(logits + t * direction), labels)
+
+        wanted = float(fit(1e-5) - fit(-1e-5)) / 2e-5
+        got = float(jax.grad(fit)(0.0))
+        forward = float(jax.jvp(fit, (0.0,), (1.0,))[1])
+    assert abs(wanted) > 1e-3
+    np.testing.assert_allclose([got, forward], wanted, rtol=1e-5)
+
+
+def test_one_logit_for_two_classes_is_refused():
+    with pytest.raises(ValueError, match=r"two classes or more.*\(0, z\)"):
+        optperm.bayes.fit_temperature(np.ones((4, 1)), np.zeros(4, int))
