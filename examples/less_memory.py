@@ -12,7 +12,6 @@ import optperm
 x, y = load_digits(return_X_y=True)
 x, y = np.float32(x / 16), np.int32(y)
 STEPS, BATCH, TRAIN = 500, 64, 1257
-
 model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(256), nn.relu, nn.Dense(10)])
 initial = model.init(jax.random.key(0), x[:1])
 optimizers = {
