@@ -6,20 +6,16 @@ For TPUs, `libtpu` compiles for the name of a topology. For GPUs, the wheels `ja
 
 import math
 import os
-import pathlib
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from collectives import Collective, find_collectives
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-from collectives import Collective, find_collectives
 
 # Read when the library is loaded: no metadata server is asked, and several processes may load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

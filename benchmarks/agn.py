@@ -22,9 +22,7 @@ four virtual devices.
 """
 
 import argparse
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +31,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import results
+from collectives import find_collectives, traffic
 
 import optperm
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-from collectives import find_collectives, traffic
 
 AXIS, REPLICAS, PERIOD = "replica", 4, 10
 NEVER = 1_000_000

@@ -4,8 +4,8 @@ This is the training of agn_pmap.py with one seed, and has the same figures up t
 process id the script starts itself twice on this machine, and waits for both processes. On two machines,
 start it on each with a process id and the address of the first:
 
-    python examples/agn_multiprocess.py [--timeout SECONDS] [--out FILE.png]
-    python examples/agn_multiprocess.py --process-id 0 --coordinator HOST:PORT
+    python benchmarks/agn_multiprocess.py [--timeout SECONDS] [--out FILE.png]
+    python benchmarks/agn_multiprocess.py --process-id 0 --coordinator HOST:PORT
 """
 
 import sys

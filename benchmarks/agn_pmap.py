@@ -3,7 +3,7 @@
 A small network learns scikit-learn's digits, of which each replica has a quarter. A replica trains with
 the mean of all gradients in every step, or (AGN, DiLoCo) alone with a collective every ten steps.
 
-    python examples/agn_pmap.py [--seeds N] [--out FILE.png]
+    python benchmarks/agn_pmap.py [--seeds N] [--out FILE.png]
 """
 
 import functools

@@ -10,7 +10,7 @@ With `--data FILE` the decoder learns a text, whose last tenth is held out. On n
 `--layers 4 --width 128 --batch 3 --steps 2000 --common 0` is nanoGPT's small model for a CPU: contexts
 of 64, twelve contexts per step, about 1.88 nats per character.
 
-    python examples/byte_transformer.py [--seeds N] [--grid] [--data FILE] [--out FILE.png]
+    python benchmarks/byte_transformer.py [--seeds N] [--grid] [--data FILE] [--out FILE.png]
 """
 
 import argparse

@@ -19,22 +19,19 @@ The script prints:
 import argparse
 import functools
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import library_bytes
 import numpy as np
 import optax
 import optax.contrib
 import results
 
 import optperm
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import library_bytes
 
 Tx = optax.GradientTransformation
 RESULTS = results.Results()

@@ -17,21 +17,18 @@ is above its standard error.
 import argparse
 import functools
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import images
 import jax
 import jax.numpy as jnp
+import library_bytes
 import numpy as np
 import optax
 import results
 
 import optperm
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import library_bytes
 
 AXIS, REPLICAS = "replica", 4
 RESULTS = results.Results()

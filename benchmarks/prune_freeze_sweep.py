@@ -4,7 +4,7 @@ After 200 steps of constant SGD a fraction p of each array is pruned (zero from 
 3000 more steps follow, for all fractions at once, with `jax.vmap` over masks. With `--legacy` the loss
 applies a second softmax, and N is the number of params, as in the first version of the experiment.
 
-    python examples/prune_freeze_sweep.py [--fractions 51] [--repeats 5] [--legacy]
+    python benchmarks/prune_freeze_sweep.py [--fractions 51] [--repeats 5] [--legacy]
 """
 
 import digits

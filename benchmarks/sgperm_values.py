@@ -3,7 +3,7 @@
 The size of a network is the seed and the logarithm of the number of arrangements. For comparison, Adam
 trains freely, and with layers rounded to as many values (k-means). It draws accuracy over bits a weight.
 
-    python examples/sgperm_values.py [--steps 2000] [--seeds 3] [--hidden 64] [--out sgperm-values.png]
+    python benchmarks/sgperm_values.py [--steps 2000] [--seeds 3] [--hidden 64] [--out sgperm-values.png]
 """
 
 import math

@@ -5,18 +5,15 @@ digits; a transformer learns the bytes of a text.
 """
 
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import images
 import jax
 import jax.numpy as jnp
+import library_bytes
 import numpy as np
 import optax
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import library_bytes
 
 TRAINING, VALIDATION, TEST = 3000, 1000, 2000
 CHANNELS, STATISTICS, EPSILON = (8, 16), 500, 1e-5

@@ -12,20 +12,17 @@ import argparse
 import functools
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import library_bytes
 import numpy as np
 import optax
 import results
 
 import optperm
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import library_bytes
 
 BATCH, TWELFTHS = 8, 12
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)

@@ -22,9 +22,7 @@ The script prints:
 
 import argparse
 import functools
-import pathlib
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +31,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import library_bytes
 import numpy as np
 import optax
 import results
@@ -41,9 +40,6 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 import optperm
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import library_bytes
 
 RESULTS = results.Results()
 

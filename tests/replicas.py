@@ -19,12 +19,12 @@ METHODS = {
     f"agn {rule}": functools.partial(optperm.agn, every=PERIOD, combine=rule)
     for rule in ("mean", "sequential")
 } | {"diloco": functools.partial(optperm.diloco, every=PERIOD)}
-_EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+_BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
 def collectives(text):
     """The collectives of a compiled program, with their operation, bytes and is_conditional."""
-    return runpy.run_path(str(_EXAMPLES / "collectives.py"))["find_collectives"](text)
+    return runpy.run_path(str(_BENCHMARKS / "collectives.py"))["find_collectives"](text)
 
 
 def stack(trees):

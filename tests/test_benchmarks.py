@@ -127,7 +127,7 @@ def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
     """In this process, on the suite's eight devices; figures are what it prints last, and keeps."""
     path, kept = ROOT / "benchmarks" / script, tmp_path / "new" / "found.json"
     monkeypatch.setattr(sys, "argv", [str(path), *flags.split(), "--json", str(kept)])
-    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     update = jax.config.update
     monkeypatch.setattr(

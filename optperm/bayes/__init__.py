@@ -1,7 +1,7 @@
 """Sampling a posterior.
 
 Constant SGD, Langevin dynamics, normal distributions of the params (IVON, SWAG), and diagnostics of
-draws. See ``examples/constant_sgd_posterior.py``.
+draws. See ``examples/posterior.py``.
 """
 
 from optperm.bayes._constant_sgd import ConstantSgdState as ConstantSgdState

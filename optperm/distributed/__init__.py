@@ -1,6 +1,6 @@
 """Training on devices that rarely communicate.
 
-AGN and DiLoCo. See ``examples/agn_pmap.py`` and ``examples/agn_multiprocess.py``.
+AGN and DiLoCo. See ``examples/diloco.py``.
 """
 
 from optperm.core.public import show_names as _show_names

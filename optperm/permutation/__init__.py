@@ -1,7 +1,6 @@
 """Training by permuting.
 
-Networks whose weights only trade places. See ``examples/sgperm_digits.py`` and
-``examples/laperm_digits.py``.
+Networks whose weights only trade places. See ``examples/sgperm.py``.
 """
 
 from optperm.core.public import show_names as _show_names

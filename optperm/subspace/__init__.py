@@ -1,6 +1,6 @@
 """Training in small subspaces.
 
-DLDR with its second phases: P-BFGS, P-SGD and TWA (see ``examples/dldr_digits.py``).
+DLDR with its second phases: P-BFGS, P-SGD and TWA (see ``examples/dldr.py``).
 """
 
 from optperm.core.public import show_names as _show_names

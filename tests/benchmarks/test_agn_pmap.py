@@ -1,4 +1,4 @@
-"""The examples of AGN print what they claim, on four devices of one process and of two."""
+"""The benchmarks of AGN print what they claim, on four devices of one process and of two."""
 
 import os
 import pathlib
@@ -20,20 +20,20 @@ import optperm
 
 pytestmark = pytest.mark.programs
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 STEPS, PERIOD = 600, 10
 # The network's float32 params: 64 inputs, 128 hidden units, 10 classes.
 PARAMS = (64 + 1) * 128 + (128 + 1) * 10
 
 
 def run(name, *arguments, **options):
-    """Runs an example as a user does: a program of its own, with the devices it asks for."""
+    """Runs a benchmark as a user does: a program of its own, with the devices it asks for."""
     environment = os.environ | {
         "PYTHONPATH": str(pathlib.Path(optperm.__file__).parents[1]),
         "XLA_FLAGS": processes.xla_flags(),
     }
     return subprocess.run(
-        [sys.executable, EXAMPLES / name, *map(str, arguments)],
+        [sys.executable, BENCHMARKS / name, *map(str, arguments)],
         env=environment,
         capture_output=True,
         text=True,
@@ -101,7 +101,7 @@ def test_traffic_is_read_from_the_compiled_program():
     )
     arguments = jnp.ones(8), jnp.ones((4, 5)), jnp.ones((4, 3), jnp.int8)
     hlo = jax.jit(mapped).lower(*arguments).compile().as_text()
-    collectives = runpy.run_path(str(EXAMPLES / "collectives.py"))
+    collectives = runpy.run_path(str(BENCHMARKS / "collectives.py"))
     found = set(map(tuple, collectives["find_collectives"](hlo)))
     assert found == {
         ("all-reduce", 2 * 4, False),
@@ -136,5 +136,5 @@ ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {
   ROOT %z = f32[4] conditional(%i, %y, %y), branch_computations={%branch, %rare}
 }
 """
-    found = runpy.run_path(str(EXAMPLES / "collectives.py"))["find_collectives"](hlo)
+    found = runpy.run_path(str(BENCHMARKS / "collectives.py"))["find_collectives"](hlo)
     assert list(map(tuple, found)) == [("all-reduce", 16, False), ("all-gather", 16, True)]
