@@ -17,8 +17,7 @@ import argparse
 import os
 import re
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Has to stand before JAX starts its CPU backend.
@@ -31,17 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 import results
 from sklearn.decomposition import PCA
+from timing import seconds, take_turns
 
 import optperm
 
 RESULTS = results.Results()
-
-
-def milliseconds(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    jax.block_until_ready(function())
-    return 1e3 * (time.perf_counter() - start)
 
 
 def update(repetitions: int, n: int = 2_000_000, k: int = 32) -> None:
@@ -70,12 +63,10 @@ def update(repetitions: int, n: int = 2_000_000, k: int = 32) -> None:
         updates, state = step(grads, state, params)
         return updates
 
-    times: dict[str, list[float]] = {"update": [], "products": []}
-    for _ in range(repetitions + 3):  # of which three warm up
-        times["products"].append(milliseconds(lambda: products(basis, grads)))
-        times["update"].append(milliseconds(whole))
-    median = {name: statistics.median(taken[3:]) for name, taken in times.items()}
-    least = {name: min(taken) for name, taken in times.items()}
+    calls = {"products": lambda: products(basis, grads), "update": whole}
+    times = take_turns(calls, repetitions)
+    median = {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
+    least = {name: 1e3 * min(taken) for name, taken in times.items()}
     ratio = f"{median['update'] / median['products']:.2f}"
     RESULTS.row("The update over its two matrix products", params=f"{n:,}", k=k, ratio=ratio)
     print(f"update, n = {n}, k = {k}, float32")
@@ -140,18 +131,19 @@ def pca(m: int = 60, n: int = 2_000_000, k: int = 40) -> None:
     basis = jax.block_until_ready(optperm.subspace.pca_basis(snapshots, k))
     _, highest = memory()
     size, plain = snapshots.nbytes / 1e6, np.asarray(snapshots)
-    times: dict[str, list[float]] = {"ours": [], "by hand": []}
-    for _ in range(5):
-        times["ours"].append(milliseconds(lambda: optperm.subspace.pca_basis(snapshots, k)))
-        times["by hand"].append(milliseconds(lambda: by_hand(plain, k)))
+    calls = {
+        "ours": lambda: optperm.subspace.pca_basis(snapshots, k),
+        "by hand": lambda: by_hand(plain, k),
+    }
+    times = take_turns(calls, 5, warm_up=0)
     peer = PCA(k, random_state=0)
-    peer_time = milliseconds(lambda: peer.fit(plain))
+    peer_time = 1e3 * seconds(lambda: peer.fit(plain))
     wide = plain.astype(np.float64)
     wide -= wide.mean(axis=0)
     _, values, exact = np.linalg.svd(wide, full_matrices=False)
     exact, spread = exact[:k], values[0] / values[k - 1]
     print(f"PCA, {m} x {n} float32, k = {k}, singular values over a factor of {spread:.0f}")
-    ours, theirs = statistics.median(times["ours"]), statistics.median(times["by hand"])
+    ours, theirs = (1e3 * statistics.median(taken) for taken in times.values())
     extra = (highest - before) / size
     for name, taken, rows in (
         ("pca_basis", ours, np.asarray(basis)),

@@ -9,7 +9,6 @@ the runs take turns, and the shortest one counts.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from timing import seconds, take_turns
 
 import optperm
 from optperm import training
@@ -110,21 +110,13 @@ def by_hand(state: Any, loss_fn: Callable[..., Any]) -> tuple[Any, Any]:
     return arrays, iterable
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    """Wall time."""
-    start = time.perf_counter()
-    jax.block_until_ready(work())
-    return time.perf_counter() - start
-
-
 def compare(hand: Any, fit: Any, repetitions: int, least: float) -> list[float]:
     """Microseconds of a step by each, the least of runs in turns of so many seconds."""
     hand(1), fit(1)  # these compile
     epochs = max(1, round(least / min(seconds(lambda: hand(1)) for _ in range(3))))
-    times = [
-        (seconds(lambda: hand(epochs)), seconds(lambda: fit(epochs))) for _ in range(repetitions)
-    ]
-    return [1e6 * min(each) / (epochs * STEPS) for each in zip(*times, strict=True)]
+    calls = {"hand": lambda: hand(epochs), "fit": lambda: fit(epochs)}
+    times = take_turns(calls, repetitions, warm_up=0)
+    return [1e6 * min(taken) / (epochs * STEPS) for taken in times.values()]
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from timing import seconds, take_turns
 
 import optperm
 from optperm.permutation import _cycles as cycles
@@ -43,13 +44,6 @@ VALUES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Any]] = {
     "2": (np.sign, jnp.float32),
 }
 RESULTS = results.Results()
-
-
-def milliseconds(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def original_row(
@@ -161,14 +155,14 @@ def measure(rows: int, n: int, ratio: float, repetitions: int, original_rows: in
         gradients = jax.block_until_ready(jnp.array(grads, copy=True))
         for name, function in measured.items():
             start = time.process_time()
-            walls[name].append(milliseconds(function))
+            walls[name].append(seconds(function))
             if name == "update":
-                processor.append(1e3 * (time.process_time() - start))
-    least = {name: min(taken[3:]) for name, taken in walls.items()}
+                processor.append(time.process_time() - start)
+    least = {name: 1e3 * min(taken[3:]) for name, taken in walls.items()}
 
     wishes = np.asarray(grads).T
     original = [
-        milliseconds(lambda row=row: original_row(vectors[row].copy(), wishes[row], size, rng))
+        1e3 * seconds(lambda row=row: original_row(vectors[row].copy(), wishes[row], size, rng))
         for row in range(original_rows if n <= LONGEST_ORIGINAL else 0)
     ]
     memory = update.lower(grads, state, params).compile().memory_analysis().temp_size_in_bytes
@@ -177,7 +171,7 @@ def measure(rows: int, n: int, ratio: float, repetitions: int, original_rows: in
         return f"{least[name]:9.2f} ms, {least[name] / least[peer]:5.2f} of {peer}"
 
     cells = {f"{name}_ms": f"{taken:.2f}" for name, taken in least.items()}
-    processor_ns = f"{min(processor[3:]) * 1e6 / (rows * n):.1f}"
+    processor_ns = f"{min(processor[3:]) * 1e9 / (rows * n):.1f}"
     RESULTS.row(
         "Least times",
         weight_vectors=f"{rows} of {n}",
@@ -222,11 +216,7 @@ def measure_ties(rows: int, n: int, ratio: float, alpha: float, repetitions: int
         return lambda: jax.block_until_ready(run(m, w, ranks, *rest))
 
     functions = {name: searched(name) for name in VALUES}
-    walls: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repetitions + 3):
-        for name, function in functions.items():
-            walls[name].append(milliseconds(function))
-    least = {name: min(taken[3:]) for name, taken in walls.items()}
+    least = {name: 1e3 * min(taken) for name, taken in take_turns(functions, repetitions).items()}
     cells = {f"{name}_values": f"{taken:.2f} ms" for name, taken in least.items()}
     RESULTS.row(
         "The search, by how many values the weights have",

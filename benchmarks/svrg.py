@@ -23,7 +23,6 @@ The script prints:
 import argparse
 import functools
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -38,17 +37,11 @@ import results
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
+from timing import seconds, take_turns
 
 import optperm
 
 RESULTS = results.Results()
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    jax.block_until_ready(function())
-    return time.perf_counter() - start
 
 
 # What a step costs.
@@ -116,10 +109,7 @@ def _compare(
     txs = {baseline: optax.with_extra_args_support(optimizer)}
     txs |= {name: optax.chain(method, optimizer) for name, method in methods.items()}
     runs = {name: _stepper(tx, loss_fn, params, batch) for name, tx in txs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repetitions):
-        for each, run in runs.items():
-            times[each].append(seconds(run))
+    times = take_turns(runs, repetitions, warm_up=0)
     median = {each: statistics.median(taken) for each, taken in times.items()}
     # Where other programs run, the fastest tenth was disturbed least.
     fastest = {each: sorted(taken)[len(taken) // 10] for each, taken in times.items()}

@@ -35,6 +35,7 @@ import results
 import scoring
 import small_tasks
 from scipy import ndimage
+from timing import take_turns
 
 import optperm
 
@@ -470,13 +471,8 @@ def compare_steps(arguments: argparse.Namespace) -> None:
     for name, shape in {"CNN": (32, 32, 3), "MLP": (28, 28, 1)}.items():
         title = f"One step of the {name}, batches of {BATCH}, IVON over Adam"
         for part in ("the update alone", "without the draw", "the whole step"):
-            steps = [_stepper(method, part, shape) for method in ("Adam", "IVON")]
-            times: list[list[float]] = [[], []]
-            for _ in range(arguments.repetitions):
-                for step, taken in zip(steps, times, strict=True):
-                    start = time.perf_counter()
-                    jax.block_until_ready(step())
-                    taken.append(time.perf_counter() - start)
+            steps = {method: _stepper(method, part, shape) for method in ("Adam", "IVON")}
+            times = take_turns(steps, arguments.repetitions).values()
             one, other = map(statistics.median, times)
             # Where other programs run, the fastest tenth was disturbed least.
             least = [sorted(taken)[len(taken) // 10] for taken in times]
