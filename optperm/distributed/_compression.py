@@ -151,9 +151,7 @@ def encode(compress: Compression, leaf: jax.Array) -> tuple[Encoded | None, jax.
 
 
 @functools.partial(jax.jit, static_argnames=("compress", "like"))
-def decode(
-    compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStruct
-) -> jax.Array:
+def decode(compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Return what is decoded of a leaf of this shape and dtype."""
     if sent is None:
         return jnp.zeros(like.shape, like.dtype)
