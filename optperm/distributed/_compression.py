@@ -7,7 +7,6 @@ arXiv 2508.15706, 2025; error feedback by F. Seide et al., "1-Bit Stochastic Gra
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

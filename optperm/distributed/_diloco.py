@@ -296,10 +296,6 @@ def diloco(
         is_traced = any(not isinstance(flag, bool) for pair in due for flag in pair)
         known = None if is_traced else step(state.local_state)
 
-        @jax.jit  # It is traced once for all exchanges.
-        def find_theta() -> optax.Params:
-            return apply_updates(params, *(known or step(state.local_state)))
-
         # Delta_p = c_p - theta_p, c_p <- c_p + u(Delta_p; s_c), for each fragment p that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
         move = make_center_step(center_optimizer, extra_args if is_one else {}, params, extras_axis)
@@ -311,7 +307,7 @@ def diloco(
             compress,
             replicas,
             weight,
-            theta=find_theta,
+            theta=lambda: apply_updates(params, *(known or step(state.local_state))),
             pair_count=state.count if is_paired else None,
         )
         exchanged, outcomes = exchanger.exchange(state, due)

@@ -77,6 +77,9 @@ class Exchanger:
         whole = Part(*(getattr(state, name) for name in Part._fields))
         take, replace = self.fragments.take_leaves, self.fragments.replace_leaves
         has_flight, has_residual = bool(self.delay), self.compress is not None
+        # Each conditional computes theta, which is traced once for all of them.
+        is_traced = any(isinstance(flag, jax.Array) for pair in due for flag in pair)
+        theta = jax.jit(self.theta) if is_traced else self.theta
         outcomes, center_states, weights = list[Outcome](), list[Any](), list[jax.Array]()
         for p, is_due in enumerate(due):
             part = Part(
@@ -86,7 +89,7 @@ class Exchanger:
                 weights=whole.weights[p],
                 residual=take(whole.residual, p) if has_residual else (),
             )
-            part, outcome = self._exchange_fragment(part, p, is_due)
+            part, outcome = self._exchange_fragment(part, p, is_due, theta)
             outcomes.append(outcome)
             center_states.append(part.center_state)
             weights.append(part.weights)
@@ -98,26 +101,28 @@ class Exchanger:
         whole = whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights))
         return whole, outcomes
 
-    def _exchange_fragment(self, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
+    def _exchange_fragment(
+        self, part: Part, p: int, due: Due, find_theta: Callable[[], optax.Params]
+    ) -> tuple[Part, Outcome]:
         """Return the part of fragment p after a step, and the outcome."""
         is_sent, is_received = due
         no = jnp.array(False)
 
         def send_and_receive() -> tuple[Part, jax.Array, jax.Array]:
-            theta = self.fragments.take_rows(self.theta(), p)
+            theta = self.fragments.take_rows(find_theta(), p)
             n, sent, has_missed = self._send(part, theta, p)
             received, is_bad, is_lost = self._receive(sent, n, theta, p)
             return received, is_bad, has_missed | is_lost
 
         def send() -> tuple[Part, jax.Array]:
-            theta = self.fragments.take_rows(self.theta(), p)
+            theta = self.fragments.take_rows(find_theta(), p)
             n, sent, has_missed = self._send(part, theta, p)
             in_flight = self.fragments.write_rows(sent.in_flight, n, p)
             return sent._replace(in_flight=in_flight), has_missed
 
         def receive() -> tuple[Part, jax.Array, jax.Array]:
             n, theta = (
-                self.fragments.take_rows(tree, p) for tree in (sent.in_flight, self.theta())
+                self.fragments.take_rows(tree, p) for tree in (sent.in_flight, find_theta())
             )
             received, is_bad, is_lost = self._receive(sent, n, theta, p)
             # It is no longer in flight, and is not received again.
