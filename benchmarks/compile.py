@@ -5,12 +5,18 @@ vectors: all matrices of one shape and all vectors of one shape, or of four shap
 of the processor. The seconds from the cache are those of tracing and of reading the program from JAX's
 persistent cache. The lines are those of the program before and after XLA has optimized it.
 
-    python benchmarks/compile.py [--only adam rigl ...] [--leaves 16,64,256] [--json FILE]
+    python benchmarks/compile.py [--only rigl svrg ...] [--leaves 16,64,256] [--json FILE [--resume]]
+
+Parts of the table may be measured by several processes, each with the methods of its `--only` and a file
+of its own; each measures `optax.adam` too. The parts make one table by
+
+    python benchmarks/compile.py --parts FILE FILE ... --json FILE
 """
 
 import argparse
 import contextlib
 import itertools
+import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +49,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "permute_by_cycles": lambda: optperm.permute_by_cycles(0.1, 0.5),
     "laperm": lambda: optperm.laperm(optax.adam(1e-3), 10),
     "agn": lambda: optperm.agn(optax.adam(1e-3), every=5, **WITH_CENTER),
+    "agn, sequential": lambda: optperm.agn(
+        optax.adam(1e-3), every=5, combine="sequential", **WITH_CENTER
+    ),
     "diloco": lambda: optperm.diloco(optax.adam(1e-3), every=5, **WITH_CENTER),
     "diloco, 4 bits": lambda: optperm.diloco(
         optax.adam(1e-3),
@@ -68,6 +77,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "low_rank": lambda: optperm.low_rank(optax.scale_by_adam(), 1 / 4),
     "low_rank, svd": lambda: optperm.low_rank(optax.scale_by_adam(), 1 / 4, projection="svd"),
     "apollo": lambda: optperm.apollo(rank=1 / 4),
+    "quantize_state": lambda: optperm.quantize_state(optax.adam(1e-3), min_size=1),
+    "quantize_state, 4 bits": lambda: optperm.quantize_state(optax.adam(1e-3), bits=4, min_size=1),
     "svrg": lambda: followed(optperm.svrg(every=10)),
     "svrg, loopless": lambda: followed(optperm.svrg(probability=0.1)),
     "katyusha": lambda: optperm.katyusha(0.01, 0.1, probability=0.1),
@@ -188,10 +199,25 @@ def empty_cache() -> Iterator[None]:
             compilation_cache.reset_cache()
 
 
-def table(num_shapes: int, names: list[str], sizes: list[int], found: results.Results) -> None:
-    """Measure all methods with leaves of so many shapes, and print what they need."""
+def find_title(num_shapes: int) -> str:
+    """The title of a table."""
+    return f"Leaves of {num_shapes} shapes: seconds"
+
+
+def table(
+    num_shapes: int,
+    names: list[str],
+    sizes: list[int],
+    found: results.Results,
+    path: pathlib.Path | None,
+) -> None:
+    """Measure all methods that have no row yet with leaves of so many shapes; print and write them."""
     costs: dict[tuple[str, int], Cost] = {}
+    title = find_title(num_shapes)
     for name in names:
+        has_row = found.has(title, method=f"`{name}`")
+        if has_row and name != ADAM:
+            continue
         cells: dict[str, str] = {}
         for size in sizes:
             costs[name, size] = cost = measure(name, size, num_shapes)
@@ -207,7 +233,9 @@ def table(num_shapes: int, names: list[str], sizes: list[int], found: results.Re
             few, many = costs[name, small], costs[name, large]
             growth = (many.trace + many.compile) / (few.trace + few.compile)
             cells[f"{large}_over_{small}"] = f"{growth:.1f}"
-        found.row(f"Leaves of {num_shapes} shapes: seconds", method=f"`{name}`", **cells)
+        if not has_row:
+            found.row(title, method=f"`{name}`", **cells)
+        found.write(path)
         print(f"{num_shapes} shapes  {name:28}", *cells.values(), sep="  ", flush=True)
 
 
@@ -217,16 +245,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*METHODS], metavar="NAME", default=[*METHODS])
     parser.add_argument("--leaves", default="16,64,256", help="numbers of leaves")
     parser.add_argument("--shapes", type=int, nargs="+", choices=[*SIDES], default=[*SIDES])
+    parser.add_argument("--resume", action="store_true", help="keep the rows in the file of --json")
+    parser.add_argument("--parts", type=pathlib.Path, nargs="+", help="files to make one table of")
     results.add_argument(parser)
     options = parser.parse_args()
+    if options.parts:
+        order = [f"`{name}`" for name in METHODS]
+        results.join(options.parts, options.json, {find_title(number): order for number in SIDES})
+        return
     names = [ADAM, *(name for name in options.only if name != ADAM)]
     sizes, found = [int(size) for size in options.leaves.split(",")], results.Results()
+    if options.resume:
+        found.resume(options.json)
     with empty_cache():
         # The first program of a process pays for what JAX loads.
         measure(ADAM, 2, 2)
         for num_shapes in options.shapes:
-            table(num_shapes, names, sizes, found)
-            found.write(options.json)
+            table(num_shapes, names, sizes, found, options.json)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,37 @@ class Results:
         path.write_text(_as_text(found), encoding="utf-8")
 
 
+def join(parts: list[pathlib.Path], path: pathlib.Path, order: dict[str, list[str]]) -> None:
+    """Writes the tables of several files as one file, the rows of a table in an order of first cells.
+
+    Of rows with the same first cell, the first counts.
+    """
+    files = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    machines = {found["machine"] for found in files}
+    if len(machines) > 1:
+        raise SystemExit(f"The parts are of several machines: {'; '.join(sorted(machines))}.")
+    tables = []
+    for title, names in order.items():
+        own = [table for found in files for table in found["tables"] if table["title"] == title]
+        columns = list(dict.fromkeys(name for table in own for name in table["columns"]))
+        rows: dict[str, list[str]] = {}
+        for table in own:
+            for row in table["rows"]:
+                cells = dict(zip(table["columns"], row, strict=True))
+                rows.setdefault(row[0], [cells.get(name, "") for name in columns])
+        if own:
+            ordered = sorted(rows.values(), key=lambda row: names.index(row[0]))
+            tables.append({"title": title, "columns": columns, "rows": ordered})
+    name = files[0]["benchmark"]
+    found = {
+        **files[0],
+        "command": f"python {name}",
+        "date": max(each["date"] for each in files),
+        "tables": tables,
+    }
+    path.write_text(_as_text(found), encoding="utf-8")
+
+
 def _as_text(found: dict[str, object]) -> str:
     """Return JSON with each row of a table in one line."""
     text = json.dumps(found, indent=2, ensure_ascii=False)

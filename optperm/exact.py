@@ -69,14 +69,22 @@ class Exact(NamedTuple):
         def put_leaf(where: Any, value: Any, leaf: Any, start: Any, update: Any) -> Any:
             if is_masked(where):
                 return leaf
-            value = jnp.asarray(value, jnp.result_type(leaf))
             if self.is_target and not is_trusted:
-                where = _both(where, _leads_to(value, start, update))
+                return _put_target(where, value, leaf, start, update)
+            value = jnp.asarray(value, jnp.result_type(leaf))
             return jnp.where(_align(where, leaf), value, leaf)
 
         values = mask_like(before, self.where) if self.values is None else self.values
         trees = self.where, values, moved, before, updates
         return jax.tree.map(put_leaf, *trees, is_leaf=is_masked)
+
+
+@jax.jit  # Leaves of one shape are traced once.
+def _put_target(where: Any, value: Any, leaf: Any, start: Any, update: Any) -> jax.Array:
+    """Return a leaf with its targets where the update of an entry leads there."""
+    value = jnp.asarray(value, jnp.result_type(leaf))
+    where = _both(where, _leads_to(value, start, update))
+    return jnp.where(_align(where, leaf), value, leaf)
 
 
 def _both(flag: Any, where: Any) -> Any:

@@ -59,14 +59,22 @@ def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree
     def turn(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
         # Within a conditional, XLA does not hoist the change out of the loop into every step.
         changed = cond(carry[0], change, lambda tree: tree, carry[1])
-        # The smaller one of a flag and its negation is False. Without a sort in a loop, XLA's CPU takes
-        # the loop for a small one and compiles all of it as one function, in minutes for many leaves.
-        flags = jnp.stack([carry[0], jnp.logical_not(carry[0])]).astype(jnp.int32)
-        return jax.lax.sort(flags)[0] > 0, jax.tree.map(_add_types, changed, carry[1])
+        is_due = both(carry[0], jnp.logical_not(carry[0]))
+        return is_due, jax.tree.map(_add_types, changed, carry[1])
 
     start = is_due, jax.tree.map(_add_types, tree, types)
     result: Tree = jax.lax.while_loop(lambda carry: carry[0], turn, start)[1]
     return result
+
+
+def both(flag: jax.Array, other: jax.Array) -> jax.Array:
+    """Return whether both flags hold, as the smaller one of the two, by a sort.
+
+    Without a sort in a loop, XLA's CPU takes the loop for a small one and compiles all of it as one
+    function, in minutes for many leaves.
+    """
+    flags = mark_varying([flag, other], varying_axes(flag, other))
+    return jax.lax.sort(jnp.stack(flags).astype(jnp.int32))[0] > 0
 
 
 def _add_types(leaf: Any, *others: Any) -> Any:

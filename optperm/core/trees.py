@@ -21,13 +21,13 @@ def one_row(tree: Any) -> Any:
     return jax.tree.map(row, tree)
 
 
-def unstack(stack: jax.Array) -> list[jax.Array]:
-    """Return the rows of an array's leading axis.
+def unstack(stack: jax.Array, axis: int = 0) -> list[jax.Array]:
+    """Return the rows of an array along an axis.
 
     XLA compiles equal kernels once: a number of a row that it knows would make a kernel for each row.
     """
-    places = jax.lax.optimization_barrier([np.int32(place) for place in range(stack.shape[0])])
-    return [jax.lax.dynamic_index_in_dim(stack, place, keepdims=False) for place in places]
+    places = jax.lax.optimization_barrier([np.int32(place) for place in range(stack.shape[axis])])
+    return [jax.lax.dynamic_index_in_dim(stack, place, axis, keepdims=False) for place in places]
 
 
 def is_masked(node: Any) -> bool:

@@ -13,6 +13,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from optperm.core import checks
+from optperm.core.control import both
 from optperm.core.dtypes import accumulation_dtype, all_finite
 from optperm.core.mapped_axes import (
     AxisName,
@@ -186,7 +187,8 @@ def _step_in_turn(
     given = optax.tree.cast_like(scale(n, w), at[0]), w
 
     def take_turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
-        return step(at, row[0], row[1] > 0), None
+        # A weight is finite. Unless it sorts, XLA takes the loop for a small one.
+        return step(at, row[0], both(row[1] > 0, jnp.isfinite(row[1]))), None
 
     if replicas.axis_name is None:
         return take_turn(at, given)[0], takes_part

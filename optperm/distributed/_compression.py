@@ -7,8 +7,8 @@ arXiv 2508.15706, 2025; error feedback by F. Seide et al., "1-Bit Stochastic Gra
 import dataclasses
 import functools
 import itertools
-import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.control import both
+from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.distributed._commits import Replicas, gather, scale, weigh
 
@@ -91,23 +93,37 @@ class Compression:
         checks.check_in_range("decay", self.decay, 0.0, 1.0, may_be_schedule=False)
 
 
+class Encoded(NamedTuple):
+    """What is sent of a leaf, in chunks.
+
+    Attributes:
+      codes: The entries: in float32, or packed codes of a few bits in uint8.
+      scale: The scale of the codes of each chunk, in float32; None for entries in float32.
+      index: The places of the entries in their chunk, in uint16; None if all are sent.
+    """
+
+    codes: jax.Array
+    scale: jax.Array | None
+    index: jax.Array | None
+
+
 @functools.partial(jax.jit, static_argnames="compress")
-def encode(compress: Compression, leaf: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the bytes of a leaf: codes, scales and indices, each an array of uint8."""
+def encode(compress: Compression, leaf: jax.Array) -> tuple[Encoded | None, jax.Array]:
+    """Return what is sent of a leaf, None without entries, and what is decoded of it."""
+    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if not leaf.size:
-        return ()
+        return None, leaf
     chunks = _split(compress, leaf)
-    places: tuple[jax.Array, ...] = ()
+    scale = index = None
     if compress.fraction is not None:
         index = _find_largest(jnp.abs(chunks), _count_sent(compress, chunks.shape[1]))
-        chunks = jnp.take_along_axis(chunks, index, axis=1)
+        chunks = _take_places(chunks, index)
         if compress.bits == 1:
             # One bit has no zero: a chosen zero is sent as the largest entry once more.
             index = _repeat_first(index, chunks == 0)
-        places = (_as_bytes(index.astype(jnp.uint16)),)
     if compress.bits is None:
-        return (_as_bytes(chunks), *places)
-    if compress.bits == 1:
+        codes = packed = chunks
+    elif compress.bits == 1:
         # The scale of one bit is the mean magnitude: with the largest, errors would grow. It is the
         # mean over the entries of the leaf, as the last chunk is padded, or over those chosen.
         if compress.fraction is None:
@@ -127,32 +143,44 @@ def encode(compress: Compression, leaf: jax.Array) -> tuple[jax.Array, ...]:
         factor = jnp.where(scale > 1, 1 / 16, 1)
         unit = chunks * factor / jnp.where(scale > 0, scale * factor, 1)
         codes = (jnp.round(unit * levels) + levels).astype(jnp.uint8)
-    return (_pack(codes, compress.bits), _as_bytes(scale), *places)
+    if compress.bits is not None:
+        packed = _pack(codes, compress.bits)
+    sent = Encoded(packed, scale, index if index is None else index.astype(jnp.uint16))
+    return sent, _restore(compress, codes, scale, index, like)
 
 
-@functools.partial(jax.jit, static_argnames=("compress", "shape"))
-def decode(
-    compress: Compression, encoded: tuple[jax.Array, ...], shape: tuple[int, ...]
+@functools.partial(jax.jit, static_argnames=("compress", "like"))
+def decode(compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return what is decoded of a leaf of this shape and dtype."""
+    if sent is None:
+        return jnp.zeros(like.shape, like.dtype)
+    codes = sent.codes
+    if compress.bits is not None:
+        codes = _unpack(codes, compress.bits).reshape(len(sent.scale), -1)
+    index = sent.index
+    return _restore(
+        compress, codes, sent.scale, index if index is None else index.astype(jnp.int32), like
+    )
+
+
+def _restore(
+    compress: Compression,
+    codes: jax.Array,
+    scale: jax.Array | None,
+    index: jax.Array | None,
+    like: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """Return the float32 leaf of the bytes of `encode`."""
-    if not encoded:
-        return jnp.zeros(shape, jnp.float32)
-    size, width = math.prod(shape), _find_width(compress, math.prod(shape))
-    number = -(-size // width)
-    if compress.bits is None:
-        values, rest = _from_bytes(encoded[0], jnp.float32).reshape(number, -1), encoded[1:]
-    else:
-        scale, rest = _from_bytes(encoded[1], jnp.float32).reshape(number, 1), encoded[2:]
-        codes = _unpack(encoded[0], compress.bits).reshape(number, -1).astype(jnp.int32)
+    """Return the leaf of the codes of its chunks."""
+    values = codes
+    if compress.bits is not None:
         # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
         levels = 1 if compress.bits == 1 else _count_levels(compress.bits)
-        signed = 2 * codes - 1 if compress.bits == 1 else codes - levels
+        wide = codes.astype(jnp.int32)
+        signed = 2 * wide - 1 if compress.bits == 1 else wide - levels
         values = signed.astype(jnp.float32) / levels * scale
-    if rest:
-        index = _from_bytes(rest[0], jnp.uint16).reshape(values.shape).astype(jnp.int32)
-        rows = jnp.arange(number)[:, None]
-        values = jnp.zeros((number, width), jnp.float32).at[rows, index].set(values)
-    return values.reshape(-1)[:size].reshape(shape)
+    if index is not None:
+        values = _put_places(values, index, _find_width(compress, like.size))
+    return values.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
 
 
 def _find_width(compress: Compression, size: int) -> int:
@@ -199,6 +227,26 @@ def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
 
     result: jax.Array = find(sizes)
     return result
+
+
+# The places are within the chunks: XLA need not look, nor count negative places from the end.
+_INSIDE: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+
+
+@jax.vmap
+def _take_places(row: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the entries of each row at its places."""
+    return row.at[places].get(**_INSIDE)
+
+
+def _put_places(values: jax.Array, places: jax.Array, width: int) -> jax.Array:
+    """Return rows of zeros with values at their places."""
+
+    @jax.vmap
+    def put(values: jax.Array, places: jax.Array) -> jax.Array:
+        return jnp.zeros(width, values.dtype).at[places].set(values, **_INSIDE)
+
+    return put(values, places)
 
 
 # TPUs pad a last axis to 128, so the bytes of one number are on a leading axis, far apart in memory.
@@ -268,15 +316,9 @@ def sum_compressed(
     # Leaves of one shape are traced once; a traced decay is no static argument.
     compress = dataclasses.replace(compress, decay=1.0)
     leaves, structure = jax.tree.flatten(e)
-    codes = [encode(compress, leaf) for leaf in leaves]
-
-    def decode_all(codes: list[tuple[jax.Array, ...]]) -> optax.Updates:
-        pairs = zip(codes, leaves, strict=True)
-        s = [decode(compress, code, leaf.shape).astype(leaf.dtype) for code, leaf in pairs]
-        return jax.tree.unflatten(structure, s)
-
     # s = Q(top_k(e)), e <- e - s
-    own = decode_all(codes)
+    encoded = [encode(compress, leaf) for leaf in leaves]
+    own = jax.tree.unflatten(structure, [decoded for _, decoded in encoded])
     rest = optax.tree.sub(e, own)
     is_sent = replicas.are_finite((own, rest))
     w, takes_part = weigh(weight, is_finite & is_sent, jnp.float32)
@@ -287,35 +329,59 @@ def sum_compressed(
         return scale(own, w), w, rest, takes_part
 
     # sum_i w_i s_i, one replica after another: decoding all at once would take memory for all of them.
-    rows, weights = gather_codes(codes, w, replicas.axis_name)
+    rows, unpack = gather_packed(([sent for sent, _ in encoded], w.reshape(1)), replicas.axis_name)
+    likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def add(total: optax.Updates, row: Any) -> tuple[optax.Updates, None]:
-        return optax.tree.add(total, scale(decode_all(row[0]), row[1])), None
+    def decode_row(row: list[jax.Array]) -> tuple[optax.Updates, jax.Array]:
+        sent, (w,) = unpack(row)
+        # A weight is finite. Unless it sorts, XLA takes the loop for a small one.
+        w = jnp.where(both(w > 0, jnp.isfinite(w)), w, 0)
+        s = [decode(compress, each, like) for each, like in zip(sent, likes, strict=True)]
+        return scale(jax.tree.unflatten(structure, s), w), w
 
-    first, others = (
-        jax.tree.map(lambda leaf, part=part: leaf[part], (rows, weights))
-        for part in (0, slice(1, None))
-    )
-    total = jax.lax.scan(add, scale(decode_all(first[0]), first[1]), others)[0]
-    return total, jnp.sum(weights), rest, takes_part
+    def add(total: Any, row: list[jax.Array]) -> tuple[Any, None]:
+        return optax.tree.add(total, decode_row(row)), None
+
+    first, others = ([row[part] for row in rows] for part in (0, slice(1, None)))
+    total, weights = jax.lax.scan(add, decode_row(first), others)[0]
+    return total, weights, rest, takes_part
 
 
-def gather_codes(codes: Any, weight: jax.Array, axis_name: AxisName) -> tuple[Any, jax.Array]:
-    """Return the bytes and the weights of all replicas along a leading axis, by one all-gather.
+def gather_packed(
+    tree: Any, axis_name: AxisName
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
+    """Return the arrays of all replicas, packed in rows, by one all-gather, and what unpacks a row.
 
-    Where JAX tracks varying axes, leaves that vary over different axes are gathered separately.
+    The bytes of all arrays of one dtype are made at once. Where JAX tracks varying axes, arrays that
+    vary over different axes are gathered separately.
     """
-    parts, structure = jax.tree.flatten((codes, _as_bytes(weight.reshape(1))))
-    rows: list[Any] = [None] * len(parts)
+    parts, structure = jax.tree.flatten(tree)
 
-    def list_axes(index: int) -> list[str]:
-        return sorted(varying_axes(parts[index]))
+    def find_kind(place: int) -> tuple[list[str], str]:
+        return sorted(varying_axes(parts[place])), parts[place].dtype.name
 
-    for _, group in itertools.groupby(sorted(range(len(parts)), key=list_axes), key=list_axes):
-        places = list(group)
-        joined = gather(jnp.concatenate([parts[i] for i in places]), axis_name)
-        ends = list(itertools.accumulate(parts[i].size for i in places))
-        for i, row in zip(places, jnp.split(joined, ends[:-1], axis=1), strict=True):
-            rows[i] = row
-    all_codes, weights = jax.tree.unflatten(structure, rows)
-    return all_codes, jax.vmap(lambda row: _from_bytes(row, jnp.float32)[0])(weights)
+    kinds = [
+        list(group)
+        for _, group in itertools.groupby(sorted(range(len(parts)), key=find_kind), key=find_kind)
+    ]
+    rows = list[jax.Array]()
+    for _, group in itertools.groupby(kinds, key=lambda places: find_kind(places[0])[0]):
+        joined = [jnp.concatenate([parts[i].reshape(-1) for i in places]) for places in group]
+        gathered = gather(jnp.concatenate([_as_bytes(each) for each in joined]), axis_name)
+        ends = list(itertools.accumulate(each.nbytes for each in joined))
+        pieces = jnp.split(gathered, ends[:-1], axis=1)
+        for piece, each in zip(pieces, joined, strict=True):
+            rows.append(jax.vmap(functools.partial(_from_bytes, dtype=each.dtype))(piece))
+
+    def unpack(row: list[jax.Array]) -> Any:
+        found: list[Any] = [None] * len(parts)
+        for joined, places in zip(row, kinds, strict=True):
+            sizes = [parts[i].size for i in places]
+            # Equal kernels are compiled once: a start that XLA knows would make a kernel for each array.
+            starts = computed_once([np.int32(n) for n in itertools.accumulate([0, *sizes[:-1]])])
+            for i, start, size in zip(places, starts, sizes, strict=True):
+                piece = jax.lax.dynamic_slice(joined, (start,), (size,))
+                found[i] = piece.reshape(parts[i].shape)
+        return jax.tree.unflatten(structure, found)
+
+    return computed_once(rows), unpack

@@ -20,6 +20,7 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
+from optperm.core.trees import unstack
 from optperm.distributed._commits import Replicas, check_weight
 from optperm.distributed._compression import Compression
 from optperm.distributed._exchanges import NOTHING, Exchanger
@@ -81,8 +82,7 @@ class DilocoState(NamedTuple):
         stack, longest = self.count.ndim, self.pulled.shape[-1]
         leaves, structure = jax.tree.flatten(self.center)
 
-        def flag(index: int, leaf: jax.Array) -> jax.Array:
-            row = self.pulled[..., index, :]
+        def flag(row: jax.Array, leaf: jax.Array) -> jax.Array:
             # The row of a whole leaf holds the same flag everywhere.
             length = leaf.shape[stack] if leaf.ndim > stack and leaf.shape[stack] <= longest else 1
             length = 1 if longest == 1 else length
@@ -90,7 +90,7 @@ class DilocoState(NamedTuple):
             row = row[..., :length].reshape(*shape, *(1,) * (leaf.ndim - len(shape)))
             return row if length == 1 else shard_like(jnp.broadcast_to(row, leaf.shape), leaf)
 
-        flags = [flag(index, leaf) for index, leaf in enumerate(leaves)]
+        flags = list(map(flag, unstack(self.pulled, -2), leaves))
         where = jax.tree.unflatten(structure, flags)
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
@@ -291,7 +291,6 @@ def diloco(
 
         # theta <- theta + u(g; s)
         step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
-
         # Within a conditional an exchange computes the local step again: as an input of the conditional,
         # the moves would be stored and copied in every step.
         is_traced = any(not isinstance(flag, bool) for pair in due for flag in pair)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.mapped_axes import psum
 from optperm.distributed._commits import CenterStep, Replicas, divide, scale, weigh
 from optperm.distributed._compression import Compression, sum_compressed
@@ -77,6 +77,9 @@ class Exchanger:
         whole = Part(*(getattr(state, name) for name in Part._fields))
         take, replace = self.fragments.take_leaves, self.fragments.replace_leaves
         has_flight, has_residual = bool(self.delay), self.compress is not None
+        # Each conditional computes theta, which is traced once for all of them.
+        is_traced = any(isinstance(flag, jax.Array) for pair in due for flag in pair)
+        theta = jax.jit(self.theta) if is_traced else self.theta
         outcomes, center_states, weights = list[Outcome](), list[Any](), list[jax.Array]()
         for p, is_due in enumerate(due):
             part = Part(
@@ -86,7 +89,7 @@ class Exchanger:
                 weights=whole.weights[p],
                 residual=take(whole.residual, p) if has_residual else (),
             )
-            part, outcome = self._exchange_fragment(part, p, is_due)
+            part, outcome = self._exchange_fragment(part, p, is_due, theta)
             outcomes.append(outcome)
             center_states.append(part.center_state)
             weights.append(part.weights)
@@ -98,24 +101,30 @@ class Exchanger:
         whole = whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights))
         return whole, outcomes
 
-    def _exchange_fragment(self, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
+    def _exchange_fragment(
+        self, part: Part, p: int, due: Due, find_theta: Callable[[], optax.Params]
+    ) -> tuple[Part, Outcome]:
         """Return the part of fragment p after a step, and the outcome."""
         is_sent, is_received = due
         no = jnp.array(False)
 
         def send_and_receive() -> tuple[Part, jax.Array, jax.Array]:
-            n, sent, has_missed = self._send(part, p)
-            received, is_bad, is_lost = self._receive(sent, n, p)
+            theta = self.fragments.take_rows(find_theta(), p)
+            n, sent, has_missed = self._send(part, theta, p)
+            received, is_bad, is_lost = self._receive(sent, n, theta, p)
             return received, is_bad, has_missed | is_lost
 
         def send() -> tuple[Part, jax.Array]:
-            n, sent, has_missed = self._send(part, p)
+            theta = self.fragments.take_rows(find_theta(), p)
+            n, sent, has_missed = self._send(part, theta, p)
             in_flight = self.fragments.write_rows(sent.in_flight, n, p)
             return sent._replace(in_flight=in_flight), has_missed
 
         def receive() -> tuple[Part, jax.Array, jax.Array]:
-            n = self.fragments.take_rows(sent.in_flight, p)
-            received, is_bad, is_lost = self._receive(sent, n, p)
+            n, theta = (
+                self.fragments.take_rows(tree, p) for tree in (sent.in_flight, find_theta())
+            )
+            received, is_bad, is_lost = self._receive(sent, n, theta, p)
             # It is no longer in flight, and is not received again.
             return received._replace(weights=jnp.full_like(sent.weights, NOTHING)), is_bad, is_lost
 
@@ -127,13 +136,15 @@ class Exchanger:
         sent, has_missed = cond(is_sent, send, lambda: (part, no))
         new, is_bad, is_lost = cond(is_received, receive, lambda: (sent, no, no))
         # If nothing was sent, the center makes no step and no params are pulled.
-        has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
+        if is_received is False:
+            return new, Outcome(False, is_bad, has_missed | is_lost)
+        has_arrived = computed_once(is_received & (sent.weights != NOTHING))
         return new, Outcome(has_arrived, is_bad, has_missed | is_lost)
 
-    def _send(self, part: Part, p: int) -> tuple[Any, Part, jax.Array]:
+    def _send(self, part: Part, theta: Any, p: int) -> tuple[Any, Part, jax.Array]:
         """Return the mean of Delta over the replicas, and whether this replica has no part in it."""
         take, write = self.fragments.take_rows, self.fragments.write_rows
-        center, theta = take(part.center, p), take(self.theta(), p)
+        center = take(part.center, p)
         # Delta_p = c_p - theta_p
         delta = subtract_params(center, theta)
         is_finite = self.replicas.are_finite(delta)
@@ -170,16 +181,15 @@ class Exchanger:
 
         return pair(add, theta, center), w + w_theirs
 
-    def _receive(self, part: Part, n: Any, p: int) -> tuple[Part, jax.Array, jax.Array]:
+    def _receive(self, part: Part, n: Any, theta: Any, p: int) -> tuple[Part, jax.Array, jax.Array]:
         """Step the center by n; return also whether theta is not finite, and whether n overflowed."""
-        take = self.fragments.take_rows
-        center = take(part.center, p)
+        center = self.fragments.take_rows(part.center, p)
         gradient, is_finite = self.replicas.cast_gradient(n, center)
         # c_p <- c_p + u(Delta_p; s_c), unless Delta is of nobody or overflows
         has_any = part.weights > 0
         center, center_state = self.step((center, part.center_state), gradient, has_any & is_finite)
         center = self.fragments.write_rows(part.center, center, p)
-        is_bad = ~self.replicas.are_finite(take(self.theta(), p))
+        is_bad = ~self.replicas.are_finite(theta)
         # Without any contribution each replica has counted its own miss already.
         return part._replace(center=center, center_state=center_state), is_bad, has_any & ~is_finite
 

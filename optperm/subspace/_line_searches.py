@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optperm.core.control import both
 from optperm.core.mapped_axes import mark_varying
 from optperm.subspace._quasi_newton import (
     QuasiNewtonState,
@@ -178,7 +179,7 @@ def search(
     def is_searching(carry: Any) -> jax.Array:
         index, c, _, is_accepted = carry
         # c = 0 where the rounding of the loss hides the result of further trials
-        return ~is_accepted & (index < max_trials) & (c > 0)
+        return both(~is_accepted, c > 0) & (index < max_trials)
 
     def try_next(carry: Any) -> Any:
         index, c, _, _ = carry

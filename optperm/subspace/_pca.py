@@ -144,36 +144,37 @@ def principal_rows(
         is_valid = None
         if num_snapshots is not None:
             is_valid = jnp.arange(total, dtype=jnp.int32) < num_snapshots
-        read = functools.partial(_read_differences, is_valid=is_valid, is_centered=is_centered)
         # X X' of the differences from the first snapshot; the center is subtracted afterwards
         gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
         for parts in columns:
-            gram += _sum_over_chunks(read, _products, parts)
+            gram += _sum_products(parts, is_valid, is_centered=is_centered)
         valid = jnp.ones(total) if is_valid is None else is_valid.astype(jnp.float64)
         center = _make_centering(valid) if is_centered else jnp.diag(valid)
         coefficients, rank, needs_care = _find_coefficients(gram, n_components, center)
 
         # P <- L^-1 P with P P' = L L', where small eigenvalues have left P less orthonormal
         def orthonormalize() -> jax.Array:
-            products = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
+            between = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
             for parts in columns:
-                products += _sum_over_chunks(
-                    read, lambda x: _products(_combine(coefficients, x)), parts
-                )
+                between += _sum_products(parts, is_valid, coefficients, is_centered=is_centered)
             # The products are near the identity, so that float32 is enough; rows of zeros stay zero.
             is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
-            factor = jnp.linalg.cholesky(products.astype(jnp.float32) + jnp.diag(is_zero))
+            factor = jnp.linalg.cholesky(between.astype(jnp.float32) + jnp.diag(is_zero))
             identity = jnp.eye(n_components, dtype=jnp.float32)
             inverse = jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
             new = _combine(inverse.astype(jnp.float64), coefficients)
             return jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients)
 
         coefficients = cond(needs_care, orthonormalize, lambda: coefficients)
-        written = []
-        for out, parts in zip(outs, columns, strict=True):
-            # P = coefficients X, one replica's rows of it
-            mine = own_rows(coefficients, first_row, out.shape[0])
-            written.append(_write_combinations(read, mine, out, parts, in_place=in_place))
+        # P = coefficients X, one replica's rows of it
+        number = outs[0].shape[0] if outs else n_components
+        mine = own_rows(coefficients, first_row, number)
+        written = [
+            _write_combinations(
+                out, parts, is_valid, mine, is_centered=is_centered, in_place=in_place
+            )
+            for out, parts in zip(outs, columns, strict=True)
+        ]
         return jax.tree.unflatten(structure, written), rank
 
 
@@ -302,20 +303,30 @@ def _read_differences(
     return jnp.where(jnp.expand_dims(is_valid, tuple(range(1, wide.ndim))), wide, 0.0)
 
 
-def _sum_over_chunks(
-    read: Callable[..., jax.Array],
-    function: Callable[[jax.Array], jax.Array],
+# Leaves of one shape are traced once. The scope of float64 is a part of the key of these programs.
+
+
+@functools.partial(jax.jit, static_argnames="is_centered")
+def _sum_products(
     parts: tuple[jax.Array, ...],
+    is_valid: jax.Array | None,
+    coefficients: jax.Array | None = None,
+    *,
+    is_centered: bool,
 ) -> jax.Array:
-    """Sum a function of slices through all snapshots, over slices and then over pieces."""
+    """Return the inner products of all snapshots of a leaf, or of linear combinations of them."""
     axis, width, whole = _plan_slices(parts)
 
     def compute(start: Any, width: int) -> jax.Array:
-        return function(read(parts, axis, start, width))
+        rows = _read_differences(
+            parts, axis, start, width, is_valid=is_valid, is_centered=is_centered
+        )
+        return _products(rows if coefficients is None else _combine(coefficients, rows))
 
     def add(index: Any, total: jax.Array) -> jax.Array:
         return total + compute(index * np.int32(width), width)
 
+    # Sums over slices, and then over pieces
     total = compute(np.int32(0), 0)
     # Most leaves are one slice: a loop costs a program of its own.
     for_each = jax.lax.fori_loop if whole > 1 else _for_each
@@ -332,12 +343,14 @@ def _for_each(start: Any, stop: Any, function: Callable[[Any, Any], Any], carry:
     )
 
 
+@functools.partial(jax.jit, static_argnames=("is_centered", "in_place"))
 def _write_combinations(
-    read: Callable[..., jax.Array],
-    coefficients: jax.Array,
     out: jax.Array,
     parts: tuple[jax.Array, ...],
+    is_valid: jax.Array | None,
+    coefficients: jax.Array,
     *,
+    is_centered: bool,
     in_place: bool,
 ) -> jax.Array:
     """Write coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
@@ -348,8 +361,10 @@ def _write_combinations(
 
     def write(rows: jax.Array, start: Any, width: int) -> jax.Array:
         now = (rows, *parts[1:]) if in_place else parts
-        product = _combine(coefficients, read(now, axis, start, width))
-        product = jnp.where(is_row, product, 0.0)
+        wide = _read_differences(
+            now, axis, start, width, is_valid=is_valid, is_centered=is_centered
+        )
+        product = jnp.where(is_row, _combine(coefficients, wide), 0.0)
         return jax.lax.dynamic_update_slice_in_dim(rows, product.astype(rows.dtype), start, axis)
 
     rest = rows.shape[axis] - whole * width
