@@ -3,26 +3,41 @@
 The script prints:
 
 - train: a small decoder learns the bytes of Python's standard library, or of a text of yours. The table
-  has nats per byte on held-out bytes, words of optimizer state for each parameter, and processor
-  milliseconds per step. Embeddings, norms and biases train with Adam at one rate in all rows, and the
-  kernels at this rate times a scale. The scale, and the rate of AdamW too, are tuned on half of the
-  held-out bytes, with one seed and a third of the steps; the seeds are measured on the other half;
+  has nats per byte on held-out bytes and words of optimizer state for each parameter. Embeddings, norms
+  and biases train with Adam at one rate in all rows, and the kernels at this rate times a scale. The
+  scale, and the rate of AdamW too, are tuned on half of the held-out bytes, with one seed and a third of
+  the steps; the seeds are measured on the other half. Another table has the differences of small states
+  from the same method in float32, seed by seed, with their standard error;
+- images: a convolutional network learns the digits of scikit-learn, or MNIST, with AdamW in 32, 8 and 4
+  bits;
 - step: the processor time of a step over the time of a step of AdamW, for the update alone and with a
   gradient. Steps have no new basis, one, or one for each matrix;
-- memory: the memory of a compiled training step of a decoder of 100 million params, ahead of time.
+- memory: the memory of a compiled training step of a decoder of 100 million params, ahead of time, on
+  this machine, on a TPU v5e or on an H100 (which need what `accelerators.py` names).
 
-    python benchmarks/memory.py [--only train|step|memory] [--data FILE] [--seeds 5] [--steps 600]
-        [--methods NAME ...] [--rates ...] [--scales ...] [--width 96] [--context 64] [--repetitions 20]
+The runs of `train` are kept in a folder, if there is one, and a later command takes them from there. All
+seeds of a method train at once, in one program. The run of 3,000 steps that shows whether second moments
+stand still has `--steps 3000 --thirds 0`, with the rates that are best after 600 steps.
+
+    python benchmarks/memory.py [--only train|images|step|memory] [--text FILE] [--data FILE]
+        [--methods NAME ...] [--seeds 5] [--steps 600] [--thirds 1] [--rates ...] [--scales ...]
+        [--width 96] [--context 64] [--into FOLDER] [--device cpu|tpu|gpu] [--repetitions 20]
         [--json FILE]
 """
 
 import argparse
+import contextlib
 import functools
+import json
 import pathlib
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
+import accelerator_programs
+import images
 import jax
 import jax.numpy as jnp
 import library_bytes
@@ -32,6 +47,7 @@ import optax.contrib
 import results
 
 import optperm
+from optperm.memory import _quantize_state
 
 Tx = optax.GradientTransformation
 RESULTS = results.Results()
@@ -78,16 +94,42 @@ def quantize(tx: Tx, bits: int = 8) -> Tx:
     return optperm.quantize_state(tx, bits=bits, min_size=1024)
 
 
+@contextlib.contextmanager
+def nearest_squares() -> Iterator[None]:
+    """Let squares be rounded to the nearest code in what is traced."""
+    encode = _quantize_state._encode
+
+    def round_to_nearest(x: Any, form: Any, seed: Any) -> Any:
+        return encode(x, "largest" if form == "root" else form, seed)
+
+    with mock.patch.object(_quantize_state, "_encode", round_to_nearest):
+        yield
+
+
+def quantize_to_nearest(tx: Tx) -> Tx:
+    """Return an optimizer with moments in 8 bits, whose second moments are rounded to the nearest."""
+    quantized = quantize(tx)
+
+    def update(*arguments: Any, **extra_args: Any) -> Any:
+        with nearest_squares():
+            return quantized.update(*arguments, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(quantized.init, update)
+
+
 # The same in small states: what is wrapped around the whole optimizer.
 WRAPPERS: dict[str, Callable[[Tx], Tx]] = {}
+BASES: dict[str, str] = {}
 for name, base, wrapper in (
     ("AdamW, 8 bits", "AdamW", quantize),
+    ("AdamW, 8 bits, nearest", "AdamW", quantize_to_nearest),
     ("AdamW, 4 bits", "AdamW", functools.partial(quantize, bits=4)),
     ("low rank, 8 bits", "random, carried, residual", quantize),
+    ("low rank, 4 bits", "random, carried, residual", functools.partial(quantize, bits=4)),
     ("apollo, 8 bits", "apollo", quantize),
 ):
-    METHODS[name], WRAPPERS[name] = METHODS[base], wrapper
-METHODS["AdamW, bfloat16"] = (lambda width: bfloat16_adam(), SCALES)
+    METHODS[name], WRAPPERS[name], BASES[name] = METHODS[base], wrapper, base
+METHODS["AdamW, bfloat16"], BASES["AdamW, bfloat16"] = (lambda _: bfloat16_adam(), SCALES), "AdamW"
 
 
 def bfloat16_adam() -> Tx:
@@ -132,6 +174,35 @@ def optimizer(name: str, rate: Any, scale: Any, steps: Any) -> Tx:
     return WRAPPERS.get(name, lambda tx: tx)(tx)
 
 
+Lane = tuple[float, float, int]  # a rate, the scale of kernels, and a seed
+
+
+class Runs:
+    """The losses of trainings, kept in a folder with a file for each method."""
+
+    def __init__(self, folder: pathlib.Path | None, title: str, name: str) -> None:
+        slug = re.sub("[^a-z0-9]+", "_", f"{title} {name}".lower()).strip("_")
+        self.path = folder and folder / f"{slug}.json"
+        is_there = self.path is not None and self.path.exists()
+        self.found: dict[str, Any] = json.loads(self.path.read_text()) if is_there else {}
+
+    def get(
+        self, lanes: Sequence[Lane], steps: int, at_once: int, run: Callable[[Any], Any]
+    ) -> list[Any]:
+        """Return the losses of trainings, of which those that are not there are run, some at once."""
+        keys = {lane: f"{steps} {lane[0]:g} {lane[1]:g} {lane[2]}" for lane in lanes}
+        rest = [lane for lane in lanes if keys[lane] not in self.found]
+        for start in range(0, len(rest), at_once):
+            some = rest[start : start + at_once]
+            # As many as ever, so that one program serves all
+            full = [*some, *[some[-1]] * (at_once - len(some))]
+            self.found |= {keys[lane]: loss for lane, loss in zip(some, run(full), strict=False)}
+            if self.path:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text(json.dumps(self.found, indent=1))
+        return [self.found[keys[lane]] for lane in lanes]
+
+
 class Task:
     """A text, and a decoder that learns its bytes."""
 
@@ -155,9 +226,8 @@ class Task:
         return library_bytes.windows(self.train, np.random.default_rng((seed, 7)), steps, BATCH)
 
     def program(self, name: str) -> Callable[..., Any]:
-        """Return what goes on with a training by a method, compiled once for all rates."""
+        """Return what goes on with trainings by a method, compiled once for all rates."""
 
-        @jax.jit
         def go_on(carry: Any, batches: Any, rate: Any, scale: Any, steps: Any) -> Any:
             tx = optimizer(name, rate, scale, steps)
 
@@ -169,24 +239,23 @@ class Task:
 
             return jax.lax.scan(step, carry, batches)[0]
 
-        return go_on
+        return jax.jit(jax.vmap(go_on, in_axes=(0, 0, 0, 0, None)))
 
-    def run(
-        self, name: str, program: Any, point: tuple[float, float], seed: int, steps: int, parts: int
-    ) -> Any:
-        """Return nats a byte on both halves of what is held out, and seconds of the processor.
+    def run(self, name: str, program: Any, lanes: Sequence[Lane], steps: int, parts: int) -> Any:
+        """Return nats a byte on both halves of what is held out, of trainings that run at once.
 
         The steps are run in parts of one length, by the same compiled program.
         """
-        params, batches = self.start(seed), self.batches(seed, steps)
+        params = [self.start(seed) for _, _, seed in lanes]
+        batches = np.stack([self.batches(seed, steps) for _, _, seed in lanes])
         tx = optimizer(name, 1, 1, steps)
-        carry = params, jax.jit(tx.init)(params)
-        numbers = [jnp.float32(number) for number in (*point, steps)]
-        start = time.process_time()
-        for part in np.split(batches, parts):
-            carry = jax.block_until_ready(program(carry, part, *numbers))
-        seconds = time.process_time() - start
-        return [float(self.evaluate(carry[0], ids)) for ids in self.tests], seconds
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+        carry = stacked, jax.jit(jax.vmap(tx.init))(stacked)
+        rates, scales = (jnp.float32([lane[i] for lane in lanes]) for i in (0, 1))
+        for part in np.split(batches, parts, axis=1):
+            carry = program(carry, part, rates, scales, jnp.float32(steps))
+        ends = [jax.tree.map(lambda leaf: leaf[i], carry[0]) for i in range(len(lanes))]  # noqa: B023
+        return [[float(self.evaluate(end, ids)) for ids in self.tests] for end in ends]
 
     def words(self, name: str) -> float:
         """Return the words of the optimizer's state for each parameter."""
@@ -194,53 +263,98 @@ class Task:
         return optperm.memory.state_report(tx, jax.eval_shape(self.start, 0)).words_per_param
 
 
-def train(
-    title: str,
-    task: Task,
-    methods: Sequence[str],
-    seeds: int,
-    steps: int,
-    thirds: int,
-    file: pathlib.Path | None,
-    rates_of_adamw: Sequence[float] = RATES,
-    scales_of_all: Sequence[float] | None = None,
-) -> None:
+def train(title: str, task: Task, methods: Sequence[str], options: argparse.Namespace) -> None:
     """Tune each method, train it from each seed, and print its rows and write them to a file."""
-    rate = rates_of_adamw[0]
+    rate, steps, seeds, of = options.rates[0], options.steps, options.seeds, {}
     for name in methods:
-        scales = scales_of_all or METHODS[name][1]
+        runs, program = Runs(options.into, title, name), task.program(name)
         # The rate of what is no kernel is AdamW's best one, for all.
-        rates = rates_of_adamw if name == "AdamW" else (rate,)
-        tuned, program = {}, task.program(name)
-        for point in [(rate, scale) for rate in rates for scale in scales]:
-            (tuned[point], _), _ = task.run(name, program, point, 0, thirds * steps // 3, thirds)
-            RESULTS.row(
-                f"{title}: the grid, {thirds * steps // 3} steps, one seed",
-                method=name,
-                rate=f"{point[0]:g}",
-                kernels=f"times {point[1]:g}",
-                nats=f"{tuned[point]:.3f}",
-            )
-            print(
-                f"{name:30} rate {point[0]:g} kernels {point[1]:<6g} {tuned[point]:.3f}", flush=True
-            )
-        # What is not finite is no number to choose.
-        best = min(tuned, key=lambda point: tuned[point] if np.isfinite(tuned[point]) else np.inf)
+        rates = options.rates if name == "AdamW" else (rate,)
+        points = [(r, scale) for r in rates for scale in options.scales or METHODS[name][1]]
+        best = points[0]
+        if options.thirds:
+            fewer = options.thirds * steps // 3
+            tried = functools.partial(task.run, name, program, steps=fewer, parts=options.thirds)
+            found = runs.get([(*point, 0) for point in points], fewer, seeds, tried)
+            tuned = [first for first, _ in found]
+            for point, nats in zip(points, tuned, strict=True):
+                RESULTS.row(
+                    f"{title}: the grid, {fewer} steps, one seed",
+                    method=name,
+                    rate=f"{point[0]:g}",
+                    kernels=f"times {point[1]:g}",
+                    nats=f"{nats:.3f}",
+                )
+                print(f"{name:30} rate {point[0]:g} kernels {point[1]:<6g} {nats:.3f}", flush=True)
+            # What is not finite is no number to choose.
+            best = points[int(np.argmin(np.where(np.isfinite(tuned), tuned, np.inf)))]
         rate = best[0]
-        runs = [task.run(name, program, best, seed, steps, 3) for seed in range(seeds)]
-        losses = [test for (_, test), _ in runs]
-        seconds = min(seconds for _, seconds in runs)
+        measured = functools.partial(task.run, name, program, steps=steps, parts=3)
+        losses = runs.get([(*best, seed) for seed in range(seeds)], steps, seeds, measured)
+        of[name] = np.array([second for _, second in losses])
         RESULTS.row(
             f"{title}: {steps} steps, {seeds} seeds",
             method=name,
             rate=f"{best[0]:g}",
             kernels=f"times {best[1]:g}",
-            nats=f"{np.mean(losses):.3f} ± {np.std(losses):.3f}",
+            nats=f"{np.mean(of[name]):.3f} ± {np.std(of[name]):.3f}",
             words_a_param=f"{task.words(name):.2f}",
-            ms_a_step=f"{1e3 * seconds / steps:.0f}",
         )
-        print(f"{name:30} {best} {np.mean(losses):.3f} {losses} {task.words(name):.2f}", flush=True)
-        RESULTS.write(file)
+        print(
+            f"{name:30} {best} {np.mean(of[name]):.3f} {of[name]} {task.words(name):.2f}",
+            flush=True,
+        )
+        if (base := BASES.get(name)) in of and seeds > 1:
+            apart = of[name] - of[base]
+            error = np.std(apart, ddof=1) / seeds**0.5
+            RESULTS.row(
+                f"{title}: {steps} steps, differences of {seeds} seeds",
+                method=name,
+                minus=base,
+                nats=f"{np.mean(apart):+.4f}",
+                standard_error=f"{error:.4f}",
+            )
+            print(f"{name:30} minus {base}: {np.mean(apart):+.4f}, error {error:.4f}", flush=True)
+        RESULTS.write(options.json)
+
+
+IN_IMAGES = ("AdamW", "AdamW, 8 bits", "AdamW, 8 bits, nearest", "AdamW, 4 bits")
+
+
+def learn_images(options: argparse.Namespace) -> None:
+    """Train a convolutional network with AdamW in 32, 8 and 4 bits, each at its best rate."""
+    title, data, test = images.load(options.data)
+    side = data[0].shape[1]
+    wanted = {
+        name: WRAPPERS.get(name, lambda tx: tx) for name in options.methods if name in IN_IMAGES
+    }
+    for name, wrap in wanted.items():
+
+        @functools.partial(jax.jit, static_argnums=1)
+        def fit(
+            rate: Any, steps: int, params: Any, part: Any, indices: Any, wrap: Any = wrap
+        ) -> Any:
+            warm = optax.warmup_cosine_decay_schedule(0.0, 1.0, 20, steps, 0.05)
+            tx = wrap(optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(warm)))
+            tx = optax.chain(tx, optax.scale(-rate))
+            return images.train(tx, params, tx.init(params), indices, part)[0]
+
+        def trained(rate: Any, seed: int, steps: int, part: Any, fit: Any = fit) -> Any:
+            params = images.initial(seed, (side, side, 1), hidden=None, channels=(32, 64))
+            indices = images.batches(len(part[0]), 100, steps, seed)
+            return fit(rate, steps, params, part, indices)
+
+        best, tried = images.tune((3e-4, 1e-3, 3e-3, 1e-2), trained, options.steps, data)
+        ends = [trained(best, seed, options.steps, data) for seed in range(options.seeds)]
+        RESULTS.row(
+            f"A convolutional network on {title}: {options.steps} steps, {options.seeds} seeds",
+            method=name,
+            grid=images.shown(tried),
+            rate=f"{best:g}",
+            accuracy=(scores := images.spread([images.accuracy(end, test) for end in ends])),
+        )
+        print(f"{name:30} {scores}, rate {best:g} of {images.shown(tried)}", flush=True)
+        RESULTS.write(options.json)
 
 
 def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -> None:
@@ -342,8 +456,19 @@ def decoder_loss(params: Any, ids: jax.Array, heads: int = 12) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]))
 
 
-def memory(layers: int = 12, width: int = 768, vocabulary: int = 20_000) -> None:
+# The device for which a program is compiled: its name, and a mesh of one of it.
+DEVICES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "cpu": ("", lambda: None),
+    "tpu": (", TPU v5e", lambda: accelerator_programs.tpu_mesh({"one": 1})),
+    "gpu": (", H100", lambda: accelerator_programs.gpu_mesh({"one": 1})),
+}
+
+
+def memory(
+    device: str = "cpu", layers: int = 12, width: int = 768, vocabulary: int = 20_000
+) -> None:
     """Compile a training step of a decoder ahead of time, and print what it holds."""
+    where, mesh = DEVICES[device][0], DEVICES[device][1]()
     shapes, numbers = decoder_shapes(layers, width, vocabulary), {"embed": None}
     matrix = optax.contrib.GaLoreDimensionNumbers(-2, -1)
     numbers |= {name: matrix for name in shapes if name != "embed"}
@@ -370,28 +495,36 @@ def memory(layers: int = 12, width: int = 768, vocabulary: int = 20_000) -> None
             return optax.apply_updates(params, updates), opt_state
 
         state = jax.eval_shape(tx.init, shapes)
-        program = jax.jit(take, donate_argnums=(0, 1)).lower(shapes, state, ids).compile()
+        given = shapes, state, ids
+        given = accelerator_programs.shapes(given, mesh) if mesh else given
+        program = jax.jit(take, donate_argnums=(0, 1)).lower(*given).compile()
         held = program.memory_analysis()
         of_state = optperm.memory.state_report(tx, shapes).words_per_param
         arguments, temporary = held.argument_size_in_bytes, held.temp_size_in_bytes
         RESULTS.row(
-            f"A compiled training step of a decoder of {size / 1e6:.0f} million params, float32",
+            f"A compiled training step of a decoder of {size / 1e6:.0f} million params, float32{where}",
             method=name,
             words_a_param=f"{of_state:.2f}",
             arguments_MB=f"{arguments / 1e6:.0f}",
             temporary_MB=f"{temporary / 1e6:.0f}",
             both_MB=f"{(arguments + temporary) / 1e6:.0f}",
+            temporary_words_a_param=f"{temporary / 4 / size:.2f}",
         )
         print(
-            f"memory: {name:20} {of_state:.2f} words, {arguments / 1e6:.0f} + {temporary / 1e6:.0f} MB"
+            f"memory: {name:20} {of_state:.2f} words, {arguments / 1e6:.0f} + {temporary / 1e6:.0f} MB, "
+            f"{temporary / 4 / size:.2f} temporary words a param",
+            flush=True,
         )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("train", "step", "memory"))
-    parser.add_argument("--data", type=pathlib.Path, help="a text, in the place of the library")
+    parser.add_argument("--only", choices=("train", "images", "step", "memory"))
+    parser.add_argument("--text", type=pathlib.Path, help="a text, in the place of the library")
+    parser.add_argument("--data", type=pathlib.Path, help="an npz of images, for `images`")
+    parser.add_argument("--into", type=pathlib.Path, help="a folder that keeps the runs of `train`")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="of `memory`")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
@@ -399,7 +532,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rates", type=float, nargs="+", default=list(RATES), help="of AdamW's grid"
     )
-    parser.add_argument("--thirds", type=int, default=1, help="of the steps, for the grid")
+    parser.add_argument(
+        "--thirds", type=int, default=1, help="of the steps, for the grid; 0: no grid"
+    )
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=20)
@@ -407,27 +542,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     results.add_argument(parser)
     arguments = parser.parse_args(argv)
     library_bytes.WIDTH, library_bytes.CONTEXT = arguments.width, arguments.context
-    data = library_bytes.load(arguments.data)
-    title = f"Bytes of {arguments.data.stem}" if arguments.data else "Bytes of Python's library"
+    title = f"Bytes of {arguments.text.stem}" if arguments.text else "Bytes of Python's library"
     is_small = arguments.smallest
     parts = {
         "train": lambda: train(
-            title,
-            Task(*data),
-            arguments.methods,
-            arguments.seeds,
-            arguments.steps,
-            arguments.thirds,
-            arguments.json,
-            arguments.rates,
-            arguments.scales,
+            title, Task(*library_bytes.load(arguments.text)), arguments.methods, arguments
         ),
+        "images": lambda: learn_images(arguments),
         "step": lambda: (
             step(2, 2, 16, 32, 4, 8)
             if is_small
             else step(arguments.repetitions, 24, 512, 2048, 128, 512)
         ),
-        "memory": lambda: memory(2, 64, 100) if is_small else memory(),
+        "memory": lambda: memory(arguments.device, *((2, 64, 100) if is_small else ())),
     }
     for name, measure in parts.items():
         if arguments.only in (None, name):

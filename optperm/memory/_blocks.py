@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from optperm.core.dtypes import computed_once
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
@@ -51,28 +52,28 @@ def encode(x: jax.Array, form: Form, seed: jax.Array) -> tuple[jax.Array, jax.Ar
     raw = jax.lax.bitcast_convert_type(x, jnp.int32)
     size = raw & 0x7FFFFFFF
     is_finite = size < _INFINITY
-    size = jnp.where(size < _SMALLEST_NORMAL, 0, size)
     # Numbers of at least 0 have the order of their bits, and exponents have the order of the numbers.
-    top = jnp.max(jnp.where(is_finite, size, 0), axis=-1)
+    top = jnp.max(size if form in _PAIRS else jnp.where(is_finite, size, 0), axis=-1)
     e = _largest_of_blocks(_find_exponents(top, form), x).astype(jnp.int32)
+    size = jnp.where(is_finite & (size >= _SMALLEST_NORMAL), size, 0)
     # y = x / 2^e, or x / 4^e for roots, exactly
     scale = _power(_spread(-2 * e if form in _ROOTS else -e, x))
     y = jax.lax.bitcast_convert_type(size, jnp.float32) * scale
     draw = _draw(x, n, seed)
     if form in _PAIRS:
-        codes = jnp.where(is_finite, _fix(y, 22, 126) + (draw >> 10).astype(jnp.int32) >> 22, 0)
-        codes = codes | jnp.where(raw < 0, 8, 0)
-        has_other = _largest_of_blocks(jnp.any(~is_finite, axis=-1), x) > 0
-        e = jnp.where(has_other, _NAN_BLOCK, e)
+        codes = _fix(y, 22, 126) + (draw >> 10).astype(jnp.int32) >> 22
+        # Stored, since a kernel that computes every second number is slow.
+        codes = computed_once((codes | (raw >> 28 & 8)).astype(jnp.uint8))
         pairs = codes.reshape(*codes.shape[:-1], -1, 2)
-        pairs = jnp.sum(pairs << _half_bytes(pairs.ndim), axis=-1)
-        return _join(pairs, (n + 1) // 2).astype(jnp.uint8), e.astype(jnp.int8)
+        pairs = pairs[..., 0] | pairs[..., 1] << 4
+        e = jnp.where(e > _PAIR_LIMITS[1], _NAN_BLOCK, e)
+        return _join(pairs, (n + 1) // 2), e.astype(jnp.int8)
     if form in _ROOTS:
         codes = _round_root(y, draw if form == "root" else None)
     else:
         codes = jnp.minimum(_fix(y, 20, 120) + (draw >> 12).astype(jnp.int32) >> 20, _NAN - 1)
     if form == "random":
-        codes = codes | jnp.where(raw < 0, 0x80, 0)
+        codes = codes | (raw >> 24 & 0x80)
     else:
         # A number above 0 never becomes 0, as a step is divided by it.
         codes = jnp.where((size > 0) & (raw > 0), jnp.maximum(codes, 1), 0)
@@ -85,35 +86,34 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
     e = exponents.astype(jnp.int32)
     if form in _PAIRS:
         n = 2 * codes.shape[-1] - (form == "odd")
-        pairs = _split(codes, _find_group(codes, n, form) // 2).astype(jnp.int32)
-        c = pairs[..., None] >> _half_bytes(pairs.ndim + 1) & 15
-        c = c.reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
-        # 0, 0.5, 1, 1.5, 2, 3, 4, 6
-        size = _value(c & 7, 22, 126)
-        x = jnp.where(c > 7, -size, size)
-    else:
-        n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.uint8)
-        c = _split(bits, _find_group(codes, n, form)).astype(jnp.int32)
-        size = jnp.where(c & _NAN == _NAN, jnp.nan, _value(c & _NAN, 20, 120))
-        x = jnp.where(c > _NAN, -size, size)
-    x = x * _power(_spread(jnp.maximum(e, _LIMITS[0]), x))
-    if form in _ROOTS:
-        x = x * x
-    if form in _PAIRS:
+        pairs = _split(codes, _find_group(codes, n, form) // 2)
+        c = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
+        # Twice the number, of the digits 0, 1, 2, 3, 4, 6, 8 and 12
+        size = jnp.uint32(0xC8643210) >> (c & 7).astype(jnp.uint32) * 4 & 15
+        twice = jnp.where(c > 7, -size.astype(jnp.int8), size.astype(jnp.int8))
+        # Stored, since half an index makes a longer kernel slow
+        twice = computed_once(twice).astype(jnp.float32)
+        x = twice * _power(_spread(jnp.maximum(e, _PAIR_LIMITS[0]) - 1, twice))
         x = jnp.where(_spread(e, x) == _NAN_BLOCK, jnp.nan, x)
+    else:
+        n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.int8)
+        c = _split(bits, _find_group(codes, n, form)).astype(jnp.int16)
+        # The bits of a float16 that is 2^-8 of the number
+        half = jax.lax.bitcast_convert_type(c << 7 & ~0x4000, jnp.float16).astype(jnp.float32)
+        x = jnp.where(c & _NAN == _NAN, jnp.nan, half) * _power(_spread(e + 8, half))
     top = float(jnp.finfo(dtype).max)
-    return _join(jnp.clip(x, -top, top), n).astype(dtype)
-
-
-def _half_bytes(ndim: int) -> jax.Array:
-    """Return the places of the two codes in a byte, (..., 2)."""
-    return 4 * jax.lax.broadcasted_iota(jnp.int32, (1,) * (ndim - 1) + (2,), ndim - 1)
+    if form in _ROOTS:
+        x = jnp.minimum(x * x, top)
+    elif form in _PAIRS or dtype != jnp.float32:
+        x = jnp.clip(x, -top, top)
+    return _join(x, n).astype(dtype)
 
 
 def _find_exponents(top: jax.Array, form: Form) -> jax.Array:
     """Return the exponents of blocks whose largest number has these bits."""
     if form in _PAIRS:
-        return jnp.clip((top + 0x3FFFFF >> 23) - 129, *_PAIR_LIMITS)
+        e = jnp.clip((top + 0x3FFFFF >> 23) - 129, *_PAIR_LIMITS)
+        return jnp.where(top < _INFINITY, e, _PAIR_LIMITS[1] + 1)
     # The exponent k of the smallest power of two that is not below the number
     k = (top + 0x7FFFFF >> 23) - 127
     # Of a square in (2^14, 2^16] the root is in (128, 256].
@@ -122,15 +122,24 @@ def _find_exponents(top: jax.Array, form: Form) -> jax.Array:
 
 def _round_root(u: jax.Array, draw: jax.Array | None) -> jax.Array:
     """Return codes of the root of u >= 0 in e4m3, at random so that u is unbiased, or to the nearest."""
-    down = _fix(jnp.sqrt(u), 20, 120) >> 20
-    r0, r1 = _value(down, 20, 120), _value(down + 1, 20, 120)
+    # The root is in [2^E, 2^(E + 1)), or E = -6 and it is smaller; codes have a width of q = 2^(E - 3).
+    # The bits of u plus 2^23 have E + 64 as their first byte.
+    bits = jnp.maximum(jax.lax.bitcast_convert_type(u, jnp.int32), 115 << 23)
+    octave = bits + 0x00800000 & 0x7F000000
+    # t = u / q^2, exactly, and r0 = k q the code that is not above the root
+    t = u * jax.lax.bitcast_convert_type(
+        jnp.uint32(261 << 23) - octave.astype(jnp.uint32), jnp.float32
+    )
+    down = jnp.floor(jnp.sqrt(t))
+    k = jax.lax.bitcast_convert_type(down + 2.0**23, jnp.int32)
     if draw is None:
-        middle = 0.5 * (r0 + r1)
-        return down + (u > middle * middle).astype(jnp.int32)
-    # Up with probability p = (u - r0^2) / (r1^2 - r0^2). Squares and differences are exact, also in a
-    # fused multiply-add.
-    chance = (draw >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
-    return down + (chance * (r1 * r1 - r0 * r0) < u - r0 * r0).astype(jnp.int32)
+        is_up = t > (down + 0.5) * (down + 0.5)
+    else:
+        # Up with probability p = (u - r0^2) / (r1^2 - r0^2) = (t - k^2) / (2 k + 1). Squares and
+        # differences are exact, also in a fused multiply-add.
+        chance = (draw >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+        is_up = chance * (2 * down + 1) < t - down * down
+    return (octave >> 21) + (k - (8 * 58 + 0x4B000000)) + is_up.astype(jnp.int32)
 
 
 def _fix(y: jax.Array, shift: int, bias: int) -> jax.Array:
@@ -140,16 +149,10 @@ def _fix(y: jax.Array, shift: int, bias: int) -> jax.Array:
     number, codes are multiples of the smallest code.
     """
     smallest_normal = 2.0 ** (bias - 126)
-    subnormal = (y * (2.0**23 / smallest_normal)).astype(jnp.int32)
-    bits = jax.lax.bitcast_convert_type(y, jnp.int32) - (bias << 23)
-    return jnp.where(y < smallest_normal, subnormal, bits)
-
-
-def _value(code: jax.Array, shift: int, bias: int) -> jax.Array:
-    """Return the number of a code of at least 0."""
-    steps = 1 << 23 - shift
-    normal = jax.lax.bitcast_convert_type((code << shift) + (bias << 23), jnp.float32)
-    return jnp.where(code < steps, code.astype(jnp.float32) * (2.0 ** (bias - 126) / steps), normal)
+    is_subnormal = y < smallest_normal
+    y = jnp.where(is_subnormal, y + smallest_normal, y)
+    base = jnp.where(is_subnormal, bias + 1 << 23, bias << 23)
+    return jax.lax.bitcast_convert_type(y, jnp.int32) - base
 
 
 def _power(exponents: jax.Array) -> jax.Array:

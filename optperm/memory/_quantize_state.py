@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
+from optperm.core.dtypes import computed_once
 from optperm.core.keys import key_data
 from optperm.core.shardings import is_spread, shard_like, sharding_of
 from optperm.core.states import find_states, match_params, without_variables
@@ -322,17 +324,18 @@ def _encode_state(
     if not any(names):  # There are no moments, as of the placeholders of `optax.tree.map_params`.
         return inner_state, jnp.zeros([], jnp.int8)
     exponents: list[list[Any]] = [[{} for _ in each] for each in names]
+    total = sum(map(len, names))
     # A hash of the key and the step, and of the number of the array
     words = key_data(key)
-    seed = mix(mix(mix(words[0]) ^ words[1]) ^ count.astype(jnp.uint32))
-    number = itertools.count(1)
+    seed = computed_once(mix(mix(mix(words[0]) ^ words[1]) ^ count.astype(jnp.uint32)))
+    # XLA compiles equal kernels once: a number that it knows would make a kernel for each array.
+    numbers = iter(computed_once([np.uint32(i * 0x9E3779B1 % 2**32) for i in range(1, total + 1)]))
 
     def encode_moment(i: int, j: int, moment: Any) -> Any:
         if not (name := names[i][j]):
             return moment
         form, _ = name.split("_")
-        own = mix(seed ^ jnp.uint32(next(number) * 0x9E3779B1 % 2**32))
-        codes, e = _encode(moment, form, own)
+        codes, e = _encode(moment, form, mix(seed ^ next(numbers)))
         exponents[i][j] = {name: _shard_exponents(e, moment)}
         return shard_like(codes, moment) if codes.shape == moment.shape else codes
 

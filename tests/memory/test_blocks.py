@@ -58,10 +58,13 @@ def encode_numpy(x, form, seed):
         c = down + ((draw >> 8) / 2**24 * (values[down + 1] - values[down]) < y - values[down])
     else:  # The sum of the part and of as many random bits carries over.
         bits = 22 if is_pair else 20
-        c = down + (np.floor(part * 2**bits) + (draw >> (32 - bits)) >= 2**bits)
+        smallest_normal, part = codes[2 if is_pair else 8], part * 2.0**bits
+        part = np.where(y < smallest_normal, np.rint(part), np.floor(part))
+        c = down + (part + (draw >> (32 - bits)) >= 2**bits)
     if is_pair:
-        c = np.where(is_finite, c, 0) | np.where(is_negative, 8, 0)
-        e = np.where(is_finite.all(-1), e, -128)
+        has_other = ~is_finite.all(-1)
+        c = np.where(has_other[..., None], 0, c) | np.where(is_negative, 8, 0)
+        e = np.where(has_other, -128, e)
         c = c.reshape(*c.shape[:-2], -1)
         c = (c[..., ::2] | c[..., 1::2] << 4)[..., : (n + 1) // 2]
         return c.astype(np.uint8), e.astype(np.int8)

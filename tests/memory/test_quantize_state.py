@@ -359,3 +359,96 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
     if piece == 32:
         assert not moved
     assert all(count <= 6 * n // 8 for _, count in moved), moved
+
+
+# Wrappers of Optax and of this library around and inside of `quantize_state`, and what they need
+AROUND = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}
+    ),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_wrapper_around_gives_what_it_gives_around_float32(name):
+    """Its first step, from exact zeros, is that of float32; in later ones codes change each step."""
+    inner = optax.adam(1e-2)
+    params = params_of()
+    tx, plain = (AROUND[name](each) for each in (optperm.quantize_state(inner, min_size=2), inner))
+    update, exact = jax.jit(tx.update), jax.jit(plain.update)
+    state, expected = tx.init(params), plain.init(params)
+    is_float8 = lambda leaf: leaf.dtype == jnp.float8_e4m3fn  # noqa: E731
+    assert any(map(is_float8, jax.tree.leaves(state)))
+    for step in range(4):
+        out, state = update(params_of(step), state, params)
+        wanted, expected = exact(params_of(step), expected, params)
+        # A second moment moves by at most 27 %, and a first one by an eighth
+        support.assert_close(
+            out, wanted, rtol=1e-5 if step < 1 else 0.5, atol=1e-7 if step < 1 else 3e-3
+        )
+
+
+@pytest.mark.filterwarnings("ignore:quantize_state does not know the moments of ScheduleFreeState")
+def test_an_update_of_schedule_free_inside_is_that_of_the_decoded_state():
+    """Its base has the moments, and its own iterates stay as they are."""
+    inner = optax.contrib.schedule_free(optax.adam(1e-2), 1e-2)
+    tx, params = optperm.quantize_state(inner, min_size=2), params_of()
+    state = tx.init(params)
+    for step in range(3):
+        decoded = jax.tree.map(jnp.asarray, dequantize(state))
+        out, state = tx.update(params_of(step), state, params)
+        support.assert_close(out, inner.update(params_of(step), decoded, params)[0], rtol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:quantize_state does not know the moments of DilocoState")
+def test_replicas_of_pmap_and_diloco_have_the_codes_of_one_device():
+    """With equal gradients on two replicas, inside and around `diloco`, whose commits change nothing."""
+    params, quantized = params_of(), optperm.quantize_state(optax.adam(1e-2), min_size=2)
+    options = {"every": 2, "axis_name": "i"}
+    inside = optperm.diloco(quantized, optax.sgd(1.0), **options)
+    outside = optperm.quantize_state(
+        optperm.diloco(optax.adam(1e-2), optax.sgd(1.0, 0.9), **options), min_size=2
+    )
+
+    def run(tx, mapped):
+        def train(params):
+            state = tx.init(params)
+            for step in range(3):
+                updates, state = tx.update(params_of(step), state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state
+
+        two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+        return mapped(train)(two)
+
+    def pmap(train):
+        return jax.pmap(train, axis_name="i")
+
+    alone = run(quantized, lambda train: jax.jit(jax.vmap(train)))
+    found = run(inside, pmap)
+    support.assert_close(found[0], alone[0], rtol=1e-5, atol=1e-6)
+    # Outside are the moments of the inner Adam, and the momentum of the center.
+    for state, number in ((found[1], 4), (run(outside, pmap)[1], 6)):
+        codes = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.float8_e4m3fn]
+        assert len(codes) == number
+        for leaf in codes:
+            support.assert_same_bits(leaf[0], leaf[1])
+
+
+def test_a_program_of_many_leaves_has_few_kernels():
+    """The number of an array is an operand, so that leaves of one shape have equal kernels."""
+    tx = optperm.quantize_state(optax.adam(1e-2), min_size=2)
+    seen = []
+    for leaves in (4, 12):
+        params = {f"w{i:02}": jax.ShapeDtypeStruct((16, 64), jnp.float32) for i in range(leaves)}
+        state = jax.eval_shape(tx.init, params)
+        text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+        # The opcodes, types and constants of each fused computation
+        parts = re.split(r"\n(?=%)", text.split("\nENTRY")[0])
+        bodies = [re.findall(r"= (\S+ [a-z-]+\((?:[^%,)]*\))?)", part) for part in parts]
+        seen.append(len(set(map(tuple, bodies))))
+    assert seen[1] <= seen[0] + 2
