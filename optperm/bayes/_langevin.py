@@ -41,9 +41,9 @@ class SgldState(NamedTuple):
       reach: :math:`\epsilon T / 2` of the last step. Over the posterior's variance in a direction it is
         the :math:`h \lambda` of that direction, and variances are too large by half of it; 0 with a
         preconditioner.
+      gain: :math:`\epsilon N^2 / (4 T)` of the last step. Times the variance of the batch's gradient it
+        is the fraction by which the noise of the batches widens a variance; 0 with a preconditioner.
       left_out: Steps in which entries with a gradient that is not finite did not move.
-      looks: Number of estimates of the batches' noise, one in 200 steps.
-      batch_bias: The fraction by which the batches' noise widens each variance, a tree like params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]

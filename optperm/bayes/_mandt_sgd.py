@@ -262,7 +262,7 @@ def mandt_sgd(
         if estimator == "per_example" and not is_full:
             is_open &= (count < _DENSE) | (count % _ESTIMATE_EVERY == 0)
         following = when(
-            estimates(count),
+            is_open,
             lambda state: _estimate(state, batch, estimator, preconditioner),
             state,
         )

@@ -143,15 +143,7 @@ def sample(
         than the data, starts do not match the params, or params without starts are on a mesh with
         explicit axes.
     """
-    checks.check_key("key", key)
-    if burn_in is not None:
-        checks.check_count("burn_in", burn_in, minimum=0)
-    sizes = {"batch_size": batch_size, "num_chains": num_chains, "num_draws": num_draws}
-    for name, count in (sizes | {"thinning": thinning}).items():
-        checks.check_static_count(name, count)
-    checks.check_function(
-        "sampler", sampler, "(num_data, batch_size) that returns a transformation"
-    )
+    _check_arguments(key, burn_in, batch_size, num_chains, num_draws, thinning, sampler)
     params = without_variables(params)
     data = jax.tree.map(jnp.asarray, data)
     num_data = checks.count_examples("data", data)
@@ -218,6 +210,26 @@ def sample(
             stacklevel=2,
         )
     return samples
+
+
+def _check_arguments(
+    key: Any,
+    burn_in: Any,
+    batch_size: Any,
+    num_chains: Any,
+    num_draws: Any,
+    thinning: Any,
+    sampler: Any,
+) -> None:
+    checks.check_key("key", key)
+    if burn_in is not None:
+        checks.check_count("burn_in", burn_in, minimum=0)
+    sizes = {"batch_size": batch_size, "num_chains": num_chains, "num_draws": num_draws}
+    for name, count in (sizes | {"thinning": thinning}).items():
+        checks.check_static_count(name, count)
+    checks.check_function(
+        "sampler", sampler, "(num_data, batch_size) that returns a transformation"
+    )
 
 
 def _collect(
