@@ -109,6 +109,7 @@ def test_kernels_of_other_models_are_refused_by_what_differs():
     optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(wide)
 
 
+@pytest.mark.chains
 def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     """Where the sampler takes `kernel=`; the report of its draws speaks of the whole warm-up."""
     programs = {}
