@@ -229,12 +229,7 @@ def constant_sgd(
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
     checks.check_key("key", key)
-    rate = 1.0 if callable(learning_rate) else learning_rate
-    is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
-    if is_seen and float(stability) * float(rate) >= 2:
-        raise ValueError(
-            f"stability times learning_rate must be below 2, got {float(stability) * float(rate):g}."
-        )
+    _check_stable(stability, learning_rate)
     mu = _momentum(batch_size) if momentum is None else momentum
     checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
     numbers = {"num_data": num_data, "batch_size": batch_size, "momentum": mu}
@@ -242,13 +237,14 @@ def constant_sgd(
     learns = kernel is None
 
     def init(params: optax.Params) -> ConstantSgdState:
+        window: Any = ()
         if kernel is None:
             form = _choose_preconditioner(preconditioner, params)
             given, window = begin(params, form, noise_ratio=noise_ratio, **numbers)
         else:
             check_kernel(kernel, params, preconditioner, **numbers)
             # The state may be donated, and the kernel is the caller's
-            given, window = jax.tree.map(jnp.array, kernel), ()
+            given = jax.tree.map(jnp.array, kernel)
         zero = jnp.zeros_like(given.stability)
         return ConstantSgdState(
             count=jnp.zeros([], jnp.int32),
@@ -274,7 +270,8 @@ def constant_sgd(
         rate = resolve_schedule("learning_rate", learning_rate, count)
         # s = 2 S T / N
         scale = (2 * s / n * t).astype(jnp.float32)
-        kernel, window, uneven = state.kernel, state.window, state.uneven
+        kernel, uneven = state.kernel, state.uneven
+        window: Any = state.window
         is_sampling = kernel.is_ready
         if learns:
             batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
@@ -324,6 +321,15 @@ def constant_sgd(
         return with_masters(chain, method="constant_sgd")
     first = burn_in_optimizer or diagonal_newton(axis_name)
     return after_burn_in(burn_in, first, *steps, method="constant_sgd")
+
+
+def _check_stable(stability: Any, learning_rate: Any) -> None:
+    rate = 1.0 if callable(learning_rate) else learning_rate
+    is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
+    if is_seen and float(stability) * float(rate) >= 2:
+        raise ValueError(
+            f"stability times learning_rate must be below 2, got {float(stability) * float(rate):g}."
+        )
 
 
 def _momentum(batch_size: int | jax.Array) -> Any:

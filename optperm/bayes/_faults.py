@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes._forms import Full
 from optperm.bayes._kernel import NoiseKernel
 from optperm.core.shardings import can_be_seen
 
@@ -61,10 +59,10 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
             "preconditioner='full', or a smaller noise_ratio."
         )
     estimates = int(np.min(kernel.estimates))
-    size = jnp.shape(kernel.noise)[-1:] if isinstance(kernel.basis, Full) else ()
-    if size and estimates < size[0]:
+    size = kernel.basis.num_needed(kernel.noise)
+    if estimates < size:
         found.append(
-            f"The full preconditioner has {estimates} estimates of the noise of {size[0]} params: raise "
+            f"The full preconditioner has {estimates} estimates of the noise of {size} params: raise "
             "freeze_after, or use preconditioner='diagonal'."
         )
     return found

@@ -73,6 +73,11 @@ class Diagonal(NamedTuple):
         """Return the size of each w_i."""
         return optax.tree.ones_like(h)
 
+    def num_needed(self, noise: Any) -> int:
+        """Return the number of gradients without which C is not known at all: 0."""
+        del noise
+        return 0
+
     def turn(self, covariance: Any, curvature: Any) -> tuple[Any, Any, Any]:
         """Return the form in which C is diagonal, its noise, and the curvature in its directions."""
         return self, covariance, curvature
@@ -163,6 +168,10 @@ class Full(NamedTuple):
         """Return the size of each w_i."""
         del h
         return jnp.max(jnp.abs(self.w), axis=0)
+
+    def num_needed(self, noise: jax.Array) -> int:
+        """Return the number of gradients without which C has no inverse: D."""
+        return int(noise.shape[-1])
 
     def turn(
         self, covariance: tuple[jax.Array, jax.Array], curvature: jax.Array

@@ -315,11 +315,9 @@ def mandt_sgd(
 
 def _is_known(state: MandtSgdState, batch_size: Any, damping: Any) -> jax.Array:
     """Return whether C is known: the full one from 2 D examples, if nothing dampens it."""
-    is_any = state.estimates > 0
-    if not isinstance(state.basis, Full):
-        return is_any
-    is_enough = state.estimates * (batch_size - 1) >= 2 * len(state.noise)
-    return is_any & (is_enough | (damping > 0))
+    needed = 2 * state.basis.num_needed(state.noise)
+    is_enough = state.estimates * (batch_size - 1) >= needed
+    return (state.estimates > 0) & (is_enough | (damping > 0))
 
 
 def _estimate(
@@ -333,7 +331,8 @@ def _estimate(
     c_hat, is_uneven = ESTIMATES[estimator](batch, OUTER[preconditioner])
     n = state.estimates + 1
     covariance = update_mean(state.covariance, c_hat, n.astype(jnp.float32))
-    noise, basis = covariance, state.basis
+    noise: Any = covariance
+    basis: Any = state.basis
     if preconditioner == "full":
         # C = W diag(Lambda) W^T where n is 2^k or 3 2^k
         third = n // 3

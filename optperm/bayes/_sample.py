@@ -239,7 +239,8 @@ def _collect(
     on_draws: Callable[[int, Any], None] | None,
 ) -> tuple[Samples, Any]:
     """Return the last part of the draws and all of them, of which the first part is given."""
-    part, parts = -(-num_draws // _PARTS), []
+    part = -(-num_draws // _PARTS)
+    parts: list[Any] = []
     for end in range(part, num_draws + part, part):
         if parts:
             drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
