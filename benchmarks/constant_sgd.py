@@ -50,7 +50,15 @@ def cross_entropy(model: nn.Module, params: optax.Params, batch: Any) -> jax.Arr
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
 
 
-def samplers(size: int) -> dict[str, optax.GradientTransformation]:
+def given_kernel(tx: optax.GradientTransformation, params: optax.Params) -> Any:
+    """A kernel as of a warm-up of these params, with short steps."""
+    kernel = optperm.bayes.adapted_kernel(tx.init(params))
+    ones = optax.tree.ones_like(kernel.noise)
+    steep = jax.tree.map(lambda one: 1e6 * one, ones)
+    return kernel._replace(noise=ones, curvature=steep, is_ready=jnp.array(True))
+
+
+def samplers(size: int, params: optax.Params) -> dict[str, optax.GradientTransformation]:
     """What is compared, by name: SGD first, samplers that still estimate the noise or no longer."""
     build = functools.partial(optperm.constant_sgd, 1257, size, preconditioner="diagonal")
     estimating = functools.partial(
@@ -65,10 +73,12 @@ def samplers(size: int) -> dict[str, optax.GradientTransformation]:
         "diagonal, single_example": estimating(estimator="single_example"),
         "diagonal, two_batches": estimating(estimator="two_batches"),
         "diagonal, frozen": frozen(),
+        "diagonal, from a kernel": build(kernel=given_kernel(build(), params)),
         "scalar": estimating(preconditioner="scalar"),
         "mandt_sgd, per_example": mandt(),
         "mandt_sgd, frozen": mandt(burn_in=1, freeze_after=1),
         "sgld": optperm.sgld(1e-6, 1257),
+        "sghmc": optperm.sghmc(1e-8, 1257, 0.1),
     }
 
 
@@ -81,7 +91,9 @@ def compare_steps(repetitions: int) -> None:
         "x": jax.random.normal(jax.random.key(1), (size + 1, 61)),
         "y": jax.random.randint(jax.random.key(2), (size + 1,), 0, 10),
     }
-    runs = {name: _stepper(tx, loss_fn, params, batch) for name, tx in samplers(size).items()}
+    runs = {
+        name: _stepper(tx, loss_fn, params, batch) for name, tx in samplers(size, params).items()
+    }
     print("Bar: 3 for per_example")
     _compare(f"One step of the digits MLP, batch {size}, over one of SGD", runs, repetitions)
 
@@ -125,8 +137,8 @@ def compare_scans(repetitions: int, steps: int = 300) -> None:
             jax.block_until_ready(run())
         return run
 
-    runs = {name: runner(tx) for name, tx in samplers(size).items()}
-    print("Bars: 1.8 frozen, 2.8 per_example")
+    runs = {name: runner(tx) for name, tx in samplers(size, params).items()}
+    print("Bars: 1.8 from a kernel, 2.8 per_example, 1.5 sgld")
     _compare(f"{steps} steps in one scan, batch {size}, over those of SGD", runs, repetitions)
 
 

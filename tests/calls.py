@@ -103,7 +103,7 @@ FUNCTIONS = {
     },
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
-    "adapted_kernel": {"opt_state": state(optperm.mandt_sgd(10, 2))},
+    "adapted_kernel": {"opt_state": state(optperm.constant_sgd(10, 2))},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
     "posterior_report": {
@@ -323,7 +323,7 @@ STATES = {
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "sample_params": r"IvonState or SwagState \(the state of optperm.ivon or optperm.swag\)",
     "posterior_mean": r"SwagState \(the state of optperm.swag\)",
-    "adapted_kernel": "NoiseKernel .*optperm.constant_sgd or optperm.mandt_sgd",
+    "adapted_kernel": "NoiseKernel .*optperm.constant_sgd",
     "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
     "prune": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
     "reset_masks": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",

@@ -13,19 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._adaptation import Adaptation, begin, warm_up
-from optperm.bayes._covariance import (
-    NEEDS,
-    Estimator,
-    Preconditioner,
-    batch_gradients,
-    check_noise_arguments,
-)
+from optperm.bayes._burn_in import after_burn_in
+from optperm.bayes._covariance import NEEDS, Estimator, batch_gradients, check_noise_arguments
+from optperm.bayes._diagonal_newton import diagonal_newton
 from optperm.bayes._faults import COLD, are_seen, judge_kernel, judge_mean, judge_stability
-from optperm.bayes._kernel import NoiseKernel, flat, times
-from optperm.bayes._warmup import after_burn_in, diagonal_newton, warmup
+from optperm.bayes._forms import Preconditioner
+from optperm.bayes._kernel import NoiseKernel, check_kernel
+from optperm.bayes._masters import with_masters
+from optperm.bayes._warmup import Window, begin, make_schedule, warm_up
 from optperm.core import checks
-from optperm.core.control import when
 from optperm.core.dtypes import all_finite, cast_like, computed_once
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
@@ -54,7 +50,7 @@ class ConstantSgdState(NamedTuple):
       scale: s = 2 S T / N of the last step.
       limit: c of the last step.
       kernel: The noise, the curvature and the basis of the steps.
-      adaptation: The statistics of the current window of the warm-up.
+      window: The statistics of the current window of the warm-up; () where a kernel was passed.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -66,7 +62,7 @@ class ConstantSgdState(NamedTuple):
     scale: Float32[Array, ""]
     limit: Float32[Array, ""]
     kernel: NoiseKernel
-    adaptation: Adaptation
+    window: Window | tuple[()]
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """Return H g with the steps of the last update.
@@ -85,7 +81,7 @@ class ConstantSgdState(NamedTuple):
         del params
         if not are_seen(self):
             return []
-        found = judge_stability(self.kernel, self.steps)
+        found = judge_stability(self.kernel.stability, self.steps)
         if np.any(np.asarray(self.scale) == 0) and np.any(self.count):
             found.append(COLD)
         if np.any(np.asarray(self.count) < np.asarray(self.freeze_after)):
@@ -110,6 +106,7 @@ def constant_sgd(
     freeze_after: int | jax.Array | None = None,
     burn_in_optimizer: optax.GradientTransformation | None = None,
     key: int | jax.Array = 0,
+    kernel: NoiseKernel | None = None,
     chunk_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -138,9 +135,10 @@ def constant_sgd(
 
     In the burn-in another optimizer moves the params to an optimum. From the second half of the burn-in
     to `freeze_after` five windows estimate :math:`C`, :math:`a_i` (Hutchinson's rule in the coordinates
-    of :math:`H^{1/2}`), the spread of the batches' curvatures, and how much the noise varies from place
-    to place, which lowers :math:`\rho`. Each window hands its estimates to the next window as an
-    `optperm.bayes.NoiseKernel`; after the last window the kernel is constant.
+    of :math:`H^{1/2}`), the spread of the batches' curvatures, and two numbers that lower :math:`\rho`:
+    how much the noise varies from place to place and, where :math:`W = I`, how much it is correlated.
+    Each window hands its estimates to the next window as an `optperm.bayes.NoiseKernel`; after the last
+    window the kernel is constant. A program that is given this kernel only samples: see `kernel`.
 
     Args:
       num_data: N, the number of training examples.
@@ -167,14 +165,18 @@ def constant_sgd(
         curvature, which reach distant optima and do not depend on the units of features.
       key: A random key of the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
         noise of its own; chains of your own take states that were initialized with different keys.
+      kernel: A kernel of `optperm.bayes.adapted_kernel`, of the same model, N, S and momentum. Then
+        every step samples, the state has no statistics of a warm-up, and the arguments of the warm-up
+        (`estimator`, `noise_ratio`, `burn_in`, `freeze_after`, `burn_in_optimizer`, `chunk_size`) do
+        nothing. None for a warm-up.
       chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
         at least 8.
       axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
         already.
 
     Returns:
-      A transformation. It needs `params`, `grad_fn` and the estimator's extra argument, all made by
-      `optperm.evaluate`.
+      A transformation. It needs `params`, and without `kernel` also `grad_fn` and the estimator's extra
+      argument, all made by `optperm.evaluate`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -200,18 +202,22 @@ def constant_sgd(
       draws are too narrow by a fifth or more. The loss must be a mean over examples: a loss that sums,
       or mixes examples as BatchNorm does, has other noise, which the state's `uneven` counts. Put
       nothing that changes gradients in front (clipping, `optperm.svrg`, weight decay) and nothing that
-      scales updates behind. The diagonal and the scalar preconditioner ignore the correlation of
-      gradients: their variances are between half and twice the right ones.
+      scales updates behind. The diagonal and the scalar preconditioner take shorter steps the more the
+      noise is correlated, so that all variances are within a fifth, or warn: see
+      `optperm.bayes.NoiseKernel` for the bound. Correlated features take them many steps.
 
-      The full preconditioner keeps three D x D matrices, decomposes two at the end of each window, and
-      multiplies by two of them per step. Params of 16 bits have a copy in float32.
+      The full preconditioner keeps two D x D matrices (one with `kernel`), decomposes two at the end of
+      each window, and multiplies by two per step. The state of the diagonal one has three numbers a
+      parameter with `kernel`. Params of 16 bits have a copy in float32. To sample again another day,
+      save the kernel, a tree of arrays, by Orbax or pickle.
       `optperm.bayes.sample` owns the loop, and `optperm.bayes.posterior_report` says whether draws
       can be trusted.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
-        than `batch_size`, or the trees passed to `update` do not match.
+        than `batch_size`, the trees passed to `update` do not match, or `kernel` is not ready, of other
+        params, or of another preconditioner, N, S or momentum.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -223,32 +229,34 @@ def constant_sgd(
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
     checks.check_key("key", key)
-    rate = 1.0 if callable(learning_rate) else learning_rate
-    is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
-    if is_seen and float(stability) * float(rate) >= 2:
-        raise ValueError(
-            f"stability times learning_rate must be below 2, got {float(stability) * float(rate):g}."
-        )
+    _check_stable(stability, learning_rate)
     mu = _momentum(batch_size) if momentum is None else momentum
     checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
-    schedule = warmup(burn_in, freeze_after, batch_size, estimator, preconditioner)
+    numbers = {"num_data": num_data, "batch_size": batch_size, "momentum": mu}
+    schedule = make_schedule(burn_in, freeze_after, batch_size, estimator, preconditioner)
+    learns = kernel is None
 
     def init(params: optax.Params) -> ConstantSgdState:
-        kernel, adaptation = begin(
-            params, _choose_preconditioner(preconditioner, params), noise_ratio
-        )
-        zero = jnp.zeros_like(kernel.stability)
+        window: Any = ()
+        if kernel is None:
+            form = _choose_preconditioner(preconditioner, params)
+            given, window = begin(params, form, noise_ratio=noise_ratio, **numbers)
+        else:
+            check_kernel(kernel, params, preconditioner, **numbers)
+            # The state may be donated, and the kernel is the caller's
+            given = jax.tree.map(jnp.array, kernel)
+        zero = jnp.zeros_like(given.stability)
         return ConstantSgdState(
             count=jnp.zeros([], jnp.int32),
             steps=jnp.zeros([], jnp.int32),
             uneven=jnp.zeros([], jnp.int32),
             left_out=jnp.zeros([], jnp.int32),
-            freeze_after=jnp.asarray(schedule.freeze_after, jnp.int32),
+            freeze_after=jnp.asarray(schedule.freeze_after if learns else 0, jnp.int32),
             key=key_data(key),
             scale=zero,
             limit=zero + 1,
-            kernel=kernel,
-            adaptation=adaptation,
+            kernel=given,
+            window=window,
         )
 
     def update(
@@ -257,63 +265,71 @@ def constant_sgd(
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
         count = state.count
-        batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
         s, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
+        t = resolve_schedule("temperature", temperature, count)
         rate = resolve_schedule("learning_rate", learning_rate, count)
-        scale = 2 * s / n * resolve_schedule("temperature", temperature, count)
-
-        # The warm-up learns in one conditional: after it, a step costs a gradient and its noise
-        is_open, ends_window = schedule.is_open(count), schedule.ends_window(count)
-        kernel, adaptation, uneven = when(
-            is_open | ends_window,
-            lambda known: warm_up(
-                *known, batch, estimator, scale, fold(state.key, ~count),
-                number=schedule.number(count), is_open=is_open, ends_window=ends_window,
-                limit=c, rate=rate, momentum_factor=(1 - mu) / (1 + mu), noise_ratio=noise_ratio,
-            ),
-            (state.kernel, state.adaptation, state.uneven),
-        )  # fmt: skip
+        # s = 2 S T / N
+        scale = (2 * s / n * t).astype(jnp.float32)
+        kernel, uneven = state.kernel, state.uneven
+        window: Any = state.window
+        is_sampling = kernel.is_ready
+        if learns:
+            batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
+            kernel, window, uneven = warm_up(
+                kernel, window, uneven, batch, estimator, scale, fold(state.key, ~count),
+                schedule=schedule, count=count, limit=c, rate=rate, noise_ratio=noise_ratio,
+            )  # fmt: skip
+            is_sampling = (count >= schedule.burn_in) & kernel.is_ready
 
         # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
         h = kernel.step_sizes(scale, c, rate)
         b = kernel.injected(h, scale)
 
         # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S
-        z = three_point_like(fold(state.key, count), params)
-        z = z if isinstance(kernel.basis, tuple) else flat(z, kernel.basis)
-        xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
-        noisy = optax.tree.add(kernel.coordinates(g), xi)
-        moves = computed_once(kernel.params_of(times(h, noisy), params))
+        basis = kernel.basis
+        z = basis.flat(three_point_like(fold(state.key, count), params))
+        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
+        noisy = optax.tree.add(basis.coordinates(g, h), xi)
+        moves = computed_once(basis.params_of(basis.times(h, noisy), params))
         # A NaN that an entry took once would stay in its chain
-        is_moving = (count >= schedule.burn_in) & kernel.is_ready
-        moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
+        moves = jax.tree.map(lambda x: jnp.where(is_sampling & jnp.isfinite(x), x, 0.0), moves)
         return cast_like(moves, params), state._replace(
             count=optax.safe_increment(count),
-            steps=state.steps + is_moving.astype(jnp.int32),
+            steps=state.steps + is_sampling.astype(jnp.int32),
             # In the burn-in a gradient next to an optimum has rounding alone
-            uneven=jnp.where(is_moving, uneven, state.uneven),
-            left_out=state.left_out + (is_moving & ~all_finite(g)).astype(jnp.int32),
+            uneven=jnp.where(is_sampling, uneven, state.uneven),
+            left_out=state.left_out + (is_sampling & ~all_finite(g)).astype(jnp.int32),
             scale=scale,
             limit=c * rate,
             kernel=kernel,
-            adaptation=adaptation,
+            window=window,
         )
 
     sampler = transformation(
         init,
         update,
         method="constant_sgd",
-        like=lambda state: state.adaptation.direction,
+        like=(lambda state: state.window.direction) if learns else None,
         dtypes=False,
-        needs=NEEDS[estimator] | _NEEDS_CURVATURE,
+        needs=NEEDS[estimator] | _NEEDS_CURVATURE if learns else None,
         axis_name=axis_name,
     )
     # theta' = theta - (1 - mu) v', v' = mu v + H (g + xi)
-    return after_burn_in(
-        burn_in, burn_in_optimizer or diagonal_newton(axis_name),
-        sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu),
-        method="constant_sgd",
-    )  # fmt: skip
+    steps = sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)
+    if not learns:
+        chain = optax.with_extra_args_support(optax.chain(*steps))
+        return with_masters(chain, method="constant_sgd")
+    first = burn_in_optimizer or diagonal_newton(axis_name)
+    return after_burn_in(burn_in, first, *steps, method="constant_sgd")
+
+
+def _check_stable(stability: Any, learning_rate: Any) -> None:
+    rate = 1.0 if callable(learning_rate) else learning_rate
+    is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
+    if is_seen and float(stability) * float(rate) >= 2:
+        raise ValueError(
+            f"stability times learning_rate must be below 2, got {float(stability) * float(rate):g}."
+        )
 
 
 def _momentum(batch_size: int | jax.Array) -> Any:

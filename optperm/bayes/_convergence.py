@@ -48,23 +48,63 @@ def effective_sizes(values: np.ndarray) -> np.ndarray:
       values: (chain, draw, entry), of split chains.
     """
     chains, draws, _ = values.shape
-    centered = values - values.mean(axis=1, keepdims=True)
-    spectrum = np.fft.rfft(centered, 2 * draws, axis=1)
-    covariances = np.fft.irfft(spectrum * np.conj(spectrum), 2 * draws, axis=1)[:, :draws] / draws
-    within = covariances[:, 0].mean(axis=0) * draws / (draws - 1)
+    covariances = _autocovariances(values)
+    within = covariances[0] * draws / (draws - 1)
     total = within * (draws - 1) / draws + (
         values.mean(axis=1).var(axis=0, ddof=1) if chains > 1 else 0
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        rho = 1 - (within - covariances.mean(axis=0)) / total
+        rho = 1 - (within - covariances) / total
     rho[0] = 1.0
-    # Geyer: sums of pairs up to the first that is not positive, none larger than the sum before
-    pairs = rho[: draws // 2 * 2].reshape(draws // 2, 2, -1).sum(axis=1)
+    return chains * draws / _times(rho, chains * draws)
+
+
+def r_hat_limits(values: np.ndarray) -> np.ndarray:
+    r"""Return for each entry the split R-hat that chains which have mixed seldom exceed, (entry,).
+
+    .. math::
+      \hat R^2 \approx \frac{n - 1}{n} + \frac{\tau}{n} \frac{\chi^2_{m - 1}}{m - 1}
+
+    for m halves of n draws with the autocorrelation time :math:`\tau`, which is measured within halves.
+    By the quantile at :math:`0.95^{1 / k}` the maximum over k entries is below its limit in 95 of 100
+    runs. Where halves have fewer than five times :math:`\tau` draws nothing can be told: infinity.
+
+    Args:
+      values: (chain, draw, entry), of at least four draws.
+    """
+    import scipy.stats  # noqa: PLC0415 - loads as long as all of JAX
+
+    halves = _split(values)
+    m, n, k = halves.shape
+    with np.errstate(divide="ignore", invalid="ignore"):
+        covariances = _autocovariances(halves)
+        rho = np.nan_to_num(covariances / covariances[0])
+    tau = _times(rho, m * n)
+    for _ in range(3):
+        # Each half is centered at its own mean, which takes tau / n of the variance away at each lag
+        share = np.minimum(tau / n, 0.9)
+        tau = _times((1 - share) * rho + share, m * n)
+    tau = np.maximum(tau, np.median(tau))
+    quantile = scipy.stats.chi2.ppf(0.95 ** (1 / k), m - 1) / (m - 1)
+    return np.where(5 * tau > n, np.inf, np.sqrt((n - 1 + quantile * tau) / n))
+
+
+def _autocovariances(values: np.ndarray) -> np.ndarray:
+    """Return the mean autocovariances of chains at each lag, (lag, entry)."""
+    draws = values.shape[1]
+    centered = values - values.mean(axis=1, keepdims=True)
+    spectrum = np.fft.rfft(centered, 2 * draws, axis=1)
+    found = np.fft.irfft(spectrum * np.conj(spectrum), 2 * draws, axis=1)[:, :draws] / draws
+    return np.asarray(found.mean(axis=0))
+
+
+def _times(rho: np.ndarray, size: int) -> np.ndarray:
+    """Return autocorrelation times, by Geyer's monotone sequence."""
+    # Sums of pairs up to the first that is not positive, none larger than the sum before
+    pairs = rho[: len(rho) // 2 * 2].reshape(len(rho) // 2, 2, -1).sum(axis=1)
     positive = np.cumprod(pairs > 0, axis=0)
     pairs = np.minimum.accumulate(np.where(positive, pairs, 0.0), axis=0)
-    size = chains * draws
-    times = np.maximum(-1 + 2 * pairs.sum(axis=0), 1 / np.log10(max(size, 10)))
-    return size / times
+    return np.asarray(np.maximum(-1 + 2 * pairs.sum(axis=0), 1 / np.log10(max(size, 10))))
 
 
 def split_r_hats(values: np.ndarray) -> np.ndarray:

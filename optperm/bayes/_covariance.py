@@ -11,6 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import optax
 
+from optperm.bayes._forms import FORMS
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
 from optperm.core.mapped_axes import AxisName
@@ -18,7 +19,6 @@ from optperm.core.shardings import unshard
 from optperm.core.trees import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
-Preconditioner = Literal["scalar", "diagonal", "full"]
 
 # From deviations d, a tree with a leading axis: the part of the sum of d d^T that is kept.
 Outer = Callable[[optax.Updates], Any]
@@ -69,39 +69,6 @@ class BatchGradients(NamedTuple):
 # Returns an unbiased estimate of C, the covariance of one example's gradient, as `Outer` keeps it, and
 # whether the batch's gradient is not the mean of its examples' gradients.
 Estimate = Callable[[BatchGradients, Outer], tuple[Any, jax.Array]]
-
-
-def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
-    """Return the trace of the sum of outer products over the number of params, ()."""
-    dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
-    size = max(1, sum(leaf[0].size for leaf in leaves))
-    parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
-    return sum(parts, start=jnp.zeros([], dtype)) / size
-
-
-def diagonal(deviations: optax.Updates) -> optax.Updates:
-    """Return the diagonal of the sum of outer products, a tree like params."""
-    return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
-
-
-def matrix(deviations: optax.Updates) -> jax.Array:
-    """Return the sum of outer products of the flattened deviations, (D, D)."""
-    rows = rows_of(deviations)
-    return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
-
-
-def rows_of(tree: Any) -> jax.Array:
-    """Return a tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
-    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
-    flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
-    return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
-
-
-OUTER: dict[Preconditioner, Outer] = {
-    "scalar": mean_of_diagonal,
-    "diagonal": diagonal,
-    "full": matrix,
-}
 
 
 class _Sums(NamedTuple):
@@ -317,7 +284,7 @@ def check_noise_arguments(
     checks.check_count("num_data", num_data)
     checks.check_count("batch_size", batch_size)
     if preconditioner is not None:
-        checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
+        checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
     checks.check_choice("estimator", estimator, tuple(ESTIMATES))
     if chunk_size is not None:
         checks.check_static_count("chunk_size", chunk_size)

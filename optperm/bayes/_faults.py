@@ -10,19 +10,19 @@ from optperm.bayes._kernel import NoiseKernel
 from optperm.core.shardings import can_be_seen
 
 _LARGEST_STABILITY, _LARGEST_UNEVEN = 0.5, 0.2
-_LEAST_DRIFT, _LARGEST_CORRELATION = 0.7, 1.3
+_LEAST_DRIFT, _LARGEST_ERROR = 0.7, 0.25
 
 COLD = "The temperature is 0, at which no steps are taken: all draws of a chain are the same."
 
 
 def are_seen(state: Any) -> bool:
     """Return whether Python can see the counts and the kernel of a state."""
-    return can_be_seen(state.count) and can_be_seen(state.kernel.stability)
+    return can_be_seen(state.count) and can_be_seen(state.steps)
 
 
-def judge_stability(kernel: NoiseKernel, steps: Any) -> list[str]:
+def judge_stability(stability: Any, steps: Any) -> list[str]:
     """Return whether steps are so long that they widen the variances."""
-    stability = float(np.max(kernel.stability))
+    stability = float(np.max(stability))
     if not (stability > _LARGEST_STABILITY and np.any(np.asarray(steps) > 0)):
         return []
     # Var = T / (N lambda) / (1 - h lambda / 2) along that direction
@@ -51,18 +51,18 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
             f"The warm-up has not arrived: in its last window the noise was {drift:.2g} times the noise "
             "before, and draws are too narrow. Begin nearer to an optimum, or burn in longer."
         )
-    correlation, estimates = float(np.max(kernel.correlation)), int(np.min(kernel.estimates))
-    if isinstance(kernel.basis, tuple):
-        # With few estimates, the steepest direction is the one whose noise was underestimated
-        if correlation > _LARGEST_CORRELATION + 4 / np.sqrt(max(estimates, 1)):
-            found.append(
-                "The noise of the gradients is correlated: along the steepest direction a step's is "
-                f"{correlation:.2g} times what the preconditioner takes it for, and the variance there "
-                "too large by about that factor. Use preconditioner='full', or a smaller noise_ratio."
-            )
-    elif estimates < kernel.basis.shape[-1]:
+    too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())
+    if max(too_small, too_large) > _LARGEST_ERROR:
         found.append(
-            f"The full preconditioner has {estimates} estimates of the noise of "
-            f"{kernel.basis.shape[-1]} params: raise freeze_after, or use preconditioner='diagonal'."
+            "The noise of the gradients is correlated: along some directions the variance of the draws "
+            f"is up to {too_large:.0%} too large, along others up to {too_small:.0%} too small. Use "
+            "preconditioner='full', or a smaller noise_ratio."
+        )
+    estimates = int(np.min(kernel.estimates))
+    size = kernel.basis.num_needed(kernel.noise)
+    if estimates < size:
+        found.append(
+            f"The full preconditioner has {estimates} estimates of the noise of {size} params: raise "
+            "freeze_after, or use preconditioner='diagonal'."
         )
     return found

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
 
-from optperm.core.dtypes import accumulation_dtype, cast_like, computed_once
-from optperm.core.shardings import unshard
+from optperm.bayes._forms import FORMS, Form, Preconditioner
+from optperm.core import checks
+from optperm.core.dtypes import cast_like
+from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state
 from optperm.core.trees import mask_like
 
@@ -38,8 +40,34 @@ class NoiseKernel(NamedTuple):
     So the noise of a step :math:`-H (g + \xi)` has the covariance
     :math:`W \operatorname{diag}(h (\Lambda + b) h / S) W^\top = (2 T / N) H` for any a and c.
 
+    Where :math:`W = I`, :math:`\Lambda` is the diagonal of C, or its mean, and the noise of a step has
+    the covariance :math:`(2 T / N) H + H E H / S` with :math:`E = C - \Lambda`. For small steps the
+    covariance of the draws is :math:`\Sigma = T (N A)^{-1} + \Delta` with (equation 13 of Mandt et al.)
+
+    .. math::
+      H A \Delta + \Delta A H = \tfrac{1}{S} H E H
+
+    In coordinates in which :math:`H^{1/2} A H^{1/2}` is a diagonal k, this is
+    :math:`\Delta_{ij} = \tilde E_{ij} / (S (k_i + k_j))` with :math:`\tilde E = H^{1/2} E H^{1/2}`, an
+    integral of :math:`e^{-k t} \tilde E e^{-k t} / S` over t, and the posterior is
+    :math:`(T / N) k^{-1}`. So :math:`-\alpha s I \preceq \tilde E \preceq \beta s I` bounds the variance
+    of *every* linear function of the params: it is at least :math:`1 - \alpha` and at most
+    :math:`1 + \beta` times the right one, whatever A is. The fractions of the batches in the noise,
+    :math:`h_i \Lambda_i / s`, are at most :math:`\varphi = \rho / (1 + \rho)`; with
+    :math:`r_{\min} \le 1 \le r_{\max}` the extreme eigenvalues of
+    :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`
+
+    .. math::
+      1 - \varphi (1 - r_{\min}) \;\le\; \frac{u^\top \Sigma u}{u^\top T (N A)^{-1} u} \;\le\;
+      1 + \varphi (r_{\max} - 1) \quad \text{for all } u
+
+    The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` a fiftieth.
+
+    It is a tree of arrays, which Orbax and pickle save.
+
     Attributes:
-      basis: :math:`W`, (D, D), of the full preconditioner; an empty tuple where :math:`W = I`.
+      basis: The form: `Full`, whose `w` is :math:`W`, (D, D); `Diagonal` or `Scalar`, where
+        :math:`W = I`.
       noise: :math:`\Lambda`: (D,) of the full preconditioner, a tree like params of the diagonal one,
         a single number of the scalar one.
       curvature: :math:`a`, of the same form: :math:`w_i^\top A w_i` corrected for momentum, for the
@@ -48,22 +76,28 @@ class NoiseKernel(NamedTuple):
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, measured in the last window.
       excess: The factor on the :math:`a_i` that brings `stability` down to c.
       drift: The noise in the last window over the noise in the window before.
-      correlation: Without a basis, the noise of steps along the direction of maximum curvature over the
-        noise without correlation: above 1 where the noise of entries is correlated.
+      correlation: The extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
+        :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`; 1 and 1 of the full form.
       estimates: Number of estimates of C in the last window.
       is_ready: Whether noise and curvature are known; until then no step is taken.
+      num_data: N.
+      batch_size: S.
+      momentum: :math:`\mu`.
     """
 
-    basis: Any  # Float[Array, "d d"], or ()
+    basis: Form
     noise: PyTree[Float[Array, "..."]]
     curvature: PyTree[Float[Array, "..."]]
     noise_ratio: Float32[Array, ""]
     stability: Float32[Array, ""]
     excess: Float32[Array, ""]
     drift: Float32[Array, ""]
-    correlation: Float32[Array, ""]
+    correlation: Float32[Array, "2"]
     estimates: Int32[Array, ""]
     is_ready: Bool[Array, ""]
+    num_data: Int32[Array, ""]
+    batch_size: Int32[Array, ""]
+    momentum: Float32[Array, ""]
 
     def step_sizes(self, scale: jax.Array, limit: jax.Array, rate: jax.Array | float = 1.0) -> Any:
         """Return h, of the form of the noise; an entry without noise and curvature takes no step.
@@ -99,28 +133,11 @@ class NoiseKernel(NamedTuple):
 
         return jax.tree.map(of_entry, self.noise, h)
 
-    def coordinates(self, grads: optax.Updates) -> Any:
-        """Return W^T g: (D,) of the full preconditioner, else g itself, in float32 or wider.
-
-        Args:
-          grads: g, a tree like params.
-        """
-        if isinstance(self.basis, tuple):
-            grads = mask_like(grads, self.noise)
-            return jax.tree.map(lambda g: jnp.asarray(g, accumulation_dtype(g)), grads)
-        return _multiply(self.basis.T, flat(grads, self.basis))
-
-    def params_of(self, coordinates: Any, like: optax.Params) -> Any:
-        """Return W x as a tree like params.
-
-        Args:
-          coordinates: x, as `coordinates` gives them.
-          like: The params, for their structure.
-        """
-        if isinstance(self.basis, tuple):
-            return coordinates
-        leaves = unshard(jax.tree.map(lambda p: jnp.asarray(p, self.basis.dtype), like))
-        return ravel_pytree(leaves)[1](_multiply(self.basis, coordinates))
+    def variance_errors(self) -> tuple[jax.Array, jax.Array]:
+        """Return by which fractions variances may be too small, and too large, by the correlation."""
+        fraction = self.noise_ratio / (1 + self.noise_ratio)
+        too_small = fraction * jnp.maximum(1 - self.correlation[..., 0], 0.0)
+        return too_small, fraction * jnp.maximum(self.correlation[..., 1] - 1, 0.0)
 
     def precondition(self, grads: optax.Updates, h: Any) -> optax.Updates:
         """Return H g, a tree like g, in its dtypes.
@@ -129,65 +146,71 @@ class NoiseKernel(NamedTuple):
           grads: g, a tree like params.
           h: The steps.
         """
-        moves = self.params_of(times(h, self.coordinates(grads)), grads)
-        return cast_like(moves, mask_like(grads, moves))
+        return precondition(self.basis, h, grads)
+
+
+def precondition(basis: Form, h: Any, grads: optax.Updates) -> optax.Updates:
+    """Return H g = W diag(h) W^T g, a tree like g, in its dtypes."""
+    moves = basis.params_of(basis.times(h, basis.coordinates(grads, h)), grads)
+    return cast_like(moves, mask_like(grads, moves))
 
 
 def adapted_kernel(opt_state: Any) -> NoiseKernel:
-    """Return the kernel of `optperm.constant_sgd` or `optperm.mandt_sgd`.
+    """Return the kernel of `optperm.constant_sgd`, from which its argument `kernel=` samples.
 
     Args:
-      opt_state: The state of an optimizer that contains one of them, in any nesting.
+      opt_state: The state of an optimizer that contains `optperm.constant_sgd`, in any nesting.
 
     Returns:
-      The `NoiseKernel`. Its `noise` is zero before the first estimate.
+      The `NoiseKernel`. Its `noise` is zero before the first window of the warm-up has ended.
 
     Example:
-      >>> import jax.numpy as jnp, optperm
-      >>> tx = optperm.mandt_sgd(num_data=100, batch_size=4)
-      >>> w = jnp.array([0.0, 0.0])
-      >>> grads = jnp.array([[1.0, 0.0], [3.0, 0.0], [1.0, 2.0], [3.0, 2.0]])
-      >>> extras = {"per_example_grad_fn": lambda w: grads}
-      >>> _, opt_state = tx.update(grads.mean(0), tx.init(w), w, **extras)
-      >>> [round(float(c), 4) for c in optperm.bayes.adapted_kernel(opt_state).noise]
-      [1.3333, 1.3333]
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> tx = optperm.constant_sgd(num_data=100, batch_size=4, burn_in=0, freeze_after=8)
+      >>> w, grads = jnp.zeros(2), jnp.array([[1.0, 0.0], [3.0, 0.0], [1.0, 2.0], [3.0, 2.0]])
+      >>> extras = {"per_example_grad_fn": lambda w: grads, "grad_fn": lambda w: 2 * w}
+      >>> step = lambda _, state: tx.update(grads.mean(0), state, w, **extras)[1]
+      >>> kernel = optperm.bayes.adapted_kernel(jax.lax.fori_loop(0, 8, step, tx.init(w)))
+      >>> W = kernel.basis.w
+      >>> [round(float(c), 3) for c in jnp.diagonal(W.T @ jnp.cov(grads.T) @ W)]
+      [1.0, 1.0]
 
     Raises:
       ValueError: If there is no such state, or more than one.
     """
-    return find_state(opt_state, NoiseKernel, method="constant_sgd or optperm.mandt_sgd")
+    return find_state(opt_state, NoiseKernel, method="constant_sgd")
 
 
-def times(h: Any, coordinates: Any) -> Any:
-    """Return the products of coordinates with their numbers, or with a single number."""
-    if is_number(h):
-        return jax.tree.map(lambda x: h.astype(x.dtype) * x, coordinates)
-    return jax.tree.map(lambda h, x: h.astype(x.dtype) * x, h, coordinates)
-
-
-def flat(tree: Any, basis: jax.Array) -> jax.Array:
-    """Return a tree as a vector, in the order of `jax.flatten_util.ravel_pytree`.
+def check_kernel(
+    kernel: NoiseKernel,
+    params: optax.Params,
+    preconditioner: Preconditioner | None,
+    **numbers: Any,
+) -> None:
+    """Raise a ValueError unless a kernel is ready and one of these params and numbers.
 
     Args:
-      tree: Like the params.
-      basis: W, for its dtype.
+      kernel: The kernel.
+      params: The params.
+      preconditioner: The form that was asked for; None for any.
+      **numbers: The values that the fields of these names must have, where Python can see both.
     """
-    leaves = unshard(jax.tree.map(lambda leaf: jnp.asarray(leaf, basis.dtype), tree))
-    return ravel_pytree(leaves)[0]
-
-
-def is_number(tree: Any) -> bool:
-    """Return whether a tree is a single number."""
-    return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 0
-
-
-def inner(one: Any, other: Any) -> jax.Array:
-    """Return the inner product of two trees, in float32 or wider."""
-    dtype = accumulation_dtype(one)
-    parts = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)).astype(dtype), one, other)
-    # A sum that XLA fuses with what it scales is computed again for each leaf
-    return computed_once(sum(jax.tree.leaves(parts), start=jnp.zeros([], dtype)))
-
-
-def _multiply(matrix: jax.Array, vector: jax.Array) -> jax.Array:
-    return jnp.matmul(matrix, vector, precision=jax.lax.Precision.HIGHEST)
+    if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
+        form = type(kernel.basis).__name__.lower()
+        raise ValueError(f"kernel is {form}, but preconditioner is {preconditioner!r}.")
+    basis = type(kernel.basis)
+    for name, found, wanted in (
+        ("kernel.basis", kernel.basis, jax.eval_shape(basis.like, params)),
+        ("kernel.noise", kernel.noise, jax.eval_shape(lambda p: basis.like(p).zeros(p), params)),
+    ):
+        checks.check_same_tree(name, found, wanted, source="params")
+    for name, number in numbers.items():
+        found = getattr(kernel, name)
+        if not (checks.is_concrete_number(number) and can_be_seen(found)):
+            continue
+        if jnp.ndim(found) or not np.isclose(float(found), float(number), rtol=1e-6):
+            raise ValueError(f"kernel is one of {name} {found}, but {name} is {number}.")
+    if can_be_seen(kernel.is_ready) and not np.all(kernel.is_ready):
+        raise ValueError(
+            "kernel is not ready: the warm-up that it is from has not seen noise and curvature yet."
+        )

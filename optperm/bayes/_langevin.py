@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._covariance import BatchGradients, diagonal, per_example, traced_once
 from optperm.bayes._masters import with_masters
 from optperm.core import checks
-from optperm.core.control import when
 from optperm.core.dtypes import (
     accumulation_dtype,
     all_finite,
@@ -29,13 +27,9 @@ from optperm.core.noise import fold, normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
-from optperm.core.trees import mask_like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
-
-# Steps from one estimate of the batches' noise to the next, and the minimum number of examples.
-_ESTIMATE_EVERY, _FEWEST = 200, 2
 
 
 class SgldState(NamedTuple):
@@ -47,17 +41,16 @@ class SgldState(NamedTuple):
       reach: :math:`\epsilon T / 2` of the last step. Over the posterior's variance in a direction it is
         the :math:`h \lambda` of that direction, and variances are too large by half of it; 0 with a
         preconditioner.
+      gain: :math:`\epsilon N^2 / (4 T)` of the last step. Times the variance of the batch's gradient it
+        is the fraction by which the noise of the batches widens a variance; 0 with a preconditioner.
       left_out: Steps in which entries with a gradient that is not finite did not move.
-      looks: Number of estimates of the batches' noise, one in 200 steps.
-      batch_bias: The fraction by which the batches' noise widens each variance, a tree like params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     key: UInt32[Array, "2"]
     reach: Float32[Array, ""]
+    gain: Float32[Array, ""]
     left_out: Int32[Array, ""]
-    looks: Int32[Array, ""]
-    batch_bias: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 class SghmcState(NamedTuple):
@@ -68,18 +61,16 @@ class SghmcState(NamedTuple):
       velocity: :math:`v`, a tree like params, in float32 or wider.
       key: The raw random key of the noise.
       reach: :math:`\eta T / (2 - \alpha)` of the last step, used as in `SgldState`.
+      gain: :math:`\eta N^2 / (2 \alpha T)` of the last step, used as in `SgldState`.
       left_out: As in `SgldState`.
-      looks: As in `SgldState`.
-      batch_bias: As in `SgldState`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     velocity: PyTree[Float[Array, "?*shape"], "Params"]
     key: UInt32[Array, "2"]
     reach: Float32[Array, ""]
+    gain: Float32[Array, ""]
     left_out: Int32[Array, ""]
-    looks: Int32[Array, ""]
-    batch_bias: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 def sgld(
@@ -152,13 +143,12 @@ def sgld(
             count=jnp.zeros([], jnp.int32),
             key=key_data(key),
             reach=jnp.zeros([], jnp.float32),
+            gain=jnp.zeros([], jnp.float32),
             left_out=jnp.zeros([], jnp.int32),
-            looks=jnp.zeros([], jnp.int32),
-            batch_bias=wide_zeros(params),
         )
 
     def update(
-        g: optax.Updates, state: SgldState, params: optax.Params, **extra_args: Any
+        g: optax.Updates, state: SgldState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, SgldState]:
         dtype = accumulation_dtype(params)
         epsilon = resolve_schedule("step_size", step_size, state.count, dtype)
@@ -176,21 +166,17 @@ def sgld(
             return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
 
         moves = computed_once(jax.tree.map(move, noisy, xi, m))
-        # The noise of g adds epsilon N^2 M R / (4 T) to each variance, as a fraction of it
-        factor = jax.tree.map(lambda m: epsilon * n**2 / (4 * t) * jnp.asarray(m, dtype), m)
-        looks, batch_bias = _mean_bias(state, g, params, extra_args, factor)
+        # What a report takes the steps for is that of M = 1
+        is_plain = float(preconditioner is None)
         return zero_if_not_finite(moves), state._replace(
             count=optax.safe_increment(state.count),
-            reach=(epsilon * t / 2 if preconditioner is None else 0 * epsilon).astype(jnp.float32),
+            reach=(is_plain * epsilon * t / 2).astype(jnp.float32),
+            gain=(is_plain * epsilon * n**2 / (4 * t)).astype(jnp.float32),
             left_out=state.left_out + jnp.logical_not(all_finite(moves)).astype(jnp.int32),
-            looks=looks,
-            batch_bias=batch_bias,
         )
 
     return with_masters(
-        transformation(
-            init, update, method="sgld", like=lambda state: state.batch_bias, dtypes=False
-        ),
+        transformation(init, update, method="sgld", dtypes=False),
         method="sgld",
     )
 
@@ -263,19 +249,19 @@ def sghmc(
             velocity=wide_zeros(params),
             key=key_data(key),
             reach=jnp.zeros([], jnp.float32),
+            gain=jnp.zeros([], jnp.float32),
             left_out=jnp.zeros([], jnp.int32),
-            looks=jnp.zeros([], jnp.int32),
-            batch_bias=wide_zeros(params),
         )
 
     def update(
-        g: optax.Updates, state: SghmcState, params: optax.Params, **extra_args: Any
+        g: optax.Updates, state: SghmcState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, SghmcState]:
         dtype = accumulation_dtype(params)
         eta = resolve_schedule("step_size", step_size, state.count, dtype)
         t = resolve_schedule("temperature", temperature, state.count, dtype)
         alpha, beta = (jnp.asarray(number, dtype) for number in numbers)
-        drift = eta * jnp.asarray(num_data, dtype)
+        n = jnp.asarray(num_data, dtype)
+        drift = eta * n
         deviation = jnp.sqrt(2 * (alpha - beta) * eta * t)
         xi = normal_like(fold(state.key, state.count), params)
 
@@ -292,18 +278,13 @@ def sghmc(
         velocity = jax.tree.map(
             lambda v, old: jnp.where(jnp.isfinite(v), v, old), velocity, state.velocity
         )
-        # The noise of g adds eta N^2 R / (2 alpha T) to each variance, as a fraction of it
-        relative = eta * jnp.asarray(num_data, dtype) ** 2 / (2 * alpha * t)
-        factor = optax.tree.full_like(velocity, relative, dtype)
-        looks, batch_bias = _mean_bias(state, g, params, extra_args, factor)
         return u, SghmcState(
             count=optax.safe_increment(state.count),
             velocity=velocity,
             key=state.key,
             reach=(eta * t / (2 - alpha)).astype(jnp.float32),
+            gain=(eta * n**2 / (2 * alpha * t)).astype(jnp.float32),
             left_out=state.left_out + is_left_out.astype(jnp.int32),
-            looks=looks,
-            batch_bias=batch_bias,
         )
 
     return with_masters(
@@ -312,50 +293,6 @@ def sghmc(
         ),
         method="sghmc",
     )
-
-
-def _mean_bias(
-    state: SgldState | SghmcState,
-    g: optax.Updates,
-    params: optax.Params,
-    extra_args: dict[str, Any],
-    factor: Any,
-) -> tuple[jax.Array, Any]:
-    """Return the number of estimates of the batches' noise, and the mean fraction of variances it adds.
-
-    Args:
-      state: The state before.
-      g: The gradient.
-      params: The params.
-      extra_args: The extra arguments.
-      factor: The fraction over the variance of the batch's gradient, a tree like params.
-    """
-    grad_fn, grad = extra_args.get("per_example_grad_fn"), extra_args.get("grad")
-    known = state.looks, state.batch_bias
-    if grad_fn is None or grad is None or not jax.tree.leaves(params):
-        return known
-    pairs = zip(*map(jax.tree.leaves, (g, mask_like(grad, params))), strict=False)
-    # A gradient with control variates has less noise than its examples show
-    if any(one is not other for one, other in pairs):
-        return known
-    grad_fn, number = traced_once(grad_fn, params)
-    if number < _FEWEST:
-        return known
-    extras = {"per_example_grad_fn": grad_fn}
-    batch = BatchGradients(params, g, extras, number, None, None)
-
-    def estimate(known: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        c_hat, _ = per_example(batch, diagonal)
-        looks = known[0] + 1
-
-        # bias <- bias + (factor C^ / S - bias) / looks
-        def towards(bias: jax.Array, c: jax.Array, factor: jax.Array) -> jax.Array:
-            new = factor.astype(bias.dtype) * (c / number).astype(bias.dtype)
-            return bias + jnp.where(jnp.isfinite(new), new - bias, 0.0) / looks.astype(bias.dtype)
-
-        return looks, jax.tree.map(towards, known[1], c_hat, factor)
-
-    return when(state.count % _ESTIMATE_EVERY == 0, estimate, known)
 
 
 def _check(step_size: object, num_data: object, temperature: object, key: object) -> None:

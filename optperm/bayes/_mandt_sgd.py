@@ -13,30 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._adaptation import begin, update_mean
+from optperm.bayes._burn_in import after_burn_in
 from optperm.bayes._covariance import (
     ESTIMATES,
     NEEDS,
-    OUTER,
+    BatchGradients,
     Estimator,
-    Preconditioner,
     batch_gradients,
     check_noise_arguments,
 )
 from optperm.bayes._faults import are_seen, judge_mean, judge_stability
-from optperm.bayes._kernel import NoiseKernel, times
+from optperm.bayes._forms import FORMS, OUTER, Form, Full, Preconditioner
+from optperm.bayes._kernel import precondition
 from optperm.bayes._masters import with_masters
 from optperm.bayes._power_iteration import power_iteration
-from optperm.bayes._warmup import after_burn_in
+from optperm.bayes._warmup import update_mean
 from optperm.core import checks
 from optperm.core.control import when
-from optperm.core.dtypes import all_finite, cast_like
-from optperm.core.mapped_axes import AxisName
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.keys import key_data
+from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
+    from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 _UNSTABLE = 2.0
 # lambda_max(H A) is looked for in every tenth step of a burn-in, or of the first hundred.
@@ -56,8 +58,10 @@ class MandtSgdState(NamedTuple):
       left_out: Steps in which entries with a gradient that is not finite did not move.
       estimates: Number of estimates of C.
       covariance: The mean of the estimates: (D, D), a tree like params, or the mean of its diagonal.
-      kernel: The noise and the orthonormal basis of the steps.
-      sizes: h of the last step, of the form of the kernel's noise.
+      basis: The form, whose W holds the eigenvectors of C where it is full.
+      noise: :math:`\Lambda = W^\top C W`: the eigenvalues (D,), a tree like params, or one number.
+      sizes: h of the last step, of the form of the noise.
+      stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)` as far as it is known.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
     """
 
@@ -68,8 +72,10 @@ class MandtSgdState(NamedTuple):
     left_out: Int32[Array, ""]
     estimates: Int32[Array, ""]
     covariance: PyTree[Float[Array, "..."]]
-    kernel: NoiseKernel
+    basis: Form
+    noise: PyTree[Float[Array, "..."]]
     sizes: PyTree[Float[Array, "..."]]
+    stability: Float32[Array, ""]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
@@ -78,7 +84,7 @@ class MandtSgdState(NamedTuple):
         Args:
           grads: g, a tree like the params.
         """
-        return self.kernel.precondition(grads, self.sizes)
+        return precondition(self.basis, self.sizes, grads)
 
     def warnings(self, params: Any = None) -> list[str]:
         """Return why the steps do not sample, where Python can see it.
@@ -95,10 +101,10 @@ class MandtSgdState(NamedTuple):
         if np.any(np.asarray(self.unstable) > 0):
             raise ValueError(
                 "These steps do not sample, they diverge: lambda_max(H A) is "
-                f"{float(np.max(self.kernel.stability)):.3g}, 2 or more, so none was taken. Use "
+                f"{float(np.max(self.stability)):.3g}, 2 or more, so none was taken. Use "
                 "constant_sgd, smaller batches, a smaller max_step or more damping."
             )
-        found = judge_stability(self.kernel, self.steps)
+        found = judge_stability(self.stability, self.steps)
         return found + judge_mean(self.uneven, np.asarray(self.estimates))
 
 
@@ -208,7 +214,8 @@ def mandt_sgd(
     is_full = preconditioner == "full"
 
     def init(params: optax.Params) -> MandtSgdState:
-        kernel, adaptation = begin(params, preconditioner, 1.0)
+        basis = FORMS[preconditioner].like(params)
+        rows = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
         return MandtSgdState(
             count=jnp.zeros([], jnp.int32),
             steps=jnp.zeros([], jnp.int32),
@@ -216,66 +223,72 @@ def mandt_sgd(
             uneven=jnp.zeros([], jnp.int32),
             left_out=jnp.zeros([], jnp.int32),
             estimates=jnp.zeros([], jnp.int32),
-            covariance=adaptation.covariance,
-            kernel=kernel._replace(curvature=()),
-            sizes=adaptation.curvature,
-            direction=adaptation.direction,
+            covariance=OUTER[preconditioner](rows),
+            basis=basis,
+            noise=basis.zeros(params),
+            sizes=basis.zeros(params),
+            stability=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
+            direction=normal_like(key_data(0), params),
         )
 
-    def sizes(noise: jax.Array, count: jax.Array) -> jax.Array:
-        # h = min(2 S T / (N max(Lambda, damping)), max_step)
-        t = resolve_schedule("temperature", temperature, count, noise.dtype)
-        s, n, least = (jnp.asarray(x, noise.dtype) for x in (batch_size, num_data, damping))
-        most = jnp.asarray(jnp.inf if max_step is None else max_step, noise.dtype)
-        h = jnp.minimum(2 * s / n * t / jnp.maximum(noise, least), most)
-        return jnp.where(jnp.isfinite(h), h, 0.0)
+    def step_sizes(noise: Any, count: jax.Array) -> Any:
+        """Return h = min(2 S T / (N max(Lambda, damping)), max_step)."""
+
+        def of_entry(noise: jax.Array) -> jax.Array:
+            t = resolve_schedule("temperature", temperature, count, noise.dtype)
+            s, n, least = (jnp.asarray(x, noise.dtype) for x in (batch_size, num_data, damping))
+            most = jnp.asarray(jnp.inf if max_step is None else max_step, noise.dtype)
+            h = jnp.minimum(2 * s / n * t / jnp.maximum(noise, least), most)
+            return jnp.where(jnp.isfinite(h), h, 0.0)
+
+        return jax.tree.map(of_entry, noise)
 
     def update(
         g: optax.Updates, state: MandtSgdState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, MandtSgdState]:
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
-        kernel, count = state.kernel, state.count
+        count = state.count
         batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
 
-        # H g = V diag(h) V^T g, by the C of the step before: this batch's own would bias the step
-        h = jax.tree.map(lambda noise: sizes(noise, count), kernel.noise)
-        h_g = kernel.params_of(times(h, kernel.coordinates(g)), params)
-        is_due = (count >= burn_in) & kernel.is_ready
-        is_moving = is_due & (kernel.stability < _UNSTABLE)
+        # H g = W diag(h) W^T g, by the C of the step before: this batch's own would bias the step
+        h, basis = step_sizes(state.noise, count), state.basis
+        h_g = basis.params_of(basis.times(h, basis.coordinates(g, h)), params)
+        is_due = (count >= burn_in) & _is_known(state, batch_size, damping)
+        is_moving = is_due & (state.stability < _UNSTABLE)
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), h_g)
 
-        # C <- C + (C^ - C) / n
         is_open: Any = True if freeze_after is None else count < freeze_after
         if estimator == "per_example" and not is_full:
             is_open &= (count < _DENSE) | (count % _ESTIMATE_EVERY == 0)
         following = when(
-            is_open, lambda state: _estimate(state, batch, estimator, preconditioner), state
+            is_open,
+            lambda state: _estimate(state, batch, estimator, preconditioner),
+            state,
         )
-        # lambda_max(H A) of the H of this step, with momentum: stable below 2
         if extra_args.get("grad_fn") is not None:
-            period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
+            # Of the H of this step, with momentum: stable below 2
             rate = resolve_schedule("learning_rate", learning_rate, count)
             factor = rate * (1 - mu) / (1 + mu)
-            following = when(
-                (count % period == 0) & (count < jnp.maximum(burn_in, _PROBES)) & kernel.is_ready,
-                lambda state: _probe(state, batch, kernel, h, factor, count // period),
-                following,
-            )
-        is_known = (
-            following.estimates * (batch_size - 1) >= 2 * len(kernel.basis) if is_full else True
-        )
-        following = following._replace(
-            kernel=following.kernel._replace(
-                is_ready=(following.estimates > 0) & (is_known | (damping > 0))
-            ),
+            scaled = jax.tree.map(lambda h: h * jnp.asarray(factor, h.dtype), h)
+            period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
+            is_probed = (count % period == 0) & (count < jnp.maximum(burn_in, _PROBES))
+            stability, direction = when(
+                is_probed & _is_known(state, batch_size, damping),
+                lambda known: power_iteration(
+                    *known, lambda s: precondition(basis, scaled, s), batch.curvature_product,
+                    count // period,
+                ),
+                (state.stability, state.direction),
+            )  # fmt: skip
+            following = following._replace(stability=stability, direction=direction)
+        return cast_like(moves, params), following._replace(
             count=optax.safe_increment(count),
             steps=state.steps + is_moving.astype(jnp.int32),
             left_out=state.left_out + (is_moving & ~all_finite(h_g)).astype(jnp.int32),
             unstable=state.unstable + (is_due & ~is_moving).astype(jnp.int32),
             sizes=h,
         )
-        return cast_like(moves, params), following
 
     sampler = transformation(
         init,
@@ -300,48 +313,39 @@ def mandt_sgd(
     return after_burn_in(burn_in, burn_in_optimizer, *steps, method="mandt_sgd")
 
 
+def _is_known(state: MandtSgdState, batch_size: Any, damping: Any) -> jax.Array:
+    """Return whether C is known: the full one from 2 D examples, if nothing dampens it."""
+    needed = 2 * state.basis.num_needed(state.noise)
+    is_enough = state.estimates * (batch_size - 1) >= needed
+    return (state.estimates > 0) & (is_enough | (damping > 0))
+
+
 def _estimate(
-    state: MandtSgdState, batch: Any, estimator: Estimator, preconditioner: Preconditioner
+    state: MandtSgdState,
+    batch: BatchGradients,
+    estimator: Estimator,
+    preconditioner: Preconditioner,
 ) -> MandtSgdState:
-    """Return the state with one more estimate of C, if it is finite, and its kernel."""
+    """Return the state with one more estimate of C, if it is finite, and its eigenvalues."""
+    # C <- C + (C^ - C) / n
     c_hat, is_uneven = ESTIMATES[estimator](batch, OUTER[preconditioner])
     n = state.estimates + 1
     covariance = update_mean(state.covariance, c_hat, n.astype(jnp.float32))
-    kernel = state.kernel
+    noise: Any = covariance
+    basis: Any = state.basis
     if preconditioner == "full":
-        # n is 2^k or 3 2^k
+        # C = W diag(Lambda) W^T where n is 2^k or 3 2^k
         third = n // 3
         is_due = (n & (n - 1) == 0) | ((n % 3 == 0) & (third & (third - 1) == 0))
-        noise, basis = when(
-            is_due, lambda _: tuple(jnp.linalg.eigh(covariance)), (kernel.noise, kernel.basis)
+        noise, w = when(
+            is_due, lambda _: tuple(jnp.linalg.eigh(covariance)), (state.noise, basis.w)
         )
-        kernel = kernel._replace(basis=basis, noise=jnp.maximum(noise, 0.0))
-    else:
-        kernel = kernel._replace(noise=covariance)
+        noise, basis = jnp.maximum(noise, 0.0), Full(w)
     new = state._replace(
         estimates=n,
         covariance=covariance,
-        kernel=kernel,
+        basis=basis,
+        noise=noise,
         uneven=state.uneven + is_uneven.astype(jnp.int32),
     )
     return optax.tree.where(all_finite(c_hat), new, state)
-
-
-def _probe(
-    state: MandtSgdState,
-    batch: Any,
-    kernel: NoiseKernel,
-    h: Any,
-    factor: jax.Array,
-    taken: jax.Array,
-) -> MandtSgdState:
-    """Return the state after a step of the power iteration for the largest eigenvalue of H A."""
-    scaled = jax.tree.map(lambda h: h * factor.astype(h.dtype), h)
-    stability, direction = power_iteration(
-        kernel.stability,
-        state.direction,
-        lambda s: kernel.precondition(s, scaled),
-        batch.curvature_product,
-        taken,
-    )
-    return state._replace(kernel=state.kernel._replace(stability=stability), direction=direction)

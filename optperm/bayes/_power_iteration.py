@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optperm.bayes._kernel import inner
+from optperm.bayes._forms import inner
 
 # About as many of the last quotients make up the mean.
 _MEMORY = 5.0

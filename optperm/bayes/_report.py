@@ -1,4 +1,4 @@
-"""The report on draws of a posterior: figures, warnings, and what was not checked."""
+"""Whether draws of a posterior can be trusted: one judge, and the report that shows its figures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes import _diagnostics as diagnostics
 from optperm.bayes._constant_sgd import ConstantSgdState
-from optperm.bayes._convergence import convergence, split_r_hats
+from optperm.bayes._convergence import convergence, r_hat_limits, split_r_hats
+from optperm.bayes._faults import COLD
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.core.states import check_runs, find_running_states
@@ -21,9 +22,17 @@ if TYPE_CHECKING:
 # NOISY samplers have a key, and every chain needs a key of its own.
 NOISY = (ConstantSgdState, SgldState, SghmcState)
 SAMPLERS = (*NOISY, MandtSgdState)
-# Vehtari et al., 2021; and the split R-hat above which even short runs have not mixed.
+# Vehtari et al., 2021; and the split R-hat above which a run is warned of at once.
 _LARGEST_R_HAT, _LEAST_ESS, _NOT_MIXED = 1.01, 400, 1.1
 _FEWEST, _LEAST_DRAWS = 4, 40
+# Of more entries, as many are judged, spread evenly.
+_MOST_ENTRIES = 20_000
+_LARGEST_BIAS = 0.05
+# A stationary chain does not spread so many times wider in its later half, nor this far.
+_DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
+
+DIVERGED = "The chains diverge: take smaller steps, or see that the loss is finite."
+NOT_CHECKED = "That batches are drawn with replacement, and nothing changes updates behind."
 
 
 class PosteriorReport(NamedTuple):
@@ -57,15 +66,39 @@ class PosteriorReport(NamedTuple):
     not_checked: tuple[str, ...]
     warnings: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Return the figures as a table, and below it what was not checked and what does not hold."""
+        figures = {
+            "R-hat, maximum": self.r_hat,
+            "effective draws, bulk, minimum": self.ess_bulk,
+            "effective draws, tail, minimum": self.ess_tail,
+            "Monte Carlo error over sd": self.mcse,
+            "lambda_max(H A)": self.stability,
+            "noise of last two windows": self.drift,
+            "variance added by the steps": self.step_bias,
+            "variance added by the batches": self.batch_bias,
+            "entries that never moved": self.unmoved or None,
+        }
+        lines = [
+            f"{name:30} {value:.4g}" if value >= 10 else f"{name:30} {value:.3f}"
+            for name, value in figures.items()
+            if value is not None
+        ]
+        lines += [f"not checked: {text}" for text in self.not_checked]
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
 
-def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
-    r"""Print and return whether draws can be trusted, from the chains and their optimizer states.
 
-    The report warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below
-    400, chains diverge, or entries never move. Of constant SGD it warns if draws were taken before the
-    end of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above
-    0.5, if gradients are not the mean of the examples' gradients, or if the noise is correlated under
-    the diagonal preconditioner. Of SGLD and SGHMC it warns if the length of the steps, to first order
+def posterior_report(
+    samples: Any, opt_state: Any = None, *, batch_noise: Any = None
+) -> PosteriorReport:
+    r"""Return whether draws can be trusted, from the chains and their optimizer states.
+
+    It warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below 400,
+    chains diverge, or entries never move. For constant SGD it warns if draws were taken before the end
+    of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above 0.5, if
+    gradients are not the mean of the examples' gradients, or if the noise is so correlated that the
+    diagonal or scalar preconditioner changes a variance by more than a fourth. For SGLD and SGHMC it
+    warns if the length of the steps, to first order
 
     .. math::
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
@@ -76,15 +109,19 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
     .. math::
       \frac{\epsilon N^2 M_{kk} R_{kk}}{4 T} \quad \text{or} \quad \frac{\eta N^2 R_{kk}}{2 \alpha T}
 
-    widens a variance by more than 5 %. The report also prints what was not checked.
+    widens a variance by more than 5 %. An R-hat that chains which have mixed may have too, by the number
+    of their draws and by their autocorrelation, is one of too few draws; a larger one is one of chains
+    that have not mixed. `print` shows the report, and what was not checked.
 
     Args:
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`.
       opt_state: The optimizer states at the end, with or without an axis of chains; None for those in
         `samples`.
+      batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for that of `samples`,
+        which `optperm.bayes.sample` measures.
 
     Returns:
-      A `PosteriorReport`, whose figures are printed and whose warnings are given as `UserWarning`.
+      A `PosteriorReport`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -96,14 +133,15 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
       >>> samples = optperm.bayes.draw_samples(
       ...     step, w, tx.init(w), jax.random.key(0), num_chains=4, num_draws=1000, thinning=100
       ... )
-      >>> report = optperm.bayes.posterior_report(samples)  # doctest: +ELLIPSIS
+      >>> report = optperm.bayes.posterior_report(samples)
+      >>> print(report)  # doctest: +ELLIPSIS
       R-hat, maximum                 1.00...
       effective draws, bulk, minimum 3...
       effective draws, tail, minimum ...
       Monte Carlo error over sd      0.01...
       variance added by the steps    0.02...
       not checked: All chains began at one point, so R-hat cannot tell of other modes.
-      not checked: The variance that the noise of the batches adds: no gradients of examples were seen.
+      not checked: The variance that the noise of the batches adds: it is not known here.
       not checked: That batches are drawn with replacement, and nothing changes updates behind.
       >>> report.warnings
       ()
@@ -115,71 +153,30 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
       Vehtari et al., `Rank-Normalization, Folding, and Localization: An Improved R-hat
       <https://arxiv.org/abs/1903.08008>`_, 2021
     """
-    report = _report(samples, samples.last_opt_state if opt_state is None else opt_state)
-    lines = {
-        "R-hat, maximum": report.r_hat,
-        "effective draws, bulk, minimum": report.ess_bulk,
-        "effective draws, tail, minimum": report.ess_tail,
-        "Monte Carlo error over sd": report.mcse,
-        "lambda_max(H A)": report.stability,
-        "noise of last two windows": report.drift,
-        "variance added by the steps": report.step_bias,
-        "variance added by the batches": report.batch_bias,
-        "entries that never moved": report.unmoved or None,
-    }
-    for name, value in lines.items():
-        if value is not None:
-            print(f"{name:30} {value:.4g}" if value >= 10 else f"{name:30} {value:.3f}")
-    for text in report.not_checked:
-        print(f"not checked: {text}")
-    for warning in report.warnings:
-        warnings.warn(warning, stacklevel=2)
-    return report
-
-
-def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
-    values = diagnostics.entries_of(samples.params)
-    is_moving = ~diagnostics.find_unmoved(values)
-    sound = values[..., is_moving & np.all(np.isfinite(values), axis=(0, 1))]
-    is_enough = sound.shape[1] >= _FEWEST and sound.shape[2] > 0
-    r_hat, bulk, tail, mcse = convergence(sound) if is_enough else (float("nan"),) * 4
+    opt_state = samples.last_opt_state if opt_state is None else opt_state
     check_runs(opt_state, SAMPLERS, method="The sampler")
     states: list[Any] = find_running_states(opt_state, SAMPLERS)
-    found = diagnostics.judge_chains(samples, values, states)
-    # Chains that diverge, or of so few draws, are not judged by their mixing
-    if values.shape[1] < _FEWEST:
-        found.append(f"There are {values.shape[1]} draws a chain, and R-hat needs {_FEWEST}.")
-    elif is_enough and found[:1] != [diagnostics.DIVERGED]:
-        if r_hat > _LARGEST_R_HAT:
-            found.append(diagnostics.describe_r_hat(r_hat))
-        if min(bulk, tail) < _LEAST_ESS:
-            found.append(
-                f"The minimum effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} "
-                "that means and quantiles need: draw more."
-            )
-    langevin: list[Any] = find_running_states(opt_state, (SgldState, SghmcState))
-    biases = diagnostics.LangevinBiases(None, None, [], [])
-    if len(langevin) == 1 and diagnostics.is_finite(samples.params):
-        biases = diagnostics.langevin_biases(values, langevin[0])
-    kernels = [state.kernel for state in find_running_states(opt_state, ConstantSgdState)]
+    values = entries_of(samples.params)
+    figures = _measure(values)
+    is_moving = ~find_unmoved(values)
+    noise = samples.batch_noise if batch_noise is None else batch_noise
+    step_bias, batch_bias = langevin_biases(values, states, noise)
+    kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
+    found = judge_chains(samples, values, states)
+    # Chains that diverge, or of so few draws, are not judged by their mixing
+    if found[:1] != [DIVERGED]:
+        found += _judge_mixing(values, figures) + _judge_biases(step_bias, batch_bias)
     return PosteriorReport(
-        r_hat,
-        bulk,
-        tail,
-        mcse,
+        *figures,
         stability=None if one is None else float(np.max(one.stability)),
         noise_ratio=None if one is None else float(np.max(one.noise_ratio)),
         drift=None if one is None else float(np.mean(one.drift)),
-        step_bias=biases.steps,
-        batch_bias=biases.batches,
+        step_bias=step_bias,
+        batch_bias=batch_bias,
         unmoved=int(np.sum(~is_moving)) if values.shape[1] > 1 else 0,
-        not_checked=(
-            *diagnostics.describe_unchecked(samples, bool(states)),
-            *biases.not_checked,
-            "That batches are drawn with replacement, and nothing changes updates behind.",
-        ),
-        warnings=(*found, *biases.warnings),
+        not_checked=(*describe_unchecked(samples, states, step_bias, batch_bias), NOT_CHECKED),
+        warnings=tuple(found),
     )
 
 
@@ -193,12 +190,226 @@ def warn_of_draws(samples: Samples) -> None:
         return
     states: list[Any] = find_running_states(samples.last_opt_state, SAMPLERS)
     if states:
-        values = diagnostics.entries_of(samples.params)
-        found = diagnostics.judge_chains(samples, values, states)
+        values = entries_of(samples.params)
+        found = judge_chains(samples, values, states)
         if not found and values.shape[1] >= _LEAST_DRAWS:
             largest = float(np.nanmax(split_r_hats(values), initial=0.0))
-            found = [diagnostics.describe_r_hat(largest)] if largest > _NOT_MIXED else []
+            found = [_describe_r_hat(largest, values)] if largest > _NOT_MIXED else []
     else:
-        found = [] if diagnostics.is_finite(samples.params) else [diagnostics.DIVERGED]
+        found = [] if is_finite(samples.params) else [DIVERGED]
     for text in found:
         warnings.warn(text, stacklevel=3)
+
+
+def _measure(values: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the maximum R-hat, the minimum effective sizes and the maximum error, of finite entries."""
+    sound = values[..., ~find_unmoved(values) & np.all(np.isfinite(values), axis=(0, 1))]
+    is_enough = sound.shape[1] >= _FEWEST and sound.shape[2] > 0
+    return convergence(sound) if is_enough else (float("nan"),) * 4
+
+
+def _judge_mixing(values: np.ndarray, figures: tuple[float, float, float, float]) -> list[str]:
+    """Return whether chains have mixed, and have enough draws."""
+    r_hat, bulk, tail, _ = figures
+    if values.shape[1] < _FEWEST:
+        return [f"There are {values.shape[1]} draws a chain, and R-hat needs {_FEWEST}."]
+    found = [_describe_r_hat(r_hat, values)] if r_hat > _LARGEST_R_HAT else []
+    if min(bulk, tail) < _LEAST_ESS:
+        found.append(
+            f"The minimum effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} "
+            "that means and quantiles need: draw more."
+        )
+    return found
+
+
+def _describe_r_hat(value: float, values: np.ndarray) -> str:
+    """Return the sentence on a maximum R-hat that is too large: whether draws are enough to say why."""
+    sound = values[..., ~find_unmoved(values)]
+    with np.errstate(invalid="ignore"):
+        excess = split_r_hats(sound) - r_hat_limits(sound)
+    if not np.nanmax(excess) > 0:
+        return (
+            f"The maximum split R-hat is {value:.3g}: there are too few draws to tell whether the "
+            "chains have mixed. Draw longer ones."
+        )
+    return (
+        f"The maximum split R-hat is {value:.3g}, above that of chains which have mixed: the chains "
+        "have not mixed, or are in several modes (a parameter and its mirror image). Look at their "
+        "means."
+    )
+
+
+def langevin_biases(
+    values: np.ndarray, states: list[Any], batch_noise: Any
+) -> tuple[float | None, float | None]:
+    """Return the fractions by which steps and batches of SGLD or SGHMC widen variances, where known.
+
+    Args:
+      values: The draws, (chain, draw, entry).
+      states: The states of samplers at the end.
+      batch_noise: The diagonal of R, a tree like params, or None.
+    """
+    langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
+    if len(langevin) != 1 or not np.all(np.isfinite(values)):
+        return None, None
+    reach, gain = (float(np.max(x)) for x in (langevin[0].reach, langevin[0].gain))
+    variances = values.var(axis=(0, 1))
+    variances = variances[variances > 0]
+    steps = batches = None
+    if reach > 0 and variances.size:
+        # h lambda = reach / Var, since Var = T / (N lambda), and it widens Var by 1 / (1 - h lambda / 2)
+        steps = reach / float(np.min(variances)) / 2
+    if gain > 0 and batch_noise is not None:
+        batches = gain * max(float(np.max(np.asarray(r))) for r in jax.tree.leaves(batch_noise))
+    return steps, batches
+
+
+def _judge_biases(steps: float | None, batches: float | None) -> list[str]:
+    """Return which of the fractions by which SGLD and SGHMC widen variances is too large."""
+    found = []
+    if steps is not None and steps > _LARGEST_BIAS:
+        found.append(
+            f"The length of the steps makes the variance of a parameter about {steps:.1%} too "
+            "large, and along steep directions more: lower step_size, and draw longer chains."
+        )
+    if batches is not None and batches > _LARGEST_BIAS:
+        found.append(
+            f"The noise of the batches makes the variance of a parameter about {batches:.1%} too "
+            "large: lower step_size, take larger batches, or put optperm.svrg in front."
+        )
+    return found
+
+
+def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> list[str]:
+    """Return what is wrong with chains, by the states of their samplers and the spread of draws.
+
+    Args:
+      samples: The samples.
+      values: Their draws, (chain, draw, entry).
+      states: The states of samplers at the end.
+
+    Raises:
+      ValueError: If steps were not taken because they would diverge.
+    """
+    is_wild = not is_finite(samples.params) or bool(np.any(np.abs(values) > _WILD))
+    found = [DIVERGED] if is_wild or _is_widening(values) else []
+    for state in states:
+        if isinstance(state, ConstantSgdState | MandtSgdState):
+            found += state.warnings()
+            found += _judge_timing(state, values.shape[1] * int(samples.thinning))
+    if len(states) > 1:
+        found.append(
+            f"There are {len(states)} samplers, each of a part of the params, which ignore the "
+            "correlation of their noise: use one sampler."
+        )
+    left_out = max((int(np.max(state.left_out)) for state in states), default=0)
+    if left_out:
+        found.append(
+            f"In {left_out} steps some gradients were not finite, and their entries did not move: the "
+            "draws of these entries do not follow the posterior."
+        )
+    unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
+    if np.any(unmoved) and COLD not in found and states:
+        found.append(
+            f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: see that "
+            "their gradients are finite, and that sampling had begun."
+        )
+    return found + _judge_rounding(samples)
+
+
+def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[str]:
+    """Return whether draws were taken before the sampler sampled."""
+    before = int(np.max(state.count)) - drawn
+    idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
+    if not np.any(np.asarray(state.steps)) and np.all(np.asarray(state.count) > 0):
+        return [
+            "No step has sampled: it was the burn-in, or noise and curvature are not known. See that "
+            "gradients are finite, and pass a longer burn_in to draw_samples."
+        ]
+    if isinstance(state, ConstantSgdState):
+        learning = int(np.max(state.freeze_after)) - before
+        if learning > 0:
+            return [
+                f"The first {learning} steps of the draws were taken while the warm-up still learned: "
+                "pass burn_in=None to draw_samples."
+            ]
+    if idle > before:
+        return [
+            f"Some draws are of steps that did not sample: {idle} steps did not, and only {before} came "
+            "before the first draw. Pass a longer burn_in."
+        ]
+    return []
+
+
+def _judge_rounding(samples: Samples) -> list[str]:
+    """Return whether params of 16 bits are too coarse for their draws."""
+    pairs = zip(_floating(samples.params), _floating(samples.last_params), strict=False)
+    for draws, params in pairs:
+        if jnp.finfo(params.dtype).bits > 16:
+            continue
+        values = np.asarray(draws, np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            size, deviation = np.abs(values).mean(axis=(0, 1)), values.std(axis=(0, 1))
+            spacing = np.exp2(np.floor(np.log2(np.maximum(size, 1e-30))))
+            spacing *= float(jnp.finfo(params.dtype).eps)
+        if np.any((deviation < spacing) & (deviation > 0)):
+            return [
+                f"Draws of some params vary by less than neighboring numbers of {params.dtype} differ: "
+                "keep the params in float32, and cast them in the loss."
+            ]
+    return []
+
+
+def describe_unchecked(
+    samples: Samples, states: list[Any], step_bias: float | None, batch_bias: float | None
+) -> list[str]:
+    """Return what neither draws nor states can show."""
+    found = []
+    starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
+    if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
+        found.append("All chains began at one point, so R-hat cannot tell of other modes.")
+    if not states:
+        found.append("That the steps sample this posterior: there is no state of a sampler here.")
+    if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
+        found.append(f"Other entries than {_MOST_ENTRIES}, spread evenly.")
+    if any(isinstance(state, SgldState | SghmcState) for state in states):
+        if step_bias is None:
+            found.append("The variance that the length of the steps adds, with a preconditioner.")
+        if batch_bias is None:
+            found.append("The variance that the noise of the batches adds: it is not known here.")
+    return found
+
+
+def entries_of(draws: Any) -> np.ndarray:
+    """Return draws as (chain, draw, entry) in float64, of at most `_MOST_ENTRIES` entries or so."""
+    leaves = _floating(draws)
+    if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
+        raise ValueError("samples holds no draws: pass what draw_samples returned.")
+    stride = -(-sum(int(np.prod(leaf.shape[2:])) for leaf in leaves) // _MOST_ENTRIES)
+    parts = [np.asarray(leaf).reshape(*leaf.shape[:2], -1)[..., ::stride] for leaf in leaves]
+    return np.concatenate([part.astype(np.float64) for part in parts], axis=-1)
+
+
+def find_unmoved(values: np.ndarray) -> np.ndarray:
+    """Return which entries are the same in all draws of each chain; (entry,)."""
+    return np.all(values == values[:, :1], axis=(0, 1))
+
+
+def is_finite(tree: Any) -> bool:
+    """Return whether all floating entries of a tree are finite."""
+    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in _floating(tree))
+
+
+def _is_widening(values: np.ndarray) -> bool:
+    """Return whether the later half of a chain is far wider: it diverges, and will overflow."""
+    half = values.shape[1] // 2
+    if half < _LEAST_HALF:
+        return False
+    with np.errstate(over="ignore", invalid="ignore"):
+        distances = np.abs(values - np.median(values[:, :half], axis=1, keepdims=True))
+        early, late = distances[:, :half].max(axis=1), distances[:, half:].max(axis=1)
+        return bool(np.any(late > _DIVERGES * np.maximum(early, 1e-30)))
+
+
+def _floating(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]

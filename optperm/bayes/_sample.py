@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._constant_sgd import constant_sgd
+from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
+from optperm.bayes._covariance import BatchGradients, per_example
+from optperm.bayes._forms import diagonal
+from optperm.bayes._kernel import NoiseKernel
+from optperm.bayes._langevin import SghmcState, SgldState
+from optperm.bayes._masters import MasterState
 from optperm.bayes._report import SAMPLERS, warn_of_draws
 from optperm.bayes._sampling import Samples, make_runner, steps_to_learn
 from optperm.core import checks
@@ -21,7 +27,7 @@ from optperm.core.dtypes import all_finite, cast_like
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
 from optperm.core.shardings import explicit_sharding
-from optperm.core.states import check_runs, without_variables
+from optperm.core.states import check_runs, find_states, replace_state, without_variables
 from optperm.evaluation import evaluate
 from optperm.exact import apply_updates
 
@@ -30,13 +36,15 @@ _PARTS = 10
 # Up to this many params, L-BFGS on all examples takes the starts to an optimum.
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 _BURN_IN = 1000
+# Draws at which the noise of the batches is measured.
+_LOOKS = 32
 _UNSEEN = (
     "In {:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds is, and "
     "the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)), and "
     "add the log of the Jacobian (u) to log_prior."
 )
 
-Sampler = Callable[[int, int], optax.GradientTransformation]
+Sampler = Callable[..., optax.GradientTransformation]
 
 
 def sample(
@@ -79,7 +87,8 @@ def sample(
       batch_size: S. With 1, pass a sampler with `estimator="single_example"`.
       sampler: `sampler(N, S)` returns the transformation that samples: `optperm.constant_sgd`,
         `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
-        `lambda n, s: optperm.sgld(1e-5, n)`.
+        `lambda n, s: optperm.sgld(1e-5, n)`. One that takes `kernel=` is called again after the warm-up,
+        and samples in a second, smaller program.
       num_chains: Chains.
       num_draws: Draws of each chain.
       thinning: Steps from one draw to the next.
@@ -109,6 +118,19 @@ def sample(
       >>> bool(abs(500 * samples.params.var() - 1) < 0.15)
       True
 
+      A parameter with bounds is sampled through a transform, here a rate m > 0 with the prior exp(-m):
+      :math:`\\log p(m) = -m`, and with :math:`m = e^u` the Jacobian adds u.
+
+      >>> counts_of = jnp.array([2.0, 0.0, 1.0, 3.0] * 25)  # Poisson; m ~ Gamma(1 + 150, 1 + 100)
+      >>> nll = lambda u, k: jnp.mean(jnp.exp(u) - k * u)
+      >>> log_prior = lambda u: -jnp.exp(u) + u
+      >>> samples = optperm.bayes.sample(
+      ...     nll, counts_of, jnp.zeros(()), key, log_prior=log_prior, batch_size=16, **counts
+      ... )
+      >>> m = jnp.exp(samples.params)
+      >>> bool(abs(m.mean() - 151 / 101) < 0.02), bool(abs(m.std() * 101 / 151**0.5 - 1) < 0.1)
+      (True, True)
+
     Notes:
       Below some thousand examples, and where all of them are cheap to evaluate, NUTS (NumPyro, BlackJAX)
       is faster. A leaf of `data` is indexed on the device in each step. Each call traces its
@@ -121,19 +143,7 @@ def sample(
         than the data, starts do not match the params, or params without starts are on a mesh with
         explicit axes.
     """
-    checks.check_key("key", key)
-    if burn_in is not None:
-        checks.check_count("burn_in", burn_in, minimum=0)
-    for name, count in (
-        ("batch_size", batch_size),
-        ("num_chains", num_chains),
-        ("num_draws", num_draws),
-        ("thinning", thinning),
-    ):
-        checks.check_static_count(name, count)
-    checks.check_function(
-        "sampler", sampler, "(num_data, batch_size) that returns a transformation"
-    )
+    _check_arguments(key, burn_in, batch_size, num_chains, num_draws, thinning, sampler)
     params = without_variables(params)
     data = jax.tree.map(jnp.asarray, data)
     num_data = checks.count_examples("data", data)
@@ -148,7 +158,6 @@ def sample(
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
     jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
 
-    step = _make_step(loss, tx, data, num_data, batch_size)
     keys = jax.random.split(make_key(key), 3)
     begun = (
         _search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
@@ -156,47 +165,100 @@ def sample(
         else _cast_starts(starts, params, keys[0], num_chains)
     )
     part = -(-num_draws // _PARTS)
-    run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
-    def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
-        counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
-        return run(params, watched, keys[1], **counts)
+    def chains_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Samples]:
+        step = _make_step(loss, tx, data, num_data, batch_size)
+        run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
+        def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
+            counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
+            return run(params, watched, keys[1], **counts)
+
+        return draw
+
+    draw = chains_of(tx)
     opt_state = jit_current(jax.vmap(tx.init))(begun)
     check_runs(opt_state, SAMPLERS, method="The sampler, which has a burn_in_optimizer of its own,")
     if burn_in is None:
         burn_in = steps_to_learn(opt_state) or _BURN_IN
     none = jnp.zeros(num_chains, jnp.int32)
     drawn = draw(begun, _Watched(opt_state, none + burn_in, none), 0, burn_in)
+    watched = drawn.last_opt_state
+    handed_over = _hand_over(sampler, num_data, batch_size, drawn.last_params, watched.opt_state)
+    if handed_over is not None:
+        tx, opt_state = handed_over
+        draw = chains_of(tx)
+        drawn = drawn._replace(last_opt_state=watched._replace(opt_state=opt_state))
     if starts is None:
-        # theta + 2 sd z, and as many steps again, which R-hat would otherwise count as draws
-        z = normal_like(jax.random.key_data(keys[2]), begun)
-        begun = jax.tree.map(
-            lambda p, draws, z: (p + 2 * jnp.std(draws, axis=1) * z).astype(p.dtype),
-            drawn.last_params,
-            drawn.params,
-            z,
-        )
+        # As many steps again, which R-hat would otherwise count as draws
+        begun = _displace(drawn, keys[2])
         drawn = draw(begun, drawn.last_opt_state, drawn.next_step)
         watched = drawn.last_opt_state._replace(unseen=none)
         drawn = draw(drawn.last_params, watched, drawn.next_step)
-    parts = []
-    for index in range(-(-num_draws // part)):
-        if index:
-            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
-        here = min(part, num_draws - index * part)
-        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], drawn.params))
-        if on_draws is not None:
-            on_draws(index * part + here, parts[-1])
-    draws = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves, axis=1)), *parts)
+    drawn, draws = _collect(draw, drawn, num_draws, on_draws)
     opt_state, _, unseen = drawn.last_opt_state
-    samples = drawn._replace(params=draws, starts=begun, last_opt_state=opt_state)
+    noise = None
+    if batch_size > 1 and _is_langevin_alone(opt_state):
+        noise = _measure_batch_noise(loss, data, draws, num_data, batch_size, keys[0])
+    samples = drawn._replace(
+        params=draws, starts=begun, last_opt_state=opt_state, batch_noise=noise
+    )
     warn_of_draws(samples)
     if np.any(unseen):
         warnings.warn(
-            _UNSEEN.format(np.mean(unseen) / (len(parts) * part * thinning)), stacklevel=2
+            _UNSEEN.format(np.mean(unseen) / (-(-num_draws // part) * part * thinning)),
+            stacklevel=2,
         )
     return samples
+
+
+def _check_arguments(
+    key: Any,
+    burn_in: Any,
+    batch_size: Any,
+    num_chains: Any,
+    num_draws: Any,
+    thinning: Any,
+    sampler: Any,
+) -> None:
+    checks.check_key("key", key)
+    if burn_in is not None:
+        checks.check_count("burn_in", burn_in, minimum=0)
+    sizes = {"batch_size": batch_size, "num_chains": num_chains, "num_draws": num_draws}
+    for name, count in (sizes | {"thinning": thinning}).items():
+        checks.check_static_count(name, count)
+    checks.check_function(
+        "sampler", sampler, "(num_data, batch_size) that returns a transformation"
+    )
+
+
+def _collect(
+    draw: Callable[..., Samples],
+    drawn: Samples,
+    num_draws: int,
+    on_draws: Callable[[int, Any], None] | None,
+) -> tuple[Samples, Any]:
+    """Return the last part of the draws and all of them, of which the first part is given."""
+    part = -(-num_draws // _PARTS)
+    parts: list[Any] = []
+    for end in range(part, num_draws + part, part):
+        if parts:
+            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
+        here = min(part, num_draws - end + part)
+        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], drawn.params))
+        if on_draws is not None:
+            on_draws(min(end, num_draws), parts[-1])
+    return drawn, jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x, axis=1)), *parts)
+
+
+def _displace(drawn: Samples, key: jax.Array) -> Any:
+    """Return theta + 2 sd z for each chain, with the standard deviation of its draws."""
+    return jax.tree.map(
+        lambda p, draws, z: (p + 2 * jnp.std(draws, axis=1) * z).astype(p.dtype),
+        drawn.last_params,
+        drawn.params,
+        normal_like(jax.random.key_data(key), drawn.last_params),
+    )
 
 
 class _Watched(NamedTuple):
@@ -237,6 +299,71 @@ def _make_step(
         )
 
     return step
+
+
+def _hand_over(
+    sampler: Sampler, num_data: int, batch_size: int, params: Any, opt_state: Any
+) -> tuple[optax.GradientTransformationExtraArgs, Any] | None:
+    """Return the sampler that takes the kernels of the chains, and its states.
+
+    None if the sampler takes no `kernel=`, learns none, or has not learned it.
+    """
+    states = find_states(opt_state, ConstantSgdState)
+    if len(states) != 1 or "kernel" not in inspect.signature(sampler).parameters:
+        return None
+    state = states[0]
+    is_learned = np.all(state.kernel.is_ready) and np.all(state.count >= state.freeze_after)
+    if not (is_learned and jax.tree.leaves(state.window)):
+        return None
+
+    def make(kernel: NoiseKernel) -> optax.GradientTransformationExtraArgs:
+        return optax.with_extra_args_support(sampler(num_data, batch_size, kernel=kernel))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "batch_size is num_data")
+        begun = jit_current(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
+            state.kernel, params
+        )
+        tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))
+    learned = state._replace(window=())
+    return tx, replace_state(begun, ConstantSgdState, learned, method="constant_sgd")
+
+
+def _is_langevin_alone(opt_state: Any) -> bool:
+    """Return whether an optimizer is SGLD or SGHMC with nothing else that has a state, as svrg has."""
+    found = find_states(opt_state, (SgldState, SghmcState))
+    wrappers = find_states(opt_state, MasterState)
+    masters = [wrapper.masters for wrapper in wrappers]
+    return len(found) == 1 and len(jax.tree.leaves((found, masters))) == len(
+        jax.tree.leaves(opt_state)
+    )
+
+
+def _measure_batch_noise(
+    loss: Callable[[Any, Any], jax.Array],
+    data: Any,
+    draws: Any,
+    num_data: int,
+    batch_size: int,
+    key: jax.Array,
+) -> Any:
+    """Return the variances of a batch's gradient, a tree like params: the mean over some draws."""
+
+    def of_draw(params: Any, key: jax.Array) -> Any:
+        rows = jax.random.randint(key, (batch_size,), 0, num_data)
+        e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
+        batch = BatchGradients(params, e.grad, e.extra_args, batch_size, None, None)
+        c_hat, _ = per_example(batch, diagonal)
+        return jax.tree.map(lambda c: c / batch_size, c_hat)
+
+    def mean(draws: Any, keys: jax.Array) -> Any:
+        found = jax.lax.map(lambda each: of_draw(*each), (draws, keys))
+        return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
+
+    size = int(np.prod(jax.tree.leaves(draws)[0].shape[:2]))
+    chosen = np.linspace(0, size - 1, min(size, _LOOKS)).astype(np.int32)
+    some = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[chosen], draws)
+    return jit_current(mean)(some, jax.random.split(key, len(chosen)))
 
 
 def _add_prior(

@@ -39,6 +39,8 @@ class Samples(NamedTuple):
       next_step: Steps that each chain has taken; the `first_step` of a later call.
       thinning: Steps from one draw to the next.
       starts: The first params of the chains, on a leading axis of chains.
+      batch_noise: The variances of a batch's gradient over draws of `optperm.bayes.sample` by SGLD or
+        SGHMC, a tree like params; else None.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
@@ -47,6 +49,7 @@ class Samples(NamedTuple):
     next_step: Int32[Array, ""]
     thinning: Int32[Array, ""]
     starts: PyTree[Shaped[Array, "chain ..."]] = None
+    batch_noise: PyTree[Shaped[Array, "..."]] = None
 
     def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
         """Return the draws as a flat dictionary of arrays, which every version of ArviZ takes.

@@ -7,7 +7,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes._decompose import decompose
+from optperm.bayes._forms import FORMS, Full, decompose
 
 N, S, D, T = 1000, 8, 4, 1.7
 SCALE = jnp.float32(2 * S * T / N)
@@ -22,18 +22,25 @@ def decomposed(c):
     return decompose(jnp.float32(c), jnp.diag(jnp.float32(np.diag(c))))
 
 
+def whole(noise, w):
+    return noise, Full(w)
+
+
 def kernel_of(form, c, curvature, noise_ratio=2.0):
     """A kernel of a covariance, with a curvature for each direction."""
     noise, basis = {
-        "scalar": lambda: (jnp.float32(np.trace(c) / D), ()),
-        "diagonal": lambda: (jnp.float32(np.diag(c)), ()),
-        "full": lambda: decomposed(c),
+        "scalar": lambda: (jnp.float32(np.trace(c) / D), FORMS["scalar"]()),
+        "diagonal": lambda: (jnp.float32(np.diag(c)), FORMS["diagonal"]()),
+        "full": lambda: whole(*decomposed(c)),
     }[form]()
     one = jnp.float32(1)
     a = jnp.float32(curvature if form != "scalar" else np.max(curvature))
     return optperm.bayes.NoiseKernel(
-        basis, noise, a, jnp.float32(noise_ratio), one, one, one, one, jnp.int32(9), jnp.bool_(True)
-    )
+        basis=basis, noise=noise, curvature=a, noise_ratio=jnp.float32(noise_ratio), stability=one,
+        excess=one, drift=one, correlation=jnp.ones(2), estimates=jnp.int32(9),
+        is_ready=jnp.bool_(True), num_data=jnp.int32(N), batch_size=jnp.int32(S),
+        momentum=jnp.float32(0),
+    )  # fmt: skip
 
 
 def matrix(kernel, h):
@@ -48,7 +55,7 @@ def test_the_noise_of_a_step_is_what_its_size_asks_for(form):
     kernel = kernel_of(form, c, curvature)
     h = kernel.step_sizes(SCALE, jnp.float32(0.2))
     b = kernel.injected(h, SCALE)
-    w = np.eye(D) if form != "full" else np.asarray(kernel.basis, np.float64)
+    w = np.eye(D) if form != "full" else np.asarray(kernel.basis.w, np.float64)
     lam, size, extra = (np.broadcast_to(np.asarray(x, np.float64), D) for x in (kernel.noise, h, b))
     by_hand = np.minimum(SCALE / (lam * 1.5), 0.2 / (curvature if form != "scalar" else 50.0))
     np.testing.assert_allclose(size, by_hand, rtol=1e-5)
@@ -167,7 +174,7 @@ def test_the_update_adds_the_noise_of_its_kernel():
     moves = np.asarray(jax.jit(jax.vmap(move))(jnp.arange(20_000)), np.float64)
     kernel = inner.kernel
     h = kernel.step_sizes(inner.scale, inner.limit)
-    b, basis = np.asarray(kernel.injected(h, inner.scale)), np.asarray(kernel.basis)
+    b, basis = np.asarray(kernel.injected(h, inner.scale)), np.asarray(kernel.basis.w)
     wanted = basis @ np.diag(np.asarray(h) ** 2 * b / S) @ basis.T
     sizes = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)))
     assert np.abs((np.cov(moves.T) - wanted) / sizes).max() < 5 * np.sqrt(2 / 20_000)

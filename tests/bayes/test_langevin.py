@@ -10,6 +10,7 @@ import pytest
 import support
 
 import optperm
+from optperm.bayes._report import langevin_biases
 
 N = 100
 HESSIAN = np.array([[1.0, 0.4], [0.4, 0.5]])
@@ -162,24 +163,28 @@ def test_a_key_decides_the_noise():
 
 @pytest.mark.parametrize("friction", [None, 0.5])
 def test_the_noise_of_the_batches_is_reported(friction):
-    """The fraction epsilon N^2 M R / (4 T) of each variance, or eta N^2 R / (2 alpha T), seen from the
-    gradients of examples; behind control variates it is not known."""
-    rows, m = (
-        jax.random.normal(jax.random.key(0), (8, 2)) * jnp.array([[1.0, 3.0]]),
-        np.float32([1, 2]),
-    )
+    """The fraction epsilon N^2 R / (4 T) of each variance, or eta N^2 R / (2 alpha T)."""
     if friction is None:
-        tx, factor = optperm.sgld(1e-4, N, 1.5, jnp.asarray(m)), m / (4 * 1.5)
+        tx, gain = optperm.sgld(1e-4, N, 1.5), 1e-4 * N**2 / (4 * 1.5)
     else:
-        tx, factor = optperm.sghmc(1e-4, N, friction, 1.5), 1 / (2 * friction * 1.5)
-    w, grad = jnp.zeros(2), rows.mean(0)
-    extras = {"per_example_grad_fn": lambda w: rows, "grad": grad}
-    _, state = tx.update(grad, tx.init(w), w, **extras)
-    r = np.var(rows, axis=0, ddof=1) / 8
-    np.testing.assert_allclose(state.batch_bias, 1e-4 * N**2 * r * factor, rtol=1e-5)
-    assert int(state.looks) == 1
-    assert int(tx.update(grad, state, w, **extras)[1].looks) == 1  # one estimate in 200 steps
-    assert int(tx.update(0.5 * grad, tx.init(w), w, **extras)[1].looks) == 0
+        tx, gain = optperm.sghmc(1e-4, N, friction, 1.5), 1e-4 * N**2 / (2 * friction * 1.5)
+    w, r = jnp.zeros(2), np.float32([0.1, 0.3])
+    _, state = tx.update(w, tx.init(w), w)
+    values = np.random.default_rng(0).normal(size=(2, 50, 2))
+    np.testing.assert_allclose(state.gain, gain, rtol=1e-6)
+    np.testing.assert_allclose(langevin_biases(values, [state], r)[1], gain * 0.3, rtol=1e-6)
+    assert langevin_biases(values, [state], None)[1] is None
+
+
+def test_states_hold_no_numbers_of_a_report():
+    """SGLD none for a parameter, SGHMC its velocity; with a preconditioner nothing is told of noise."""
+    w = jnp.zeros(1000)
+    for tx, words in ((optperm.sgld(1e-4, N), 0), (optperm.sghmc(1e-4, N, 0.5), 1)):
+        state = tx.init(w)
+        assert sum(leaf.size // 1000 for leaf in jax.tree.leaves(state)) == words
+    tx = optperm.sgld(1e-4, N, preconditioner=2.0 * jnp.ones(1000))
+    _, state = tx.update(w, tx.init(w), w)
+    assert (float(state.reach), float(state.gain)) == (0.0, 0.0)
 
 
 def test_entries_without_a_finite_gradient_are_counted():

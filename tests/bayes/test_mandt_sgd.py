@@ -67,12 +67,12 @@ def test_updates_are_the_preconditioned_gradient(form):
             h = expected_matrix(np.mean(covariances[: min(step, 4)], axis=0), form)
             np.testing.assert_allclose(updates, -h @ rows.mean(axis=0), rtol=2e-4)
         assert int(state.steps) == max(0, step - 1)
-    support.assert_same_bits(trail[4][1].kernel, trail[5][1].kernel)
+    support.assert_same_bits(trail[4][1].noise, trail[5][1].noise)
 
 
 def test_the_full_one_is_decomposed_at_powers_of_two_and_their_halves_threefold():
     trail = run(mandt("full"), *(batch_gradients(step) for step in range(13)))
-    noise = [np.asarray(state.kernel.noise) for _, state in trail]
+    noise = [np.asarray(state.noise) for _, state in trail]
     changed = [n + 1 for n in range(1, 13) if not np.array_equal(noise[n], noise[n - 1])]
     assert changed == [2, 3, 4, 6, 8, 12]
 
@@ -121,7 +121,7 @@ def test_what_is_not_finite_or_has_no_noise():
     for form in FORMS:
         trail = run(mandt(form), bad, batch_gradients(0), bad)
         assert not np.any(trail[1][0])
-        support.assert_same_bits(trail[2][1].kernel, trail[1][1].kernel)
+        support.assert_same_bits(trail[2][1].noise, trail[1][1].noise)
         updates = np.asarray(trail[2][0])
         assert np.all(np.isfinite(updates))
         assert np.all((updates[[0, 2]] != 0) == (form != "full"))
@@ -198,7 +198,7 @@ def test_steps_that_would_diverge_are_not_taken():
         tx = mandt(burn_in=25, momentum=momentum, learning_rate=rate)
         updates, state = run(tx, *batches, grad_fn=lambda w: a * w)[-1]
         exact = rate * np.max(h * np.asarray(a)) * (1 - momentum) / (1 + momentum)
-        assert float(state.kernel.stability) == pytest.approx(exact, rel=0.05)
+        assert float(state.stability) == pytest.approx(exact, rel=0.05)
         is_stable = momentum > 0
         assert bool(np.any(np.asarray(updates))) == is_stable
         assert (int(state.unstable) == 0) == is_stable

@@ -1,0 +1,83 @@
+"""The burn-in of a sampler, which another optimizer takes over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes._masters import with_masters
+from optperm.core import checks
+from optperm.core.control import when
+from optperm.core.dtypes import cast_like
+from optperm.core.transformation import transformation
+from optperm.exact import Exact, exact_entries
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
+
+
+class BurnInState(NamedTuple):
+    """State of a sampler whose burn-in another optimizer takes over.
+
+    Attributes:
+      count: Steps taken.
+      switched: Whether the sampler took the last step.
+      first: State of the optimizer of the burn-in; constant after it.
+      then: State of the sampler, which learns from all gradients.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    switched: Bool[Array, ""]
+    first: Any
+    then: Any
+
+    def phases(self) -> list[tuple[Any, Any]]:
+        """Return the states of the optimizer of the burn-in and of the sampler, which always learns."""
+        return [(self.first, jnp.logical_not(self.switched)), (self.then, True)]
+
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the optimizer during the burn-in."""
+        is_first = jnp.logical_not(self.switched)
+        return [each.only_if(is_first) for each in exact_entries(self.first)]
+
+
+def after_burn_in(
+    burn_in: int | jax.Array,
+    burn_in_optimizer: optax.GradientTransformation,
+    *steps: optax.GradientTransformation,
+    method: str,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a sampler whose burn-in another optimizer takes over.
+
+    Args:
+      burn_in: Steps of the other optimizer.
+      burn_in_optimizer: The other optimizer.
+      *steps: The chain of the sampler.
+      method: The sampler's public name, for messages.
+    """
+    checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
+    before = optax.with_extra_args_support(burn_in_optimizer)
+    after = optax.with_extra_args_support(optax.chain(*steps))
+
+    def init(params: optax.Params) -> BurnInState:
+        zero = jnp.zeros([], jnp.int32)
+        return BurnInState(zero, zero > 0, before.init(params), after.init(params))
+
+    def update(
+        g: optax.Updates, state: BurnInState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, BurnInState]:
+        is_over = state.switched | (state.count >= jnp.asarray(burn_in, jnp.int32))
+        # One sampler for both phases, not one in each branch: half the program, and its state in place
+        moves, then = after.update(g, state.then, params, **extra_args)
+
+        def first(known: tuple[optax.Updates, Any]) -> tuple[optax.Updates, Any]:
+            return cast_like(before.update(g, known[1], params, **extra_args), known)
+
+        moves, first_state = when(jnp.logical_not(is_over), first, (moves, state.first))
+        return moves, BurnInState(optax.safe_increment(state.count), is_over, first_state, then)
+
+    outer = transformation(init, update, method=method, is_wrapper=True)
+    return with_masters(outer, method=method)

@@ -1,0 +1,282 @@
+"""The forms of a preconditioner H = W diag(h) W^T: full, diagonal (W = I) and scalar (W = I, one h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from optperm.core.dtypes import accumulation_dtype, computed_once
+from optperm.core.keys import key_data
+from optperm.core.noise import normal_like
+from optperm.core.shardings import unshard
+from optperm.core.trees import mask_like
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+Preconditioner = Literal["scalar", "diagonal", "full"]
+
+# Below this fraction of the maximum eigenvalue, times D, a matrix of correlations has rounding alone.
+_NOTHING = 1e-7
+# Gradients are rounded by about as many epsilons of their dtype.
+_ROUNDING = 10.0
+
+
+class Diagonal(NamedTuple):
+    """Each entry by itself, W = I: the numbers of this form, such as h, are trees like params."""
+
+    @classmethod
+    def like(cls, params: optax.Params) -> Diagonal:
+        """Return the form for params."""
+        del params
+        return cls()
+
+    def zeros(self, params: optax.Params) -> Any:
+        """Return zeros of this form."""
+        return jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
+
+    def coordinates(self, tree: Any, like: Any) -> Any:
+        """Return W^T g, in float32 or wider: here g, where the numbers `like` are not masked."""
+        return _widen(mask_like(tree, like))
+
+    def flat(self, tree: Any) -> Any:
+        """Return a tree like params as coordinates, without W: here as it is."""
+        return tree
+
+    def params_of(self, x: Any, like: optax.Params) -> Any:
+        """Return W x, a tree like params."""
+        del like
+        return x
+
+    def times(self, h: Any, x: Any) -> Any:
+        """Return diag(h) x."""
+        return jax.tree.map(lambda h, x: h.astype(x.dtype) * x, h, x)
+
+    def pool(self, q: Any) -> Any:
+        """Return numbers of this form from one number for each coordinate."""
+        return q
+
+    def covariance(self, deviations: optax.Updates) -> Any:
+        """Return what this form keeps of the sum of d d^T, from d on a leading axis."""
+        return diagonal(deviations)
+
+    def variances(self, covariance: Any) -> Any:
+        """Return w_i^T C w_i."""
+        return covariance
+
+    def lengths(self, h: Any) -> Any:
+        """Return the size of each w_i."""
+        return optax.tree.ones_like(h)
+
+    def num_needed(self, noise: Any) -> int:
+        """Return the number of gradients without which C is not known at all: 0."""
+        del noise
+        return 0
+
+    def turn(self, covariance: Any, curvature: Any) -> tuple[Any, Any, Any]:
+        """Return the form in which C is diagonal, its noise, and the curvature in its directions."""
+        return self, covariance, curvature
+
+    def probes(self, params: optax.Params) -> tuple[Any, ...]:
+        """Return random x, from which extreme eigenvalues of the noise's correlation are looked for."""
+        return normal_like(key_data(1), params), normal_like(key_data(2), params)
+
+
+class Scalar(Diagonal):
+    """One number for all entries, W = I."""
+
+    __slots__ = ()
+
+    def zeros(self, params: optax.Params) -> Any:
+        """Return a zero."""
+        return jnp.zeros([], accumulation_dtype(params))
+
+    def coordinates(self, tree: Any, like: Any) -> Any:
+        """Return g, in float32 or wider."""
+        del like
+        return _widen(tree)
+
+    def times(self, h: Any, x: Any) -> Any:
+        """Return h x."""
+        return jax.tree.map(lambda x: h.astype(x.dtype) * x, x)
+
+    def pool(self, q: Any) -> Any:
+        """Return the mean over all entries."""
+        return inner(q, optax.tree.ones_like(q)) / optax.tree.size(q)
+
+    def covariance(self, deviations: optax.Updates) -> Any:
+        """Return the mean of the diagonal of the sum of d d^T."""
+        return mean_of_diagonal(deviations)
+
+
+class Full(NamedTuple):
+    """All entries together: the numbers of this form, such as h, are vectors (D,).
+
+    Attributes:
+      w: W, (D, D).
+    """
+
+    w: Float[Array, "d d"]
+
+    @classmethod
+    def like(cls, params: optax.Params) -> Full:
+        """Return the form for params, with W = I."""
+        return cls(jnp.identity(optax.tree.size(params), accumulation_dtype(params)))
+
+    def zeros(self, params: optax.Params) -> jax.Array:
+        """Return zeros of this form."""
+        return jnp.zeros(optax.tree.size(params), accumulation_dtype(params))
+
+    def coordinates(self, tree: Any, like: Any) -> jax.Array:
+        """Return W^T g."""
+        del like
+        return dot(self.w.T, self.flat(tree))
+
+    def flat(self, tree: Any) -> jax.Array:
+        """Return a tree as a vector, in the order of `jax.flatten_util.ravel_pytree`."""
+        return ravel_pytree(self._unsharded(tree))[0]
+
+    def params_of(self, x: jax.Array, like: optax.Params) -> Any:
+        """Return W x as a tree like params."""
+        return ravel_pytree(self._unsharded(like))[1](dot(self.w, x))
+
+    def times(self, h: jax.Array, x: jax.Array) -> jax.Array:
+        """Return diag(h) x."""
+        return h.astype(x.dtype) * x
+
+    def pool(self, q: jax.Array) -> jax.Array:
+        """Return numbers of this form from one number for each coordinate."""
+        return q
+
+    def covariance(self, deviations: optax.Updates) -> tuple[jax.Array, jax.Array]:
+        """Return the sum of W^T d (W^T d)^T, and the sum of the squares of d."""
+        # W^T C W, not C: the condition of C is squared, and float32 would lose narrow directions
+        rows = rows_of(deviations)
+        coordinates = dot(rows, self.w)
+        return dot(coordinates.T, coordinates), jnp.sum(rows**2, axis=0)
+
+    def variances(self, covariance: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Return w_i^T C w_i."""
+        return jnp.diagonal(covariance[0])
+
+    def lengths(self, h: jax.Array) -> jax.Array:
+        """Return the size of each w_i."""
+        del h
+        return jnp.max(jnp.abs(self.w), axis=0)
+
+    def num_needed(self, noise: jax.Array) -> int:
+        """Return the number of gradients without which C has no inverse: D."""
+        return int(noise.shape[-1])
+
+    def turn(
+        self, covariance: tuple[jax.Array, jax.Array], curvature: jax.Array
+    ) -> tuple[Full, jax.Array, jax.Array]:
+        r"""Return :math:`W R`, :math:`\Lambda` and the curvature in the directions of :math:`W R`."""
+        # R^T (W^T C W) R = Lambda
+        c, units = covariance
+        noise, rotation = decompose(c, dot(self.w.T * units[None], self.w))
+        return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
+
+    def probes(self, params: optax.Params) -> tuple[()]:
+        """Return nothing: in these coordinates the noise has no correlation."""
+        del params
+        return ()
+
+    def _unsharded(self, tree: Any) -> Any:
+        return unshard(jax.tree.map(lambda leaf: jnp.asarray(leaf, self.w.dtype), tree))
+
+
+Form = Full | Diagonal
+FORMS: dict[Preconditioner, Any] = {"scalar": Scalar, "diagonal": Diagonal, "full": Full}
+
+
+def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
+    """Return the trace of the sum of outer products over the number of params, ()."""
+    dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
+    size = max(1, sum(leaf[0].size for leaf in leaves))
+    parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
+    return sum(parts, start=jnp.zeros([], dtype)) / size
+
+
+def diagonal(deviations: optax.Updates) -> optax.Updates:
+    """Return the diagonal of the sum of outer products, a tree like params."""
+    return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
+
+
+def matrix(deviations: optax.Updates) -> jax.Array:
+    """Return the sum of outer products of the flattened deviations, (D, D)."""
+    rows = rows_of(deviations)
+    return dot(rows.T, rows)
+
+
+def rows_of(tree: Any) -> jax.Array:
+    """Return a tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
+    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
+    flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
+    return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
+
+
+# From deviations d, a tree with a leading axis: the part of the sum of d d^T that a form keeps.
+OUTER: dict[Preconditioner, Callable[[optax.Updates], Any]] = {
+    "scalar": mean_of_diagonal,
+    "diagonal": diagonal,
+    "full": matrix,
+}
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a product of matrices or vectors in full precision."""
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def inner(one: Any, other: Any) -> jax.Array:
+    """Return the inner product of two trees, in float32 or wider."""
+    dtype = accumulation_dtype(one)
+    parts = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)).astype(dtype), one, other)
+    # A sum that XLA fuses with what it scales is computed again for each leaf
+    return computed_once(sum(jax.tree.leaves(parts), start=jnp.zeros([], dtype)))
+
+
+def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
+    r"""Return :math:`\Lambda` and R with :math:`R^\top C R = \Lambda` and :math:`R^\top U R` diagonal.
+
+    :math:`\Lambda` is one where there is noise, and zero elsewhere.
+
+    Args:
+      covariance: C, in some coordinates, (D, D).
+      units: U, the covariance in these coordinates if the entries of gradients were independent, (D, D).
+    """
+    # C over its diagonal: in float32 the units of coordinates must not decide what rounding hides
+    least = (_ROUNDING * jnp.finfo(units.dtype).eps) ** 2 * jnp.diagonal(units)
+    variances = jnp.diagonal(covariance)
+    is_seen = variances > least
+    root = jnp.sqrt(jnp.where(is_seen, variances, jnp.where(least > 0, jnp.diagonal(units), 1.0)))
+    scale = root[:, None] * root[None]
+    noise, vectors = _eigh_of_part(covariance / scale, is_seen)
+    is_noise = noise > _NOTHING * len(noise)
+    # R = C^(-1/2) Q for any rotation Q: the Q that makes R^T U R diagonal keeps single entries apart
+    whitened = vectors / jnp.where(is_noise, jnp.sqrt(jnp.where(is_noise, noise, 1.0)), 1.0)[None]
+    _, rotation = _eigh_of_part(dot(whitened.T, dot(units / scale, whitened)), is_noise)
+    return is_noise.astype(noise.dtype), dot(whitened, rotation) / root[:, None]
+
+
+def _eigh_of_part(matrix: jax.Array, is_inside: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return eigenvalues and vectors of a part of a matrix; entries outside have -1 and come first."""
+    # Without the mask, rounding would put 1e-7 of the noise into entries without noise, and the next
+    # window would take it for all of their noise
+    is_both = is_inside[:, None] & is_inside[None]
+    size = jnp.max(jnp.where(is_both, jnp.abs(matrix), 0.0))
+    inside = jnp.where(is_both, matrix / jnp.where(size > 0, size, 1.0), 0.0)
+    values, vectors = jnp.linalg.eigh(inside - jnp.diag(jnp.where(is_inside, 0.0, 1.0)))
+    is_outside = jnp.arange(len(values)) < jnp.sum(jnp.logical_not(is_inside))
+    vectors = jnp.where(is_inside[:, None] == is_outside[None], 0.0, vectors)
+    return jnp.where(is_outside, -1.0, values * size), vectors
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda g: jnp.asarray(g, accumulation_dtype(g)), tree)

@@ -1,0 +1,162 @@
+"""Constant SGD from a kernel that a warm-up has handed over."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+import optperm
+from optperm.bayes import _sample
+from optperm.core import current
+from optperm.core.states import find_state, replace_state
+
+pytestmark = pytest.mark.usefixtures("lenient")
+N, S = 200, 8
+X = np.float32(np.random.default_rng(0).normal(size=(N, 3)))
+STATE = optperm.bayes.ConstantSgdState
+ARGUMENTS = {"burn_in": 20, "freeze_after": 60, "momentum": 0.5}
+
+
+def loss_fn(w, x):
+    return jnp.mean(jnp.sum((x - w["a"][None]) ** 2, axis=-1)) / 2 + jnp.mean(w["b"] ** 2)
+
+
+def start():
+    return {"a": jnp.zeros(3), "b": jnp.ones(2)}
+
+
+def run(tx, w, state, steps, first=0):
+    def step(carry, t):
+        w, state = carry
+        rows = jax.random.randint(jax.random.fold_in(jax.random.key(0), t), (S,), 0, N)
+        e = optperm.evaluate(loss_fn, w, jnp.asarray(X)[rows])
+        updates, state = tx.update(e.grad, state, w, **e.extra_args)
+        return (optperm.apply_updates(w, updates, state), state), None
+
+    scan = jax.jit(lambda carry: jax.lax.scan(step, carry, first + jnp.arange(steps))[0])
+    return scan((w, state))
+
+
+@functools.cache
+def warmed_up(form):
+    tx = optperm.constant_sgd(N, S, preconditioner=form, **ARGUMENTS)
+    w, state = run(tx, start(), tx.init(start()), 80)
+    return tx, w, state, optperm.bayes.adapted_kernel(state)
+
+
+@pytest.mark.parametrize("form", ["full", "diagonal", "scalar"])
+def test_steps_are_those_of_the_program_that_estimated_the_kernel(form):
+    """From one state: the same count, key and velocity; also of a kernel that was saved."""
+    tx, w, state, kernel = warmed_up(form)
+    saved = pickle.loads(pickle.dumps(jax.device_get(kernel)))
+    other = optperm.constant_sgd(N, S, kernel=saved, momentum=0.5)
+    sampler = find_state(state, STATE, method="constant_sgd")._replace(window=())
+    then = replace_state(other.init(w), STATE, sampler, method="constant_sgd")
+    then = (then[0], state.then[1], then[2])
+    one, _ = run(tx, w, state, 20, 80)
+    two, last = run(other, w, then, 20, 80)
+    support.assert_close(two, one, rtol=1e-5, atol=1e-6)
+    assert int(last[0].steps) - int(sampler.steps) == 20
+    support.assert_same_bits(optperm.bayes.adapted_kernel(last), kernel)
+
+
+def test_state_has_three_numbers_a_parameter_of_the_diagonal():
+    """Noise, curvature and velocity; nothing of the warm-up."""
+    _, w, _, kernel = warmed_up("diagonal")
+    state = optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(w)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.shape in ((3,), (2,))) == (
+        3 * 5 + 2 + 2  # and the key and the correlation
+    )
+
+
+def test_kernel_needs_only_the_gradient():
+    _, w, _, kernel = warmed_up("diagonal")
+    tx = optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5)
+    updates, _ = jax.jit(tx.update)(w, tx.init(w), w)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(updates))
+
+
+def test_kernels_of_other_models_are_refused_by_what_differs():
+    _, w, _, kernel = warmed_up("diagonal")
+    unready = optperm.bayes.adapted_kernel(optperm.constant_sgd(N, S).init(w))
+    wide = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+    for numbers, options, params, message in (
+        ((N, S), {}, {"a": jnp.zeros(4), "b": jnp.ones(2)}, r"kernel.noise\['a'\] is float32\[3\]"),
+        ((N, S), {}, {"a": jnp.zeros(3)}, "kernel.noise has another tree structure"),
+        ((N + 1, S), {}, w, "kernel is one of num_data 200, but num_data is 201"),
+        ((N, S + 1), {}, w, "kernel is one of batch_size 8, but batch_size is 9"),
+        ((N, S), {"momentum": 0.9}, w, "kernel is one of momentum 0.5, but momentum is 0.9"),
+        ((N, S), {"preconditioner": "full"}, w, "kernel is diagonal, but preconditioner is 'full'"),
+        ((N, S), {"kernel": unready, "momentum": None}, w, "kernel is not ready"),
+    ):
+        tx = optperm.constant_sgd(*numbers, **{"kernel": kernel, "momentum": 0.5} | options)
+        with pytest.raises(ValueError, match=message):
+            tx.init(params)
+    full = warmed_up("full")[3]
+    with pytest.raises(
+        ValueError, match=r"kernel.basis.w is float32\[5, 5\], but params has .*\[6, 6\]"
+    ):
+        optperm.constant_sgd(N, S, kernel=full, momentum=0.5).init(jnp.zeros(6))
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"float32.*float64"):
+        optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(
+            jax.tree.map(lambda x: jnp.asarray(np.float64(x)), w)
+        )
+    # Params of 16 bits are sampled through a copy in float32
+    optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(wide)
+
+
+@pytest.mark.chains
+def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
+    """Where the sampler takes `kernel=`; the report of its draws speaks of the whole warm-up."""
+    programs = {}
+    monkeypatch.setattr(current, "_PROGRAMS", programs)
+
+    def draw(key, sampler=optperm.constant_sgd):
+        return optperm.bayes.sample(
+            loss_fn, jnp.asarray(X), start(), key, batch_size=S, num_chains=2, num_draws=20, thinning=2,
+            sampler=functools.partial(sampler, **ARGUMENTS),
+        )  # fmt: skip
+
+    samples = draw(0)
+    state = find_state(samples.last_opt_state, STATE, method="constant_sgd")
+    assert state.window == ()
+    assert np.all(np.asarray(state.count) == int(samples.next_step))
+    assert not any("warm-up still learned" in w for w in _sample_report(samples))
+    first = len(programs)
+    draw(1)
+    assert len(programs) == first
+    plain = draw(0, lambda n, s, **options: optperm.constant_sgd(n, s, **ARGUMENTS))
+    assert plain.params["a"].shape == samples.params["a"].shape
+    lone = optperm.bayes.sample(
+        loss_fn, jnp.asarray(X), start(), 0, batch_size=S, num_chains=2, num_draws=20, thinning=2,
+        sampler=lambda n, s: optperm.constant_sgd(n, s, **ARGUMENTS),
+    )  # fmt: skip
+    assert find_state(lone.last_opt_state, STATE, method="constant_sgd").window
+
+
+def _sample_report(samples):
+    return optperm.bayes.posterior_report(samples).warnings
+
+
+def test_noise_of_the_batches_of_sgld_is_measured_by_sample():
+    """R = C / S, with C = 1 of each entry of a mean; behind control variates it is not known."""
+    x = jnp.asarray(X / X.std(axis=0, ddof=1))
+
+    def draw(sampler, burn_in=10):
+        return optperm.bayes.sample(
+            lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, x, jnp.zeros(3), 0,
+            batch_size=S, num_chains=2, num_draws=20, burn_in=burn_in, thinning=2, sampler=sampler,
+        )  # fmt: skip
+
+    samples = draw(lambda n, s: optperm.sgld(1e-3, n))
+    np.testing.assert_allclose(samples.batch_noise, 1 / S, rtol=0.35)
+    report = optperm.bayes.posterior_report(samples)
+    gain = 1e-3 * N**2 / 4
+    np.testing.assert_allclose(report.batch_bias, gain * np.max(samples.batch_noise), rtol=1e-5)
+    assert draw(lambda n, s: optperm.constant_sgd(n, s, **ARGUMENTS), None).batch_noise is None
+    assert _sample._is_langevin_alone(optperm.sghmc(1e-3, N, 0.5).init(jnp.zeros(3, jnp.bfloat16)))
+    assert not _sample._is_langevin_alone((optperm.sgld(1e-3, N).init(X), jnp.zeros(3)))
