@@ -1,9 +1,15 @@
-"""A step's program grows slowly with the number of leaves."""
+"""A step's program, and what it takes to compile, grow slowly with the number of leaves."""
+
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
 
 import optperm
+from optperm import sparsity, subspace
 
 # The most equations that one more leaf adds to a step; `optax.adam` adds 16.
 USUAL = 90
@@ -58,3 +64,102 @@ def test_one_more_leaf_adds_few_equations(ours):
     """Leaves that are worked on one by one, each with many operations, take minutes to compile."""
     few, many = (size_of_step(ours.make(), size) for size in (8, 16))
     assert many - few <= 8 * MOST.get(ours.name, USUAL)
+
+
+AXIS = "replica"
+COMPRESSED = optperm.distributed.Compression(bits=4)
+STEPS = {
+    "dim_reduce": lambda: optperm.dim_reduce(n_components=2),
+    "agn": lambda: optperm.agn(optax.adam(0.1), every=5, combine="sequential", axis_name=AXIS),
+    "diloco": lambda: optperm.diloco(
+        optax.adam(0.1),
+        every=optperm.distributed.Every(8, 2, 1),
+        compress=COMPRESSED,
+        axis_name=AXIS,
+    ),
+}
+
+
+def compiled_step(name, num_leaves):
+    """The text of a compiled step; of methods that exchange, of three replicas."""
+    tx = STEPS[name]()
+    params = {f"p{i}": jax.ShapeDtypeStruct((8, 6), jnp.float32) for i in range(num_leaves)}
+
+    def loss_fn(params, _):
+        # The parts are one vector: a sum of them would be a kernel that grows.
+        return jnp.sum(jnp.stack([jnp.sum(leaf**2) for leaf in params.values()]))
+
+    def step(params, opt_state):
+        evaluation = optperm.evaluate(loss_fn, params, jnp.zeros(1))
+        updates, opt_state = tx.update(evaluation.grad, opt_state, params, **evaluation.extra_args)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    init = tx.init
+    if name != "dim_reduce":
+        step, init = jax.vmap(step, axis_name=AXIS), jax.vmap(init, axis_name=AXIS)
+        params = {k: jax.ShapeDtypeStruct((3, 8, 6), jnp.float32) for k in params}
+    return jax.jit(step).lower(params, jax.eval_shape(init, params)).compile().as_text()
+
+
+def num_kernels(text):
+    """The number of fused computations that differ by more than names."""
+    found = set()
+    for body in re.findall(r"^%(?:fused|wrapped)_[^\n]*\{\n(.*?)^\}", text, re.M | re.S):
+        plain = re.sub(r", metadata=\{[^}]*\}", "", body)
+        names = {
+            name: f"%{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"%[\w.-]+", plain)))
+        }
+        found.add(re.sub(r"%[\w.-]+", lambda match, names=names: names[match[0]], plain))
+    return len(found)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_loop_is_compiled_as_one_function(name):
+    """XLA's CPU takes a loop without a sort for a small one, and needs minutes for it with many leaves."""
+    assert "xla_cpu_small_call" not in compiled_step(name, 4)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_leaves_of_one_shape_share_their_kernels(name):
+    """A kernel takes XLA about 20 ms, and equal ones are compiled once."""
+    few, many = (num_kernels(compiled_step(name, number)) for number in (8, 24))
+    assert many - few <= 8
+
+
+COMPILATIONS = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **_: (
+        COMPILATIONS.append(duration) if "backend_compile" in event else None
+    )
+)
+
+
+def first_calls(params):
+    """Calls outside of `jax.jit` that look at all leaves."""
+    masked, reduced = optperm.mask_elements(), optperm.dim_reduce(n_components=2)
+    snapshots = jax.tree.map(
+        lambda p: jnp.asarray(np.random.default_rng(0).normal(size=(3, *p.shape)), p.dtype), params
+    )
+    mask, opt_state = masked.init(params), reduced.init(params)
+    basis = subspace.pca_basis(snapshots, 2)
+    return {
+        "prune": lambda: sparsity.prune(params, mask, 0.5),
+        "freeze": lambda: sparsity.freeze(mask, 0.5, scores=params),
+        "rigl": lambda: optperm.rigl(optax.adam(0.1), 0.5, end=30, every=5).init(params),
+        "dim_reduce": lambda: reduced.init(params),
+        "set_basis": lambda: subspace.set_basis(opt_state, basis),
+        "diloco": lambda: STEPS["diloco"]().init(params),
+    }
+
+
+@pytest.mark.parametrize("name", ["prune", "freeze", "rigl", "dim_reduce", "set_basis", "diloco"])
+def test_the_first_call_compiles_as_many_programs_for_any_number_of_leaves(name):
+    def count(number):
+        call = first_calls({f"p{i}": jnp.ones((8, 6)) * (1 + i) for i in range(number)})[name]
+        jax.clear_caches()
+        COMPILATIONS.clear()
+        call()
+        return len(COMPILATIONS)
+
+    few, many = count(6), count(18)
+    assert 0 < many <= few

@@ -108,11 +108,10 @@ class Encoded(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="compress")
-def encode(compress: Compression, leaf: jax.Array) -> tuple[Encoded | None, jax.Array]:
-    """Return what is sent of a leaf, None without entries, and what is decoded of it."""
-    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
+    """Return what is sent of a leaf, or None if it has no entries."""
     if not leaf.size:
-        return None, leaf
+        return None
     chunks = _split(compress, leaf)
     scale = index = None
     if compress.fraction is not None:
@@ -122,7 +121,7 @@ def encode(compress: Compression, leaf: jax.Array) -> tuple[Encoded | None, jax.
             # One bit has no zero: a chosen zero is sent as the largest entry once more.
             index = _repeat_first(index, chunks == 0)
     if compress.bits is None:
-        codes = packed = chunks
+        codes = chunks
     elif compress.bits == 1:
         # The scale of one bit is the mean magnitude: with the largest, errors would grow. It is the
         # mean over the entries of the leaf, as the last chunk is padded, or over those chosen.
@@ -134,7 +133,7 @@ def encode(compress: Compression, leaf: jax.Array) -> tuple[Encoded | None, jax.
             number = number.astype(jnp.float32)
         scale = jnp.sum(jnp.abs(chunks) / number, axis=1, keepdims=True)
         signed = chunks if compress.fraction is None else _repeat_first(chunks, chunks == 0)
-        codes = (signed >= 0).astype(jnp.uint8)
+        codes = _pack((signed >= 0).astype(jnp.uint8), 1)
     else:
         # 2 levels + 1 evenly spaced values from -scale to scale: an odd number, so zero stays zero.
         scale = jnp.max(jnp.abs(chunks), axis=1, keepdims=True)
@@ -142,11 +141,8 @@ def encode(compress: Compression, leaf: jax.Array) -> tuple[Encoded | None, jax.
         # XLA divides by a reciprocal, which for the largest numbers is subnormal and becomes zero.
         factor = jnp.where(scale > 1, 1 / 16, 1)
         unit = chunks * factor / jnp.where(scale > 0, scale * factor, 1)
-        codes = (jnp.round(unit * levels) + levels).astype(jnp.uint8)
-    if compress.bits is not None:
-        packed = _pack(codes, compress.bits)
-    sent = Encoded(packed, scale, index if index is None else index.astype(jnp.uint16))
-    return sent, _restore(compress, codes, scale, index, like)
+        codes = _pack((jnp.round(unit * levels) + levels).astype(jnp.uint8), compress.bits)
+    return Encoded(codes, scale, index if index is None else index.astype(jnp.uint16))
 
 
 @functools.partial(jax.jit, static_argnames=("compress", "like"))
@@ -154,32 +150,16 @@ def decode(compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStru
     """Return what is decoded of a leaf of this shape and dtype."""
     if sent is None:
         return jnp.zeros(like.shape, like.dtype)
-    codes = sent.codes
+    values = sent.codes
     if compress.bits is not None:
-        codes = _unpack(codes, compress.bits).reshape(len(sent.scale), -1)
-    index = sent.index
-    return _restore(
-        compress, codes, sent.scale, index if index is None else index.astype(jnp.int32), like
-    )
-
-
-def _restore(
-    compress: Compression,
-    codes: jax.Array,
-    scale: jax.Array | None,
-    index: jax.Array | None,
-    like: jax.ShapeDtypeStruct,
-) -> jax.Array:
-    """Return the leaf of the codes of its chunks."""
-    values = codes
-    if compress.bits is not None:
+        codes = _unpack(sent.codes, compress.bits).reshape(len(sent.scale), -1).astype(jnp.int32)
         # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
         levels = 1 if compress.bits == 1 else _count_levels(compress.bits)
-        wide = codes.astype(jnp.int32)
-        signed = 2 * wide - 1 if compress.bits == 1 else wide - levels
-        values = signed.astype(jnp.float32) / levels * scale
-    if index is not None:
-        values = _put_places(values, index, _find_width(compress, like.size))
+        signed = 2 * codes - 1 if compress.bits == 1 else codes - levels
+        values = signed.astype(jnp.float32) / levels * sent.scale
+    if sent.index is not None:
+        places = sent.index.astype(jnp.int32)
+        values = _put_places(values, places, _find_width(compress, like.size))
     return values.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
 
 
@@ -317,8 +297,14 @@ def sum_compressed(
     compress = dataclasses.replace(compress, decay=1.0)
     leaves, structure = jax.tree.flatten(e)
     # s = Q(top_k(e)), e <- e - s
-    encoded = [encode(compress, leaf) for leaf in leaves]
-    own = jax.tree.unflatten(structure, [decoded for _, decoded in encoded])
+    likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def decode_all(sent: list[Encoded | None]) -> optax.Updates:
+        pairs = zip(sent, likes, strict=True)
+        return jax.tree.unflatten(structure, [decode(compress, *pair) for pair in pairs])
+
+    sent = [encode(compress, leaf) for leaf in leaves]
+    own = decode_all(sent)
     rest = optax.tree.sub(e, own)
     is_sent = replicas.are_finite((own, rest))
     w, takes_part = weigh(weight, is_finite & is_sent, jnp.float32)
@@ -329,15 +315,13 @@ def sum_compressed(
         return scale(own, w), w, rest, takes_part
 
     # sum_i w_i s_i, one replica after another: decoding all at once would take memory for all of them.
-    rows, unpack = gather_packed(([sent for sent, _ in encoded], w.reshape(1)), replicas.axis_name)
-    likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    rows, unpack = gather_packed((sent, w.reshape(1)), replicas.axis_name)
 
     def decode_row(row: list[jax.Array]) -> tuple[optax.Updates, jax.Array]:
         sent, (w,) = unpack(row)
         # A weight is finite. Unless it sorts, XLA takes the loop for a small one.
         w = jnp.where(both(w > 0, jnp.isfinite(w)), w, 0)
-        s = [decode(compress, each, like) for each, like in zip(sent, likes, strict=True)]
-        return scale(jax.tree.unflatten(structure, s), w), w
+        return scale(decode_all(sent), w), w
 
     def add(total: Any, row: list[jax.Array]) -> tuple[Any, None]:
         return optax.tree.add(total, decode_row(row)), None

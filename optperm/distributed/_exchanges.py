@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, computed_once
+from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import psum
 from optperm.distributed._commits import CenterStep, Replicas, divide, scale, weigh
 from optperm.distributed._compression import Compression, sum_compressed
@@ -136,9 +136,7 @@ class Exchanger:
         sent, has_missed = cond(is_sent, send, lambda: (part, no))
         new, is_bad, is_lost = cond(is_received, receive, lambda: (sent, no, no))
         # If nothing was sent, the center makes no step and no params are pulled.
-        if is_received is False:
-            return new, Outcome(False, is_bad, has_missed | is_lost)
-        has_arrived = computed_once(is_received & (sent.weights != NOTHING))
+        has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
         return new, Outcome(has_arrived, is_bad, has_missed | is_lost)
 
     def _send(self, part: Part, theta: Any, p: int) -> tuple[Any, Part, jax.Array]:

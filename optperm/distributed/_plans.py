@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from optperm.core import checks
-from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import AxisName, largest
 from optperm.distributed._local_steps import resolve_flag
 
@@ -96,8 +95,7 @@ def resolve_due(
 ) -> list[Due]:
     """Return for each fragment whether this step sends it, and whether the step receives it."""
     if commit is None:
-        # Once: otherwise the flags would be computed again in the kernel of each leaf.
-        return computed_once(plan.due(largest(count, axis_name) + 1))
+        return plan.due(largest(count, axis_name) + 1)
     if not isinstance(commit, Exchange):
         flag = resolve_flag(
             commit, axis_name, "diloco", 'plan.at(step), True, False, "only" or None'

@@ -181,7 +181,7 @@ def test_compressed_contributions_equal_a_simulation(method, how):
 
 def sent_of(compress, leaf):
     """What is decoded of what is sent of a leaf."""
-    sent, _ = compression.encode(compress, leaf)
+    sent = compression.encode(compress, leaf)
     return compression.decode(compress, sent, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
@@ -191,9 +191,8 @@ def test_bytes_say_what_was_sent():
         leaf = np.array(np.random.default_rng(0).normal(size=shape), np.float32)
         leaf = np.where(np.arange(leaf.size).reshape(shape) % 3 == 1, np.float32(0), leaf)
         compress = optperm.distributed.Compression(bits=bits)
-        encoded, own = compression.encode(compress, leaf)
+        encoded = compression.encode(compress, leaf)
         decoded = np.asarray(sent_of(compress, leaf))
-        support.assert_same_bits(own, decoded)
         flat = np.abs(np.pad(leaf.reshape(-1), (0, -leaf.size % 256))).reshape(-1, 256)
         if bits == 1:  # the sign, times the mean magnitude of a run of 256
             there = np.clip(leaf.size - 256 * np.arange(len(flat)), 0, 256)
