@@ -32,6 +32,7 @@ class Panel(NamedTuple):
       table: The number of the table.
       pattern: An expression with two groups, the mean and its deviation; rows that do not match are left
         out.
+      over: The column of the other axis, or an empty text for the names of the rows.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Panel(NamedTuple):
     column: str
     table: int = 0
     pattern: str = _MEAN
+    over: str = ""
 
     def figures(self) -> dict[str, tuple[float, float]]:
         """Return the mean and the deviation of each row, by its first cell."""
@@ -54,10 +56,17 @@ class Panel(NamedTuple):
         """Draw a point with an error bar for each row, the first row at the top."""
         found = self.figures()
         means, deviations = zip(*found.values(), strict=True)
+        axes.set_title(self.title)
+        if self.over:
+            places = [mean for mean, _ in self._replace(column=self.over).figures().values()]
+            for name, x, y, deviation in zip(found, places, means, deviations, strict=True):
+                axes.errorbar(x, y, deviation, fmt="o", capsize=3, label=name)
+            axes.set(xlabel=self.over, xlim=(0, None))
+            axes.legend()
+            return
         axes.errorbar(means, range(len(found)), xerr=deviations, fmt="o", capsize=3)
         axes.set_yticks(range(len(found)), found)
         axes.invert_yaxis()
-        axes.set_title(self.title)
 
 
 PICTURES = {
@@ -79,6 +88,9 @@ PICTURES = {
         Panel("Python's library, nats per byte", "low_rank_bytes", "nats", 1),
         Panel("tinyshakespeare, nats per byte", "low_rank_text", "nats", 1),
     ],
+    "less_memory": [
+        Panel("tinyshakespeare, nats per byte", "low_rank_text", "nats", 1, over="words a param"),
+    ],
     "posterior": [
         Panel("MNIST, negative log-likelihood", "uncertainty_mnist", "NLL"),
         Panel("CIFAR-10, negative log-likelihood", "uncertainty_cifar10", "NLL"),
@@ -93,7 +105,8 @@ PICTURES = {
 @matplotlib.style.context("optperm.pictures")
 def draw(panels: list[Panel], out: pathlib.Path) -> None:
     """Draw panels below each other."""
-    figure = Figure(figsize=(6, sum(0.9 + 0.22 * len(panel.figures()) for panel in panels)))
+    heights = [3.5 if panel.over else 0.9 + 0.22 * len(panel.figures()) for panel in panels]
+    figure = Figure(figsize=(6, sum(heights)))
     ratios = [len(panel.figures()) + 1 for panel in panels]
     every = figure.subplots(len(panels), squeeze=False, height_ratios=ratios)
     for panel, axes in zip(panels, every[:, 0], strict=True):

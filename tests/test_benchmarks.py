@@ -83,6 +83,7 @@ RUNS = [
         "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
         {"RATES": (1e-2,), "LOW": (1.0,)},
     ),
+    ("memory.py", "--only images --steps 6 --seeds 1 --methods AdamW", {}),
     (
         "sparse_transformer.py",
         "--steps 36 --seeds 1",
