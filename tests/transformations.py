@@ -572,7 +572,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.sgld,
         {"step_size": 4e-6, "num_data": 1000},
-        knows="shapes",
+        knows="nothing",
         no_minimum="samples",
     ),
     Transformation(

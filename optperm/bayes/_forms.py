@@ -182,7 +182,7 @@ class Full(NamedTuple):
         noise, rotation = decompose(c, dot(self.w.T * units[None], self.w))
         return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
 
-    def probes(self, params: optax.Params) -> tuple[()]:
+    def probes(self, params: optax.Params) -> tuple[Any, ...]:
         """Return nothing: in these coordinates the noise has no correlation."""
         del params
         return ()

@@ -210,7 +210,7 @@ def check_kernel(
             continue
         if jnp.ndim(found) or not np.isclose(float(found), float(number), rtol=1e-6):
             raise ValueError(f"kernel is one of {name} {found}, but {name} is {number}.")
-    if can_be_seen(kernel.is_ready) and not np.all(kernel.is_ready):
+    if can_be_seen(kernel.is_ready) and not np.all(np.asarray(kernel.is_ready)):
         raise ValueError(
             "kernel is not ready: the warm-up that it is from has not seen noise and curvature yet."
         )

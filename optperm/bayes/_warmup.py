@@ -141,7 +141,7 @@ class Window(NamedTuple):
     root_square: PyTree[Float[Array, "..."]]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
     stability: Float32[Array, ""]
-    probes: tuple[PyTree[Float[Array, "?*shape"], "Params"], ...]
+    probes: PyTree[Float[Array, "..."]]
     correlation: Float32[Array, "2"]
 
 

@@ -76,7 +76,7 @@ def test_state_has_three_numbers_a_parameter_of_the_diagonal():
 def test_kernel_needs_only_the_gradient():
     _, w, _, kernel = warmed_up("diagonal")
     tx = optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5)
-    updates, _ = jax.jit(tx.update)(w, tx.init(w), w)
+    updates, _ = jax.jit(tx.update)(w, jax.jit(tx.init)(w), w)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(updates))
 
 
