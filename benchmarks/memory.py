@@ -334,7 +334,7 @@ def learn_images(options: argparse.Namespace) -> None:
         def fit(
             rate: Any, steps: int, params: Any, part: Any, indices: Any, wrap: Any = wrap
         ) -> Any:
-            warm = optax.warmup_cosine_decay_schedule(0.0, 1.0, 20, steps, 0.05)
+            warm = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(20, steps // 2), steps, 0.05)
             tx = wrap(optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(warm)))
             tx = optax.chain(tx, optax.scale(-rate))
             return images.train(tx, params, tx.init(params), indices, part)[0]
