@@ -59,10 +59,11 @@ class Panel(NamedTuple):
         axes.set_title(self.title)
         if self.over:
             places = [mean for mean, _ in self._replace(column=self.over).figures().values()]
-            for name, x, y, deviation in zip(found, places, means, deviations, strict=True):
-                axes.errorbar(x, y, deviation, fmt="o", capsize=3, label=name)
-            axes.set(xlabel=self.over, xlim=(0, None))
-            axes.legend()
+            axes.errorbar(places, means, deviations, fmt="o", capsize=3)
+            for name, x, y in zip(found, places, means, strict=True):
+                at = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(name.replace("random, carried, residual", "low rank"), (x, y), **at)
+            axes.set(xlabel=f"{self.over} (less is better)", xlim=(0, 1.2 * max(places)))
             return
         axes.errorbar(means, range(len(found)), xerr=deviations, fmt="o", capsize=3)
         axes.set_yticks(range(len(found)), found)
@@ -89,7 +90,7 @@ PICTURES = {
         Panel("tinyshakespeare, nats per byte", "low_rank_text", "nats", 1),
     ],
     "less_memory": [
-        Panel("tinyshakespeare, nats per byte", "low_rank_text", "nats", 1, over="words a param"),
+        Panel("tinyshakespeare, nats per byte", "memory_text", "nats", 1, over="words a param"),
     ],
     "posterior": [
         Panel("MNIST, negative log-likelihood", "uncertainty_mnist", "NLL"),
