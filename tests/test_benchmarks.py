@@ -99,7 +99,16 @@ RUNS = [
     ),
 ]
 # What has tests of its own.
-ELSEWHERE = {"kills.py", "dim_reduce.py", "accelerators.py"}
+ELSEWHERE = {
+    "kills.py",
+    "dim_reduce.py",
+    "accelerators.py",
+    "agn_pmap.py",
+    "agn_multiprocess.py",
+    "byte_transformer.py",
+    "prune_freeze_sweep.py",
+    "sgperm_values.py",
+}
 # What they share.
 SHARED = {
     "images.py",
@@ -107,6 +116,14 @@ SHARED = {
     "scoring.py",
     "small_tasks.py",
     "accelerator_programs.py",
+    "collectives.py",
+    "commit_methods.py",
+    "commit_runs.py",
+    "digits.py",
+    "flags.py",
+    "launch.py",
+    "library_bytes.py",
+    "timing.py",
 }
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)

@@ -54,7 +54,7 @@ READ = {
     "laperm": optperm.permutation.permuted_params,
     "permute_by_cycles": lambda opt_state, params: optperm.permutation.permuted_params(opt_state),
     "record_trajectory": lambda opt_state, params: optperm.subspace.trajectory(opt_state),
-    "mandt_sgd": lambda opt_state, params: optperm.bayes.adapted_kernel(opt_state).noise,
+    "mandt_sgd": lambda opt_state, params: optax.tree.get(opt_state, "covariance"),
     "sgperm": lambda opt_state, params: optperm.permutation.permuted_params(opt_state),
     "switch to sgperm": lambda opt_state, params: optperm.permutation.permuted_params(opt_state),
 }
