@@ -90,10 +90,12 @@ def quantize_state(
 
     Args:
       inner: Any optimizer with moments of known states of Optax: Adam and its kin (AdamW, NAdam, RAdam,
-        Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, RMSProp, Adagrad, Muon, and
-        second moments of Adafactor that are not factored. They may be anywhere in it: in a chain, a
-        partition, `optperm.low_rank` or `optperm.apollo`.
+        Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, Adagrad, Muon, RMSProp
+        without bias correction, and second moments of Adafactor that are not factored. They may be
+        anywhere in it: in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
       bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments have 8 bits.
+        In 4 bits a first moment that is small for its block is 0 or many times too large, so that
+        single weights take steps of tens of learning rates: losses of long runs may be worse.
       min_size: Moments with fewer entries stay as they are.
       include: The params whose moments are quantized: a tree of booleans like params, a prefix of such a
         tree, or a function from params to such a tree. None for all. The authors of 8-bit optimizers
@@ -115,12 +117,16 @@ def quantize_state(
       0.54
 
     Notes:
-      `inner` may be complete, with weight decay and a learning rate: neither has moments. Of numbers
+      `inner` may be complete, with weight decay and a learning rate: neither has moments. Put
+      `optax.masked` around this transformation, not inside. Maxima of second moments (AMSGrad) climb by
+      the noise of the rounding, by a tenth to a half in some thousand steps: take Adam in long runs. Of
+      numbers
       within a block that are below 1e-5 (first moments) or 1e-10 (second moments) of the largest, first
       moments become 0, and second moments stay at the smallest code: a first moment over a second
-      moment of 0 would be an enormous step.
+      moment of 0 would be an enormous step. So one outlier slows its block until it is forgotten: clip
+      gradients before.
 
-      Counts, keys, moments of float64 and of complex dtypes, arrays without an axis, and states that
+      Counts, keys, moments of float64, arrays without an axis, and states that
       are not known stay as they are. A moment that is not finite becomes NaN, in 4 bits the block of
       32; other blocks do not change.
 
@@ -180,6 +186,11 @@ def quantize_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, QuantizedState]:
+        if not _is_quantized(state):
+            raise ValueError(
+                f"The state has no QuantizedState, got {type(state).__name__}: "
+                "optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state."
+            )
         inner_state = _decode_state(state)
         updates, inner_state = optimizer.update(updates, inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
@@ -215,15 +226,19 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
       ValueError: If the trees do not match.
     """
     checks.check_key("key", key)
+    if not find_states(like, QuantizedState):
+        raise ValueError(
+            "like has no QuantizedState: pass jax.eval_shape(tx.init, params) of the quantized one."
+        )
 
     def convert(old: Any, state: Any) -> Any:
         if not isinstance(old, QuantizedState):
             return state
         plain = jax.eval_shape(_decode_state, old)
         checks.check_same_tree("opt_state", state, plain, source="like, decoded,", dtypes=False)
-        count = jnp.zeros([], jnp.int32)
-        names = _find_names(old.exponents)
-        return QuantizedState(count, *_encode_state(state, names, key, count))
+        # Of a state under vmap there are several counts.
+        count, names = jnp.zeros(old.count.shape, jnp.int32), _find_names(old.exponents)
+        return QuantizedState(count, *_encode_state(state, names, key, jnp.zeros([], jnp.int32)))
 
     return jax.tree.map(convert, like, opt_state, is_leaf=_is_quantized)
 

@@ -452,3 +452,26 @@ def test_a_program_of_many_leaves_has_few_kernels():
         bodies = [re.findall(r"= (\S+ [a-z-]+\((?:[^%,)]*\))?)", part) for part in parts]
         seen.append(len(set(map(tuple, bodies))))
     assert seen[1] <= seen[0] + 2
+
+
+def test_a_state_of_the_plain_optimizer_is_refused_with_the_way_to_convert_it():
+    plain, params = optax.adamw(1e-3), {"w": jnp.ones((64, 64))}
+    with pytest.raises(ValueError, match=r"no QuantizedState.*optperm\.memory\.quantize"):
+        optperm.quantize_state(plain).update(params, plain.init(params), params)
+
+
+def test_quantize_refuses_a_state_like_that_is_not_quantized():
+    state = optax.adamw(1e-3).init({"w": jnp.ones((64, 64))})
+    with pytest.raises(ValueError, match="like has no QuantizedState"):
+        optperm.memory.quantize(state, state)
+
+
+def test_quantize_takes_states_of_several_seeds():
+    """All counts begin at 0, and the state trains on under vmap."""
+    plain = optax.adamw(1e-2)
+    tx = optperm.quantize_state(plain)
+    params = {"w": jnp.ones((3, 64, 128))}
+    like = jax.eval_shape(jax.vmap(tx.init), params)
+    state = optperm.memory.quantize(jax.vmap(plain.init)(params), like)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, like)
+    jax.vmap(lambda p, s: tx.update(p, s, p))(params, state)
