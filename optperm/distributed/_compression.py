@@ -99,12 +99,12 @@ class Encoded(NamedTuple):
     Attributes:
       codes: The entries: in float32, or packed codes of a few bits in uint8.
       scale: The scale of the codes of each chunk, in float32; None for entries in float32.
-      index: The places of the entries in their chunk, in uint16; None if all are sent.
+      places: The places of the entries in their chunk, in uint16; None if all are sent.
     """
 
     codes: jax.Array
     scale: jax.Array | None
-    index: jax.Array | None
+    places: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnames="compress")
@@ -151,14 +151,14 @@ def decode(compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStru
     if sent is None:
         return jnp.zeros(like.shape, like.dtype)
     values = sent.codes
-    if compress.bits is not None:
+    if compress.bits is not None and sent.scale is not None:
         codes = _unpack(sent.codes, compress.bits).reshape(len(sent.scale), -1).astype(jnp.int32)
         # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
         levels = 1 if compress.bits == 1 else _count_levels(compress.bits)
         signed = 2 * codes - 1 if compress.bits == 1 else codes - levels
         values = signed.astype(jnp.float32) / levels * sent.scale
-    if sent.index is not None:
-        places = sent.index.astype(jnp.int32)
+    if sent.places is not None:
+        places = sent.places.astype(jnp.int32)
         values = _put_places(values, places, _find_width(compress, like.size))
     return values.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
 
