@@ -223,7 +223,7 @@ def fit(
             raise ValueError(f"epoch_start needs all batches and one state, but {why}.")
         carry = programs.place_state(initial, layout)
         feed = make_feed(train_data, batch_size, key, layout, schedule.steps_per_call, carry)
-    facts = {"the kind of model": model.kind, "keep_best": best}
+    facts: dict[str, Any] = {"the kind of model": model.kind, "keep_best": best}
     if jax.process_count() > 1 or checkpoints is not None:
         facts |= feed.facts()
     if jax.process_count() > 1:
