@@ -182,6 +182,9 @@ def fit(
       epoch, pass a new iterator: `fit` drops the batches that were taken, or restores the state of an
       iterator that has one.
 
+      A checkpoint is written after all else that is due at its step: a row, then callbacks. What an
+      error kept from being done is done first when training resumes.
+
       On the same devices a resumed run ends with the same bits as an uninterrupted run. With another
       number of replicas, these take the kept carries in turn. `fit` does not check that `loss_fn` and
       the method's hyperparameters are the same as in the earlier run: a number that the optimizer state
