@@ -238,8 +238,9 @@ def inner(one: Any, other: Any) -> jax.Array:
     """Return the inner product of two trees, in float32 or wider."""
     dtype = accumulation_dtype(one)
     parts = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)).astype(dtype), one, other)
-    # A sum that XLA fuses with what it scales is computed again for each leaf
-    return computed_once(sum(jax.tree.leaves(parts), start=jnp.zeros([], dtype)))
+    # Parts computed once share kernels. A sum fused with what it scales would be computed for each leaf
+    parts = computed_once(jax.tree.leaves(parts))
+    return computed_once(sum(parts, start=jnp.zeros([], dtype)))
 
 
 def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:

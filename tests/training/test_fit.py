@@ -148,8 +148,8 @@ def test_the_order_follows_from_the_seed_and_is_drawn_anew_for_samplers(name):
 def test_a_sampler_samples_the_posterior_from_arrays():
     """The means of normal examples, whose posterior is known, and of 64 of them the mean variance.
 
-    The features are orthogonal, so a diagonal preconditioner is right. With shuffled batches the variance
-    is 0.42 of what it has to be.
+    The features are orthogonal, so a diagonal preconditioner is right. With shuffled batches the
+    variance is 0.42 of what it has to be.
     """
     examples, batch_size, burnt, steps = 96, 4, 2200, 5000
     x = np.random.default_rng(0).normal(size=(examples, 64))
