@@ -307,10 +307,10 @@ def _compute_erk(tree: Any, sparsity: float | jax.Array) -> Any:
     if isinstance(live, jax.Array):
         of_chosen = list(1 - densities)
     else:
-        # The largest remainders get the entries that rounding down has left.
+        # The largest remainders get the entries that rounding down has left, of equal ones the first.
         wanted = densities * sizes
         counts = np.floor(wanted).astype(int)
-        by_remainder = np.argsort(counts - wanted, kind="stable")
+        by_remainder = np.argsort(np.round(counts - wanted, 6), kind="stable")
         counts[by_remainder[: live - counts.sum()]] += 1
         of_chosen = ((sizes - counts) / sizes).tolist()
     for i, fraction in zip(chosen, of_chosen, strict=True):

@@ -125,7 +125,7 @@ class Safeguarded:
         self, line: Line, previous: QuasiNewtonState, current: QuasiNewtonState
     ) -> tuple[Outcome, QuasiNewtonState]:
         """Search from where the last search stopped; after two in vain forget the curvature."""
-        # First length: 1, or |f| / |g_k|^2 for an unknown B, which is Polyak's step to a minimum of 0 and
+        # First length: 1, or |f| / |g_k|^2 for an unknown B, Polyak's step to a minimum of 0, which
         # does not depend on the scale of the loss.
         one = jnp.ones_like(line.f)
         polyak = _over_square(jnp.abs(line.f), norm(line.gk))
