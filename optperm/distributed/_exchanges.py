@@ -70,40 +70,6 @@ class Part(NamedTuple):
     residual: Any
 
 
-class Sent(NamedTuple):
-    """The result of sending a fragment.
-
-    Attributes:
-      mean: n, the mean of Delta over the replicas: its rows, or the leaves in flight.
-      weights: The sum of the weights.
-      residual: e, what compression has not sent.
-      has_missed: Whether this replica has no part in the mean.
-    """
-
-    mean: Any
-    weights: jax.Array
-    residual: Any
-    has_missed: jax.Array
-
-
-class Received(NamedTuple):
-    """The result of receiving a fragment.
-
-    Attributes:
-      center: The center.
-      center_state: The state of its optimizer.
-      weights: The sum of the weights, or NOTHING if it has been in flight.
-      is_bad: Whether the local params are not finite.
-      is_lost: Whether the mean overflowed.
-    """
-
-    center: Any
-    center_state: Any
-    weights: jax.Array
-    is_bad: jax.Array
-    is_lost: jax.Array
-
-
 class Outcome(NamedTuple):
     """The outcome of the exchange of a fragment.
 
@@ -159,29 +125,32 @@ class Exchanger(abc.ABC):
             outcomes.append(outcome)
         return Part(center, tuple(center_states), in_flight, jnp.stack(weights), residual), outcomes
 
-    def send(self, step: Step, part: Part, theta: optax.Params, p: int) -> Sent:
-        """Return the mean of Delta over the replicas, by one collective."""
+    def send(
+        self, step: Step, part: Part, theta: optax.Params, p: int
+    ) -> tuple[optax.Updates, Part, jax.Array]:
+        """Return the mean of Delta over the replicas, and whether this replica has no part in it."""
         take, write = step.fragments.take_rows, step.fragments.write_rows
-        center, residual = take(part.center, p), part.residual
+        center = take(part.center, p)
         # Delta_p = c_p - theta_p
         delta = subtract_params(center, theta)
         is_finite = self.replicas.are_finite(delta)
         if self.compress is not None:
             delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
-            e = take(residual, p)
+            e = take(part.residual, p)
             total, weights, e, takes_part = sum_compressed(
                 self.compress, delta, e, is_finite, self.replicas, step.weight
             )
-            weights, residual = weights.astype(part.weights.dtype), write(residual, e, p)
+            weights = weights.astype(part.weights.dtype)
+            part = part._replace(residual=write(part.residual, e, p))
         else:
-            # sum_i w_i Delta_i and sum_i w_i; w_i = 0 where Delta_i is not finite
+            # sum_i w_i Delta_i and sum_i w_i, in one collective; w_i = 0 where Delta_i is not finite
             w, takes_part = weigh(step.weight, is_finite, part.weights.dtype)
             if self.is_paired:
                 total, weights = self._sum_pair(center, theta, w, step.count)
             else:
                 total, weights = self.replicas.sum((scale(delta, w), w))
         # n = sum w Delta / sum w
-        return Sent(divide(total, weights), weights, residual, ~takes_part)
+        return divide(total, weights), part._replace(weights=weights), ~takes_part
 
     def _sum_pair(
         self, center: Any, theta: Any, w: jax.Array, count: jax.Array
@@ -200,24 +169,19 @@ class Exchanger(abc.ABC):
         return pair(add, theta, center), w + w_theirs
 
     def receive(
-        self, step: Step, part: Part, n: Any, weights: jax.Array, theta: optax.Params, p: int
-    ) -> Received:
-        """Step the center by n."""
+        self, step: Step, part: Part, n: optax.Updates, theta: optax.Params, p: int
+    ) -> tuple[Part, jax.Array, jax.Array]:
+        """Step the center by n; return also whether theta is not finite, and whether n overflowed."""
         center = step.fragments.take_rows(part.center, p)
         gradient, is_finite = self.replicas.cast_gradient(n, center)
         # c_p <- c_p + u(n; s_c), unless n is of nobody or overflows
-        has_any = weights > 0
-        center, center_state = step.move_center(
-            (center, part.center_state), gradient, has_any & is_finite
-        )
-        return Received(
-            center=step.fragments.write_rows(part.center, center, p),
-            center_state=center_state,
-            weights=weights,
-            is_bad=~self.replicas.are_finite(theta),
-            # Without any contribution each replica has counted its own miss already.
-            is_lost=has_any & ~is_finite,
-        )
+        has_any = part.weights > 0
+        at = center, part.center_state
+        center, center_state = step.move_center(at, gradient, has_any & is_finite)
+        center = step.fragments.write_rows(part.center, center, p)
+        is_bad = ~self.replicas.are_finite(theta)
+        # Without any contribution each replica has counted its own miss already.
+        return part._replace(center=center, center_state=center_state), is_bad, has_any & ~is_finite
 
 
 class AtOnce(Exchanger):
@@ -227,25 +191,15 @@ class AtOnce(Exchanger):
         """Return the part of fragment p after a step, and the outcome."""
         is_due, _ = due
 
-        def exchange() -> tuple[Received, Any, jax.Array]:
+        def exchange() -> tuple[Part, jax.Array, jax.Array]:
             theta = step.fragments.take_rows(step.find_theta(), p)
-            sent = self.send(step, part, theta, p)
-            received = self.receive(step, part, sent.mean, sent.weights, theta, p)
-            return received, sent.residual, sent.has_missed | received.is_lost
+            n, sent, has_missed = self.send(step, part, theta, p)
+            received, is_bad, is_lost = self.receive(step, sent, n, theta, p)
+            return received, is_bad, has_missed | is_lost
 
-        def keep() -> tuple[Received, Any, jax.Array]:
-            no = jnp.array(False)
-            return Received(part.center, part.center_state, part.weights, no, no), part.residual, no
-
-        received, residual, has_missed = cond(is_due, exchange, keep)
-        new = Part(
-            center=received.center,
-            center_state=received.center_state,
-            in_flight=(),
-            weights=received.weights,
-            residual=residual,
-        )
-        return new, Outcome(is_due, received.is_bad, has_missed)
+        no = jnp.array(False)
+        new, is_bad, has_missed = cond(is_due, exchange, lambda: (part, no, no))
+        return new, Outcome(is_due, is_bad, has_missed)
 
 
 class Delayed(Exchanger):
@@ -257,37 +211,25 @@ class Delayed(Exchanger):
     def exchange_one(self, step: Step, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
         """Return the part of fragment p after a step, and the outcome."""
         is_sent, is_received = due
+        take, write = step.fragments.take_rows, step.fragments.write_rows
         no = jnp.array(False)
 
-        def send() -> Sent:
-            theta = step.fragments.take_rows(step.find_theta(), p)
-            sent = self.send(step, part, theta, p)
-            return sent._replace(mean=step.fragments.write_rows(part.in_flight, sent.mean, p))
+        def send() -> tuple[Part, jax.Array]:
+            n, sent, has_missed = self.send(step, part, take(step.find_theta(), p), p)
+            return sent._replace(in_flight=write(sent.in_flight, n, p)), has_missed
 
-        sent = cond(is_sent, send, lambda: Sent(part.in_flight, part.weights, part.residual, no))
+        sent, has_missed = cond(is_sent, send, lambda: (part, no))
 
-        def receive() -> Received:
-            n = step.fragments.take_rows(sent.mean, p)
-            theta = step.fragments.take_rows(step.find_theta(), p)
-            received = self.receive(step, part, n, sent.weights, theta, p)
+        def receive() -> tuple[Part, jax.Array, jax.Array]:
+            n, theta = take(sent.in_flight, p), take(step.find_theta(), p)
+            received, is_bad, is_lost = self.receive(step, sent, n, theta, p)
             # It is no longer in flight, and is not received again.
-            return received._replace(weights=jnp.full_like(sent.weights, NOTHING))
+            return received._replace(weights=jnp.full_like(sent.weights, NOTHING)), is_bad, is_lost
 
-        received = cond(
-            is_received,
-            receive,
-            lambda: Received(part.center, part.center_state, sent.weights, no, no),
-        )
+        new, is_bad, is_lost = cond(is_received, receive, lambda: (sent, no, no))
         # If nothing was sent, the center makes no step and no params are pulled.
         has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
-        new = Part(
-            center=received.center,
-            center_state=received.center_state,
-            in_flight=sent.mean,
-            weights=received.weights,
-            residual=sent.residual,
-        )
-        return new, Outcome(has_arrived, received.is_bad, sent.has_missed | received.is_lost)
+        return new, Outcome(has_arrived, is_bad, has_missed | is_lost)
 
 
 def subtract_params(center: Any, theta: Any) -> Any:

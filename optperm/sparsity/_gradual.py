@@ -157,7 +157,9 @@ def prune_gradually(
         inner_state = optimizer.init(params)
         check_places_nothing(inner_state)
         check_no_averages(inner_state, "prune_gradually")
-        return SparseState(jnp.zeros([], jnp.int32), mask, inner_state, scores)
+        return SparseState(
+            count=jnp.zeros([], jnp.int32), mask=mask, inner_state=inner_state, scores=scores
+        )
 
     def update(
         grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
@@ -205,8 +207,12 @@ def prune_gradually(
         # u(g where m, else 0), then w + u where m, else 0
         live = zero_dead(mask, grads)
         updates, inner_state = optimizer.update(live, state.inner_state, params, **extra_args)
-        count = optax.safe_increment(state.count)
-        return mask_updates(mask, updates, params), SparseState(count, mask, inner_state, scores)
+        return mask_updates(mask, updates, params), SparseState(
+            count=optax.safe_increment(state.count),
+            mask=mask,
+            inner_state=inner_state,
+            scores=scores,
+        )
 
     return transformation(
         init,

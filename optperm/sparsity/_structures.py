@@ -78,13 +78,21 @@ class NOfM(Entries):
         checks.check_count("axis", self.axis, minimum=-(2**31))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether m divides the axis."""
+        """Return whether m divides the axis.
+
+        Args:
+          shape: The shape of a leaf.
+        """
         return -len(shape) <= self.axis < len(shape) and shape[self.axis] % self.m == 0
 
     # Compiled outside jax.jit too, where the comparisons would take m times the memory of the scores.
     @functools.partial(jax.jit, static_argnums=0)
     def keep(self, codes: jax.Array) -> jax.Array:
-        """Return whether each entry is among the n highest of its m, of equal ones the first."""
+        """Return whether each entry is among the n highest of its m, of equal ones the first.
+
+        Args:
+          codes: Unsigned integers in the order of the scores.
+        """
         axis = self.axis % codes.ndim
         apart = jnp.moveaxis(unshard(codes), axis, -1)
         apart = apart.reshape(*apart.shape[:-1], codes.shape[axis] // self.m, self.m)
@@ -130,23 +138,40 @@ class Blocks(Entries):
         checks.check_count("columns", self.columns)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a leaf of this shape has two axes."""
+        """Return whether a leaf of this shape has two axes.
+
+        Args:
+          shape: The shape of a leaf.
+        """
         return len(shape) >= 2
 
     def count(self, shape: tuple[int, ...]) -> int:
-        """Return the number of blocks of a leaf."""
+        """Return the number of blocks of a leaf.
+
+        Args:
+          shape: The shape of a leaf.
+        """
         *lead, height, width = shape
         return math.prod(lead) * math.ceil(height / self.rows) * math.ceil(width / self.columns)
 
     def pool(self, scores: jax.Array) -> jax.Array:
-        """Return the mean score of the entries of each block that exist."""
+        """Return the mean score of the entries of each block that exist.
+
+        Args:
+          scores: The scores of the entries of a leaf.
+        """
         blocks = self._split(unshard(scores))
         ones = self._split(jnp.ones(scores.shape[-2:], scores.dtype))
         sums, sizes = jnp.sum(blocks, axis=(-3, -1)), jnp.sum(ones, axis=(-3, -1))
         return sums / jnp.broadcast_to(sizes, sums.shape)
 
     def spread(self, mask: jax.Array, like: Any) -> jax.Array:
-        """Return the mask of the entries of a leaf, where blocks at the edge are cropped."""
+        """Return the mask of the entries of a leaf, where blocks at the edge are cropped.
+
+        Args:
+          mask: The mask of the units.
+          like: The leaf.
+        """
         height, width = jnp.shape(like)[-2:]
         mask = jnp.repeat(jnp.repeat(mask, self.rows, axis=-2), self.columns, axis=-1)
         return shard_like(mask[..., :height, :width], like)
@@ -186,20 +211,37 @@ class Units(Entries):
         checks.check_count("axis", self.axis, minimum=-(2**31))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a leaf of this shape has the axis."""
+        """Return whether a leaf of this shape has the axis.
+
+        Args:
+          shape: The shape of a leaf.
+        """
         return -len(shape) <= self.axis < len(shape)
 
     def count(self, shape: tuple[int, ...]) -> int:
-        """Return the number of slices of a leaf."""
+        """Return the number of slices of a leaf.
+
+        Args:
+          shape: The shape of a leaf.
+        """
         return shape[self.axis]
 
     def pool(self, scores: jax.Array) -> jax.Array:
-        """Return the mean score of each slice."""
+        """Return the mean score of each slice.
+
+        Args:
+          scores: The scores of the entries of a leaf.
+        """
         axes = tuple(a for a in range(scores.ndim) if a != self.axis % scores.ndim)
         return jnp.mean(scores, axis=axes)
 
     def spread(self, mask: jax.Array, like: Any) -> jax.Array:
-        """Return the mask of the entries of a leaf from the mask of its slices."""
+        """Return the mask of the entries of a leaf from the mask of its slices.
+
+        Args:
+          mask: The mask of the units.
+          like: The leaf.
+        """
         shape = jnp.shape(like)
         mask = jax.lax.broadcast_in_dim(unshard(mask), shape, (self.axis % len(shape),))
         return shard_like(mask, like)

@@ -194,7 +194,12 @@ def _try_lengths(
     start = (jnp.zeros([], jnp.int32), first, jnp.zeros_like(first), jnp.zeros([], jnp.bool_))
     found = jax.lax.while_loop(is_searching, try_next, mark_varying(start, axes))
     index, following, c, is_accepted = found
-    return Outcome(jnp.where(is_accepted, c, jnp.zeros_like(c)), is_accepted, following, index)
+    return Outcome(
+        step_length=jnp.where(is_accepted, c, jnp.zeros_like(c)),
+        is_accepted=is_accepted,
+        next_length=following,
+        num_trials=index,
+    )
 
 
 def _after_search(
