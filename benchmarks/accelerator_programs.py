@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from collectives import Collective, find_collectives
+from collectives import COMPUTATION, INSTRUCTION, Collective, count_bytes, find_collectives
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,9 +22,6 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # To compile, no cuDNN is loaded.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
-_INSTRUCTION = re.compile(r"^ *(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z-]*)\((.*)$", re.MULTILINE)
 
 
 # What XLA asks of a device that it compiles for: that of an H100.
@@ -144,8 +141,8 @@ class Program:
     def transfers(self) -> list[Transfer]:
         """What crosses slices, where no collective stands in the program but pairs of send and recv."""
         found = []
-        for name, body in _COMPUTATION.findall(self.text):
-            lines = _INSTRUCTION.findall(body)
+        for name, body in COMPUTATION.findall(self.text):
+            lines = INSTRUCTION.findall(body)
             starts = {line[0]: line for line in lines}
             for place, (_, kind, operation, rest) in enumerate(lines):
                 if operation != "send" or "megascale" not in rest:
@@ -159,7 +156,7 @@ class Program:
                 between = lines[place : max(ends, default=place)]
                 fused = sum(operation == "fusion" for _, _, operation, _ in between)
                 is_conditional = f"\nENTRY %{name} (" not in self.text
-                size = _bytes(kind.split(", u32[]")[0])
+                size = count_bytes(kind.split(", u32[]")[0])
                 of = _attribute(rest, "megascale_transfer_type")
                 found.append(Transfer(of, size, is_conditional, fused))
         return found
@@ -173,10 +170,3 @@ def _of_start(starts: dict[str, Any], operands: str) -> str | None:
 def _attribute(line: str, name: str) -> str:
     found = re.search(f'{name}="([^"]*)"', line)
     return found.group(1) if found else ""
-
-
-def _bytes(types: str) -> int:
-    total = 0
-    for bits, shape in re.findall(r"\b(?:[a-z]+)(\d+)\w*\[([\d,]*)\]", types):
-        total += int(np.prod([int(n) for n in shape.split(",") if n], dtype=int)) * int(bits) // 8
-    return total

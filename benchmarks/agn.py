@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import optax
 import results
 from collectives import find_collectives, traffic
+from timing import stepping, take_turns
 
 import optperm
 
@@ -58,15 +59,6 @@ def random_tree(leaves: int, size: int, seed: int) -> dict[str, jax.Array]:
 def copied(tree: Any) -> Any:
     """A copy to be donated."""
     return jax.block_until_ready(jax.tree.map(lambda x: jnp.array(x, copy=True), tree))
-
-
-def milliseconds(
-    function: Callable[..., Any], *arguments: Any, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, Any]:
-    """The time of one call by a clock, and its result."""
-    start = clock()
-    result = jax.block_until_ready(function(*arguments))
-    return 1e3 * (clock() - start), result
 
 
 def by_hand(
@@ -103,12 +95,9 @@ def medians(
 
     They are those of the processor: what else runs on the machine does not count.
     """
-    times: dict[str, list[float]] = {peer: [] for peer in steps}
-    for _ in range(repetitions + 3):
-        for peer, step in steps.items():
-            took, held[peer] = milliseconds(step, *held[peer], grads, clock=time.process_time)
-            times[peer].append(took)
-    return {peer: statistics.median(taken[3:]) for peer, taken in times.items()}
+    calls = {peer: stepping(step, held[peer], grads) for peer, step in steps.items()}
+    times = take_turns(calls, repetitions, time.process_time)
+    return {peer: 1e3 * statistics.median(taken) for peer, taken in times.items()}
 
 
 def measure_local_steps(name: str, leaves: int, size: int, repetitions: int) -> None:
@@ -270,23 +259,19 @@ def measure_commits(name: str, leaves: int, size: int, repetitions: int) -> None
     """Prints the times of steps with and without a commit."""
     params, grads = random_tree(leaves, size, 0), replicated(random_tree(leaves, size, 1))
     peers = methods(OPTIMIZERS[name], 2)
-    steps = {peer: on_replicas(tx) for peer, tx in peers.items()}
-    held = {peer: (replicated(params), replicated(tx.init(params))) for peer, tx in peers.items()}
-    local: dict[str, list[float]] = {peer: [] for peer in peers}
-    commit: dict[str, list[float]] = {peer: [] for peer in peers}
-    for _ in range(repetitions + 3):
-        for peer, step in steps.items():
-            for times in (local, commit):
-                took, held[peer] = milliseconds(step, *held[peer], grads)
-                times[peer].append(took)
-    of_mean = statistics.median(commit["agn mean"][3:])
+    calls = {}
+    for peer, tx in peers.items():  # of a period of two steps the first is local
+        call = stepping(on_replicas(tx), (replicated(params), replicated(tx.init(params))), grads)
+        calls |= {f"{peer}, local": call, f"{peer}, commit": call}
+    times = take_turns(calls, repetitions)
+    of = {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
     for peer in peers:
-        without, with_ = (statistics.median(times[peer][3:]) for times in (local, commit))
+        without, with_ = of[f"{peer}, local"], of[f"{peer}, commit"]
         cells = {"local_ms": f"{without:.2f}", "commit_ms": f"{with_:.2f}"}
         RESULTS.row("Commits", optimizer=name, method=peer, **cells)
         print(
             f"  {name:9} {peer:15} local {without:7.2f} ms  commit {with_:7.2f} ms: "
-            f"{with_ / without:.2f} local steps, {with_ / of_mean:.2f} of agn mean"
+            f"{with_ / without:.2f} local steps, {with_ / of['agn mean, commit']:.2f} of agn mean"
         )
 
 

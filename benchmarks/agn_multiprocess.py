@@ -8,11 +8,11 @@ start it on each with a process id and the address of the first:
     python benchmarks/agn_multiprocess.py --process-id 0 --coordinator HOST:PORT
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import flags
 import jax
 from agn_pmap import AXIS, METHODS, REPLICAS, report, train
 from jax.sharding import Mesh
@@ -36,12 +36,13 @@ def on_replicas(function: Callable[..., Any], donate_argnums: tuple[int, ...] = 
 
 def main() -> None:
     """Starts the processes, or is one of them."""
-    parser = flags.Parser(__doc__, "agn_multiprocess.png")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="agn_multiprocess.png", help="the file for the picture")
     about = "which process this is, from 0; without it all are started on this machine"
     parser.add_argument("--process-id", type=int, choices=range(PROCESSES), help=about)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     about = "the seconds after which processes that hang are ended"
-    parser.add_argument("--timeout", type=flags.positive, default=300, help=about)
+    parser.add_argument("--timeout", type=float, default=300, help=about)
     chosen = parser.parse_args()
     if chosen.process_id is None:
         launch(__file__, sys.argv[1:], PROCESSES, chosen.timeout)

@@ -6,11 +6,11 @@ the mean of all gradients in every step, or (AGN, DiLoCo) alone with a collectiv
     python benchmarks/agn_pmap.py [--seeds N] [--out FILE.png]
 """
 
+import argparse
 import functools
 import time
 from typing import Any, NamedTuple
 
-import flags
 import jax
 import jax.numpy as jnp
 import matplotlib.style
@@ -104,8 +104,9 @@ def report(results: dict[str, Result], seeds: int, out: Any) -> None:
 
 def main() -> None:
     """Trains by every method, and reports."""
-    parser = flags.Parser(__doc__, "agn_pmap.png")
-    parser.count("seeds", 3, "how many trainings to average")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="trainings to average")
+    parser.add_argument("--out", default="agn_pmap.png", help="the file for the picture")
     chosen = parser.parse_args()
     # Where there are too few devices, the processor stands in for four. JAX asks when it starts.
     jax.config.update("jax_num_cpu_devices", REPLICAS)

@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import flags
 import jax
 import jax.numpy as jnp
 import library_bytes
@@ -64,17 +63,27 @@ def train(chosen: argparse.Namespace, seed: int) -> dict[str, tuple[float, float
 
 def main(argv: list[str] | None = None) -> Rows:
     """Trains by every method, prints the table and draws loss over bytes; returns what was found."""
-    parser = flags.Parser(__doc__, "byte_transformer.png")
-    parser.count("seeds", 1, "trainings to average")
-    parser.count("steps", 400, "steps of each method")
-    parser.count("common", 200, "synchronous steps before them", least=0)
-    parser.count("batch", 8, "contexts in a step of each replica")
-    parser.count("layers", library_bytes.LAYERS, "layers of the decoder")
-    parser.count("width", library_bytes.WIDTH, f"its width, a multiple of {library_bytes.HEADS}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="byte_transformer.png", help="the file for the picture")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings to average")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each method")
+    parser.add_argument("--common", type=int, default=200, help="synchronous steps before them")
+    parser.add_argument("--batch", type=int, default=8, help="contexts in a step of each replica")
+    parser.add_argument(
+        "--layers", type=int, default=library_bytes.LAYERS, help="layers of the decoder"
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=library_bytes.WIDTH,
+        help=f"its width, a multiple of {library_bytes.HEADS}",
+    )
     parser.add_argument("--data", type=Path, help="a text to learn")
     parser.add_argument("--rate", type=float, help="of the replicas, instead of the best")
     parser.add_argument("--only", action="append", help="a method; may be given more than once")
-    parser.count("processes", 1, f"processes, a divisor of {REPLICAS}")
+    parser.add_argument(
+        "--processes", type=int, default=1, help=f"processes, a divisor of {REPLICAS}"
+    )
     parser.add_argument("--grid", action="store_true", help="all of the grid")
     parser.add_argument("--kept", type=Path, help="a file of benchmarks/results, to draw it again")
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)

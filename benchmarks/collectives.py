@@ -12,9 +12,9 @@ COLLECTIVES = {
     "collective-broadcast",
     "collective-permute",
 }
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"^ENTRY %([\w.-]+)", re.MULTILINE)
-_INSTRUCTION = re.compile(r"^ *(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z-]*)\((.*)$", re.MULTILINE)
+INSTRUCTION = re.compile(r"^ *(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z-]*)\((.*)$", re.MULTILINE)
 _NAME = re.compile(r"%([\w.-]+)")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
@@ -42,16 +42,16 @@ class Traffic(NamedTuple):
 
 def find_collectives(hlo: str) -> list[Collective]:
     """All cross-device operations in the text of a compiled program (`compiled.as_text()`)."""
-    bodies = dict(_COMPUTATION.findall(hlo))
+    bodies = dict(COMPUTATION.findall(hlo))
     found = []
     always = _without_conditionals(hlo, bodies)
     for computation, body in bodies.items():
-        instructions = _INSTRUCTION.findall(body)
+        instructions = INSTRUCTION.findall(body)
         types = {name: type_ for name, type_, _, _ in instructions}
         for _, _, operation, rest in instructions:
             if operation.removesuffix("-start") in COLLECTIVES:
                 operands = _NAME.findall(rest.split(")")[0])
-                size = sum(_bytes(types[operand]) for operand in operands)
+                size = sum(count_bytes(types[operand]) for operand in operands)
                 found.append(Collective(operation, size, computation not in always))
     return found
 
@@ -76,7 +76,8 @@ def _without_conditionals(hlo: str, bodies: dict[str, str]) -> set[str]:
     return reached
 
 
-def _bytes(type_: str) -> int:
+def count_bytes(type_: str) -> int:
+    """The bytes of the arrays of a type as HLO writes it."""
     total = 0
     for bits, shape in _ARRAY.findall(type_):
         count = 1

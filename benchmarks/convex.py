@@ -15,6 +15,7 @@ The part `rates` prints, on five problems, the loss of SVRG and of Katyusha at m
 """
 
 import argparse
+import functools
 import pathlib
 import time
 import warnings
@@ -84,21 +85,15 @@ def make_runner(
 ) -> Callable[[float, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]:
     """A function from a rate, params, a state (None at first) and batches of indices to both after."""
 
-    def full_grad_fn(w: jax.Array) -> jax.Array:
-        return jax.grad(problem.loss_fn)(w, problem.data)
-
     @jax.jit
     def run(rate: float, w: jax.Array, state: Any, batches: jax.Array) -> tuple[jax.Array, Any]:
-        tx = make(rate)
-
-        def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:
-            w, state = carry
-            batch = jax.tree.map(lambda leaf: leaf[indices], problem.data)
-            e = optperm.evaluate(problem.loss_fn, w, batch)
-            updates, state = tx.update(e.grad, state, w, full_grad_fn=full_grad_fn, **e.extra_args)
-            return (optax.apply_updates(w, updates), state), None
-
-        return jax.lax.scan(step, (w, tx.init(w) if state is None else state), batches)[0]
+        tx, full_grad_fn = (
+            make(rate),
+            functools.partial(jax.grad(problem.loss_fn), batch=problem.data),
+        )
+        state = tx.init(w) if state is None else state
+        data = problem.data, problem.loss_fn
+        return images.train(tx, w, state, batches, *data, full_grad_fn=full_grad_fn)
 
     return run
 

@@ -135,16 +135,20 @@ def train(
     params: Any,
     state: Any,
     indices: jax.Array,
-    data: Data,
-    loss_fn: Callable[[Any, Data], jax.Array] = loss_fn,
+    data: Any,
+    loss_fn: Callable[[Any, Any], jax.Array] = loss_fn,
+    **extra_args: Any,
 ) -> tuple[Any, Any]:
-    """Take a step for each row of indices: the params and the state after them, to be compiled."""
+    """Take a step for each row of indices: the params and the state after them, to be compiled.
+
+    The data may be any arrays of examples; a method may need further extra arguments.
+    """
     tx = optax.with_extra_args_support(tx)
 
     def step(carried: Any, chosen: jax.Array) -> Any:
         params, state = carried
-        e = optperm.evaluate(loss_fn, params, (data[0][chosen], data[1][chosen]))
-        updates, state = tx.update(e.grad, state, params, **e.extra_args)
+        e = optperm.evaluate(loss_fn, params, jax.tree.map(lambda leaf: leaf[chosen], data))
+        updates, state = tx.update(e.grad, state, params, **e.extra_args, **extra_args)
         return (optperm.apply_updates(params, updates, state), state), None
 
     return jax.lax.scan(step, (params, state), indices)[0]

@@ -111,13 +111,13 @@ def straight_through(params: Params, values: int) -> Params:
     return jax.tree.map(of_leaf, params)
 
 
-def rounded(params: Params, count: int) -> Params:
+def rounded(params: Params, count: int, iterations: int = 20) -> Params:
     """Each leaf with the nearest of as many values, found by k-means."""
 
     def leaf(w: jax.Array) -> jax.Array:
         flat = np.ravel(w)
         values = np.quantile(flat, (np.arange(count) + 0.5) / count)
-        for _ in range(20):
+        for _ in range(iterations):
             nearest = np.searchsorted((values[1:] + values[:-1]) / 2, flat)
             sums, counts = np.bincount(nearest, flat, count), np.bincount(nearest, None, count)
             values = np.where(counts, sums / np.maximum(counts, 1), values)

@@ -7,8 +7,9 @@ applies a second softmax, and N is the number of params, as in the first version
     python benchmarks/prune_freeze_sweep.py [--fractions 51] [--repeats 5] [--legacy]
 """
 
+import argparse
+
 import digits
-import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,11 +89,12 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
 @style.context("optperm.pictures")
 def main(argv: list[str] | None = None) -> np.ndarray:
     """Draws; returns accuracies (repeats, curves, fractions, train or test)."""
-    parser = flags.Parser(__doc__, "prune-freeze-sweep.png")
-    parser.count("fractions", 51, "how many fractions from 0 to 1", least=2)
-    parser.count("repeats", 5, "networks to average")
-    parser.count("hidden", 32, "hidden units")
-    parser.count("steps", (200, 3000), "before and after", nargs=2)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="prune-freeze-sweep.png", help="the file for the picture")
+    parser.add_argument("--fractions", type=int, default=51, help="how many fractions from 0 to 1")
+    parser.add_argument("--repeats", type=int, default=5, help="networks to average")
+    parser.add_argument("--hidden", type=int, default=32, help="hidden units")
+    parser.add_argument("--steps", type=int, default=(200, 3000), help="before and after", nargs=2)
     parser.add_argument("--legacy", action="store_true", help="as it was first made")
     options, (train, test) = parser.parse_args(argv), digits.load()
     p, used = np.linspace(0, 1, options.fractions), np.ptp(train[0], axis=0) > 0

@@ -6,18 +6,19 @@ trains freely, and with layers rounded to as many values (k-means). It draws acc
     python benchmarks/sgperm_values.py [--steps 2000] [--seeds 3] [--hidden 64] [--out sgperm-values.png]
 """
 
+import argparse
 import math
 from collections import defaultdict
 from statistics import NormalDist
 from typing import Any
 
-import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import MLP, accuracy, cross_entropy, load
 from matplotlib import figure, style
+from permutation import rounded
 
 import optperm
 
@@ -53,21 +54,6 @@ def train(model: MLP, tx: Any, params: Any, steps: int, seed: int) -> Any:
     return jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), keys)[0][0])(params)
 
 
-def rounded(params: Any, count: int) -> Any:
-    """Each leaf with the nearest of as many values, found by k-means."""
-
-    def leaf(w: jax.Array) -> jax.Array:
-        values = np.quantile(w, (np.arange(count) + 0.5) / count)
-        for _ in range(30):
-            nearest = np.argmin(np.abs(np.ravel(w)[:, None] - values), axis=1)
-            sums = np.bincount(nearest, np.ravel(w), count)
-            counts = np.bincount(nearest, None, count)
-            values = np.where(counts, sums / np.maximum(counts, 1), values)
-        return jnp.asarray(values[nearest].reshape(w.shape), jnp.float32)
-
-    return jax.tree.map(leaf, params)
-
-
 def bits(params: Any) -> float:
     """Bits a weight of an arrangement: log2 of n! / (c_1! c_2! ...) for each weight vector."""
     leaves = [w.T.reshape(-1, len(w)) for w in jax.tree.leaves(params)]
@@ -79,10 +65,11 @@ def bits(params: Any) -> float:
 @style.context("optperm.pictures")
 def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
     """Trains, prints and draws; returns bits a weight and the mean accuracy of each network."""
-    parser = flags.Parser(__doc__, "sgperm-values.png")
-    parser.count("steps", 2000, "of each training")
-    parser.count("seeds", 3, "trainings to average")
-    parser.count("hidden", 64, "hidden units")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="sgperm-values.png", help="the file for the picture")
+    parser.add_argument("--steps", type=int, default=2000, help="of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings to average")
+    parser.add_argument("--hidden", type=int, default=64, help="hidden units")
     options = parser.parse_args(argv)
     model, (_, (x, y)) = MLP(hidden=options.hidden), load()
     found: dict[tuple[str, float], list[float]] = defaultdict(list)
@@ -98,7 +85,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
         note("Adam", 32, moved := train(model, optax.adam(1e-3), start, options.steps, seed))
         note("Adam", 16, jax.tree.map(lambda w: np.float32(np.float16(w)), moved))  # on any CPU
         for count in VALUES:
-            note("Adam, rounded", round(math.log2(count), 2), rounded(moved, count))
+            note("Adam, rounded", round(math.log2(count), 2), rounded(moved, count, 30))
     curves = defaultdict(list)
     for (name, size), reached in sorted(found.items()):
         curves[name].append((size, float(np.mean(reached))))

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from timing import take_turns
 
 import optperm
 
@@ -174,13 +175,8 @@ def apply_sparse(params: Any, x: Any, xp: Any) -> Any:
 
 def least_milliseconds(function: Callable[..., Any], *arguments: Any, repetitions: int) -> float:
     """Processor time of a call, the least of many."""
-    jax.block_until_ready(function(*arguments))
-    found = []
-    for _ in range(repetitions):
-        start = time.process_time()
-        jax.block_until_ready(function(*arguments))
-        found.append(time.process_time() - start)
-    return 1e3 * min(found)
+    calls = {"": lambda: function(*arguments)}
+    return 1e3 * min(take_turns(calls, repetitions, time.process_time, warm_up=1)[""])
 
 
 def export_table(options: argparse.Namespace, steps: int, data: Any, test: Any) -> None:

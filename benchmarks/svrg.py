@@ -34,10 +34,11 @@ import library_bytes
 import numpy as np
 import optax
 import results
+from images import train
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from timing import seconds, take_turns
+from timing import seconds, stepping, take_turns
 
 import optperm
 
@@ -140,11 +141,7 @@ def _stepper(
         grad = jax.grad(loss_fn)(params, batch)
         carry = carry[0], optperm.variance.take_snapshot(carry[1], params, grad)
 
-    def run() -> object:
-        nonlocal carry
-        carry = step(*carry)
-        return carry
-
+    run = stepping(step, carry)
     for _ in range(3):
         jax.block_until_ready(run())
     return run
@@ -231,23 +228,15 @@ def _svrg(
     n = len(signed)
     steps = n // batch_size
     tx = optax.chain(optperm.svrg(every=5 * steps), optax.sgd(learning_rate))
-    everything = {"x": jnp.asarray(signed), "l2": 1.0 / n}
+    rows = {"x": jnp.asarray(signed)}
 
-    def full_grad_fn(w: jax.Array) -> jax.Array:
-        return optperm.evaluate(logistic_loss, w, everything).grad
+    def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
+        return logistic_loss(w, batch | {"l2": 1.0 / n})
 
     @jax.jit
     def run_pass(w: jax.Array, opt_state: Any, order: jax.Array) -> tuple[jax.Array, Any]:
-        def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:
-            w, opt_state = carry
-            batch = everything | {"x": everything["x"][indices]}
-            e = optperm.evaluate(logistic_loss, w, batch)
-            updates, opt_state = tx.update(
-                e.grad, opt_state, w, full_grad_fn=full_grad_fn, **e.extra_args
-            )
-            return (optax.apply_updates(w, updates), opt_state), None
-
-        return jax.lax.scan(step, (w, opt_state), order)[0]
+        full_grad_fn = functools.partial(jax.grad(loss_fn), batch=rows)
+        return train(tx, w, opt_state, order, rows, loss_fn, full_grad_fn=full_grad_fn)
 
     def run(passes: int, *, until: float = -1.0) -> tuple[jax.Array, int]:
         rng = np.random.default_rng(0)
@@ -277,8 +266,12 @@ def print_variance(epochs: int) -> None:
     x = (x - x.mean(axis=0)) / x.std(axis=0)
     data = {"x": jnp.asarray((2.0 * y - 1.0)[:, None] * x, jnp.float32)}
     print("Variance of the gradient estimate over the plain one's, batch 32, snapshot every epoch")
-    shared = {"l2": 1 / len(x)}
-    _variance_along("logistic regression", logistic_loss, jnp.zeros(30), data, shared, epochs)
+    penalty = {"l2": 1 / len(x)}
+
+    def convex_loss(w: jax.Array, batch: Any) -> jax.Array:
+        return logistic_loss(w, batch | penalty)
+
+    _variance_along("logistic regression", convex_loss, jnp.zeros(30), data, epochs)
     x, y = load_digits(return_X_y=True)
     model = Network(64)
     digits = {"x": jnp.asarray(x / 16.0, jnp.float32), "y": jnp.asarray(y)}
@@ -287,7 +280,7 @@ def print_variance(epochs: int) -> None:
     def loss_fn(params: optax.Params, batch: Any) -> jax.Array:
         return cross_entropy(model, params, (batch["x"], batch["y"]))
 
-    _variance_along("MLP on the digits", loss_fn, params, digits, {}, epochs)
+    _variance_along("MLP on the digits", loss_fn, params, digits, epochs)
 
 
 def _variance_along(
@@ -295,7 +288,6 @@ def _variance_along(
     loss_fn: Any,
     params: Any,
     data: dict[str, jax.Array],
-    shared: dict[str, float],
     epochs: int,
 ) -> None:
     """Measures at the middle and at the end of epochs, over the batches of a fresh shuffle."""
@@ -303,23 +295,15 @@ def _variance_along(
     steps = n // 32
     tx = optperm.svrg()
     optimizer = optax.chain(tx, optax.sgd(0.1))
-    everything = data | shared
 
     @jax.jit
     def run(params: Any, opt_state: Any, order: jax.Array) -> tuple[Any, Any]:
-        def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:
-            params, opt_state = carry
-            batch = {k: v[indices] for k, v in data.items()} | shared
-            e = optperm.evaluate(loss_fn, params, batch)
-            updates, opt_state = optimizer.update(e.grad, opt_state, params, **e.extra_args)
-            return (optax.apply_updates(params, updates), opt_state), None
-
-        return jax.lax.scan(step, (params, opt_state), order)[0]
+        return train(optimizer, params, opt_state, order, data, loss_fn)
 
     @jax.jit
     def variances(params: Any, state: Any, order: jax.Array) -> tuple[jax.Array, jax.Array]:
         def estimates(indices: jax.Array) -> tuple[Any, Any]:
-            batch = {k: v[indices] for k, v in data.items()} | shared
+            batch = jax.tree.map(lambda leaf: leaf[indices], data)
             e = optperm.evaluate(loss_fn, params, batch)
             return e.grad, tx.update(e.grad, state, params, **e.extra_args)[0]
 
@@ -337,7 +321,7 @@ def _variance_along(
     opt_state = optimizer.init(params)
     print(f"  {name}: loss, then the ratio in the middle and at the end of the epoch")
     for epoch in range(1, epochs + 1):
-        grad = jax.grad(loss_fn)(params, everything)
+        grad = jax.grad(loss_fn)(params, data)
         opt_state = optperm.variance.take_snapshot(opt_state, params, grad)
         order, ratios = shuffled(), []
         for half in np.split(order, [steps // 2]):
@@ -345,7 +329,7 @@ def _variance_along(
             plain, corrected = variances(params, opt_state[0], shuffled())
             ratios.append(float(corrected / plain))
         if epoch in (1, 3, 10, 30):
-            loss = float(loss_fn(params, everything))
+            loss = float(loss_fn(params, data))
             halves = {"middle": f"{ratios[0]:.2e}", "end": f"{ratios[1]:.2e}"}
             RESULTS.row("Variance over the plain gradient's", problem=name, epoch=epoch, **halves)
             print(f"    epoch {epoch:2}: {loss:.4f}  {ratios[0]:8.2e}  {ratios[1]:8.2e}")
@@ -463,31 +447,18 @@ def _runner(
     """A function from a rate and a seed to the training loss at the end and the test error."""
     n = len(problem.data["x"])
 
-    def full_grad_fn(params: optax.Params) -> optax.Updates:
-        return jax.grad(problem.loss_fn)(params, problem.data)
-
     @jax.jit
-    def train(rate: jax.Array, params: optax.Params, order: jax.Array) -> tuple[jax.Array, Any]:
-        made = method.make(shape(rate, steps), steps, every)
-        tx = optax.with_extra_args_support(made)
-
-        def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:
-            params, opt_state = carry
-            batch = jax.tree.map(lambda leaf: leaf[indices], problem.data)
-            e = optperm.evaluate(problem.loss_fn, params, batch)
-            updates, opt_state = tx.update(
-                e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args
-            )
-            return (optax.apply_updates(params, updates), opt_state), None
-
-        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), order)
+    def ended(rate: jax.Array, params: optax.Params, order: jax.Array) -> tuple[jax.Array, Any]:
+        full_grad_fn = functools.partial(jax.grad(problem.loss_fn), batch=problem.data)
+        tx, of = method.make(shape(rate, steps), steps, every), (problem.data, problem.loss_fn)
+        params, _ = train(tx, params, tx.init(params), order, *of, full_grad_fn=full_grad_fn)
         return problem.loss_fn(params, problem.data), _test_error(problem, params)
 
     def run(rate: jax.Array, seed: int) -> tuple[jax.Array, jax.Array]:
         rng = np.random.default_rng(seed)
         shuffles = [rng.permutation(n) for _ in range(steps * BATCH // n + 1)]
         order = np.concatenate(shuffles)[: steps * BATCH].reshape(steps, BATCH)
-        return train(rate, problem.init(seed), order)
+        return ended(rate, problem.init(seed), order)
 
     return run
 

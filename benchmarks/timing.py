@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -13,6 +14,17 @@ def seconds(call: Callable[[], object], clock: Clock = time.perf_counter) -> flo
     start = clock()
     jax.block_until_ready(call())
     return clock() - start
+
+
+def stepping(step: Callable[..., Any], carry: Any, *others: Any) -> Callable[[], Any]:
+    """A call that takes one more step from what the last one returned, and may donate it."""
+
+    def call() -> Any:
+        nonlocal carry
+        carry = step(*carry, *others)
+        return carry
+
+    return call
 
 
 def take_turns(

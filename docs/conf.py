@@ -8,14 +8,11 @@ from typing import Any
 
 import optperm
 
-sys.path.append(str(pathlib.Path(__file__).parent))
 sys.path.append(str(pathlib.Path(__file__).parent / "_ext"))
 
-import make_inventory
 import names
 
 _DOCS = pathlib.Path(__file__).parent
-make_inventory.write()
 
 project = "optperm"
 release = tomllib.loads((_DOCS.parent / "pyproject.toml").read_text())["project"]["version"]
@@ -46,13 +43,20 @@ html_show_copyright = False
 html_show_sphinx = False
 smartquotes_action = "D"  # Dashes, not quotes: a string in those is one that is to be passed.
 
-# Each link has to lead somewhere; names of other libraries by the inventories that were just written.
+# Each link has to lead somewhere, but for names of other libraries that are in no inventory, and types
+# that no page describes. Sites are not asked for their inventories: those here hold what is used.
 nitpicky = True
-# What types name and no page describes: literals, and what `metrics_writer` returns.
-nitpick_ignore = [("py:class", name) for name in ("MetricsWriter", "Scope")]
+nitpick_ignore_regex = [("py:obj", r"(jax|optax|flax|numpy)\..*"), ("py:class", r"[A-Z]\w*")]
+_SITES = {
+    "jax": "https://docs.jax.dev/en/latest/",
+    "optax": "https://optax.readthedocs.io/en/latest/",
+    "flax": "https://flax.readthedocs.io/en/latest/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "python": "https://docs.python.org/3/",
+}
 intersphinx_mapping = {
     library: (site, str(_DOCS / "inventories" / f"{library}.inv"))
-    for library, site in make_inventory.SITES.items()
+    for library, site in _SITES.items()
 }
 
 # Docstrings write code in single backticks, as Markdown does. Types are shown as they are written, by

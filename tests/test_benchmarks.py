@@ -120,7 +120,6 @@ SHARED = {
     "commit_methods.py",
     "commit_runs.py",
     "digits.py",
-    "flags.py",
     "launch.py",
     "library_bytes.py",
     "timing.py",

@@ -2,11 +2,11 @@
 
 import ast
 import functools
-import importlib
 import inspect
-import pathlib
 import re
+import textwrap
 import types
+import typing
 from typing import Any
 
 from docutils import nodes
@@ -14,13 +14,14 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 from sphinx.util.inspect import stringify_signature
-from sphinx.util.inventory import InventoryFile
+from sphinx.util.typing import stringify_annotation
 
 import optperm
 
-INVENTORIES = pathlib.Path(__file__).parents[1] / "inventories"
-# The short names of the modules that pages and docstrings use.
+# The short names of the modules that pages and docstrings use, and the libraries that they link to.
 _MODULES = {"jnp": "jax.numpy", "np": "numpy", "nnx": "flax.nnx", "nn": "flax.linen"}
+_LIBRARIES = ("jax.", "optax.", "flax.", "numpy.")
+_LONG = 130  # characters of an alias that keeps its name
 _TREE = re.compile(r"PyTree\[(.*?)(?:, 'Params')?\]")
 _ARRAY = re.compile(r"(\w+)\[Array, '\s*([^']*)'\]")
 
@@ -70,30 +71,15 @@ def _is_documented(whole: str, member: str) -> bool:
     return member in _METHODS.get(whole, ())
 
 
-@functools.cache
-def external() -> frozenset[str]:
-    """The names of other libraries that the inventories hold."""
-    names: set[str] = set()
-    for path in INVENTORIES.glob("*.inv"):
-        data = InventoryFile.loads(path.read_bytes(), uri="").data
-        names.update(*(entries for entries in data.values()))
-    return frozenset(names)
-
-
-def whole_name(text: str) -> str:
-    """A name with its module written out: `jnp.sum(x)` is `jax.numpy.sum`."""
-    text = re.sub(r"\(.*\)$", "", text)
-    first, dot, rest = text.partition(".")
-    return _MODULES.get(first, first) + dot + rest
-
-
 def target_of(text: str) -> str | None:
-    """What code in a sentence refers to, if it is a name that has a page."""
-    bare = re.sub(r"\(\)$", "", text)
-    if bare in public():
+    """What code in a sentence may refer to: a name of ours, or of a library by its whole name."""
+    bare = re.sub(r"\(.*\)$", "", text)
+    if re.sub(r"\(\)$", "", text) in public():
         return public()[bare]
-    whole = whole_name(bare)
-    return whole if whole in external() else None
+    first, dot, rest = bare.partition(".")
+    whole = _MODULES.get(first, first) + dot + rest
+    is_name = re.fullmatch(r"[\w.]+\w", whole) is not None
+    return whole if is_name and whole.startswith(_LIBRARIES) else None
 
 
 class LinkNames(SphinxTransform):
@@ -167,86 +153,29 @@ def forget(app: Sphinx, env: Any, docname: str) -> None:
     env.__dict__.get("optperm_mentions", {}).pop(docname, None)
 
 
-@functools.cache
-def _module(name: str) -> tuple[ast.Module, dict[str, str]]:
-    """A module's source, and what the names that it imports stand for."""
-    tree = ast.parse(inspect.getsource(importlib.import_module(name)))
-    names = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {each.asname or each.name: each.name for each in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    return tree, names
-
-
 class _Written(ast.NodeTransformer):
-    """A type as it is written, with aliases of optperm written out and other names in full."""
+    """A type as it is written, with short aliases written out and the modules of classes."""
 
-    def __init__(self, module: str) -> None:
-        self.module = module
-        self.tree, self.names = _module(module)
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        is_name = isinstance(node.value, str) and node.value.isidentifier()
-        return self.visit(ast.Name(node.value)) if is_name else node
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        if ast.unparse(node.value) == "Literal":
-            return node
-        return self.generic_visit(node)
+    def __init__(self, known: dict[str, Any]) -> None:
+        self.known = known
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        whole = self.names.get(node.id, f"{self.module}.{node.id}")
-        module, _, name = whole.rpartition(".")
-        if module.startswith("optperm"):
-            if name in public():
-                return ast.Name(public()[name])
-            tree, _ = _module(module)
-            for statement in tree.body:
-                match statement:
-                    case ast.Assign(targets=[ast.Name(id=known)], value=value) if known == name:
-                        return _Written(module).visit(ast.parse(ast.unparse(value)).body[0].value)
-                    case ast.AnnAssign(target=ast.Name(id=known), value=value) if known == name:
-                        return _Written(module).visit(ast.parse(ast.unparse(value)).body[0].value)
-            return node
-        return ast.Name(whole) if node.id in self.names else node
+        value = self.known.get(node.id)
+        if typing.get_origin(value) is not None:
+            text = _stringify(value)
+            return ast.Name(text) if len(text) < _LONG else node
+        if inspect.isclass(value) and value.__module__ not in ("builtins", "typing"):
+            whole = f"{value.__module__}.{node.id}"
+            return ast.Name(public().get(node.id, node.id if "._" in whole else whole))
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        first, dot, rest = ast.unparse(node).partition(".")
+        return ast.Name(_MODULES.get(first, first) + dot + rest)
 
 
-def written(annotation: ast.expr | None, module: str) -> Any:
-    """An annotation's text."""
-    if annotation is None:
-        return inspect.Parameter.empty
-    copy = ast.parse(ast.unparse(annotation), mode="eval").body
-    return ast.unparse(_Written(module).visit(copy))
-
-
-def _home(value: Any) -> str:
-    """The name of the module that a public name is written in."""
-    outermost = value.__qualname__.partition(".")[0]
-    module = importlib.import_module(value.__module__)
-    folder = pathlib.Path(inspect.getsourcefile(module) or "").parent
-    prefix = (
-        value.__module__ if hasattr(module, "__path__") else value.__module__.rpartition(".")[0]
-    )
-    for path in sorted(folder.glob("*.py")):
-        name = f"{prefix}.{path.stem}"
-        if path.stem != "__init__" and any(
-            getattr(node, "name", None) == outermost for node in _module(name)[0].body
-        ):
-            return name
-    raise LookupError(f"no file of {folder} defines {outermost}")
-
-
-def _definition(value: Any) -> ast.FunctionDef | ast.ClassDef:
-    tree, _ = _module(_home(value))
-    *classes, name = value.__qualname__.split(".")
-    body = tree.body
-    for each in classes:
-        (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == each)
-        body = found.body
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return next(node for node in body if isinstance(node, kinds) and node.name == name)
+def _stringify(annotation: Any) -> str:
+    return re.sub(r"~|typing\.|optperm\.\w+\.", "", stringify_annotation(annotation, "smart"))
 
 
 def short_signature(
@@ -262,32 +191,24 @@ def short_signature(
     del app, name, options, given, returns
     if what == "class":
         return ("", None)
-    if not inspect.isfunction(inspect.unwrap(getattr(value, "__func__", value))):
+    function = inspect.unwrap(getattr(value, "__func__", value))
+    if not inspect.isfunction(function):
         return None
-    value = getattr(value, "__func__", value)
-    definition = _definition(value)
-    listed = definition.args
+    definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    written = _Written(function.__globals__)
     kinds = {
-        each.arg: written(each.annotation, _home(value))
-        for each in (
-            *listed.posonlyargs,
-            *listed.args,
-            *listed.kwonlyargs,
-            listed.vararg,
-            listed.kwarg,
-        )
-        if each is not None
+        node.arg: ast.unparse(written.visit(node.annotation))
+        for node in ast.walk(definition.args)
+        if isinstance(node, ast.arg) and node.annotation is not None
     }
-    signature = inspect.signature(value)
+    signature = inspect.signature(function)
     parameters = [
-        each.replace(annotation=kinds[each.name])
+        each.replace(annotation=kinds.get(each.name, each.empty))
         for each in signature.parameters.values()
         if each.name not in ("self", "cls")
     ]
-    shown = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-    gives = written(definition.returns, _home(value)) if definition.returns else None
-    if gives == "typing.Self":
-        gives = public().get(value.__qualname__.split(".")[0])
+    shown = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    gives = ast.unparse(written.visit(definition.returns)) if definition.returns else None
     return stringify_signature(shown), gives
 
 
@@ -298,23 +219,21 @@ def types_of_fields(
     del app, name, options
     if what != "class" or "Attributes:" not in lines:
         return
-    fields = {
-        node.target.id: _readable(node.annotation)
-        for node in _definition(value).body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    fields = vars(value).get("__annotations__") or inspect.get_annotations(value)
     start = lines.index("Attributes:")
     for index in range(start + 1, len(lines)):
         found = re.match(r"  (\w+): (.*)", lines[index])
         if found and found[1] in fields:
-            lines[index] = f"  {found[1]}: ``{fields[found[1]]}``. {found[2]}"
+            lines[index] = f"  {found[1]}: ``{_readable(fields[found[1]])}``. {found[2]}"
         if lines[index] and not lines[index].startswith(" "):
             break
 
 
-def _readable(annotation: ast.expr) -> str:
+def _readable(annotation: Any) -> str:
     """A type of jaxtyping in words: `float32[d, d]`, and trees of such."""
-    text = ast.unparse(annotation).strip("'\"")
+    text = getattr(annotation, "__forward_arg__", annotation)
+    text = text if isinstance(text, str) else _stringify(text)
+    text = text.replace('"', "'")
 
     def array(found: re.Match[str]) -> str:
         dims = ", ".join(found[2].replace("?", "").split())

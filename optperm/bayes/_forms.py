@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -61,9 +60,13 @@ class Diagonal(NamedTuple):
         """Return numbers of this form from one number for each coordinate."""
         return q
 
+    def outer(self, deviations: optax.Updates) -> Any:
+        """Return what is kept of the sum of d d^T, from d on a leading axis: its diagonal."""
+        return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
+
     def covariance(self, deviations: optax.Updates) -> Any:
-        """Return what this form keeps of the sum of d d^T, from d on a leading axis."""
-        return diagonal(deviations)
+        """Return what is kept of the sum of W^T d (W^T d)^T."""
+        return self.outer(deviations)
 
     def variances(self, covariance: Any) -> Any:
         """Return w_i^T C w_i."""
@@ -109,9 +112,11 @@ class Scalar(Diagonal):
         """Return the mean over all entries."""
         return inner(q, optax.tree.ones_like(q)) / optax.tree.size(q)
 
-    def covariance(self, deviations: optax.Updates) -> Any:
+    def outer(self, deviations: optax.Updates) -> Any:
         """Return the mean of the diagonal of the sum of d d^T."""
-        return mean_of_diagonal(deviations)
+        dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
+        parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
+        return sum(parts, start=jnp.zeros([], dtype)) / max(1, sum(leaf[0].size for leaf in leaves))
 
 
 class Full(NamedTuple):
@@ -153,10 +158,15 @@ class Full(NamedTuple):
         """Return numbers of this form from one number for each coordinate."""
         return q
 
+    def outer(self, deviations: optax.Updates) -> jax.Array:
+        """Return the sum of d d^T."""
+        rows = _rows_of(deviations)
+        return dot(rows.T, rows)
+
     def covariance(self, deviations: optax.Updates) -> tuple[jax.Array, jax.Array]:
         """Return the sum of W^T d (W^T d)^T, and the sum of the squares of d."""
         # W^T C W, not C: the condition of C is squared, and float32 would lose narrow directions
-        rows = rows_of(deviations)
+        rows = _rows_of(deviations)
         coordinates = dot(rows, self.w)
         return dot(coordinates.T, coordinates), jnp.sum(rows**2, axis=0)
 
@@ -195,38 +205,11 @@ Form = Full | Diagonal
 FORMS: dict[Preconditioner, Any] = {"scalar": Scalar, "diagonal": Diagonal, "full": Full}
 
 
-def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
-    """Return the trace of the sum of outer products over the number of params, ()."""
-    dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
-    size = max(1, sum(leaf[0].size for leaf in leaves))
-    parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
-    return sum(parts, start=jnp.zeros([], dtype)) / size
-
-
-def diagonal(deviations: optax.Updates) -> optax.Updates:
-    """Return the diagonal of the sum of outer products, a tree like params."""
-    return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
-
-
-def matrix(deviations: optax.Updates) -> jax.Array:
-    """Return the sum of outer products of the flattened deviations, (D, D)."""
-    rows = rows_of(deviations)
-    return dot(rows.T, rows)
-
-
-def rows_of(tree: Any) -> jax.Array:
+def _rows_of(tree: Any) -> jax.Array:
     """Return a tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
     dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
     flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
     return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
-
-
-# From deviations d, a tree with a leading axis: the part of the sum of d d^T that a form keeps.
-OUTER: dict[Preconditioner, Callable[[optax.Updates], Any]] = {
-    "scalar": mean_of_diagonal,
-    "diagonal": diagonal,
-    "full": matrix,
-}
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -238,8 +221,9 @@ def inner(one: Any, other: Any) -> jax.Array:
     """Return the inner product of two trees, in float32 or wider."""
     dtype = accumulation_dtype(one)
     parts = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)).astype(dtype), one, other)
-    # A sum that XLA fuses with what it scales is computed again for each leaf
-    return computed_once(sum(jax.tree.leaves(parts), start=jnp.zeros([], dtype)))
+    # Parts computed once share kernels. A sum fused with what it scales would be computed for each leaf
+    parts = computed_once(jax.tree.leaves(parts))
+    return computed_once(sum(parts, start=jnp.zeros([], dtype)))
 
 
 def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:

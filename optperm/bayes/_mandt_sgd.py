@@ -23,7 +23,7 @@ from optperm.bayes._covariance import (
     check_noise_arguments,
 )
 from optperm.bayes._faults import are_seen, judge_mean, judge_stability
-from optperm.bayes._forms import FORMS, OUTER, Form, Full, Preconditioner
+from optperm.bayes._forms import FORMS, Form, Full, Preconditioner
 from optperm.bayes._kernel import precondition
 from optperm.bayes._masters import with_masters
 from optperm.bayes._power_iteration import power_iteration
@@ -223,7 +223,7 @@ def mandt_sgd(
             uneven=jnp.zeros([], jnp.int32),
             left_out=jnp.zeros([], jnp.int32),
             estimates=jnp.zeros([], jnp.int32),
-            covariance=OUTER[preconditioner](rows),
+            covariance=basis.outer(rows),
             basis=basis,
             noise=basis.zeros(params),
             sizes=basis.zeros(params),
@@ -263,7 +263,7 @@ def mandt_sgd(
             is_open &= (count < _DENSE) | (count % _ESTIMATE_EVERY == 0)
         following = when(
             is_open,
-            lambda state: _estimate(state, batch, estimator, preconditioner),
+            lambda state: _estimate(state, batch, estimator, is_full),
             state,
         )
         if extra_args.get("grad_fn") is not None:
@@ -324,16 +324,16 @@ def _estimate(
     state: MandtSgdState,
     batch: BatchGradients,
     estimator: Estimator,
-    preconditioner: Preconditioner,
+    is_full: bool,
 ) -> MandtSgdState:
     """Return the state with one more estimate of C, if it is finite, and its eigenvalues."""
     # C <- C + (C^ - C) / n
-    c_hat, is_uneven = ESTIMATES[estimator](batch, OUTER[preconditioner])
+    c_hat, is_uneven = ESTIMATES[estimator](batch, state.basis.outer)
     n = state.estimates + 1
     covariance = update_mean(state.covariance, c_hat, n.astype(jnp.float32))
     noise: Any = covariance
     basis: Any = state.basis
-    if preconditioner == "full":
+    if is_full:
         # C = W diag(Lambda) W^T where n is 2^k or 3 2^k
         third = n // 3
         is_due = (n & (n - 1) == 0) | ((n % 3 == 0) & (third & (third - 1) == 0))

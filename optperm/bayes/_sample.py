@@ -15,7 +15,7 @@ import optax
 
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
 from optperm.bayes._covariance import BatchGradients, per_example
-from optperm.bayes._forms import diagonal
+from optperm.bayes._forms import Diagonal
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._masters import MasterState
@@ -353,7 +353,7 @@ def _measure_batch_noise(
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
         e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
         batch = BatchGradients(params, e.grad, e.extra_args, batch_size, None, None)
-        c_hat, _ = per_example(batch, diagonal)
+        c_hat, _ = per_example(batch, Diagonal().outer)
         return jax.tree.map(lambda c: c / batch_size, c_hat)
 
     def mean(draws: Any, keys: jax.Array) -> Any:
@@ -395,7 +395,7 @@ def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
     z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
 
     def pairs(p: Any, z: jax.Array) -> jax.Array:
-        both = jnp.stack([p + _SPREAD * z, p - _SPREAD * z], axis=1)
+        both = jnp.asarray(p)[None, None] + _SPREAD * jnp.stack([z, -z], axis=1)
         return both.reshape(-1, *jnp.shape(p))[:num_chains].astype(jnp.result_type(p))
 
     return jax.tree.map(pairs, params, z)

@@ -610,5 +610,5 @@ def _mean(values: Any, weights: Any) -> jax.Array:
 
 
 def _any_positive(tree: Any) -> jax.Array:
-    flags = [jnp.any(leaf > 0) for leaf in jax.tree.leaves(tree)]
-    return jnp.any(jnp.stack(flags)) if flags else jnp.zeros([], jnp.bool_)
+    flags = computed_once([jnp.any(leaf > 0) for leaf in jax.tree.leaves(tree)])
+    return functools.reduce(jnp.logical_or, flags, jnp.zeros([], jnp.bool_))

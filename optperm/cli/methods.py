@@ -7,7 +7,6 @@ docstrings, and the hyperparameters that the entry adds or replaces.
 import dataclasses
 import functools
 import inspect
-import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -91,7 +90,7 @@ class Method:
                 if kind is str or default is None:  # the annotation has the choices, or the type
                     kind = parameter.annotation
                     kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
-                found[name] = Flag(default, about or _strip_markup(described.get(name, "")), kind)
+                found[name] = Flag(default, about or _first_sentence(described.get(name, "")), kind)
         return found
 
     @property
@@ -114,18 +113,15 @@ class Method:
         return optax.with_extra_args_support(self.build(**hyperparameters, **known))
 
 
-def _strip_markup(text: str) -> str:
-    """Return a docstring's text with its mathematics as plain text, and without schedules."""
-    text = " ".join(text.split())
-    for written, read in (
-        (r",? (a number or a schedule|either fixed or evolving)[^;]*?(?=;|\.?$)", ""),
-        (r" A schedule [^.]*\.", ""),
-        (r"\\ge\b", ">="),
-        (r"\\in\b", "in"),
-        (r":\w+:(?=`)|[`\\{}]", ""),
-    ):
-        text = re.sub(written, read, text)
-    return text
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of an argument's text, without a formula in front and without markup."""
+    sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".") + "."
+    if sentence.startswith(":math:`"):
+        sentence = sentence.split("`", 2)[2].lstrip(",: ")
+        sentence = sentence[:1].upper() + sentence[1:]
+    for mark in (":math:", ":func:", "`"):
+        sentence = sentence.replace(mark, "")
+    return sentence
 
 
 def _sgperm(
@@ -250,8 +246,9 @@ def _constant_sgd(
     return optperm.mandt_sgd(num_data, batch_size, **options)
 
 
+_RATE = "The step size."
 _IN_SUBSPACES = {
-    "learning_rate": (3e-3, "The step size."),
+    "learning_rate": (3e-3, _RATE),
     "weight_decay": (0.0, "The decay of all weights, times the step size."),
     "rank": (0.25, "The rank, or from 0 to 1 its ratio to each matrix's smaller side."),
 }
@@ -283,20 +280,20 @@ _ENTRIES = (
         _laperm,
         "--every 25 --epochs 20",
         (optperm.laperm, optax.adam),
-        {"learning_rate": 1e-3, "every": 58},
+        {"learning_rate": (1e-3, _RATE), "every": 58},
     ),
     Method(
         "sgd",
         optax.sgd,
         "--learning-rate 0.05 --momentum 0.5",
-        own={"learning_rate": 0.1, "momentum": 0.9},
+        own={"learning_rate": (0.1, _RATE), "momentum": 0.9},
     ),
-    Method("adam", optax.adam, "--model cnn --b1 0.8", own={"learning_rate": 1e-3}),
+    Method("adam", optax.adam, "--model cnn --b1 0.8", own={"learning_rate": (1e-3, _RATE)}),
     Method(
         "muon",
         optax.contrib.muon,
         "--learning-rate 0.01 --hidden 512",
-        own={"learning_rate": 0.02},
+        own={"learning_rate": (0.02, _RATE)},
     ),
     Method(
         "svrg",
@@ -306,7 +303,7 @@ _ENTRIES = (
         {
             "every": (2, "The number of epochs between snapshots."),
             "coefficient": (1.0, "1 is plain SVRG, which mostly hurts deep networks; 0 is SGD."),
-            "learning_rate": 0.1,
+            "learning_rate": (0.1, _RATE),
             "momentum": 0.0,
         },
         epoch_start=_snapshot,
@@ -317,7 +314,7 @@ _ENTRIES = (
         _agn,
         "--every 20 --devices 4",
         (optperm.agn, optax.sgd),
-        {"learning_rate": 0.5, "momentum": 0.5},
+        {"learning_rate": (0.5, _RATE), "momentum": 0.5},
     ),
     Method(
         "diloco",
@@ -326,7 +323,7 @@ _ENTRIES = (
         (optperm.diloco, optax.adamw),
         {
             "every": 20,
-            "learning_rate": 3e-3,
+            "learning_rate": (3e-3, _RATE),
             "outer_learning_rate": (0.8, "The step size of the outer steps."),
             "outer_momentum": (0.5, "The decay of the Nesterov momentum of the outer steps."),
         },
@@ -343,7 +340,7 @@ _ENTRIES = (
             "n_components": 10,
             "alpha": 0.01,
             "max_search_steps": (10, "The maximum number of trials of a line search."),
-            "learning_rate": 0.1,
+            "learning_rate": (0.1, _RATE),
             "momentum": 0.0,
         },
         phase=_dldr_phase,
@@ -381,8 +378,9 @@ _ENTRIES = (
                 0.1,
                 "The step size of the burn-in, by SGD with momentum .9.",
             ),
+            "learning_rate": (1.0, "A factor on the steps; 1 for sampling."),
             "max_step": 0.5,
-            "momentum": 0.0,
+            "momentum": (0.0, "The decay rate of the momentum, in [0, 1)."),
             "prior_precision": (
                 1.0,
                 "The precision of the normal prior of each parameter; 0 for none.",

@@ -41,8 +41,10 @@ def all_finite(tree: Any) -> jax.Array:
     """Return whether every entry of every leaf is finite."""
     # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    # Once: otherwise the conjunction of all leaves would stand in each kernel that reads the flag
-    return computed_once(functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_)))
+    # Each once: leaves of one shape then share a kernel, in place of one kernel with all passes in it.
+    # All once: otherwise the conjunction of all leaves would stand in each kernel that reads the flag
+    conjunction = functools.reduce(jnp.logical_and, computed_once(flags), jnp.ones([], jnp.bool_))
+    return computed_once(conjunction)
 
 
 def computed_once(tree: Any) -> Any:

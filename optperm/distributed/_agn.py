@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.control import cond
+from optperm.core.control import both, cond
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import AxisName
 from optperm.core.transformation import transformation
-from optperm.distributed._commits import RULES, Center, Combine, Replicas, check_weight
 from optperm.distributed._exchanging import show
 from optperm.distributed._local_counts import (
     advance_schedules,
@@ -37,10 +36,22 @@ from optperm.distributed._local_steps import (
     make_local_step,
     replace_center,
 )
+from optperm.distributed._replicas import (
+    Center,
+    CenterStep,
+    Replicas,
+    check_weight,
+    divide,
+    gather_trees,
+    scale,
+    weigh,
+)
 from optperm.exact import Exact, exact_entries
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
+
+Combine = Literal["mean", "sum", "sequential"]
 
 
 class AgnState(NamedTuple):
@@ -214,8 +225,6 @@ def agn(
     center_optimizer = local_optimizer if outer is None else checks.as_optimizer("outer", outer)
     # Schedules of an optimizer of the center's own count commits.
     is_same = outer is None
-    count_steps = count_local_steps if is_same else (lambda tx, *_: tx)
-    advance = advance_schedules if is_same else (lambda state, *_: state)
 
     def init(params: optax.Params) -> AgnState:
         center = replicas.make_center(params)
@@ -267,12 +276,20 @@ def agn(
 
         def make_commit() -> tuple[Center, jax.Array]:
             n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator))
-            counted = count_steps(center_optimizer, state, steps, has_step)
-            step = make_center_step(counted, extra_args, params, axis_name)
-            (c, s_c), took_part = RULES[combine](old[0], n, step, replicas, weight)
+            optimizer = center_optimizer
+            if is_same:
+                optimizer = count_local_steps(optimizer, state, steps, has_step)
+            step = make_center_step(optimizer, extra_args, params, axis_name)
+            if combine == "sequential":
+                (c, s_c), took_part = _step_in_turn(old[0], n, step, replicas, weight)
+            else:
+                is_mean = combine == "mean"
+                (c, s_c), took_part = _step_by_sum(old[0], n, step, replicas, weight, is_mean)
             c = keep_exact(c, state.center, local_state, True, axis_name)
             # The local steps were made, even if no contribution was finite.
-            return (c, advance(s_c, state.center_state, steps, c)), took_part
+            if is_same:
+                s_c = advance_schedules(s_c, state.center_state, steps, c)
+            return (c, s_c), took_part
 
         (center, center_state), took_part = cond(is_commit, make_commit, lambda: old)
         accumulator = state.accumulator
@@ -300,3 +317,44 @@ def agn(
         init, update, method="agn", like=lambda state: state.center, axis_name=axis_name
     )
     return show("agn", tx, replicas, every)
+
+
+def _step_by_sum(
+    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any, is_mean: bool
+) -> tuple[Center, jax.Array]:
+    """Make one step by sum w n, or sum w n / sum w, in one all-reduce.
+
+    Returns the center, and whether this replica took part.
+    """
+    # A replica whose n is not finite, or overflows in the dtype of the center, weighs nothing.
+    _, is_finite = replicas.cast_gradient(n, at[0])
+    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
+    total, weights = replicas.sum((scale(n, w), w))
+    # Finite numbers may overflow in their sum.
+    n = divide(total, weights) if is_mean else total
+    gradient, is_valid = replicas.cast_gradient(n, at[0])
+    has_any = weights > 0
+    return step(at, gradient, is_valid & has_any), takes_part & (is_valid | ~has_any)
+
+
+def _step_in_turn(
+    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any
+) -> tuple[Center, jax.Array]:
+    """Make a step by w n of each replica in turn, after one all-gather.
+
+    Returns the center, and whether this replica took part.
+    """
+    _, is_finite = replicas.cast_gradient(n, at[0])
+    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
+    given = optax.tree.cast_like(scale(n, w), at[0]), w
+
+    def take_turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
+        # A weight is finite. Unless it sorts, XLA takes the loop for a small one.
+        return step(at, row[0], both(row[1] > 0, jnp.isfinite(row[1]))), None
+
+    if replicas.axis_name is None:
+        return take_turn(at, given)[0], takes_part
+    # Every replica makes the same steps in the same order, so the centers stay the same without another
+    # collective.
+    rows = gather_trees(given, replicas.axis_name)
+    return jax.lax.scan(take_turn, at, rows)[0], takes_part

@@ -19,7 +19,7 @@ from optperm.core import checks
 from optperm.core.control import both
 from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
-from optperm.distributed._commits import Replicas, gather, scale, weigh
+from optperm.distributed._replicas import Replicas, gather, scale, weigh
 
 _BITS = (1, 2, 4, 8)
 # The number of entries that share a scale, and of which a fixed number is sent.

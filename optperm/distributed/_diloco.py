@@ -21,9 +21,8 @@ from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import unstack
-from optperm.distributed._commits import Replicas, check_weight
 from optperm.distributed._compression import Compression
-from optperm.distributed._exchanges import NOTHING, Exchanger
+from optperm.distributed._exchanges import NOTHING, AtOnce, Delayed, Step
 from optperm.distributed._exchanging import show
 from optperm.distributed._fragments import FragmentOf, Fragments
 from optperm.distributed._local_steps import (
@@ -40,6 +39,7 @@ from optperm.distributed._local_steps import (
 )
 from optperm.distributed._pairs import check_can_be_paired
 from optperm.distributed._plans import Due, Every, Exchange, resolve_due
+from optperm.distributed._replicas import Replicas, check_weight
 from optperm.exact import Exact, apply_updates, exact_entries, placing_states
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def diloco(
     # Extra arguments of a step of the center are averaged over these replicas.
     extras_axis = None if is_paired else axis_name
     is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
-    pull = functools.partial(_pull, mixing if is_mixed else None)
+    exchanger = (Delayed if plan.delay else AtOnce)(replicas, compress, is_paired)
     is_one = plan.fragments == 1
     is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
 
@@ -293,53 +293,64 @@ def diloco(
         step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
         # Within a conditional an exchange computes the local step again: as an input of the conditional,
         # the moves would be stored and copied in every step.
-        is_traced = any(not isinstance(flag, bool) for pair in due for flag in pair)
+        is_traced = any(isinstance(flag, jax.Array) for pair in due for flag in pair)
         known = None if is_traced else step(state.local_state)
+
+        def find_theta() -> optax.Params:
+            return apply_updates(params, *(known or step(state.local_state)))
 
         # Delta_p = c_p - theta_p, c_p <- c_p + u(Delta_p; s_c), for each fragment p that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
-        move = make_center_step(center_optimizer, extra_args if is_one else {}, params, extras_axis)
-
-        exchanger = Exchanger(
-            fragments,
-            move,
-            plan.delay,
-            compress,
-            replicas,
-            weight,
-            theta=lambda: apply_updates(params, *(known or step(state.local_state))),
-            pair_count=state.count if is_paired else None,
+        now = Step(
+            fragments=fragments,
+            # Each conditional computes theta, which is traced once for all of them.
+            find_theta=jax.jit(find_theta) if is_traced else find_theta,
+            move_center=make_center_step(
+                center_optimizer, extra_args if is_one else {}, params, extras_axis
+            ),
+            weight=weight,
+            count=state.count,
         )
-        exchanged, outcomes = exchanger.exchange(state, due)
+        exchanged, outcomes = exchanger.exchange(now, state, due)
         # The barrier orders the local step after the exchange: so XLA updates the local state in place,
         # when the exchange has read it.
-        tied = (state.local_state, exchanged.weights)
-        moves, local_state = known or step(jax.lax.optimization_barrier(tied)[0])
-
-        arrived, bad, missed = zip(*outcomes, strict=True)
-        exchanged = exchanged._replace(
-            center=keep_exact(
-                exchanged.center,
-                state.center,
-                local_state,
-                functools.reduce(operator.or_, arrived),
-                extras_axis,
-            )
+        moves, local_state = known or step(
+            jax.lax.optimization_barrier((state.local_state, exchanged.weights))[0]
+        )
+        arrived = [outcome.has_arrived for outcome in outcomes]
+        is_bad = [outcome.is_bad for outcome in outcomes]
+        center = keep_exact(
+            exchanged.center,
+            state.center,
+            local_state,
+            is_due=functools.reduce(operator.or_, arrived),
+            axis_name=extras_axis,
         )
 
         # theta_p <- alpha theta_p + (1 - alpha) c_p, for each fragment p that has arrived
-        flags = fragments.spread_flags(arrived, params), fragments.spread_flags(bad, params)
-        updates = jax.tree.map(pull, *flags, exchanged.center, moves, params)
+        updates = jax.tree.map(
+            functools.partial(_pull, mixing if is_mixed else None),
+            fragments.spread_flags(arrived, params),
+            fragments.spread_flags(is_bad, params),
+            center,
+            moves,
+            params,
+        )
+        # With mixing, only params that were replaced are on the center.
+        pulled = [a & b for a, b in zip(arrived, is_bad, strict=True)] if is_mixed else arrived
         is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
-        placed = [a & (b if is_mixed else True) for a, b in zip(arrived, bad, strict=True)]
         new_state = DilocoState(
             count=optax.safe_increment(state.count) if has_step else state.count,
             since_commit=jnp.where(is_whole, 0, optax.safe_increment(state.since_commit)),
             commits=jnp.where(is_whole, optax.safe_increment(state.commits), state.commits),
             local_state=local_state,
-            **exchanged._asdict(),
-            pulled=fragments.tabulate_flags(placed),
-            skipped=state.skipped + sum(each.astype(jnp.int32) for each in missed),
+            center_state=exchanged.center_state,
+            center=center,
+            in_flight=exchanged.in_flight,
+            weights=exchanged.weights,
+            residual=exchanged.residual,
+            pulled=fragments.tabulate_flags(pulled),
+            skipped=state.skipped + sum(each.has_missed.astype(jnp.int32) for each in outcomes),
         )
         return finish(updates, new_state, state, has_step, axis_name)
 
@@ -365,15 +376,20 @@ def _find_due(
 
 
 def _pull(
-    mixing: Any, arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array
-) -> Any:
+    mixing: Any,
+    has_arrived: bool | jax.Array,
+    is_bad: jax.Array,
+    c: jax.Array,
+    move: jax.Array,
+    p: jax.Array,
+) -> jax.Array:
     """Return the update of a leaf: to alpha theta + (1 - alpha) c where its fragment has arrived."""
-    if arrived is False:
+    if has_arrived is False:
         return move
     if mixing is not None:
         # Local params that are not finite are replaced.
         c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
-    return jnp.where(arrived, c.astype(p.dtype) - p, move)
+    return jnp.where(has_arrived, c.astype(p.dtype) - p, move)
 
 
 def _check_options(

@@ -1,7 +1,25 @@
-"""Exchange fragments: send contributions, move the center by their mean, and pull the local params."""
+"""Exchange fragments: send contributions, and move the center by their mean.
+
+One step of a replica, for each fragment p that is due. The brackets are conditionals of the compiled
+program, on a predicate that is the same on all replicas:
+
+    theta, c                            after the local step
+      |
+      |-[ Delta = c - theta             send: a part of Delta is left in e with compression,
+      |   n = sum w Delta / sum w ]     and one collective has the sum over the replicas
+      |
+      |   n, sum w                      with a delay kept in the state, for some steps
+      |
+      '-[ c <- c + u(n; s_c) ]          receive: no collective, the same on all replicas
+            |
+    theta <- alpha theta + (1 - alpha) c    the pull, in `diloco`
+
+Without a delay both brackets are one.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,15 +31,33 @@ import optax
 
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import psum
-from optperm.distributed._commits import CenterStep, Replicas, divide, scale, weigh
 from optperm.distributed._compression import Compression, sum_compressed
 from optperm.distributed._fragments import Fragments
 from optperm.distributed._pairs import map_with_partner
 from optperm.distributed._plans import Due
+from optperm.distributed._replicas import CenterStep, Replicas, divide, scale, weigh
 
 # In place of the sum of weights: nothing is in flight.
 NOTHING = -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the exchanges of one step need of it.
+
+    Attributes:
+      fragments: The fragments.
+      find_theta: `find_theta()` is the local params after their step.
+      move_center: The step of the center.
+      weight: The weight of this replica; None for 1.
+      count: The number of the step, which draws pairs of replicas.
+    """
+
+    fragments: Fragments
+    find_theta: Callable[[], optax.Params]
+    move_center: CenterStep
+    weight: Any
+    count: jax.Array
 
 
 class Part(NamedTuple):
@@ -49,99 +85,51 @@ class Outcome(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchanger:
-    """The exchange of fragments in one step.
+class Exchanger(abc.ABC):
+    """The exchange of fragments by a plan, for all steps.
 
     Attributes:
-      fragments: The fragments.
-      step: The step of the center.
-      delay: Steps between sending and receiving.
-      compress: The encoder of what is sent; None for float32.
       replicas: The mapped axes.
-      weight: The weight of this replica; None for 1.
-      theta: `theta()` is the local params after their step.
-      pair_count: The number of the step, which draws pairs of replicas; None for all replicas.
+      compress: The encoder of what is sent; None for float32.
+      is_paired: Whether a replica exchanges with one other, not with all.
     """
 
-    fragments: Fragments
-    step: CenterStep
-    delay: int | jax.Array
-    compress: Compression | None
     replicas: Replicas
-    weight: Any
-    theta: Callable[[], optax.Params]
-    pair_count: jax.Array | None
+    compress: Compression | None
+    is_paired: bool
 
-    def exchange(self, state: Any, due: list[Due]) -> tuple[Part, list[Outcome]]:
+    @abc.abstractmethod
+    def exchange_one(self, step: Step, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
+        """Return the part of fragment p after a step, and the outcome."""
+
+    def exchange(self, step: Step, state: Any, due: list[Due]) -> tuple[Part, list[Outcome]]:
         """Return the part of a `DilocoState` that changes, after the exchange of all fragments due."""
-        whole = Part(*(getattr(state, name) for name in Part._fields))
-        take, replace = self.fragments.take_leaves, self.fragments.replace_leaves
-        has_flight, has_residual = bool(self.delay), self.compress is not None
-        # Each conditional computes theta, which is traced once for all of them.
-        is_traced = any(isinstance(flag, jax.Array) for pair in due for flag in pair)
-        theta = jax.jit(self.theta) if is_traced else self.theta
-        outcomes, center_states, weights = list[Outcome](), list[Any](), list[jax.Array]()
+        center, in_flight, residual = state.center, state.in_flight, state.residual
+        center_states, weights = list(state.center_state), list[jax.Array]()
+        outcomes = list[Outcome]()
         for p, is_due in enumerate(due):
             part = Part(
-                center=take(whole.center, p),
-                center_state=whole.center_state[p],
-                in_flight=take(whole.in_flight, p) if has_flight else (),
-                weights=whole.weights[p],
-                residual=take(whole.residual, p) if has_residual else (),
+                center=step.fragments.take_leaves(center, p),
+                center_state=center_states[p],
+                in_flight=step.fragments.take_leaves(in_flight, p),
+                weights=state.weights[p],
+                residual=step.fragments.take_leaves(residual, p),
             )
-            part, outcome = self._exchange_fragment(part, p, is_due, theta)
-            outcomes.append(outcome)
-            center_states.append(part.center_state)
+            part, outcome = self.exchange_one(step, part, p, is_due)
+            # Another fragment may have other slices of the same leaves.
+            center = step.fragments.replace_leaves(center, part.center)
+            in_flight = step.fragments.replace_leaves(in_flight, part.in_flight)
+            residual = step.fragments.replace_leaves(residual, part.residual)
+            center_states[p] = part.center_state
             weights.append(part.weights)
-            whole = whole._replace(
-                center=replace(whole.center, part.center),
-                in_flight=replace(whole.in_flight, part.in_flight) if has_flight else (),
-                residual=replace(whole.residual, part.residual) if has_residual else (),
-            )
-        whole = whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights))
-        return whole, outcomes
+            outcomes.append(outcome)
+        return Part(center, tuple(center_states), in_flight, jnp.stack(weights), residual), outcomes
 
-    def _exchange_fragment(
-        self, part: Part, p: int, due: Due, find_theta: Callable[[], optax.Params]
-    ) -> tuple[Part, Outcome]:
-        """Return the part of fragment p after a step, and the outcome."""
-        is_sent, is_received = due
-        no = jnp.array(False)
-
-        def send_and_receive() -> tuple[Part, jax.Array, jax.Array]:
-            theta = self.fragments.take_rows(find_theta(), p)
-            n, sent, has_missed = self._send(part, theta, p)
-            received, is_bad, is_lost = self._receive(sent, n, theta, p)
-            return received, is_bad, has_missed | is_lost
-
-        def send() -> tuple[Part, jax.Array]:
-            theta = self.fragments.take_rows(find_theta(), p)
-            n, sent, has_missed = self._send(part, theta, p)
-            in_flight = self.fragments.write_rows(sent.in_flight, n, p)
-            return sent._replace(in_flight=in_flight), has_missed
-
-        def receive() -> tuple[Part, jax.Array, jax.Array]:
-            n, theta = (
-                self.fragments.take_rows(tree, p) for tree in (sent.in_flight, find_theta())
-            )
-            received, is_bad, is_lost = self._receive(sent, n, theta, p)
-            # It is no longer in flight, and is not received again.
-            return received._replace(weights=jnp.full_like(sent.weights, NOTHING)), is_bad, is_lost
-
-        # Without a delay one conditional holds all, and nothing has to be stored in flight.
-        if not self.delay:
-            new, is_bad, has_missed = cond(is_sent, send_and_receive, lambda: (part, no, no))
-            return new, Outcome(is_sent, is_bad, has_missed)
-        # Sending comes first: with `commit=True` a fragment is received in the step in which it is sent.
-        sent, has_missed = cond(is_sent, send, lambda: (part, no))
-        new, is_bad, is_lost = cond(is_received, receive, lambda: (sent, no, no))
-        # If nothing was sent, the center makes no step and no params are pulled.
-        has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
-        return new, Outcome(has_arrived, is_bad, has_missed | is_lost)
-
-    def _send(self, part: Part, theta: Any, p: int) -> tuple[Any, Part, jax.Array]:
+    def send(
+        self, step: Step, part: Part, theta: optax.Params, p: int
+    ) -> tuple[optax.Updates, Part, jax.Array]:
         """Return the mean of Delta over the replicas, and whether this replica has no part in it."""
-        take, write = self.fragments.take_rows, self.fragments.write_rows
+        take, write = step.fragments.take_rows, step.fragments.write_rows
         center = take(part.center, p)
         # Delta_p = c_p - theta_p
         delta = subtract_params(center, theta)
@@ -150,26 +138,27 @@ class Exchanger:
             delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
             e = take(part.residual, p)
             total, weights, e, takes_part = sum_compressed(
-                self.compress, delta, e, is_finite, self.replicas, self.weight
+                self.compress, delta, e, is_finite, self.replicas, step.weight
             )
             weights = weights.astype(part.weights.dtype)
             part = part._replace(residual=write(part.residual, e, p))
         else:
             # sum_i w_i Delta_i and sum_i w_i, in one collective; w_i = 0 where Delta_i is not finite
-            weights, takes_part = weigh(self.weight, is_finite, part.weights.dtype)
-            total, axis_name = scale(delta, weights), self.replicas.axis_name
-            if self.pair_count is not None:
-                # w (c - theta) + w' (c - theta'), both from this replica's c: so the centers approach.
-                total, weights = self._sum_pair(center, theta, weights, self.pair_count)
-            elif axis_name is not None:
-                total, weights = psum((total, weights), axis_name)
-        # Delta = sum w Delta / sum w
+            w, takes_part = weigh(step.weight, is_finite, part.weights.dtype)
+            if self.is_paired:
+                total, weights = self._sum_pair(center, theta, w, step.count)
+            else:
+                total, weights = self.replicas.sum((scale(delta, w), w))
+        # n = sum w Delta / sum w
         return divide(total, weights), part._replace(weights=weights), ~takes_part
 
     def _sum_pair(
         self, center: Any, theta: Any, w: jax.Array, count: jax.Array
     ) -> tuple[Any, jax.Array]:
-        """Return the sum of w Delta over this replica and its partner, and the sum of w."""
+        """Return w (c - theta) + w' (c - theta') with the partner's w' and theta', and w + w'.
+
+        Both differences are from this replica's center: so the centers approach each other.
+        """
         axis_name = self.replicas.axis_name
         pair = functools.partial(map_with_partner, axis_name=axis_name, count=count)
         w_theirs = pair(lambda _, theirs: theirs, w)
@@ -179,17 +168,68 @@ class Exchanger:
 
         return pair(add, theta, center), w + w_theirs
 
-    def _receive(self, part: Part, n: Any, theta: Any, p: int) -> tuple[Part, jax.Array, jax.Array]:
+    def receive(
+        self, step: Step, part: Part, n: optax.Updates, theta: optax.Params, p: int
+    ) -> tuple[Part, jax.Array, jax.Array]:
         """Step the center by n; return also whether theta is not finite, and whether n overflowed."""
-        center = self.fragments.take_rows(part.center, p)
+        center = step.fragments.take_rows(part.center, p)
         gradient, is_finite = self.replicas.cast_gradient(n, center)
-        # c_p <- c_p + u(Delta_p; s_c), unless Delta is of nobody or overflows
+        # c_p <- c_p + u(n; s_c), unless n is of nobody or overflows
         has_any = part.weights > 0
-        center, center_state = self.step((center, part.center_state), gradient, has_any & is_finite)
-        center = self.fragments.write_rows(part.center, center, p)
+        at = center, part.center_state
+        center, center_state = step.move_center(at, gradient, has_any & is_finite)
+        center = step.fragments.write_rows(part.center, center, p)
         is_bad = ~self.replicas.are_finite(theta)
         # Without any contribution each replica has counted its own miss already.
         return part._replace(center=center, center_state=center_state), is_bad, has_any & ~is_finite
+
+
+class AtOnce(Exchanger):
+    """Exchanges without a delay: a fragment is received in the step that sends it."""
+
+    def exchange_one(self, step: Step, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
+        """Return the part of fragment p after a step, and the outcome."""
+        is_due, _ = due
+
+        def exchange() -> tuple[Part, jax.Array, jax.Array]:
+            theta = step.fragments.take_rows(step.find_theta(), p)
+            n, sent, has_missed = self.send(step, part, theta, p)
+            received, is_bad, is_lost = self.receive(step, sent, n, theta, p)
+            return received, is_bad, has_missed | is_lost
+
+        no = jnp.array(False)
+        new, is_bad, has_missed = cond(is_due, exchange, lambda: (part, no, no))
+        return new, Outcome(is_due, is_bad, has_missed)
+
+
+class Delayed(Exchanger):
+    """Exchanges with a delay: what is sent is in flight, in the state, until it is received.
+
+    With `commit=True` a fragment is received in the step that sends it: so sending comes first.
+    """
+
+    def exchange_one(self, step: Step, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
+        """Return the part of fragment p after a step, and the outcome."""
+        is_sent, is_received = due
+        take, write = step.fragments.take_rows, step.fragments.write_rows
+        no = jnp.array(False)
+
+        def send() -> tuple[Part, jax.Array]:
+            n, sent, has_missed = self.send(step, part, take(step.find_theta(), p), p)
+            return sent._replace(in_flight=write(sent.in_flight, n, p)), has_missed
+
+        sent, has_missed = cond(is_sent, send, lambda: (part, no))
+
+        def receive() -> tuple[Part, jax.Array, jax.Array]:
+            n, theta = take(sent.in_flight, p), take(step.find_theta(), p)
+            received, is_bad, is_lost = self.receive(step, sent, n, theta, p)
+            # It is no longer in flight, and is not received again.
+            return received._replace(weights=jnp.full_like(sent.weights, NOTHING)), is_bad, is_lost
+
+        new, is_bad, is_lost = cond(is_received, receive, lambda: (sent, no, no))
+        # If nothing was sent, the center makes no step and no params are pulled.
+        has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
+        return new, Outcome(has_arrived, is_bad, has_missed | is_lost)
 
 
 def subtract_params(center: Any, theta: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from optperm.distributed._commits import Replicas
+from optperm.distributed._replicas import Replicas
 
 
 class Method(NamedTuple):

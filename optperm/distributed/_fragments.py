@@ -55,7 +55,12 @@ class Fragments:
         )
 
     def take_leaves(self, tree: Any, fragment: int) -> Any:
-        """Return the whole leaves that have slices in a fragment, with `optax.MaskedNode` for others."""
+        """Return the whole leaves that have slices in a fragment, with `optax.MaskedNode` for others.
+
+        `()`, in place of a tree that a state does not have, stays as it is.
+        """
+        if isinstance(tree, tuple) and not tree:
+            return tree
         return self._map(lambda rows, leaf: leaf, fragment, tree)
 
     def write_rows(self, tree: Any, part: Any, fragment: int) -> Any:
@@ -73,6 +78,8 @@ class Fragments:
 
     def replace_leaves(self, tree: Any, part: Any) -> Any:
         """Return the tree with the leaves of a result of `take_leaves` or `write_rows`."""
+        if isinstance(part, tuple) and not part:
+            return tree
         pairs = zip(*map(self._structure.flatten_up_to, (tree, part)), strict=True)
         leaves = [old if isinstance(new, optax.MaskedNode) else new for old, new in pairs]
         return jax.tree.unflatten(self._structure, leaves)

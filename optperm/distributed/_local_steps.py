@@ -1,7 +1,21 @@
 """Shared parts of AGN and DiLoCo: the end of a period, finite local steps, and a step of the center.
 
 Every replica trains its own params. Once per period all replicas contribute to one step of the center,
-in one collective, and are pulled to the new center.
+in one collective, and are pulled to the new center. The collective is in a conditional of the compiled
+program, and so runs once per period, however the replicas are mapped:
+
+    count of steps            on each replica, the same on all
+      |
+      | largest               the maximum over the axes of `jax.vmap`, so that it is not batched;
+      |                       axes of devices are left alone
+    is this a commit?
+      |
+      | cond                  jax.vmap: one conditional for all rows (batched, it would be a selection
+      |                       that runs both branches in every step)
+      |                       jax.pmap, jax.shard_map: one on each device, all with the same answer
+    psum or all_gather        of the rows of a `jax.vmap`, or of the devices
+      |
+    a step of the center      the same on all replicas, without another collective
 """
 
 from __future__ import annotations
@@ -31,7 +45,7 @@ from optperm.core.mapped_axes import (
     varying_like,
 )
 from optperm.core.states import find_states
-from optperm.distributed._commits import Center, CenterStep
+from optperm.distributed._replicas import Center, CenterStep
 from optperm.exact import (
     AnchoredState,
     apply_updates,

@@ -137,9 +137,10 @@ def traffic_report(
     """
     checks.check_transformation("tx", tx)
     checks.check_count("replicas", replicas, minimum=2)
-    for name, value in (("bandwidth", bandwidth), ("every", every)):
-        if value is not None:
-            checks.check_positive(name, value)
+    if bandwidth is not None:
+        checks.check_positive("bandwidth", bandwidth)
+    if every is not None:
+        checks.check_positive("every", every)
     shapes = _shapes(params)
     found: list[tuple[Sent, ...]] = []
 

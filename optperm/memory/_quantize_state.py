@@ -120,15 +120,14 @@ def quantize_state(
       `inner` may be complete, with weight decay and a learning rate: neither has moments. Put
       `optax.masked` around this transformation, not inside. Maxima of second moments (AMSGrad) climb by
       the noise of the rounding, by a tenth to a half in some thousand steps: take Adam in long runs. Of
-      numbers
-      within a block that are below 1e-5 (first moments) or 1e-10 (second moments) of the largest, first
-      moments become 0, and second moments stay at the smallest code: a first moment over a second
-      moment of 0 would be an enormous step. So one outlier slows its block until it is forgotten: clip
-      gradients before.
+      numbers within a block that are below 1e-5 (first moments) or 1e-10 (second moments) of the
+      largest, first moments become 0, and second moments stay at the smallest code: a first moment over
+      a second moment of 0 would be an enormous step. So one outlier slows its block until it is
+      forgotten: clip gradients before.
 
-      Counts, keys, moments of float64, arrays without an axis, and states that
-      are not known stay as they are. A moment that is not finite becomes NaN, in 4 bits the block of
-      32; other blocks do not change.
+      Counts, keys, moments of float64, arrays without an axis, and states that are not known stay as
+      they are; `init` warns if nothing is left to quantize. A moment that is not finite becomes NaN, in
+      4 bits the block of 32; other blocks do not change.
 
       A sharded moment has sharded codes. Where a device has a multiple of 32 numbers of the last axis,
       its exponents are sharded too; else they are replicated along that axis. Within `jax.shard_map`
@@ -140,7 +139,8 @@ def quantize_state(
     Raises:
       TypeError: If `inner` is not a transformation, or a number has another type.
       ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params, no state of `inner` is
-        known, or in 4 bits a device has an odd number of entries of a sharded last axis.
+        known, in 4 bits a device has an odd number of entries of a sharded last axis, or a state of
+        other bits is passed to `update`.
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
@@ -162,7 +162,7 @@ def quantize_state(
         if not known:
             raise ValueError(
                 "inner of quantize_state has no state with known moments: it has "
-                f"{_name_states(inner_state)}."
+                f"{_name_states(inner_state)}. Known are {', '.join(each.__name__ for each in KNOWN)}."
             )
         _warn_of_unknown(inner_state, params, min_size)
         seconds = probe(inner_state, lambda: params, find_known_states)
@@ -173,6 +173,13 @@ def quantize_state(
             ]
             for state, each in zip(known, seconds, strict=True)
         ]
+        if any(names) and not any(map(any, names)):
+            warnings.warn(
+                "quantize_state saves nothing: no moment of a float of 16 or 32 bits is included and "
+                f"has min_size={min_size} entries or more.",
+                UserWarning,
+                stacklevel=2,
+            )
         count = jnp.zeros([], jnp.int32)
         # Behind a barrier, XLA does not compute the codes of zeros while it compiles, which takes long.
         inner_state = _map_moments(
@@ -191,10 +198,16 @@ def quantize_state(
                 f"The state has no QuantizedState, got {type(state).__name__}: "
                 "optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state."
             )
+        names = _find_names(state.exponents)
+        forms = {name.split("_")[0] for each in names for name in each}
+        if not forms.isdisjoint(("random",) if bits == 4 else ("odd", "even")):
+            raise ValueError(
+                f"bits must be {8 if bits == 4 else 4}, as in the state, got {bits}: "
+                "optperm.memory.dequantize and optperm.memory.quantize make a state of other bits."
+            )
         inner_state = _decode_state(state)
         updates, inner_state = optimizer.update(updates, inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
-        names = _find_names(state.exponents)
         return updates, QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
     return transformation(init, update, method="quantize_state", needs_params=False)

@@ -1,7 +1,18 @@
-"""Calls of the cycle search and of LaPerm's sort: by XLA directly, or through Python.
+"""The cycle search of SGPerm and the sort of LaPerm, as operations of a program.
 
-Each is one custom call of XLA's, under one batching and one partitioning rule: every device of a mesh
-calls for the rows that it holds. `library` says which kernel runs.
+A call takes this way:
+
+    permute_rows, reorder_rows      operands in the kernel's dtypes, with a leading batch axis
+      |
+    batch_calls                     `jax.vmap` enlarges the batch; where the types say how the rows are
+      |                             sharded, each device calls for its own            (_row_calls.py)
+      |
+      |- on the CPU, kernel "ffi":  call_target, XLA's call of the compiled kernel    (_row_calls.py)
+      |
+      '- else:                      call_python, for `permute_on_host`; to sort,
+                                    XLA's own sort                                    (_host_calls.py)
+
+`_library.py` finds the compiled kernel, and says which kernel runs.
 """
 
 import ctypes
@@ -13,14 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
 from optperm.permutation import _cycles_numpy as cycles_numpy
-from optperm.permutation import _tpu_calls as tpu_calls
 from optperm.permutation._exact_floats import move_bits, narrow, widen
+from optperm.permutation._host_calls import call_python
 from optperm.permutation._library import (
     PERMUTE_TARGET,
     REORDER_TARGET,
@@ -31,28 +40,8 @@ from optperm.permutation._library import (
 from optperm.permutation._row_calls import Results, Signature, batch_calls, call_target
 
 # Recommendation, weights, ranks, seeds, aggressiveness, partition size; new are three of them.
-_PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5), True)
-_REORDER = Signature(("matrix", "matrix"), (1, 1))
-
-
-class _Problem(ctypes.Structure):
-    """The struct Problem of kernel/cycles.h."""
-
-    _fields_ = (
-        ("batch", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("n", ctypes.c_int64),
-        ("drop_remainder", ctypes.c_bool),
-        ("recommendation", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("ranks", ctypes.c_void_p),
-        ("seeds", ctypes.c_void_p),
-        ("aggressiveness", ctypes.c_void_p),
-        ("partition_size", ctypes.c_void_p),
-        ("new_weights", ctypes.c_void_p),
-        ("new_ranks", ctypes.c_void_p),
-        ("moved", ctypes.c_void_p),
-    )
+PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5), True)
+REORDER = Signature(("matrix", "matrix"), (1, 1))
 
 
 def permute_rows(
@@ -101,78 +90,38 @@ def permute_rows(
 
 @functools.cache
 def _batch_calls(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
-    return batch_calls(_PERMUTE, functools.partial(_call_on_platform, kernel, drop_remainder))
+    # Made once for a kernel, so that a program has the same function wherever it is called.
+    on_host = functools.partial(permute_on_host, kernel, drop_remainder)
+
+    def call_kernel(*operands: jax.Array) -> Results:
+        target = PERMUTE_TARGET.format(operands[1].dtype)
+        attributes = (("drop_remainder", np.bool_(drop_remainder)),)
+        by_target = functools.partial(call_target, PERMUTE, target, attributes)
+        by_host = functools.partial(call_python, PERMUTE, on_host, by_target)
+        by_call = by_target if kernel == "ffi" else by_host
+        return jax.lax.platform_dependent(*operands, cpu=by_call, default=by_host)
+
+    return batch_calls(PERMUTE, call_kernel)
 
 
-def _call_on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    target = PERMUTE_TARGET.format(operands[1].dtype)
-    attributes = (("drop_remainder", np.bool_(drop_remainder)),)
+class _Problem(ctypes.Structure):
+    """The struct Problem of kernel/cycles.h."""
 
-    def by_target(*operands: jax.Array) -> Results:
-        return call_target(_PERMUTE, target, attributes, *operands)
-
-    def by_host(*operands: jax.Array) -> Results:
-        # A lowering learns on which devices the program runs where JAX sees that a target is called.
-        call = jax.make_jaxpr(by_target)(*operands)
-        results = _host_call_p.bind(
-            *operands, kernel=kernel, drop_remainder=drop_remainder, call=call
-        )
-        return tuple(results)
-
-    by_call = by_target if kernel == "ffi" else by_host
-    return jax.lax.platform_dependent(*operands, cpu=by_call, default=by_host)
-
-
-_host_call_p = Primitive("optperm_host_call")
-_host_call_p.multiple_results = True
-_host_call_p.def_abstract_eval(lambda *operands, **_: _PERMUTE.of_results(operands))
-
-
-def _lower_host_call(
-    context: mlir.LoweringRuleContext, *operands: Any, kernel: str, drop_remainder: bool, call: Any
-) -> Sequence[Any]:
-    """Lower a call of Python, on the CPU and a GPU as the target that JAX's own callbacks call.
-
-    Those callbacks have no partitioning rule, and on the CPU `jax.pure_callback` can hang: it hands
-    arrays to JAX that the device it waits for has to copy.
-    """
-    del call
-    module = context.module_context
-    if len(module.platforms) > 1:
-        raise NotImplementedError(
-            "calls of Python need one platform: export the update for the CPU"
-        )
-    on_host: Callable[..., Any] = functools.partial(_on_host, kernel, drop_remainder)
-    if module.platforms[0] == "tpu":
-        return tpu_calls.lower_call(_PERMUTE, on_host, context, *operands)
-    on_cpu = module.platforms[0] == "cpu"
-    target = "xla_buffer_python_cpu_callback" if on_cpu else "xla_ffi_python_gpu_callback"
-    on_buffers = functools.partial(_on_buffers, kernel, drop_remainder)
-    module.add_host_callback(on_buffers if on_cpu else on_host)
-    index = (("index", np.uint64(len(module.host_callbacks) - 1)),)
-
-    def call_python(*operands: jax.Array) -> Results:
-        return call_target(_PERMUTE, target, index, *operands)
-
-    return mlir.lower_fun(call_python, multiple_results=True)(context, *operands)
-
-
-mlir.register_lowering(_host_call_p, _lower_host_call)
-
-
-def _on_buffers(kernel: str, drop_remainder: bool, _: Any, *buffers: Any) -> tuple[()]:
-    """Call a kernel on buffers of the CPU: operands, and results to write."""
-    arrays = [np.asarray(buffer) for buffer in buffers]
-    permute_on_host(kernel, drop_remainder, arrays[:6], arrays[6:])
-    return ()
-
-
-def _on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
-    """Call a kernel on copies of the operands, and return results to copy."""
-    arrays = [np.ascontiguousarray(operand) for operand in operands]
-    results = tuple(np.empty_like(array) for array in _PERMUTE.of_results(arrays))
-    permute_on_host(kernel, drop_remainder, arrays, results)
-    return results
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("drop_remainder", ctypes.c_bool),
+        ("recommendation", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("seeds", ctypes.c_void_p),
+        ("aggressiveness", ctypes.c_void_p),
+        ("partition_size", ctypes.c_void_p),
+        ("new_weights", ctypes.c_void_p),
+        ("new_ranks", ctypes.c_void_p),
+        ("moved", ctypes.c_void_p),
+    )
 
 
 def permute_on_host(
@@ -238,7 +187,7 @@ def _reorder_by_target(
 ) -> tuple[jax.Array, jax.Array]:
     operands = keys[None], ranks[None]
     operands = mark_varying(operands, varying_axes(operands))
-    call = functools.partial(call_target, _REORDER, REORDER_TARGET.format(keys.dtype), ())
-    new_ranks, sources = batch_calls(_REORDER, call)(*operands)
+    call = functools.partial(call_target, REORDER, REORDER_TARGET.format(keys.dtype), ())
+    new_ranks, sources = batch_calls(REORDER, call)(*operands)
     new_weights = move_bits(lambda bits: jnp.take_along_axis(bits, sources[0], axis=0), weights)
     return new_weights, new_ranks[0]

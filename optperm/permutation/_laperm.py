@@ -192,7 +192,13 @@ def laperm(
         )
         moves, inner_state = step(p, inner_state)
         updates = jax.tree.map(lambda w, m, p: jnp.where(is_due, w - p, m), weights, moves, p)
-        return updates, LapermState(t, inner_state, weights, ranks, synchronized=is_due)
+        return updates, LapermState(
+            count=t,
+            inner_state=inner_state,
+            weights=weights,
+            ranks=ranks,
+            synchronized=is_due,
+        )
 
     return transformation(init, update, method="laperm", like=lambda s: s.weights)
 

@@ -217,6 +217,6 @@ def _recommend(
         t, past = optax.safe_increment(state.count), jnp.zeros_like(state.steps_past_end)
         if num_steps is not None:
             past = jnp.maximum(t - jnp.asarray(num_steps, jnp.int32), 0)
-        return m, RecommendationState(t, kept, past)
+        return m, RecommendationState(count=t, recommendation=kept, steps_past_end=past)
 
     return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)

@@ -4,9 +4,9 @@ Each weight has its own entry in a mask. See ``examples/sparse.py``.
 """
 
 from optperm.core.public import show_names as _show_names
+from optperm.sparsity._choice import erk_sparsity as erk_sparsity
 from optperm.sparsity._export import remove_units as remove_units
 from optperm.sparsity._export import to_sparse as to_sparse
-from optperm.sparsity._fractions import erk_sparsity as erk_sparsity
 from optperm.sparsity._gradual import prune_gradually as prune_gradually
 from optperm.sparsity._masks import MaskElementsState as MaskElementsState
 from optperm.sparsity._masks import freeze as freeze

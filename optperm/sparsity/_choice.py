@@ -1,29 +1,115 @@
-"""Choose which entries to keep, by their scores."""
+"""Which entries stay? The highest scores of each leaf, or of all leaves together.
 
+The answer takes four steps, in the order of this file:
+
+1. `include` says which leaves take part (`include_leaves`). The others are masked in all that follows.
+2. Each unit of a structure, a single entry by default, gets a code: an unsigned integer in the order of
+   the scores (`encode_scores`), or a random one (`draw_codes`).
+3. `sparsity` and `scope` say how many units are zero, of each leaf or of all (`group_leaves`).
+4. The units with the highest codes stay, exactly as many as are left, of equal ones the first
+   (`keep_highest`). They are found by counting instead of sorting.
+"""
+
+import functools
 import math
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.keys import make_key
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shardings import shard_like
 from optperm.core.states import without_variables
-from optperm.sparsity._fractions import Scope, group_leaves, select_masked
-from optperm.sparsity._selection import keep_highest, order_codes
-from optperm.sparsity._structures import (
-    NOfM,
-    Structure,
-    check_fits,
-    keep_n_of_m,
-    num_units,
-    pool,
-    spread,
-)
+from optperm.core.trees import fill_masked, is_flag, mask_like, spread_prefix, unstack
+from optperm.sparsity._structures import ENTRIES, Entries, NOfM, check_fits
 
-# "unit": the same fraction of the inputs of each output unit, a slice along the last axis.
+# What a fraction of zeros refers to. "erk": each leaf, with fractions by `erk_sparsity`; "leaf": each
+# leaf, with the same fraction; "global": all leaves together.
+Scope = Literal["erk", "leaf", "global"]
+# "unit": the inputs of each output unit, a slice along the last axis, with the same fraction.
 UnitScope = Literal[Scope, "unit"]
+# The leaves that take part: a tree of booleans like params, a prefix of such a tree, or a function from
+# params to such a tree; None for all leaves of rank 2 and more.
+Include = Any | Callable[[Any], Any]
+
+_HALF_OF_24_BITS = 2**23
+_LARGEST_INT32 = 2**31 - 1
+
+
+class Groups(NamedTuple):
+    """Groups of leaves that are ranked together.
+
+    Attributes:
+      leaves: The indices of the leaves of each group.
+      sizes: The number of units of each group.
+      zeros: The final number of zeros of each group.
+    """
+
+    leaves: list[list[int]]
+    sizes: list[int]
+    zeros: list[int | jax.Array]
+
+
+def include_leaves(
+    include: Include | None,
+    tree: Any,
+    params: Any = None,
+    *,
+    name: str = "sparsity",
+    fractions: Any = 0.0,
+    needs_one: bool = True,
+) -> Any:
+    """Return a tree with `optax.MaskedNode` for each leaf that is not included.
+
+    Args:
+      include: The flags, a prefix of them, or a function that returns them; None to include each leaf of
+        two axes and more.
+      tree: The tree of the leaves, with `optax.MaskedNode` for leaves that the optimizer does not see.
+      params: The argument of the function; None for the tree.
+      name: The name of the argument `fractions`, for messages.
+      fractions: The fraction of zeros, or a tree of fractions.
+      needs_one: Whether None must include a leaf, if the fractions are not 0.
+
+    Raises:
+      ValueError: If the flags do not fit, or a leaf that is not included has a fraction.
+    """
+    if not jax.tree.leaves(tree):
+        return tree
+    if include is None:
+        flags = jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
+        given = jax.tree.leaves(fractions, is_leaf=_is_number)
+        is_zero = all(checks.is_concrete_number(s) and np.all(s == 0) for s in given)
+        if needs_one and not any(jax.tree.leaves(flags)) and not is_zero:
+            raise ValueError("no leaf of rank 2 or more: pass include=.")
+    else:
+        flags = include(tree if params is None else params) if callable(include) else include
+        flags = spread_prefix("include", without_variables(flags), tree, is_flag, "True or False")
+    _check_excluded(name, fractions, flags)
+    return jax.tree.map(lambda flag, leaf: leaf if flag else optax.MaskedNode(), flags, tree)
+
+
+def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
+    """Raise a ValueError if a tree of fractions has a fraction for a leaf that is not included.
+
+    A fraction of a whole branch is a fraction of its included leaves.
+    """
+    given = dict(
+        jax.tree_util.tree_leaves_with_path(without_variables(fractions), is_leaf=_is_number)
+    )
+    for path, flag in jax.tree_util.tree_leaves_with_path(flags):
+        fraction = given.get(path, 0) if path else 0
+        if not flag and checks.is_concrete_number(fraction) and fraction != 0:
+            place = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(
+                f"{place} is {fraction}, but that leaf is not included: pass include=."
+            )
 
 
 def widen_scores(name: str, scores: Any, mask: Any) -> Any:
@@ -34,43 +120,225 @@ def widen_scores(name: str, scores: Any, mask: Any) -> Any:
     return jax.tree.map(lambda s: jnp.asarray(s, dtype), scores)
 
 
-def encode_scores(scores: Any, flags: Any, structure: Structure | None) -> Any:
+def encode_scores(scores: Any, structure: Entries) -> Any:
     """Return codes of the units of each leaf, unsigned integers in the order of their scores."""
-    check_fits(structure, scores, flags)
-    return jax.tree.map(
-        lambda score, flag: order_codes(pool(structure if flag else None, score)), scores, flags
-    )
+    check_fits(structure, scores)
+    return jax.tree.map(lambda score: order_codes(structure.pool(score)), scores)
 
 
-def draw_codes(
-    mask: Any, flags: Any, structure: Structure | None, key: int | jax.Array | None
-) -> Any:
-    """Draw codes of the units of each leaf that depend only on the key and on the leaf's place."""
+def draw_codes(mask: Any, taken: Any, structure: Entries, key: int | jax.Array | None) -> Any:
+    """Draw codes of the units of each leaf that depend only on the key and on the leaf's place.
+
+    Args:
+      mask: A tree with all leaves, which have the places.
+      taken: The tree with the leaves that are included.
+      structure: The units.
+      key: The random key.
+    """
     if key is None:
         raise ValueError("criterion 'random' needs a key: pass key=jax.random.key(0).")
-    check_fits(structure, mask, flags)
-    leaves, treedef = jax.tree.flatten(mask)
-    units = [
-        jax.eval_shape(lambda m, s=structure if flag else None: pool(s, m.astype(jnp.float32)), m)
-        for m, flag in zip(leaves, jax.tree.leaves(flags), strict=True)
-    ]
-    drawn = [
+    check_fits(structure, taken)
+
+    def draw(place: int, leaf: jax.Array) -> jax.Array:
+        unit = jax.eval_shape(lambda m: structure.pool(m.astype(jnp.float32)), leaf)
         # By the leaf's place, so that other leaves do not change its codes.
-        jax.random.bits(jax.random.fold_in(make_key(key), index), unit.shape, jnp.uint32)
-        for index, unit in enumerate(units)
-    ]
-    return jax.tree.unflatten(treedef, drawn)
+        return jax.random.bits(jax.random.fold_in(make_key(key), place), unit.shape, jnp.uint32)
+
+    leaves, treedef = jax.tree.flatten(mask)
+    places = jax.tree.unflatten(treedef, range(len(leaves)))
+    return jax.tree.map(draw, mask_like(places, taken), taken)
 
 
-def keep(
-    name: str,
-    codes: Any,
-    sparsity: Any,
-    scope: str,
-    tree: Any,
-    flags: Any,
-    structure: Structure | None,
+def order_codes(scores: jax.Array) -> jax.Array:
+    """Return unsigned integers in the order of the scores, all of them above 0.
+
+    -0 equals 0, and NaN is above infinity. Scores of 16 bits are cast to float32. Only bits are
+    compared, so that a processor that flushes subnormal numbers gives the same order.
+
+    Args:
+      scores: An array of a real floating dtype.
+
+    Returns:
+      An array of the same shape, uint64 for float64 and else uint32.
+    """
+    is_double = scores.dtype == jnp.float64
+    word, wide = (jnp.uint64, jnp.float64) if is_double else (jnp.uint32, jnp.float32)
+    top = jnp.array(1 << (63 if is_double else 31), word)
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(scores, wide), word)
+    infinity = jax.lax.bitcast_convert_type(jnp.array(jnp.inf, wide), word)
+    bits = jnp.where(bits == top, jnp.zeros_like(bits), bits)
+    # Negative numbers are ordered by their flipped bits, below all others.
+    codes = jnp.where(bits < top, bits | top, ~bits)
+    return jnp.where((bits & ~top) > infinity, ~jnp.zeros_like(bits), codes)
+
+
+def group_leaves(
+    name: str, sparsity: Any, scope: str, tree: Any, structure: Entries = ENTRIES
+) -> Groups:
+    """Return the groups of leaves that are ranked together, with their numbers of zeros.
+
+    Args:
+      name: The name of the argument `sparsity`, for messages.
+      sparsity: One fraction, or a tree of fractions like `tree`, or a prefix of such a tree.
+      scope: The distribution of one fraction over the leaves; "unit" counts what enters one unit.
+      tree: Arrays, or shapes.
+      structure: The units that are counted.
+
+    Raises:
+      TypeError: If a fraction is not a single number.
+      ValueError: If a fraction is out of range, if the tree of fractions does not fit, or if `scope` is
+        "global" and there is a tree.
+    """
+    shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    if scope == "unit":
+        sizes = [math.prod(shape[:-1]) for shape in shapes]
+    else:
+        sizes = [structure.count(shape) for shape in shapes]
+    is_single = _is_number(sparsity) or callable(sparsity)
+    if is_single:
+        check_fraction(name, sparsity)
+    if is_single and scope == "erk":
+        sparsity = _compute_erk(tree, sparsity)
+    # One group of all leaves, or a group for each leaf
+    if scope == "global":
+        if not is_single:
+            raise ValueError(f"{name} must be a single number with scope 'global', got a tree.")
+        total = sum(sizes)
+        return Groups([[*range(len(sizes))]], [total], [nearest_count(sparsity, total)])
+    fractions = jax.tree.leaves(
+        spread_prefix(name, without_variables(sparsity), tree, _is_number, "a number")
+    )
+    for fraction in fractions:
+        check_fraction(name, fraction)
+    zeros = [nearest_count(*pair) for pair in zip(fractions, sizes, strict=True)]
+    return Groups([[index] for index in range(len(sizes))], sizes, zeros)
+
+
+def nearest_count(fraction: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
+    """Return floor(s n + 1/2), exactly: the same for Python numbers and for JAX arrays.
+
+    A Python or NumPy fraction is the decimal number that it is printed as. A JAX fraction is rounded
+    to a multiple of 2^-24; the rest is integer arithmetic, so that all processors agree. NaN counts as
+    0.
+    """
+    if not isinstance(fraction, jax.Array) and not isinstance(size, jax.Array):
+        return math.floor(Fraction(str(fraction)) * size + Fraction(1, 2))
+    fraction = jnp.clip(jnp.asarray(fraction, accumulation_dtype(fraction)), 0, 1)
+    # floor((k n + 2^23) / 2^24) for s = k / 2^24; k and n are split in two so that products fit 32 bits.
+    k = jnp.round(jnp.where(fraction > 0, fraction, 0) * 2**24).astype(jnp.uint32)
+    n = jnp.asarray(size, jnp.uint32)
+    k_high, k_low, n_high, n_low = k >> 12, k & 0xFFF, n >> 16, n & 0xFFFF
+    whole = ((k_high * n_high) << 4) + ((k_high * n_low) >> 12) + ((k_low * n_high) >> 8)
+    rest = (((k_high * n_low) & 0xFFF) << 12) + (((k_low * n_high) & 0xFF) << 16)
+    return (whole + ((rest + k_low * n_low + _HALF_OF_24_BITS) >> 24)).astype(jnp.int32)
+
+
+def check_fraction(name: str, fraction: Any) -> None:
+    """Raise unless a fraction is a single number, in [0, 1] where it is not traced."""
+    checks.check_in_range(name, fraction, 0.0, 1.0, may_be_schedule=False)
+    if isinstance(fraction, jax.core.Tracer) and (fraction.ndim or fraction.dtype == bool):
+        raise TypeError(
+            f"{name} must be a number, got {fraction.dtype}{list(fraction.shape)}: use jax.vmap."
+        )
+
+
+def erk_sparsity(
+    params: Any, sparsity: float | jax.Array, *, include: Include | None = None
 ) -> Any:
+    r"""Return the sparsity of each leaf by the Erdős-Rényi kernel: small leaves stay denser.
+
+    A leaf of N entries and of shape :math:`(n_1, \dots, n_k)` has the density
+
+    .. math::
+      d = \min(1, \epsilon r), \qquad r = \frac{n_1 + \dots + n_k}{n_1 \cdots n_k}
+
+    with one :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts are
+    rounded by the largest remainder, so that floor(s N + 1/2) of all N entries are zero. `scope="erk"`
+    elsewhere means these sparsities; call this function to change some before you pass the tree.
+
+    Args:
+      params: A tree of arrays, or of the shapes that `jax.eval_shape` returns.
+      sparsity: s, in [0, 1]. A JAX array, traced or not, gives sparsities in float32 that are not
+        rounded to counts.
+      include: The leaves that become sparse, as in `optperm.sparsity.prune`.
+
+    Returns:
+      A tree of floats like params, 0.0 for a leaf that is not included.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> params = {"in": jnp.zeros((784, 300)), "mid": jnp.zeros((300, 100))}
+      >>> params |= {"out": jnp.zeros((100, 10))}
+      >>> sparsities = optperm.sparsity.erk_sparsity(params, 0.9)
+      >>> jax.tree.map(lambda p, s: round(p.size * (1 - s)), params, sparsities)  # that are not zero
+      {'in': 18714, 'mid': 6906, 'out': 1000}
+
+    Notes:
+      A leaf of several layers, (L, n, m), as scanned models have, is one leaf of three axes, with
+      another density than L leaves of shape (n, m).
+
+    Raises:
+      TypeError: If `sparsity` is not a number, or a leaf is not an array.
+      ValueError: If `sparsity` is out of range, or `include` does not fit.
+
+    References:
+      Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
+      ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
+      connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
+    """
+    check_fraction("sparsity", sparsity)
+    params = without_variables(params)
+    checks.check_arrays("params", params)
+    taken = include_leaves(include, params)
+    return fill_masked(_compute_erk(taken, sparsity), jax.tree.map(lambda _: 0.0, params))
+
+
+def _compute_erk(tree: Any, sparsity: float | jax.Array) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    fractions: list[Any] = [0.0] * len(leaves)
+    # A leaf without entries has no zeros.
+    chosen = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape)]
+    if not chosen:
+        return jax.tree.unflatten(structure, fractions)
+    sizes = np.array([math.prod(leaves[i].shape) for i in chosen])
+    total = int(sizes.sum())
+    live = total - nearest_count(sparsity, total)
+    densities = _fill(live, sizes, np.array([max(sum(leaves[i].shape), 1) for i in chosen]))
+    if isinstance(live, jax.Array):
+        of_chosen = list(1 - densities)
+    else:
+        # The largest remainders get the entries that rounding down has left, of equal ones the first.
+        wanted = densities * sizes
+        counts = np.floor(wanted).astype(int)
+        by_remainder = np.argsort(np.round(counts - wanted, 6), kind="stable")
+        counts[by_remainder[: live - counts.sum()]] += 1
+        of_chosen = ((sizes - counts) / sizes).tolist()
+    for i, fraction in zip(chosen, of_chosen, strict=True):
+        fractions[i] = fraction
+    return jax.tree.unflatten(structure, fractions)
+
+
+def _fill(live: int | jax.Array, sizes: np.ndarray, sums: np.ndarray) -> Any:
+    """Return the densities min(1, eps r) of leaves with a number of live entries in all.
+
+    Water filling: by falling r = sum / size, the first leaves become dense before the others.
+    """
+    xp: Any = jnp if isinstance(live, jax.Array) else np
+    dtype = np.float32 if xp is jnp else np.float64
+    order = np.argsort(-(sums / sizes), kind="stable")
+    size, rest = sizes[order], sums[order]
+    ratio = (rest / size).astype(dtype)
+    # For each leaf eps if all leaves before it are dense; the first one with eps r <= 1 is the solution.
+    dense = (np.cumsum(size) - size).astype(dtype)
+    rest = (np.sum(rest) - np.cumsum(rest) + rest).astype(dtype)
+    eps = (xp.asarray(live, dtype) - dense) / rest
+    is_fit = eps * ratio <= 1
+    eps = eps[xp.argmax(is_fit)]
+    densities = xp.where(is_fit.any(), xp.clip(eps * ratio, 0, 1), xp.ones_like(ratio))
+    return densities[np.argsort(order)]
+
+
+def keep(name: str, codes: Any, sparsity: Any, scope: str, tree: Any, structure: Entries) -> Any:
     """Return the mask of the entries to keep.
 
     Args:
@@ -79,57 +347,177 @@ def keep(
       sparsity: The fraction of units to drop, or a tree of fractions; None for `NOfM`.
       scope: The entries that a fraction refers to.
       tree: Arrays with the shapes of the leaves.
-      flags: Whether each leaf is included.
       structure: The units.
 
     Returns:
-      Booleans like the tree, True for a leaf that is not included.
+      Booleans like the tree.
     """
     checks.check_choice("scope", scope, get_args(UnitScope))
-    if isinstance(structure, NOfM) and sparsity is not None:
-        raise ValueError(f"{name} must be None with {structure}, got {sparsity!r}.")
-    if structure is not None and scope == "unit":
+    if structure is not ENTRIES and scope == "unit":
         raise ValueError(f"scope 'unit' needs structure=None, got {structure}.")
-    leaves, treedef = jax.tree.flatten(tree)
-    units, chosen = jax.tree.leaves(codes), jax.tree.leaves(flags)
     # The counts of n of m are part of the structure: no fraction is needed.
     if isinstance(structure, NOfM):
-        kept = [
-            keep_n_of_m(structure, unit) if flag else jnp.ones_like(unit, bool)
-            for unit, flag in zip(units, chosen, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, kept)
-    sizes = [
-        num_units(structure if flag else None, leaf.shape)
-        for leaf, flag in zip(leaves, chosen, strict=True)
-    ]
-    if scope == "unit":
-        return _keep_in_each_unit(name, codes, sparsity, tree, flags)
+        if sparsity is not None:
+            raise ValueError(f"{name} must be None with {structure}, got {sparsity!r}.")
+        return jax.tree.map(structure.keep, codes)
+    groups = group_leaves(name, sparsity, scope, tree, structure)
+    units, treedef = jax.tree.flatten(codes)
     # Of each group of n units the n - round(s n) with the highest codes stay.
-    groups = group_leaves(name, sparsity, scope, tree, flags, sizes)
-    totals = [sum(sizes[index] for index in group) for group in groups.leaves]
-    counts = [total - zeros for total, zeros in zip(totals, groups.zeros, strict=True)]
-    kept = keep_highest(units, groups.leaves, counts)
-    whole = [
-        spread(structure, mask, leaf) if flag else mask
-        for mask, leaf, flag in zip(kept, leaves, chosen, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, whole)
+    live = [size - zeros for size, zeros in zip(groups.sizes, groups.zeros, strict=True)]
+    if scope == "unit":
+        kept = [_keep_in_each_unit(*pair) for pair in zip(units, live, strict=True)]
+    else:
+        kept = keep_highest(units, groups.leaves, live)
+    return jax.tree.map(structure.spread, jax.tree.unflatten(treedef, kept), tree)
 
 
-def _keep_in_each_unit(name: str, codes: Any, sparsity: Any, tree: Any, flags: Any) -> Any:
+def _keep_in_each_unit(codes: jax.Array, live: int | jax.Array) -> jax.Array:
     """Return the mask of the highest inputs of each output unit, of equal ones the first."""
-    leaves, treedef = jax.tree.flatten(codes)
-    lengths = [math.prod(leaf.shape[:-1]) for leaf in leaves]
-    groups = group_leaves(name, sparsity, "leaf", tree, flags, lengths)
-    kept = [jnp.ones_like(leaf, bool) for leaf in leaves]
-    for (index,), zeros in zip(groups.leaves, groups.zeros, strict=True):
-        if not leaves[index].size:
-            continue
-        # One slice along the last axis for each output unit
-        live = lengths[index] - zeros
-        select = jax.vmap(
-            lambda code, live=live: keep_highest([code], [[0]], [live])[0], in_axes=-1, out_axes=-1
-        )
-        kept[index] = select(jnp.atleast_1d(leaves[index])).reshape(leaves[index].shape)
-    return jax.tree.unflatten(treedef, kept)
+    if not codes.size:
+        return jnp.ones_like(codes, bool)
+    # One slice along the last axis for each output unit
+    select = jax.vmap(lambda code: keep_highest([code], [[0]], [live])[0], in_axes=-1, out_axes=-1)
+    return select(jnp.atleast_1d(codes)).reshape(codes.shape)
+
+
+def keep_highest(
+    codes: Sequence[jax.Array],
+    groups: Sequence[Sequence[int]],
+    counts: Sequence[int | jax.Array] | jax.Array,
+) -> list[jax.Array]:
+    """Return whether each entry is among the highest of its group, of equal ones the first.
+
+    Args:
+      codes: Arrays of unsigned integers of one dtype.
+      groups: For each group the indices of the arrays that are ranked together, in order. No array is
+        in two groups.
+      counts: The number of entries of each group to keep, from 0 to the size of the group.
+
+    Returns:
+      Booleans shaped like the codes, True for an array of no group.
+
+    Raises:
+      ValueError: If a group has more entries than int32 can count.
+    """
+    sizes = [sum(codes[index].size for index in group) for group in groups]
+    if max(sizes, default=0) > _LARGEST_INT32:
+        raise ValueError(f"At most 2**31 - 1 entries can be ranked together, got {max(sizes)}.")
+    if max(sizes, default=0) == 0:
+        return [jnp.ones_like(code, bool) for code in codes]
+    return [*_select(list(codes), stack_counts(counts), tuple(map(tuple, groups)))]
+
+
+def stack_counts(counts: Sequence[int | jax.Array] | jax.Array) -> jax.Array:
+    """Return counts as one vector of int32."""
+    if isinstance(counts, jax.Array) or not any(isinstance(k, jax.Array) for k in counts):
+        return jnp.asarray(counts, jnp.int32)
+    return jnp.stack([jnp.asarray(k, jnp.int32) for k in counts])
+
+
+def sum_counts(counts: list[jax.Array]) -> jax.Array:
+    """Return the sum of counts, as one operation."""
+    return counts[0] if len(counts) == 1 else jnp.sum(jnp.stack(counts), dtype=jnp.int32)
+
+
+# The threshold is found bit by bit from the top: a bit stays if at least k codes reach the threshold
+# with it. On a mesh each round sums one number, where a sort would gather all scores.
+# Compiled once for all calls outside jax.jit. What is counted, and the thresholds, are vectors of all
+# groups: a program of one number for each would hold all these numbers in the work on each leaf.
+@functools.partial(jax.jit, static_argnames="groups")
+def _select(
+    codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
+) -> list[jax.Array]:
+    sizes = [sum(codes[index].size for index in group) for group in groups]
+    word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
+    axes = varying_axes(codes, wanted)
+    wanted = mark_varying(wanted, axes)
+    # The leaves of all groups in turn, each with its group. A sum into places, even where each group is
+    # one leaf: XLA on a CPU compiles a loop without such an operation as one function, if its arrays are
+    # small, and takes minutes for that of many leaves.
+    ranked = [index for group in groups for index in group]
+    owners = [number for number, group in enumerate(groups) for _ in group]
+    places = _places([codes[index] for index in ranked], owners)
+
+    def count(sums: list[jax.Array]) -> jax.Array:
+        """Return the sum of each group."""
+        totals = mark_varying(jnp.zeros(len(groups), jnp.int32), axes)
+        return totals.at[jnp.array(owners)].add(jnp.stack(mark_varying(sums, axes)))
+
+    def spread(numbers: jax.Array) -> list[jax.Array]:
+        """Return the number of the group of each leaf."""
+        rows = unstack(numbers)
+        return [rows[number] for number in owners]
+
+    # t, the code of the k-th highest entry: the largest code that at least k codes reach.
+    def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
+        candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
+        rows = zip(ranked, spread(candidate), strict=True)
+        reached = count([_count_reaching(codes[index], row) for index, row in rows])
+        return jnp.where(reached >= wanted, candidate, t)
+
+    none = mark_varying(jnp.zeros(len(groups), word), axes)
+    t = jax.lax.fori_loop(0, bits, find_threshold, none)
+
+    # Of the entries that equal t the first are kept: those before the place e.
+    def keep(t: jax.Array, e: jax.Array) -> list[jax.Array]:
+        rows = zip(ranked, places, spread(t), spread(e), strict=True)
+        return [_is_kept(codes[index], *row) for index, *row in rows]
+
+    num_bits = max(sizes).bit_length()
+
+    def find_end(step: jax.Array, e: jax.Array) -> jax.Array:
+        candidate = e | (jnp.ones([], jnp.int32) << (num_bits - 1 - step))
+        kept = count([jnp.sum(each, dtype=jnp.int32) for each in keep(t, candidate)])
+        return jnp.where(kept <= wanted, candidate, e)
+
+    e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
+    # If none is wanted, every code reaches t. That of NaN is the highest, and no place is before 0.
+    t = jnp.where(wanted > 0, t, ~jnp.zeros_like(t))
+    e = jnp.where(wanted > 0, e, 0)
+    chosen = dict(zip(ranked, keep(t, e), strict=True))
+    return [chosen.get(index, jnp.ones_like(code, bool)) for index, code in enumerate(codes)]
+
+
+# Leaves of one shape are traced once.
+@jax.jit
+def _count_reaching(codes: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.sum(codes >= t, dtype=jnp.int32)
+
+
+@jax.jit
+def _is_kept(codes: jax.Array, places: jax.Array, t: jax.Array, e: jax.Array) -> jax.Array:
+    return (codes > t) | ((codes == t) & (places < e))
+
+
+@jax.jit
+def _places_from(start: jax.Array, codes: jax.Array) -> jax.Array:
+    """Return the place of each entry in C order, from the place of the first."""
+    place, stride = jnp.full(codes.shape, start, jnp.int32), 1
+    for axis in reversed(range(codes.ndim)):
+        place += stride * jax.lax.broadcasted_iota(jnp.int32, codes.shape, axis)
+        stride *= codes.shape[axis]
+    return shard_like(place, codes)
+
+
+def _places(codes: list[jax.Array], owners: list[int]) -> list[jax.Array]:
+    """Return the place of each entry within its group."""
+    ends, starts = dict.fromkeys(owners, 0), []
+    for code, owner in zip(codes, owners, strict=True):
+        starts.append(ends[owner])
+        ends[owner] += code.size
+    # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf.
+    numbers = {start: computed_once(np.int32(start)) for start in starts}
+    return [_places_from(numbers[start], code) for start, code in zip(starts, codes, strict=True)]
+
+
+def select_masked(name: str, tree: Any, mask: Any) -> Any:
+    """Return the part of a tree that has masks."""
+    tree = mask_like(tree, mask)
+    checks.check_arrays(name, tree)
+    checks.check_same_tree(name, tree, mask, source="the mask", dtypes=False)
+    return tree
+
+
+def _is_number(node: Any) -> bool:
+    """Return whether a node is not a tree: a number, or an object that is refused as a number."""
+    return node is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(node))

@@ -12,7 +12,8 @@ import numpy as np
 from optperm.core import checks
 from optperm.core.optional import import_optional
 from optperm.core.states import without_variables
-from optperm.sparsity._fractions import Include, flag_leaves
+from optperm.core.trees import is_masked
+from optperm.sparsity._choice import Include, include_leaves
 
 SparseFormat = Literal["bcsr", "bcoo", "scipy"]
 Side = Literal["in", "out"]
@@ -74,11 +75,11 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
         if _is_sparse(leaf) or isinstance(leaf, jax.core.Tracer):
             raise TypeError(f"{name} must be a dense array outside jax.jit, got {leaf!r}.")
         checks.dtype_of(name, leaf)
-    flags = flag_leaves(include, params)
+    taken = jax.tree.leaves(include_leaves(include, params), is_leaf=is_masked)
     convert = {"bcsr": _bcsr, "bcoo": _bcoo, "scipy": _scipy}[format]
     new = [
-        convert(np.asarray(leaf).T) if flag and np.ndim(leaf) == 2 else leaf
-        for (_, leaf), flag in zip(leaves, jax.tree.leaves(flags), strict=True)
+        leaf if is_masked(each) or np.ndim(leaf) != 2 else convert(np.asarray(leaf).T)
+        for (_, leaf), each in zip(leaves, taken, strict=True)
     ]
     return jax.tree.unflatten(structure, new)
 

@@ -3,7 +3,6 @@
 M. Zhu and S. Gupta, "To prune, or not to prune", arXiv 1710.01878.
 """
 
-import functools
 from typing import Any, Literal, get_args
 
 import jax
@@ -19,16 +18,18 @@ from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
 from optperm.exact import check_no_averages
-from optperm.sparsity._fractions import (
+from optperm.sparsity._choice import (
     Groups,
     Include,
     Scope,
-    check_excluded,
-    flag_leaves,
     group_leaves,
+    include_leaves,
+    keep_highest,
     nearest_count,
+    order_codes,
+    stack_counts,
+    sum_counts,
 )
-from optperm.sparsity._selection import keep_highest, order_codes, stack_counts, sum_counts
 from optperm.sparsity._sparse_state import (
     SparseState,
     check_places_nothing,
@@ -36,7 +37,7 @@ from optperm.sparsity._sparse_state import (
     mask_updates,
     zero_dead,
 )
-from optperm.sparsity._structures import NOfM, Structure, check_fits, num_units, pool, spread
+from optperm.sparsity._structures import ENTRIES, Entries, NOfM, Structure, as_structure, check_fits
 
 Criterion = Literal["magnitude", "saliency", "movement"]
 
@@ -81,10 +82,8 @@ def prune_gradually(
         `optax.polynomial_schedule(0.0, 1.0, 3, num_steps, first_step)`.
       every: The number of steps between changes of the mask.
       criterion: `"magnitude"`, `"saliency"` or `"movement"`.
-      scope: `"erk"`, the sparsities of the leaves by `optperm.sparsity.erk_sparsity`; `"leaf"`, the
-        same sparsity of each leaf; or `"global"`, of all leaves together.
-      include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
-        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      scope: `"erk"`, `"leaf"` or `"global"`, as in `optperm.sparsity.prune`.
+      include: The leaves to prune, as in `optperm.sparsity.prune`.
       structure: `optperm.sparsity.Blocks` or `optperm.sparsity.Units`, to prune groups of entries,
         which are then counted instead of entries. None for single entries.
       axis_name: The mapped axis over which scores are averaged when the mask changes, for replicas whose
@@ -143,21 +142,24 @@ def prune_gradually(
         raise ValueError(
             "structure must not be an NOfM, which has no ramp: use optperm.sparsity.keep_top."
         )
+    units = as_structure(structure)
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SparseState:
-        flags = flag_leaves(include, params, fraction=sparsity)
-        check_excluded("sparsity", sparsity, flags)
-        check_fits(structure, params, flags)
-        mask = make_masks(flags, params)
-        _group(mask, sparsity, scope, structure)  # refuses a sparsity that does not fit
+        mask = make_masks(include_leaves(include, params, fractions=sparsity))
+        check_fits(units, mask)
+        group_leaves(
+            "sparsity", sparsity, scope, mask, units
+        )  # refuses a sparsity that does not fit
         scores = None
         if criterion == "movement":
             scores = jax.tree.map(_make_zeros, mask_like(params, mask))
         inner_state = optimizer.init(params)
         check_places_nothing(inner_state)
         check_no_averages(inner_state, "prune_gradually")
-        return SparseState(jnp.zeros([], jnp.int32), mask, inner_state, scores)
+        return SparseState(
+            count=jnp.zeros([], jnp.int32), mask=mask, inner_state=inner_state, scores=scores
+        )
 
     def update(
         grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
@@ -188,15 +190,16 @@ def prune_gradually(
             return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
 
         # m <- the n - round(r_t Z) highest of s where m
-        groups = _group(mask, sparsity, scope, structure)
+        groups = group_leaves("sparsity", sparsity, scope, mask, units)
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
         zeros = jnp.asarray(nearest_count(r, stack_counts(groups.zeros)))
 
         # Scores are computed only where the ramp asks for more zeros than there are.
         def shrink() -> Any:
-            has_more = jnp.any(zeros > _count_zeros(mask, groups, structure))
-            select = functools.partial(_keep_highest, mask, groups, zeros, structure)
-            return cond(has_more, lambda: select(rank()), lambda: mask)
+            has_more = jnp.any(zeros > _count_zeros(mask, groups, units))
+            return cond(
+                has_more, lambda: _keep_highest(mask, groups, zeros, units, rank()), lambda: mask
+            )
 
         is_multiple = state.count % jnp.asarray(every, jnp.int32) == 0
         mask = cond(is_multiple, shrink, lambda: state.mask)
@@ -204,8 +207,12 @@ def prune_gradually(
         # u(g where m, else 0), then w + u where m, else 0
         live = zero_dead(mask, grads)
         updates, inner_state = optimizer.update(live, state.inner_state, params, **extra_args)
-        count = optax.safe_increment(state.count)
-        return mask_updates(mask, updates, params), SparseState(count, mask, inner_state, scores)
+        return mask_updates(mask, updates, params), SparseState(
+            count=optax.safe_increment(state.count),
+            mask=mask,
+            inner_state=inner_state,
+            scores=scores,
+        )
 
     return transformation(
         init,
@@ -228,28 +235,22 @@ def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.A
     return jnp.where(m & jnp.isfinite(product), s - product, s)
 
 
-def _group(mask: Any, sparsity: Any, scope: Scope, structure: Structure | None) -> Groups:
-    sizes = [num_units(structure, leaf.shape) for leaf in jax.tree.leaves(mask)]
-    flags = jax.tree.map(lambda _: True, mask)
-    return group_leaves("sparsity", sparsity, scope, mask, flags, sizes)
-
-
-def _live_units(mask: Any, structure: Structure | None) -> list[jax.Array]:
+def _live_units(mask: Any, structure: Entries) -> list[jax.Array]:
     """Return whether each unit has a live entry, leaf by leaf."""
     return [
-        m if structure is None else pool(structure, m.astype(jnp.float32)) > 0
+        m if structure is ENTRIES else structure.pool(m.astype(jnp.float32)) > 0
         for m in jax.tree.leaves(mask)
     ]
 
 
-def _count_zeros(mask: Any, groups: Groups, structure: Structure | None) -> jax.Array:
+def _count_zeros(mask: Any, groups: Groups, structure: Entries) -> jax.Array:
     """Return the number of units of each group without a live entry."""
     zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
     return stack_counts([sum_counts([zeros[index] for index in each]) for each in groups.leaves])
 
 
 def _keep_highest(
-    mask: Any, groups: Groups, zeros: jax.Array, structure: Structure | None, scores: Any
+    mask: Any, groups: Groups, zeros: jax.Array, structure: Entries, scores: Any
 ) -> Any:
     """Return the mask of live entries when each group has the given number of zero units."""
     leaves, treedef = jax.tree.flatten(mask)
@@ -257,9 +258,8 @@ def _keep_highest(
     # Scores that are not finite would be ranked by place.
     zeros = jnp.where(all_finite(zero_dead(mask, scores)), zeros, 0)
     # A dead unit has code 0 and so stays dead: all codes of live units are above 0.
-    codes = [order_codes(pool(structure, s)) for s in jax.tree.leaves(scores)]
+    codes = [order_codes(structure.pool(s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]
-    totals = [sum(units[index].size for index in group) for group in groups.leaves]
-    kept = keep_highest(codes, groups.leaves, stack_counts(totals) - zeros)
-    kept = [m & spread(structure, k, m) for m, k in zip(leaves, kept, strict=True)]
+    kept = keep_highest(codes, groups.leaves, stack_counts(groups.sizes) - zeros)
+    kept = [m & structure.spread(k, m) for m, k in zip(leaves, kept, strict=True)]
     return jax.tree.unflatten(treedef, kept)

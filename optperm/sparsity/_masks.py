@@ -14,12 +14,20 @@ from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
 from optperm.core.states import find_state, replace_state, without_variables
 from optperm.core.transformation import transformation
-from optperm.core.trees import fill_masked
+from optperm.core.trees import fill_masked, mask_like
 from optperm.exact import Exact
-from optperm.sparsity._choice import UnitScope, draw_codes, encode_scores, keep, widen_scores
-from optperm.sparsity._fractions import Include, flag_leaves, select_masked
+from optperm.sparsity._choice import (
+    Include,
+    UnitScope,
+    draw_codes,
+    encode_scores,
+    include_leaves,
+    keep,
+    select_masked,
+    widen_scores,
+)
 from optperm.sparsity._sparse_state import SparseState
-from optperm.sparsity._structures import Structure
+from optperm.sparsity._structures import ENTRIES, Structure, as_structure
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -234,16 +242,17 @@ def prune(
     state = _find_masked_state(opt_state)
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
-    flags = flag_leaves(include, state.mask, plain, fraction=sparsity)
+    units = as_structure(structure)
+    taken = include_leaves(include, state.mask, plain, fractions=sparsity)
     if criterion == "random":
-        codes = draw_codes(state.mask, flags, structure, key)
+        codes = draw_codes(state.mask, taken, units, key)
     else:
         if scores is None:
             ranked = jax.tree.map(jnp.abs, widen_scores("params", weights, state.mask))
         else:
             ranked = widen_scores("scores", scores, state.mask)
-        codes = encode_scores(ranked, flags, structure)
-    kept = keep("sparsity", codes, sparsity, scope, state.mask, flags, structure)
+        codes = encode_scores(mask_like(ranked, taken), units)
+    kept = _keep_all_else(keep("sparsity", codes, sparsity, scope, taken, units), state.mask)
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
     # A dead entry of a `SparseState` is zero; `mask_elements` may hold an entry at any value.
@@ -283,12 +292,11 @@ def freeze(
       criterion: `"gradient"`; `"preconditioned_gradient"`, for an optimizer with
         `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which needs no scores: with
         the same key a larger fraction contains a smaller one.
-      scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.sparsity.prune`.
+      scope: As in `optperm.sparsity.prune`.
       key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same. Other
         criteria ignore it.
-      include: The leaves to freeze: a tree of booleans like params, a prefix of such a tree, or a
-        function to such a tree from the masks, which have the structure and shapes of the params. None
-        for all leaves of rank 2 and more.
+      include: The leaves to freeze, as in `optperm.sparsity.prune`. A function gets the masks, which
+        have the structure and shapes of the params.
 
     Returns:
       The optimizer state with the new masks, of the same structure, shapes and dtypes.
@@ -317,9 +325,11 @@ def freeze(
     if key is not None:
         checks.check_key("key", key)
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
-    flags = flag_leaves(include, state.mask)
+    taken = include_leaves(
+        include, state.mask, name="fraction", fractions=fraction, needs_one=False
+    )
     if criterion == "random":
-        codes = draw_codes(state.mask, flags, None, key)
+        codes = draw_codes(state.mask, taken, ENTRIES, key)
     else:
         if scores is None:
             raise ValueError(
@@ -336,8 +346,8 @@ def freeze(
             grads = preconditioner.preconditioned(without_variables(scores))
             name = "the preconditioned scores"
         ranked = jax.tree.map(jnp.abs, widen_scores(name, grads, state.mask))
-        codes = encode_scores(ranked, flags, None)
-    kept = keep("fraction", codes, fraction, scope, state.mask, flags, None)
+        codes = encode_scores(mask_like(ranked, taken), ENTRIES)
+    kept = _keep_all_else(keep("fraction", codes, fraction, scope, taken, ENTRIES), state.mask)
     new = MaskElementsState(jax.tree.map(_intersect, state.mask, kept))
     return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
 
@@ -373,6 +383,11 @@ def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
     types: tuple[type[Any], ...] = (MaskElementsState, SparseState)
     state: MaskElementsState | SparseState = find_state(opt_state, types, method="mask_elements")
     return state
+
+
+def _keep_all_else(kept: Any, mask: Any) -> Any:
+    """Return booleans for all leaves of a mask: True for those that are not included."""
+    return fill_masked(kept, jax.tree.map(jnp.ones_like, mask))
 
 
 def _intersect(is_trainable: jax.Array, is_kept: jax.Array) -> jax.Array:

@@ -20,14 +20,15 @@ from optperm.core.shardings import shard_like
 from optperm.core.states import match_params
 from optperm.core.transformation import transformation
 from optperm.core.trees import is_masked, mask_like
-from optperm.sparsity._fractions import (
+from optperm.sparsity._choice import (
     Include,
-    check_excluded,
-    flag_leaves,
     group_leaves,
+    include_leaves,
+    keep_highest,
     nearest_count,
+    order_codes,
+    stack_counts,
 )
-from optperm.sparsity._selection import keep_highest, order_codes, stack_counts
 from optperm.sparsity._sparse_state import (
     SparseState,
     check_places_nothing,
@@ -83,8 +84,7 @@ def rigl(
       every: The number of steps between changes of the mask.
       drop_fraction: :math:`\alpha`, in [0, 1]; or a schedule, which is used as :math:`\alpha_t` itself.
       grow: `"gradient"` or `"random"`.
-      include: The leaves that are sparse: a tree of booleans like params, a prefix of such a tree,
-        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      include: The leaves that are sparse, as in `optperm.sparsity.prune`.
       skip_step: Whether live weights and the state of `inner` stay as they are in a step that changes
         the mask, as in the paper's code.
       axis_name: The mapped axis over which magnitudes and gradients are averaged when the mask changes,
@@ -148,13 +148,10 @@ def rigl(
 
     def init(params: optax.Params) -> SparseState:
         raw = jax.random.bits(make_key(key), (2,), jnp.uint32)
-        flags = flag_leaves(include, params, fraction=sparsity)
-        check_excluded("sparsity", sparsity, flags)
-        mask = make_masks(flags, params)
+        mask = make_masks(include_leaves(include, params, fractions=sparsity))
         leaves, treedef = jax.tree.flatten(mask)
-        flags = jax.tree.map(lambda _: True, mask)
-        groups = group_leaves("sparsity", sparsity, "erk", mask, flags, [m.size for m in leaves])
-        counts = [m.size - zeros for m, zeros in zip(leaves, groups.zeros, strict=True)]
+        groups = group_leaves("sparsity", sparsity, "erk", mask)
+        counts = [size - zeros for size, zeros in zip(groups.sizes, groups.zeros, strict=True)]
         # The first mask uses the random bits of step 0, in which nothing grows.
         codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
         kept = keep_highest(codes, groups.leaves, counts)

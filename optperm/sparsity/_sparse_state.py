@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
@@ -50,14 +49,13 @@ def check_places_nothing(inner_state: Any) -> None:
         )
 
 
-def make_masks(flags: Any, params: Any) -> Any:
-    """Make a mask of True for each included leaf, `optax.MaskedNode` for the others."""
+def make_masks(params: Any) -> Any:
+    """Make a mask of True for each leaf."""
 
-    def mask(flag: bool, leaf: Any) -> Any:
-        ones = mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf))
-        return shard_like(ones, leaf) if flag else optax.MaskedNode()
+    def mask(leaf: Any) -> Any:
+        return shard_like(mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf)), leaf)
 
-    return jax.tree.map(mask, flags, params)
+    return jax.tree.map(mask, params)
 
 
 def zero_dead(mask: Any, tree: Any) -> Any:

@@ -7,9 +7,16 @@ import jax.numpy as jnp
 
 from optperm.core import checks
 from optperm.core.states import without_variables
-from optperm.sparsity._choice import UnitScope, encode_scores, keep, widen_scores
-from optperm.sparsity._fractions import Include, flag_leaves
-from optperm.sparsity._structures import Structure
+from optperm.core.trees import fill_masked
+from optperm.sparsity._choice import (
+    Include,
+    UnitScope,
+    encode_scores,
+    include_leaves,
+    keep,
+    widen_scores,
+)
+from optperm.sparsity._structures import Structure, as_structure
 
 
 def keep_top(
@@ -34,9 +41,8 @@ def keep_top(
       params: A tree of arrays, real floating where they are included.
       sparsity: The fraction of zeros as in `optperm.sparsity.prune`, a number or a tree of numbers. It
         may be traced, such as `schedule(step)`. None with `optperm.sparsity.NOfM`.
-      scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.sparsity.prune`.
-      include: The leaves that become sparse: a tree of booleans like params, a prefix of such a tree,
-        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      scope: As in `optperm.sparsity.prune`.
+      include: The leaves that become sparse, as in `optperm.sparsity.prune`.
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
 
@@ -66,16 +72,13 @@ def keep_top(
     """
     plain = without_variables(params)
     checks.check_arrays("params", plain)
-    flags = flag_leaves(include, plain)
-    fixed = jax.lax.stop_gradient(plain)
+    units = as_structure(structure)
     # A leaf that is not included may be of any dtype.
-    ranked = jax.tree.map(
-        lambda flag, w: w if flag else jnp.zeros(jnp.shape(w), jnp.float32), flags, fixed
-    )
-    scores = jax.tree.map(jnp.abs, widen_scores("params", ranked, fixed))
-    codes = encode_scores(scores, flags, structure)
-    kept = keep("sparsity", codes, sparsity, scope, fixed, flags, structure)
-    top = jax.tree.map(lambda flag, w, m: _pass_through(w, m) if flag else w, flags, plain, kept)
+    taken = include_leaves(include, plain, fractions=sparsity, needs_one=False)
+    fixed = jax.lax.stop_gradient(taken)
+    scores = jax.tree.map(jnp.abs, widen_scores("params", fixed, fixed))
+    kept = keep("sparsity", encode_scores(scores, units), sparsity, scope, fixed, units)
+    top = fill_masked(jax.tree.map(_pass_through, taken, kept), plain)
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(top))
 
 

@@ -1,7 +1,7 @@
-"""Structured sparsity: n of m, blocks, and whole units.
+"""Structured sparsity: single entries, n of m, blocks, and whole units.
 
-A structure turns the scores of a leaf into scores of its units, and a mask of units into a mask of
-entries.
+A structure counts the units of a leaf, pools the scores of entries into scores of units, and spreads a
+mask of units to a mask of entries.
 """
 
 import dataclasses
@@ -16,8 +16,31 @@ from optperm.core import checks
 from optperm.core.shardings import shard_like, unshard
 
 
+class Entries:
+    """Single entries, each of which is a unit: `structure=None`."""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a leaf of this shape has units."""
+        return True
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        """Return the number of units of a leaf."""
+        return math.prod(shape)
+
+    def pool(self, scores: jax.Array) -> jax.Array:
+        """Return the score of each unit of a leaf, the mean of its entries."""
+        return scores
+
+    def spread(self, mask: jax.Array, like: Any) -> jax.Array:
+        """Return the mask of the entries of a leaf from the mask of its units."""
+        return mask
+
+
+ENTRIES = Entries()
+
+
 @dataclasses.dataclass(frozen=True)
-class NOfM:
+class NOfM(Entries):
     """Keep n of each m consecutive entries along an axis, as 2:4 hardware requires.
 
     Of equal scores the first is kept. The default axis is the input axis of kernels of shapes
@@ -54,9 +77,37 @@ class NOfM:
         checks.check_count("n", self.n, maximum=self.m)
         checks.check_count("axis", self.axis, minimum=-(2**31))
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether m divides the axis.
+
+        Args:
+          shape: The shape of a leaf.
+        """
+        return -len(shape) <= self.axis < len(shape) and shape[self.axis] % self.m == 0
+
+    # Compiled outside jax.jit too, where the comparisons would take m times the memory of the scores.
+    @functools.partial(jax.jit, static_argnums=0)
+    def keep(self, codes: jax.Array) -> jax.Array:
+        """Return whether each entry is among the n highest of its m, of equal ones the first.
+
+        Args:
+          codes: Unsigned integers in the order of the scores.
+        """
+        axis = self.axis % codes.ndim
+        apart = jnp.moveaxis(unshard(codes), axis, -1)
+        apart = apart.reshape(*apart.shape[:-1], codes.shape[axis] // self.m, self.m)
+        # The rank of an entry is the number of higher ones, and of equal ones before it; counting them
+        # is 20 times as fast as sorting many short groups.
+        mine, other = apart[..., :, None], apart[..., None, :]
+        before = jnp.tri(self.m, k=-1, dtype=bool)
+        is_before = jnp.broadcast_to(before, (*apart.shape, self.m))
+        kept = jnp.sum((other > mine) | ((other == mine) & is_before), axis=-1) < self.n
+        kept = jnp.moveaxis(kept.reshape(*kept.shape[:-2], codes.shape[axis]), -1, axis)
+        return shard_like(kept, codes)
+
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Blocks(Entries):
     """Keep or drop whole blocks over the last two axes, by the mean score of their entries.
 
     A block at the edge of a leaf is smaller.
@@ -86,9 +137,56 @@ class Blocks:
         checks.check_count("rows", self.rows)
         checks.check_count("columns", self.columns)
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a leaf of this shape has two axes.
+
+        Args:
+          shape: The shape of a leaf.
+        """
+        return len(shape) >= 2
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        """Return the number of blocks of a leaf.
+
+        Args:
+          shape: The shape of a leaf.
+        """
+        *lead, height, width = shape
+        return math.prod(lead) * math.ceil(height / self.rows) * math.ceil(width / self.columns)
+
+    def pool(self, scores: jax.Array) -> jax.Array:
+        """Return the mean score of the entries of each block that exist.
+
+        Args:
+          scores: The scores of the entries of a leaf.
+        """
+        blocks = self._split(unshard(scores))
+        ones = self._split(jnp.ones(scores.shape[-2:], scores.dtype))
+        sums, sizes = jnp.sum(blocks, axis=(-3, -1)), jnp.sum(ones, axis=(-3, -1))
+        return sums / jnp.broadcast_to(sizes, sums.shape)
+
+    def spread(self, mask: jax.Array, like: Any) -> jax.Array:
+        """Return the mask of the entries of a leaf, where blocks at the edge are cropped.
+
+        Args:
+          mask: The mask of the units.
+          like: The leaf.
+        """
+        height, width = jnp.shape(like)[-2:]
+        mask = jnp.repeat(jnp.repeat(mask, self.rows, axis=-2), self.columns, axis=-1)
+        return shard_like(mask[..., :height, :width], like)
+
+    def _split(self, leaf: jax.Array) -> jax.Array:
+        """Return (..., rows of blocks, rows, columns of blocks, columns), padded with zeros."""
+        *lead, height, width = leaf.shape
+        rows, columns = -(-height // self.rows), -(-width // self.columns)
+        beyond = (rows * self.rows - height, columns * self.columns - width)
+        padded = jnp.pad(leaf, [(0, 0)] * len(lead) + [(0, size) for size in beyond])
+        return padded.reshape(*lead, rows, self.rows, columns, self.columns)
+
 
 @dataclasses.dataclass(frozen=True)
-class Units:
+class Units(Entries):
     """Keep or drop whole slices, by the mean score of their entries.
 
     Attributes:
@@ -112,90 +210,59 @@ class Units:
     def __post_init__(self) -> None:
         checks.check_count("axis", self.axis, minimum=-(2**31))
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a leaf of this shape has the axis.
+
+        Args:
+          shape: The shape of a leaf.
+        """
+        return -len(shape) <= self.axis < len(shape)
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        """Return the number of slices of a leaf.
+
+        Args:
+          shape: The shape of a leaf.
+        """
+        return shape[self.axis]
+
+    def pool(self, scores: jax.Array) -> jax.Array:
+        """Return the mean score of each slice.
+
+        Args:
+          scores: The scores of the entries of a leaf.
+        """
+        axes = tuple(a for a in range(scores.ndim) if a != self.axis % scores.ndim)
+        return jnp.mean(scores, axis=axes)
+
+    def spread(self, mask: jax.Array, like: Any) -> jax.Array:
+        """Return the mask of the entries of a leaf from the mask of its slices.
+
+        Args:
+          mask: The mask of the units.
+          like: The leaf.
+        """
+        shape = jnp.shape(like)
+        mask = jax.lax.broadcast_in_dim(unshard(mask), shape, (self.axis % len(shape),))
+        return shard_like(mask, like)
+
 
 Structure = NOfM | Blocks | Units
 
 
-def check_fits(structure: Structure | None, tree: Any, flags: Any) -> None:
-    """Raise unless the structure is one, and fits each included leaf."""
+def as_structure(structure: Structure | None) -> Entries:
+    """Return a structure, or that of single entries for None; raise unless it is one."""
     if not isinstance(structure, Structure | None):
         raise TypeError(
             f"structure must be optperm.sparsity.NOfM, Blocks or Units, got {structure!r}."
         )
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    included = [leaf for leaf, flag in zip(leaves, jax.tree.leaves(flags), strict=True) if flag]
-    for path, leaf in included if structure else ():
-        shape, axis = jnp.shape(leaf), getattr(structure, "axis", -2)
-        has_axis = -len(shape) <= axis < len(shape)
-        m = structure.m if isinstance(structure, NOfM) else 1
-        if not has_axis or shape[axis] % m:
+    return ENTRIES if structure is None else structure
+
+
+def check_fits(structure: Entries, tree: Any) -> None:
+    """Raise unless the structure fits each leaf."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        shape = jnp.shape(leaf)
+        if not structure.fits(shape):
             name = f"{jax.tree_util.keystr(path) or 'the array'} of shape {shape}"
             raise ValueError(f"{structure} does not fit {name}: leave the leaf out by include=.")
-
-
-def pool(structure: Structure | None, scores: jax.Array) -> jax.Array:
-    """Return the mean score of each unit of a leaf."""
-    if structure is None or isinstance(structure, NOfM):
-        return scores
-    if isinstance(structure, Units):
-        axes = tuple(a for a in range(scores.ndim) if a != structure.axis % scores.ndim)
-        return jnp.mean(scores, axis=axes)
-    # A block at the edge is padded with zeros: its mean is over the entries that exist.
-    blocks = _split_into_blocks(structure, unshard(scores))
-    ones = _split_into_blocks(structure, jnp.ones(scores.shape[-2:], scores.dtype))
-    sums, sizes = jnp.sum(blocks, axis=(-3, -1)), jnp.sum(ones, axis=(-3, -1))
-    return sums / jnp.broadcast_to(sizes, sums.shape)
-
-
-def spread(structure: Structure | None, mask: jax.Array, like: Any) -> jax.Array:
-    """Return the mask of the entries of a leaf from the mask of its units."""
-    if structure is None or isinstance(structure, NOfM):
-        return mask
-    shape = jnp.shape(like)
-    if isinstance(structure, Units):
-        axis = structure.axis % len(shape)
-        mask = jax.lax.broadcast_in_dim(unshard(mask), shape, (axis,))
-    else:
-        # Blocks at the edge are cropped.
-        mask = jnp.repeat(jnp.repeat(mask, structure.rows, axis=-2), structure.columns, axis=-1)
-        mask = mask[..., : shape[-2], : shape[-1]]
-    return shard_like(mask, like)
-
-
-def num_units(structure: Structure | None, shape: tuple[int, ...]) -> int:
-    """Return the number of units of a leaf."""
-    if isinstance(structure, Units):
-        return shape[structure.axis]
-    if isinstance(structure, Blocks):
-        rows, columns = (
-            math.ceil(shape[-2] / structure.rows),
-            math.ceil(shape[-1] / structure.columns),
-        )
-        return math.prod(shape[:-2]) * rows * columns
-    return math.prod(shape)
-
-
-# Compiled outside jax.jit too, where the comparisons would take m times the memory of the scores.
-@functools.partial(jax.jit, static_argnums=0)
-def keep_n_of_m(structure: NOfM, codes: jax.Array) -> jax.Array:
-    """Return whether each entry is among the n highest of its group of m, of equal ones the first."""
-    axis = structure.axis % codes.ndim
-    apart = jnp.moveaxis(unshard(codes), axis, -1)
-    apart = apart.reshape(*apart.shape[:-1], codes.shape[axis] // structure.m, structure.m)
-    # The rank of an entry is the number of higher ones, and of equal ones before it; counting them is
-    # 20 times as fast as sorting many short groups.
-    mine, other = apart[..., :, None], apart[..., None, :]
-    before = jnp.tri(structure.m, k=-1, dtype=bool)
-    is_before = jnp.broadcast_to(before, (*apart.shape, structure.m))
-    kept = jnp.sum((other > mine) | ((other == mine) & is_before), axis=-1) < structure.n
-    kept = jnp.moveaxis(kept.reshape(*kept.shape[:-2], codes.shape[axis]), -1, axis)
-    return shard_like(kept, codes)
-
-
-def _split_into_blocks(structure: Blocks, leaf: jax.Array) -> jax.Array:
-    """Return a leaf as (..., rows of blocks, rows, columns of blocks, columns), padded with zeros."""
-    *lead, height, width = leaf.shape
-    rows, columns = -(-height // structure.rows), -(-width // structure.columns)
-    beyond = (rows * structure.rows - height, columns * structure.columns - width)
-    padded = jnp.pad(leaf, [(0, 0)] * len(lead) + [(0, size) for size in beyond])
-    return padded.reshape(*lead, rows, structure.rows, columns, structure.columns)

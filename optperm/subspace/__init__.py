@@ -4,7 +4,6 @@ DLDR with its second phases: P-BFGS, P-SGD and TWA (see ``examples/dldr.py``).
 """
 
 from optperm.core.public import show_names as _show_names
-from optperm.subspace._basis import set_basis as set_basis
 from optperm.subspace._dim_reduce import DimReduceState as DimReduceState
 from optperm.subspace._dim_reduce import dim_reduce as dim_reduce
 from optperm.subspace._dldr import DldrState as DldrState
@@ -12,6 +11,7 @@ from optperm.subspace._dldr import dldr as dldr
 from optperm.subspace._pca import pca_basis as pca_basis
 from optperm.subspace._project import ProjectState as ProjectState
 from optperm.subspace._project import project as project
+from optperm.subspace._subspace import set_basis as set_basis
 from optperm.subspace._trajectory import TrajectoryState as TrajectoryState
 from optperm.subspace._trajectory import record_trajectory as record_trajectory
 from optperm.subspace._trajectory import trajectory as trajectory

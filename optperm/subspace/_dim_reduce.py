@@ -6,7 +6,6 @@ DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -20,10 +19,17 @@ from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.exact import apply_updates
-from optperm.subspace._line_searches import LINE_SEARCHES, Trial, after_search, search
-from optperm.subspace._phases import SEARCH_EXTRAS, mean_over_replicas, step_where
+from optperm.subspace._line_searches import LINE_SEARCHES, Line
 from optperm.subspace._quasi_newton import QuasiNewtonState, dot, make_quasi_newton, norm
-from optperm.subspace._subspace import Subspace, coordinates, empty_subspace, lift
+from optperm.subspace._subspace import (
+    SEARCH_EXTRAS,
+    Subspace,
+    coordinates,
+    empty_subspace,
+    lift,
+    mean_over_replicas,
+    step_where,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
@@ -198,10 +204,10 @@ def dim_reduce(
     """
     optimizer = checks.as_optimizer("inner", optax.sgd(1.0) if inner is None else inner)
     checks.check_static_count("n_components", n_components)
-    hyperparameters = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
-    limits = dict.fromkeys(hyperparameters, 1.0) | {"alpha": float("inf")}
-    for name, number in hyperparameters.items():
-        checks.check_in_range(name, number, 0.0, limits[name])
+    checks.check_in_range("rho", rho, 0.0, 1.0)
+    checks.check_in_range("gamma", gamma, 0.0, 1.0)
+    checks.check_in_range("alpha", alpha, 0.0, float("inf"))
+    checks.check_in_range("sigma", sigma, 0.0, 1.0)
     checks.check_choice("line_search", line_search, tuple(LINE_SEARCHES))
     rule = LINE_SEARCHES[line_search]
     max_trials = rule.max_trials if max_search_steps is None else max_search_steps
@@ -222,14 +228,15 @@ def dim_reduce(
     def update(
         updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DimReduceState]:
-        P, previous, dtype = state.subspace, state.quasi_newton, state.step_length.dtype
+        P, previous, t = state.subspace, state.quasi_newton, state.count
+        dtype = state.step_length.dtype
+        rho_t = resolve_schedule("rho", rho, t, dtype, high=1.0)
+        gamma_t = resolve_schedule("gamma", gamma, t, dtype, high=1.0)
+        alpha_t = resolve_schedule("alpha", alpha, t, dtype)
+        sigma_t = resolve_schedule("sigma", sigma, t, dtype, high=1.0)
         # f, its function and g, averaged over replicas
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         f, f_at = extras["value"], extras["value_fn"]
-        rho_t, gamma_t, alpha_t, sigma_t = (
-            resolve_schedule(name, number, state.count, dtype, high=limits[name])
-            for name, number in hyperparameters.items()
-        )
 
         # g_k = P g
         gk = coordinates(P, g, dtype)
@@ -241,39 +248,45 @@ def dim_reduce(
         p_d, p_gk = lift(P, jnp.stack([d, gk]))
         # m <- gamma m + g - P'g_k
         r = optax.tree.sub(g, p_gk)
-        size = norm(gk)
-        length = jnp.where(size > 0, size, jnp.ones_like(size))
-        is_finite, is_rounding = _examine_residual(r, size)
-        weight = rule.weigh_residual(is_rounding)
-        m = jax.tree.map(_decay(gamma_t, weight, is_finite), state.residual, r)
-        # Otherwise XLA computes m again for the step, from a copy of the old one.
-        m = jax.lax.optimization_barrier(m)
+        is_finite, is_rounding = _examine_residual(r, norm(gk))
+        is_used = ~is_rounding if rule.drops_rounding else jnp.ones_like(is_rounding)
+        m = _decay(gamma_t, state.residual, is_used, r, is_finite)
 
         def u(direction: optax.Updates) -> tuple[optax.Updates, Any]:
             return step_where(is_finite, optimizer, direction, state.inner_state, params, extras)
 
-        # c = the first length with f(theta + v(c)) < f(theta) + sigma g'v(c), v(c) = u(-c P'd)
-        def try_length(c: jax.Array) -> tuple[jax.Array, jax.Array]:
-            step, stepped = u(_scale(-c, p_d))
-            trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
-            # c g_k'd, in this order so that nothing overflows at any scale of the loss.
-            predicted = length * dot(gk / length, c * d)
-            if inner is not None:
-                predicted = rule.predict(predicted, lambda: _predict_change(g, step, f))
-            return rule.step(Trial(c, trial, f, predicted), sigma_t, rho_t)
+        # v(c) = u(-c P'd) and f(theta + v(c))
+        def try_step(c: jax.Array) -> tuple[optax.Updates, jax.Array]:
+            v, stepped = u(_scale(-c, p_d))
+            return v, jnp.asarray(f_at(apply_updates(params, v, stepped)), dtype)
 
-        # No trials before a basis is set, or where f or g is not finite
-        first = rule.init(current, f, gk)
-        num_trials = jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0)
-        found = search(try_length, first, num_trials, varying_axes(f, gk, num_trials))
+        # c = the first length tried with f(theta + v(c)) < f(theta) + sigma g'v(c)
+        line = Line(
+            f=f,
+            gk=gk,
+            d=d,
+            try_step=try_step,
+            predict=None if inner is None else lambda v: _predict_change(g, v, f),
+            sigma=sigma_t,
+            rho=rho_t,
+            # None before a basis is set, or where f or g is not finite
+            max_trials=jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0),
+        )
+        # s <- c d and g_k^last <- g_k, or s, g_k^last and B stay as they were
+        found, quasi_newton = rule.search(line, previous, current)
         c = found.step_length
         # theta <- theta + u(alpha m - c P'd)
         within = optax.tree.where(found.is_accepted, _scale(-c, p_d), optax.tree.zeros_like(p_d))
-        moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
-        # s <- c d and g_k^last <- g_k, or s, g_k^last and B stay as they were
-        new = after_search(previous, current, rule.after(previous, found), found, d, gk)
-        count = optax.safe_increment(state.count)
-        return moves, DimReduceState(count, P, m, new, c, found.num_trials, inner_state)
+        moves, inner_state = u(_add_scaled(alpha_t, m, within))
+        return moves, DimReduceState(
+            count=optax.safe_increment(t),
+            subspace=P,
+            residual=m,
+            quasi_newton=quasi_newton,
+            step_length=c,
+            num_trials=found.num_trials,
+            inner_state=inner_state,
+        )
 
     return transformation(
         init,
@@ -285,21 +298,24 @@ def dim_reduce(
     )
 
 
-def _axpy(c: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the function c x + y of two leaves, in the dtype of y."""
-    return lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y
+def _scale(c: jax.Array, tree: optax.Updates) -> optax.Updates:
+    return jax.tree.map(lambda leaf: c.astype(leaf.dtype) * leaf, tree)
+
+
+def _add_scaled(c: jax.Array, tree: optax.Updates, other: optax.Updates) -> optax.Updates:
+    """Return c x + y, in the dtypes of y."""
+    return jax.tree.map(lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y, tree, other)
 
 
 def _decay(
-    gamma: jax.Array, weight: jax.Array, is_finite: jax.Array
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the function gamma m + weight r of two leaves, in the dtype of m, or m if it overflows."""
-
-    def add(m: jax.Array, r: jax.Array) -> jax.Array:
-        new = _axpy(gamma)(m, weight.astype(r.dtype) * r).astype(m.dtype)
-        return jnp.where(is_finite & jnp.isfinite(new), new, m)
-
-    return add
+    gamma: jax.Array, m: optax.Updates, is_used: jax.Array, r: optax.Updates, is_finite: jax.Array
+) -> optax.Updates:
+    """Return gamma m + r in the dtypes of m, and m where r is not finite or the sum overflows."""
+    used = jax.tree.map(lambda leaf: is_used.astype(leaf.dtype) * leaf, r)
+    new = optax.tree.cast_like(_add_scaled(gamma, m, used), m)
+    m = jax.tree.map(lambda new, m: jnp.where(is_finite & jnp.isfinite(new), new, m), new, m)
+    # Otherwise XLA computes m again for the step, from a copy of the old one.
+    return jax.lax.optimization_barrier(m)
 
 
 def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -322,7 +338,3 @@ def _predict_change(g: optax.Updates, step: optax.Updates, f: jax.Array) -> jax.
     # The value is the same on all replicas, but its type may vary over the axes of the params.
     axes = tuple(sorted(varying_axes(total) - varying_axes(f)))
     return jax.lax.pmean(total, axes) if axes else total
-
-
-def _scale(c: jax.Array, tree: optax.Updates) -> optax.Updates:
-    return jax.tree.map(lambda leaf: c.astype(leaf.dtype) * leaf, tree)

@@ -2,26 +2,26 @@
 
 J. Nocedal and S. J. Wright, "Numerical Optimization", 2006, chapter 3.
 
-Both searches have the same methods. `learn` updates B by the pair of the last step, `init` returns the
-first length, `step` judges a length and returns the next, and `after` returns the state after a failed
-search.
+A rule has two methods: `learn` updates B by the pair of the last step, and `search` looks for a length
+and returns the state for the next step.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optperm.core.control import both
-from optperm.core.mapped_axes import mark_varying
+from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.subspace._quasi_newton import (
     QuasiNewtonState,
     add_pair,
     compute_pair,
+    dot,
     make_quasi_newton,
     norm,
 )
@@ -48,63 +48,70 @@ class Outcome(NamedTuple):
     num_trials: jax.Array
 
 
-class Trial(NamedTuple):
-    """Result of a trial.
+class Line(NamedTuple):
+    """The loss along the direction of a quasi-Newton step, and how to search it.
 
     Attributes:
-      length: The length of the trial.
-      loss: The loss there.
-      start: The loss before the step.
-      predicted: The change of the loss that the gradient predicts, negative downhill.
+      f: The loss before the step.
+      gk: g_k, the projected gradient.
+      d: The direction, as coordinates.
+      try_step: `try_step(c)` returns v(c), the step of length c of the optimizer, and the loss after it.
+      predict: `predict(v)` returns g'v; None if v(c) is -c P'd itself, so that g'v(c) is c g_k'd.
+      sigma: The fraction of the predicted decrease that a trial has to reach.
+      rho: The maximum ratio of a length to the rejected length before it.
+      max_trials: The maximum number of trials.
     """
 
-    length: jax.Array
-    loss: jax.Array
-    start: jax.Array
-    predicted: jax.Array
+    f: jax.Array
+    gk: jax.Array
+    d: jax.Array
+    try_step: Callable[[jax.Array], tuple[optax.Updates, jax.Array]]
+    predict: Callable[[optax.Updates], jax.Array] | None
+    sigma: jax.Array
+    rho: jax.Array
+    max_trials: jax.Array
 
-    def is_enough(self, sigma: jax.Array) -> jax.Array:
-        """Return whether the loss falls by a fraction sigma of the predicted decrease."""
-        return jnp.isfinite(self.loss) & (self.loss < self.start + sigma * self.predicted)
+    def slope(self, c: jax.Array) -> jax.Array:
+        """Return c g_k'd, in an order in which nothing overflows at any scale of the loss."""
+        size = norm(self.gk)
+        length = jnp.where(size > 0, size, jnp.ones_like(size))
+        return length * dot(self.gk / length, c * self.d)
+
+    def is_enough(self, loss: jax.Array, predicted: jax.Array) -> jax.Array:
+        """Return whether a loss is below f + sigma times the predicted change."""
+        return jnp.isfinite(loss) & (loss < self.f + self.sigma * predicted)
 
 
-@dataclasses.dataclass(frozen=True)
 class MindSpore:
     """The rule of MindSpore's DimReduce: lengths 1, rho, rho^2, ..., and B = I at first."""
 
-    max_trials: int = 2
+    max_trials = 2
+    # Whether a residual of the size of its own rounding counts as zero.
+    drops_rounding = False
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
         """Update B by pairs of y's > 1e-20."""
         pair = compute_pair(state, gk)
         return add_pair(state, state.inverse_hessian, pair, pair[2] > 1e-20)
 
-    def init(self, state: QuasiNewtonState, f: jax.Array, gk: jax.Array) -> jax.Array:
-        """Return 1."""
-        return jnp.ones_like(f)
+    def search(
+        self, line: Line, previous: QuasiNewtonState, current: QuasiNewtonState
+    ) -> tuple[Outcome, QuasiNewtonState]:
+        """Try 1, rho, rho^2, ...; a search in vain leaves the state as it was."""
 
-    def step(self, trial: Trial, sigma: jax.Array, rho: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return whether to accept the trial, and rho times its length."""
-        return trial.is_enough(sigma), rho * trial.length
+        def judge(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+            _, loss = line.try_step(c)
+            return line.is_enough(loss, line.slope(c)), line.rho * c
 
-    def predict(self, slope: jax.Array, _: Callable[[], jax.Array]) -> jax.Array:
-        """Return c g_k'd, for any step of the optimizer along the direction."""
-        return slope
-
-    def weigh_residual(self, is_rounding: jax.Array) -> jax.Array:
-        """Return 1: the residual is used as it is."""
-        return jnp.ones_like(is_rounding)
-
-    def after(self, previous: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
-        """Return the state before the search."""
-        return previous
+        found = _try_lengths(judge, jnp.ones_like(line.f), line)
+        return found, _after_search(line, found, previous, accepted=current, rejected=previous)
 
 
-@dataclasses.dataclass(frozen=True)
 class Safeguarded:
     """A search that does not depend on the scale of the loss or of the params, and does not stall."""
 
-    max_trials: int = 10
+    max_trials = 10
+    drops_rounding = True
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
         """Update B by pairs of y's > eps |y| |s|, at the first pair from B_0 = (s'y / y'y) I."""
@@ -114,45 +121,33 @@ class Safeguarded:
         hessian = jnp.where(state.has_pair, state.inverse_hessian, initial)
         return add_pair(state, hessian, pair, is_positive)
 
-    def init(self, state: QuasiNewtonState, f: jax.Array, gk: jax.Array) -> jax.Array:
-        """Return the length where the last search stopped, or 1, or |f| / |g_k|^2 for an unknown B.
-
-        The last is Polyak's step to a minimum of 0, which does not depend on the scale of the loss.
-        """
-        one = jnp.ones_like(f)
-        polyak = _over_square(jnp.abs(f), norm(gk))
+    def search(
+        self, line: Line, previous: QuasiNewtonState, current: QuasiNewtonState
+    ) -> tuple[Outcome, QuasiNewtonState]:
+        """Search from where the last search stopped; after two in vain forget the curvature."""
+        # First length: 1, or |f| / |g_k|^2 for an unknown B, Polyak's step to a minimum of 0, which
+        # does not depend on the scale of the loss.
+        one = jnp.ones_like(line.f)
+        polyak = _over_square(jnp.abs(line.f), norm(line.gk))
         polyak = jnp.where(jnp.isfinite(polyak) & (polyak > 0), polyak, one)
-        fresh = jnp.where(state.has_pair, one, polyak)
-        return jnp.where(state.first_length > 0, state.first_length, fresh)
+        fresh = jnp.where(current.has_pair, one, polyak)
+        first = jnp.where(current.first_length > 0, current.first_length, fresh)
 
-    def step(self, trial: Trial, sigma: jax.Array, rho: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return whether to accept the trial, and the next length, or 0 if rounding hides its result."""
-        c, loss, f, predicted = trial
-        # The parabola q(t) = f + p t + (f(c) - f - p) t^2 through both losses, with the predicted slope
-        # p, has its minimum at t = -p / (2 (f(c) - f - p)), as a ratio of lengths.
-        beyond = loss - f - predicted
-        parabola = -predicted / (2 * jnp.where(beyond > 0, beyond, jnp.ones_like(beyond)))
-        shortest = jnp.minimum(_SHORTEST, rho)
-        is_known = jnp.isfinite(beyond) & (beyond > 0)
-        shorter = c * jnp.where(is_known, jnp.clip(parabola, shortest, rho), shortest)
-        is_hidden = -predicted <= jnp.finfo(f.dtype).eps * jnp.abs(f)
-        return trial.is_enough(sigma), jnp.where(is_hidden, jnp.zeros_like(c), shorter)
+        def judge(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+            v, loss = line.try_step(c)
+            predicted = line.slope(c) if line.predict is None else line.predict(v)
+            shorter = c * find_ratio(loss - line.f, predicted, line.rho)
+            is_hidden = -predicted <= jnp.finfo(line.f.dtype).eps * jnp.abs(line.f)
+            following = jnp.where(is_hidden, jnp.zeros_like(c), shorter)
+            return line.is_enough(loss, predicted), following
 
-    def predict(self, _: jax.Array, along: Callable[[], jax.Array]) -> jax.Array:
-        """Return the change that the gradient predicts for the optimizer's step."""
-        return along()
-
-    def weigh_residual(self, is_rounding: jax.Array) -> jax.Array:
-        """Return 0 for a residual of the size of its own rounding, else 1."""
-        return ~is_rounding
-
-    def after(self, previous: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
-        """Continue where the search stopped; after two failed searches forget the curvature."""
+        found = _try_lengths(judge, first, line)
         stopped = previous._replace(first_length=found.next_length)
         is_hopeless = previous.has_last & (previous.rejections + 1 >= _PATIENCE)
         forgotten = make_quasi_newton(previous.last_gradient.size, previous.last_gradient.dtype)
         rejected = _where(is_hopeless, forgotten, stopped)
-        return _where(found.num_trials > 0, rejected, previous)
+        rejected = _where(found.num_trials > 0, rejected, previous)
+        return found, _after_search(line, found, previous, accepted=current, rejected=rejected)
 
 
 LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {
@@ -161,49 +156,64 @@ LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {
 }
 
 
-def search(
-    try_length: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    first: jax.Array,
-    max_trials: jax.Array,
-    axes: frozenset[str],
+def find_ratio(change: jax.Array, predicted: jax.Array, rho: jax.Array) -> jax.Array:
+    """Return the ratio of the next length to c, from the change of the loss at c and the predicted one.
+
+    The parabola q(t) = f + p t + (f(c) - f - p) t^2 through both losses, with the predicted slope p, has
+    its minimum at t = -p / (2 (f(c) - f - p)), as a ratio of lengths.
+    """
+    beyond = change - predicted
+    parabola = -predicted / (2 * jnp.where(beyond > 0, beyond, jnp.ones_like(beyond)))
+    shortest = jnp.minimum(_SHORTEST, rho)
+    is_known = jnp.isfinite(beyond) & (beyond > 0)
+    return jnp.where(is_known, jnp.clip(parabola, shortest, rho), shortest)
+
+
+def _try_lengths(
+    judge: Callable[[jax.Array], tuple[jax.Array, jax.Array]], first: jax.Array, line: Line
 ) -> Outcome:
     """Try lengths one after the other until a length is accepted.
 
     Args:
-      try_length: Returns whether to accept a length, and the next length.
+      judge: Returns whether to accept a length, and the next length.
       first: The first length.
-      max_trials: The maximum number of trials.
-      axes: The mapped axes over which results vary.
+      line: The line.
     """
+    axes = varying_axes(line.f, line.gk, line.max_trials)
 
     def is_searching(carry: Any) -> jax.Array:
         index, c, _, is_accepted = carry
         # c = 0 where the rounding of the loss hides the result of further trials
-        return both(~is_accepted, c > 0) & (index < max_trials)
+        return both(~is_accepted, c > 0) & (index < line.max_trials)
 
     def try_next(carry: Any) -> Any:
         index, c, _, _ = carry
-        is_accepted, following = try_length(c)
+        is_accepted, following = judge(c)
         return mark_varying((index + 1, following, c, is_accepted), axes)
 
     start = (jnp.zeros([], jnp.int32), first, jnp.zeros_like(first), jnp.zeros([], jnp.bool_))
     found = jax.lax.while_loop(is_searching, try_next, mark_varying(start, axes))
     index, following, c, is_accepted = found
-    return Outcome(jnp.where(is_accepted, c, jnp.zeros_like(c)), is_accepted, following, index)
+    return Outcome(
+        step_length=jnp.where(is_accepted, c, jnp.zeros_like(c)),
+        is_accepted=is_accepted,
+        next_length=following,
+        num_trials=index,
+    )
 
 
-def after_search(
-    previous: QuasiNewtonState,
-    current: QuasiNewtonState,
-    rejected: QuasiNewtonState,
+def _after_search(
+    line: Line,
     found: Outcome,
-    d: jax.Array,
-    gk: jax.Array,
+    previous: QuasiNewtonState,
+    *,
+    accepted: QuasiNewtonState,
+    rejected: QuasiNewtonState,
 ) -> QuasiNewtonState:
     """Return the state after a search: s <- c d and g_k^last <- g_k, or the state of a failed search."""
-    accepted = current._replace(
-        last_gradient=gk,
-        last_move=found.step_length * d,
+    accepted = accepted._replace(
+        last_gradient=line.gk,
+        last_move=found.step_length * line.d,
         has_last=jnp.ones([], jnp.bool_),
         first_length=jnp.zeros_like(previous.first_length),
     )

@@ -13,8 +13,14 @@ from optperm.core.dtypes import accumulation_dtype, all_finite
 from optperm.core.mapped_axes import AxisName
 from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
-from optperm.subspace._phases import mean_over_replicas, step_where
-from optperm.subspace._subspace import Subspace, coordinates, empty_subspace, lift
+from optperm.subspace._subspace import (
+    Subspace,
+    coordinates,
+    empty_subspace,
+    lift,
+    mean_over_replicas,
+    step_where,
+)
 
 
 class ProjectState(NamedTuple):

@@ -1,26 +1,49 @@
-"""A subspace of all params, given by orthonormal rows P, and the products P g and P' c."""
+"""A subspace of all params, given by orthonormal rows P: its products P g and P' c, and steps in it.
+
+Methods in a subspace average over replicas, and skip steps whose gradient is not finite, alike; and
+`set_basis` gives any of them their rows.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype, computed_once
-from optperm.core.mapped_axes import AxisName, all_gather, axis_names, mark_varying, varying_axes
-from optperm.core.shardings import explicit_sharding, rows_like
+from optperm.core.dtypes import accumulation_dtype, cast_like, computed_once
+from optperm.core.mapped_axes import (
+    AxisName,
+    all_gather,
+    axis_names,
+    mark_varying,
+    mean_of_function,
+    shared,
+    varying_axes,
+)
+from optperm.core.shardings import explicit_sharding, rows_like, shard_like
+from optperm.core.states import find_state, find_states, replace_state, without_variables
+from optperm.core.trees import mask_like, one_row
+from optperm.subspace._quasi_newton import QuasiNewtonState, make_quasi_newton
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 # On accelerators float32 products have half the precision by default.
 _PRECISION = jax.lax.Precision.HIGHEST
+_METHODS = "dim_reduce, project or twa"
+# The extra arguments that a line search needs.
+SEARCH_EXTRAS = {
+    "value": "the loss on this batch",
+    "value_fn": "the loss on this batch at given params",
+}
 
 
 class Subspace(NamedTuple):
@@ -183,3 +206,131 @@ def mean_over(tree: Any, axis_name: AxisName | None) -> Any:
         return tree
     size = jax.lax.axis_size(axis_name)
     return jax.tree.map(lambda leaf: leaf / size, sum_over(tree, axis_name))
+
+
+def mean_over_replicas(
+    updates: optax.Updates,
+    params: optax.Params,
+    extras: dict[str, Any],
+    axis_name: AxisName | None,
+) -> tuple[optax.Updates, dict[str, Any]]:
+    """Return the gradient in a wide dtype, and the loss and its function, averaged over replicas."""
+    dtype = accumulation_dtype(params)
+    grads = jax.tree.map(lambda g, p: jnp.asarray(g, accumulation_dtype(p)), updates, params)
+    value: Any = extras.get("value")
+    value_fn: Callable[..., jax.Array] | None = extras.get("value_fn")
+    value = None if value is None else jnp.asarray(value, dtype)
+    if axis_name is None:
+        return grads, {**extras, "value": value}
+
+    # In one collective for each dtype
+    grads, mean = mean_over((grads, value), axis_name)
+    if value_fn is not None:
+
+        @functools.wraps(value_fn)
+        def evaluate_wide(at: optax.Params, **options: Any) -> jax.Array:
+            return jnp.asarray(value_fn(at, **options), dtype)
+
+        mean_value = mean_of_function(evaluate_wide, (value, updates), axis_name, shared)
+        extras = {**extras, "value_fn": mean_value}
+    return grads, {**extras, "value": mean}
+
+
+def step_where(
+    is_finite: jax.Array,
+    optimizer: optax.GradientTransformationExtraArgs,
+    direction: optax.Updates,
+    opt_state: Any,
+    params: optax.Params,
+    extras: dict[str, Any],
+) -> tuple[optax.Updates, Any]:
+    """Take a step of an optimizer, or none if the gradient is not finite; return updates and state."""
+    moves, new = optimizer.update(cast_like(direction, params), opt_state, params, **extras)
+    moves = cast_like(moves, params)
+    moves = optax.tree.where(is_finite, moves, optax.tree.zeros_like(moves))
+    return moves, optax.tree.where(is_finite, cast_like(new, opt_state), opt_state)
+
+
+def set_basis(opt_state: Any, basis: optax.Params) -> Any:
+    r"""Return the optimizer state with a basis for `dim_reduce`, `project` or `twa`.
+
+    `dim_reduce` forgets the curvature in an earlier basis, and keeps its residual.
+
+    Args:
+      opt_state: The state of an optimizer with one of these anywhere in it. It is not changed.
+      basis: A tree like params whose leaves have a leading axis of all `n_components` rows, orthonormal
+        over all leaves together, of any real floating dtypes, such as the result of
+        `optperm.subspace.pca_basis`. Rows of zeros stand for missing components.
+
+    Returns:
+      The optimizer state, of the same structure, shapes and dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
+      >>> tx = optax.chain(optax.clip(1.0), optperm.dim_reduce(n_components=1))
+      >>> basis = {"w": jnp.array([[0.6, 0.0, 0.0]]), "b": jnp.array([0.8])}
+      >>> opt_state = optperm.subspace.set_basis(tx.init(params), basis)
+      >>> bool(opt_state[1].subspace.is_set)
+      True
+
+    Notes:
+      For a state of many replicas map this function over them, with the same basis for all:
+      `jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))`, the same with `jax.vmap`, or call
+      it within the function given to `jax.shard_map`. Each replica takes its own rows.
+
+    Raises:
+      TypeError: If a leaf is not of a real floating dtype.
+      ValueError: If there is not exactly one such state, `dim_reduce` is inside `optax.MultiSteps`, the
+        basis does not match the params in the state, or (where Python can see it) its rows are not
+        finite, not orthonormal to within 1e-3 or the rounding of their dtype, or all zero.
+    """
+    subspace = find_state(opt_state, Subspace, method=_METHODS)
+    for accumulating in find_states(opt_state, optax.MultiStepsState):
+        if find_states(accumulating, QuasiNewtonState):
+            message = (
+                "dim_reduce inside optax.MultiSteps would search by the loss of one batch alone"
+            )
+            raise ValueError(
+                f"{message}: use optperm.evaluate with the mean loss over all batches."
+            )
+    wanted = one_row(subspace.rows)
+    basis = mask_like(without_variables(basis), wanted)
+    checks.check_real_floating("basis", basis, advice="Leave the others out of the optimizer.")
+    k = subspace.determined.shape[-1]
+    wanted = jax.tree.map(lambda row: jax.ShapeDtypeStruct((k, *row.shape), jnp.float32), wanted)
+    checks.check_same_tree("basis", basis, wanted, source="the optimizer state", dtypes=False)
+    products = _multiply_rows(basis, k)
+    if jax.tree.leaves(basis) and not isinstance(products, jax.core.Tracer):
+        _check_orthonormal(np.asarray(products), basis)
+    rows = jax.tree.map(
+        lambda leaf, own: own_rows(shard_like(leaf, own), subspace.own_first_row, own.shape[0]),
+        basis,
+        subspace.rows,
+    )
+    new = subspace._replace(rows=rows, determined=jnp.diagonal(products) > 0)
+    opt_state = replace_state(opt_state, Subspace, cast_like(new, subspace), method=_METHODS)
+    for state in find_states(opt_state, QuasiNewtonState):
+        fresh = cast_like(make_quasi_newton(k, state.last_gradient.dtype), state)
+        opt_state = replace_state(opt_state, QuasiNewtonState, fresh, method="dim_reduce")
+    return opt_state
+
+
+def _multiply_rows(basis: optax.Params, k: int) -> jax.Array:
+    """Return the inner products of all pairs of rows, (k, k)."""
+    dtype = accumulation_dtype(basis)
+    wide = [jnp.asarray(leaf, dtype) for leaf in jax.tree.leaves(basis)]
+    return sum((inner_products(leaf, leaf) for leaf in wide), start=jnp.zeros((k, k), dtype))
+
+
+def _check_orthonormal(products: np.ndarray, basis: optax.Params) -> None:
+    """Raise a ValueError unless the rows that are not zero are finite and orthonormal."""
+    if not products.any():
+        raise ValueError("basis has rows of zeros alone: take it from params that have moved.")
+    gaps = np.abs(products - np.where(np.diag(products.diagonal() > 0), 1, 0))
+    i, j = np.unravel_index(np.argmax(gaps), gaps.shape)
+    # Rounding to a dtype changes an inner product of two unit vectors by at most its epsilon.
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(basis)]
+    if not gaps[i, j] <= max(1e-3, *(2 * float(jnp.finfo(dtype).eps) for dtype in dtypes)):
+        rows = f"rows {i} and {j} is {products[i, j]:.6g}"
+        raise ValueError(f"basis must have orthonormal rows, but the product of {rows}.")

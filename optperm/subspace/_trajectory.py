@@ -100,7 +100,9 @@ def record_trajectory(
         is_due = state.count % jnp.asarray(every, jnp.int32) == 0
         snapshots = write_row(state.snapshots, params, state.num_recorded % num_snapshots, is_due)
         recorded = jnp.where(is_due, optax.safe_increment(state.num_recorded), state.num_recorded)
-        return updates, TrajectoryState(optax.safe_increment(state.count), recorded, snapshots)
+        return updates, TrajectoryState(
+            count=optax.safe_increment(state.count), num_recorded=recorded, snapshots=snapshots
+        )
 
     return transformation(
         init,

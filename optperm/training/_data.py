@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optperm.bayes._report import SAMPLERS
 from optperm.core import checks
 from optperm.core.dtypes import as_arrays
 from optperm.core.keys import as_key, key_data
+from optperm.core.states import find_states
 from optperm.training import _processes as processes
 from optperm.training._layout import Layout
 from optperm.training._terminal import Interrupt, wait_for
@@ -154,6 +156,16 @@ class Fed(NamedTuple):
     steps: int
     is_over: bool  # True if the epoch ends with these steps
     error: Exception | None = None  # raised in place of the next step
+
+
+def make_feed(
+    data: Any, batch_size: Any, key: Any, layout: Layout, most: int, carry: Any
+) -> "ArrayFeed | StreamFeed":
+    """Return the batches of `train_data`, for calls of at most so many steps on a carry."""
+    if not is_arrays("train_data", data):
+        return StreamFeed(data, batch_size, layout)
+    replace = bool(find_states(carry.opt_state, SAMPLERS))
+    return ArrayFeed(data, batch_size, key, layout, most, replace)
 
 
 class ArrayFeed:

@@ -5,7 +5,7 @@ import difflib
 import math
 import signal
 import sys
-import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Never, get_args
 
@@ -14,9 +14,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from optperm.core import checks
-from optperm.training._callbacks import Mode
-from optperm.training._data import is_arrays
-from optperm.training._run import COUNTS, FitResult, Run
+from optperm.training import _processes as processes
+from optperm.training import _steps as programs
+from optperm.training._callbacks import Mode, as_callbacks
+from optperm.training._checkpoints import Checkpoints
+from optperm.training._data import StreamFeed, is_arrays, make_feed
+from optperm.training._layout import Layout, choose_layout, count_idle_devices
+from optperm.training._run import FitResult, Run, Setup
+from optperm.training._schedule import Schedule
 from optperm.training._terminal import Interrupt, progress_bar
 
 # Arguments of Keras and others, and what does the same here.
@@ -27,6 +32,11 @@ _ELSEWHERE = {
     "devices": 'Pass mesh=jax.make_mesh((4,), ("replica",)), for example.',
     "verbose": "Pass progress=True for a progress bar.",
 }
+# Arguments that are integers from 1 on, or None.
+_COUNTS = (
+    *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
+    "checkpoint_keep",
+)
 # Arguments that need another argument.
 _TOGETHER = [("eval_fn", "eval_data"), ("eval_data", "eval_fn"), ("eval_every", "eval_fn")]
 _TOGETHER += [(name, "checkpoints") for name in ("resume", "checkpoint_every", "checkpoint_keep")]
@@ -172,6 +182,9 @@ def fit(
       epoch, pass a new iterator: `fit` drops the batches that were taken, or restores the state of an
       iterator that has one.
 
+      A checkpoint is written after all else that is due at its step: a row, then callbacks. What an
+      error kept from being done is done first when training resumes.
+
       On the same devices a resumed run ends with the same bits as an uninterrupted run. With another
       number of replicas, these take the kept carries in turn. `fit` does not check that `loss_fn` and
       the method's hyperparameters are the same as in the earlier run: a number that the optimizer state
@@ -187,21 +200,76 @@ def fit(
       CheckpointError: If a checkpoint cannot be read or written. `fit` tries to write before it trains.
       ImportError: If an optional package is missing that the progress bar or checkpoints need.
     """
-    keep_best = (keep_best, "min") if isinstance(keep_best, str) else keep_best
     given = dict(locals())
     _check(given)
-    run = Run(types.SimpleNamespace(**given))
-    most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
-    total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
+    best = (keep_best, "min") if isinstance(keep_best, str) else keep_best
+    schedule = Schedule(
+        epochs=epochs or math.inf,
+        steps=steps or math.inf,
+        steps_per_call=int(steps_per_call),
+        eval_every=eval_every or math.inf,
+        checkpoint_every=checkpoint_every or math.inf,
+        every={int(n): as_callbacks(functions) for n, functions in (every or {}).items()},
+        on_epoch_end=as_callbacks(on_epoch_end),
+    )
+    processes.check_devices()
+    with processes.together():
+        model, initial = programs.wrap_model(state_or_model, optimizer, loss_fn, has_aux)
+        layout = choose_layout(initial.tx, initial, mesh, axis_name)
+        if layout.mesh is None and (idle := count_idle_devices(initial)):
+            devices = jax.local_device_count()
+            says = f"{idle} of {devices} devices stay idle: pass mesh=jax.make_mesh(({devices},), "
+            says += '("replica",)) to fit, or place the state on one device by jax.device_put.'
+            warnings.warn(says, stacklevel=2)
+        if epoch_start is not None and (layout.own or isinstance(train_data, Iterator)):
+            why = "replicas have states of their own" if layout.own else "an iterator is read once"
+            raise ValueError(f"epoch_start needs all batches and one state, but {why}.")
+        carry = programs.place_state(initial, layout)
+        feed = make_feed(train_data, batch_size, key, layout, schedule.steps_per_call, carry)
+    facts: dict[str, Any] = {"the kind of model": model.kind, "keep_best": best}
+    if jax.process_count() > 1 or checkpoints is not None:
+        facts |= feed.facts()
+    if jax.process_count() > 1:
+        same = facts | {"the digest of params": processes.digest(initial.params)}
+        same |= {name: given[name] for name in _COUNTS}
+        if isinstance(train_data, list | tuple) and isinstance(feed, StreamFeed):
+            same["the number of batches"] = len(train_data)
+        processes.check_same(same)
+    evaluator = None
+    if eval_fn is not None:
+        alone = Layout(layout.mesh, layout.batch)
+        size = eval_batch_size or batch_size
+        evaluator = programs.Evaluator(eval_fn, eval_data, size, model, alone)
+    run = Run(
+        Setup(
+            source=state_or_model,
+            optimizer=optimizer,
+            model=model,
+            carry=carry,
+            layout=layout,
+            feed=feed,
+            key=key,
+            schedule=schedule,
+            evaluate=evaluator,
+            epoch_start=epoch_start,
+            keep_best=best,
+            checkpoints=None if checkpoints is None else Checkpoints(checkpoints, checkpoint_keep),
+            facts=facts,
+        )
+    )
+    run.resume(resume)
+
+    total = min(schedule.epochs * (feed.steps_per_epoch or math.inf), schedule.steps)
     run.warn_of_state()
     run.warn_if_too_short(total)
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
-        ended = run.train(*most, interrupt)
+        ended = run.train(interrupt)
     result = dataclasses.replace(run.result(ended), signal=int(interrupt.number))
     run.warn_of_result(result, total)
     if interrupt.number and on_signal == "raise":
         if jax.process_index() == 0:
-            where = "" if run.checkpoints is None else f", kept in {run.checkpoints.folder}"
+            kept = run.given.checkpoints
+            where = "" if kept is None else f", kept in {kept.folder}"
             name = signal.Signals(interrupt.number).name
             says = f"fit was interrupted by {name} after step {result.step}{where}."
             print(says, file=sys.stderr, flush=True)
@@ -209,13 +277,13 @@ def fit(
     return result
 
 
-def _check(given: dict[str, Any]) -> None:
-    """Check the arguments of `fit` that can be judged by themselves."""
+def _check(given: Mapping[str, Any]) -> None:
+    """Check the arguments of `fit`, by name, that can be judged by themselves."""
     for name in given["unknown"]:
         near = difflib.get_close_matches(name, given, n=1)
         hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
         raise TypeError(f"fit() got an unexpected keyword argument {name!r}. {hint}".strip())
-    counts = {name: given[name] for name in COUNTS if given[name] is not None}
+    counts = {name: given[name] for name in _COUNTS if given[name] is not None}
     for name, value in (counts | {f"every[{n!r}]": n for n in given["every"] or ()}).items():
         checks.check_count(name, value)
     checks.check_key("key", given["key"])
@@ -230,5 +298,5 @@ def _check(given: dict[str, Any]) -> None:
     data = given["eval_data"]
     if data is not None and not is_arrays("eval_data", data) and isinstance(data, Iterator):
         raise TypeError("eval_data is an iterator, which can be read only once: pass a list.")
-    if given["keep_best"] is not None:
+    if isinstance(given["keep_best"], tuple):
         checks.check_choice("the mode of keep_best", given["keep_best"][1], get_args(Mode))

@@ -5,40 +5,35 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes._report import SAMPLERS
 from optperm.core import checks
 from optperm.core.current import jit_current
-from optperm.core.states import find_states, find_warnings
+from optperm.core.states import find_warnings
 from optperm.permutation._standstill import warn_if_still
 from optperm.training import _callbacks as callbacks
 from optperm.training import _commits as commits
 from optperm.training import _processes as processes
 from optperm.training import _steps as programs
-from optperm.training._callbacks import EarlyStopping, Event
+from optperm.training._callbacks import Event
 from optperm.training._checkpoints import CheckpointError, Checkpoints
-from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, is_arrays, takes_epoch
+from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, takes_epoch
 from optperm.training._history import History, find_divergence
-from optperm.training._layout import Layout, choose_layout, count_idle_devices
+from optperm.training._layout import Layout
+from optperm.training._schedule import Due, Schedule
 from optperm.training._terminal import Interrupt
-from optperm.training._train_state import TrainState
+from optperm.training._train_state import Model, TrainState
 from optperm.variance._full_gradient import full_gradient
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
 # Codes that the processes exchange before each call; from 2 on, the number of a signal.
 _STOPPED, _FAILED = 1, 1000
-# Arguments of `fit` that are integers from 1 on.
-COUNTS = (
-    *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
-    "checkpoint_keep",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,127 +68,108 @@ class FitResult:
     signal: int = 0
 
 
-class Run:
-    """One call of `fit`: the carry, its layout, its batches, and the callbacks between steps."""
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a run is made of, by `fit`.
 
-    checkpoints: Checkpoints | None = None
-    show: Any = None
+    Attributes:
+      source: The `TrainState` or the `flax.nnx` model that was passed.
+      optimizer: The optimizer of the model; None for a `TrainState`.
+      model: The model with its loss function.
+      carry: The state with which the first step begins, placed on the devices. The run donates it.
+      layout: The placement of the arrays.
+      feed: The batches.
+      key: The key of shuffles and draws.
+      schedule: When something is due.
+      evaluate: The evaluation, if any.
+      epoch_start: As in `fit`.
+      keep_best: The column of the history that chooses the best state, and its mode.
+      checkpoints: The checkpoints, if any are kept.
+      facts: What identifies the run, by name.
+    """
+
+    source: Any
+    optimizer: Any
+    model: Model
+    carry: TrainState
+    layout: Layout
+    feed: ArrayFeed | StreamFeed
+    key: int | jax.Array
+    schedule: Schedule
+    evaluate: programs.Evaluator | None
+    epoch_start: Callable[..., Any] | None
+    keep_best: tuple[str, str] | None
+    checkpoints: Checkpoints | None
+    facts: Mapping[str, Any]
+
+
+class Run:
+    """One call of `fit`: what it was given, and what changes between its steps."""
+
+    show: Callable[[int], None] | None = None  # shows the progress
     is_still = False
     commit: Callable[..., Any] | None = None
 
-    def __init__(self, given: Any) -> None:
-        """Prepare a run; `given` has the arguments of `fit`."""
-        processes.check_devices()
-        with processes.together():
-            initial = self._prepare(given)
-        data, size = given.train_data, given.batch_size
-        layout = self.layout
-        kind = "linen" if self.model.graphdef is None else "nnx"
-        self.facts = {"the kind of model": kind, "keep_best": given.keep_best}
-        if jax.process_count() > 1 or given.checkpoints is not None:
-            self.facts |= self.feed.facts()
-        if jax.process_count() > 1:
-            digest = {"the digest of params": processes.digest(initial.params)}
-            counts = {name: getattr(given, name) for name in COUNTS}
-            if isinstance(data, list | tuple) and isinstance(self.feed, StreamFeed):
-                counts["the number of batches"] = len(data)
-            processes.check_same({**self.facts, **counts, **digest})
-        how = given.eval_batch_size or size, self.model, Layout(layout.mesh, layout.batch)
-        self.evaluate = given.eval_fn and programs.Evaluator(given.eval_fn, given.eval_data, *how)
-        every = (given.every or {}).items()
-        self.every = {int(n): callbacks.as_callbacks(functions) for n, functions in every}
-        self.epoch_end = callbacks.as_callbacks(given.on_epoch_end)
-        self.eval_every = given.eval_every or math.inf
-        self.checkpoint_every = given.checkpoint_every or math.inf
-        self.keep_best, self.best = given.keep_best, dict[str, Any]()
-        called = (*self.epoch_end, *sum(self.every.values(), ()))
-        self.monitored = [f.monitor for f in called if isinstance(f, EarlyStopping)]
-        self.monitored += [given.keep_best[0]] if given.keep_best else []
-        self.at, self.history = Position(), History()
-        if given.checkpoints is not None:
-            self.checkpoints = Checkpoints(given.checkpoints, given.checkpoint_keep)
-            self._resume(self.checkpoints, given.resume)
-
-    def _prepare(self, given: Any) -> TrainState:
-        """Place the state and the data, and return the state that was given."""
-        self.source = given.state_or_model, given.optimizer
-        self.model, initial = programs.wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
-        self.layout = layout = choose_layout(initial.tx, initial, given.mesh, given.axis_name)
-        if layout.mesh is None and (idle := count_idle_devices(initial)):
-            mesh = 'jax.make_mesh((jax.local_device_count(),), ("replica",))'
-            says = (
-                f"{idle} of {jax.local_device_count()} devices stay idle: pass mesh={mesh} to fit"
-            )
-            warnings.warn(
-                f"{says}, or place the state on one device by jax.device_put.", stacklevel=4
-            )
-        data, size, self.key = given.train_data, given.batch_size, given.key
-        if given.epoch_start is not None and (layout.own or isinstance(data, Iterator)):
-            why = "replicas have states of their own" if layout.own else "an iterator is read once"
-            raise ValueError(f"epoch_start needs all batches and one state, but {why}.")
-        self.carry = programs.place_state(initial, layout)
-        self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
+    def __init__(self, given: Setup) -> None:
+        """Begin a run before its first step."""
+        self.given, self.layout, self.carry = given, given.layout, given.carry
+        self.at, self.due, self.history = Position(), Due(), History()
+        self.best = dict[str, Any]()  # of the best row: its value, step and state
+        self.said = set[str]()  # warnings of the optimizer state
         # A schedule of `epoch_start` that has changed nothing yet may still do so.
-        self.is_judged, self.said = given.epoch_start is None, set[str]()
-        self.feed: ArrayFeed | StreamFeed
-        if is_arrays("train_data", data):
-            draws = bool(find_states(self.carry.opt_state, SAMPLERS))
-            self.feed = ArrayFeed(data, size, given.key, layout, self.steps_per_call, draws)
-        else:
-            self.feed = StreamFeed(data, size, layout)
-        return initial
+        self.is_judged = given.epoch_start is None
+        self.monitored = [each.monitor for each in given.schedule.find_early_stopping()]
+        self.monitored += [given.keep_best[0]] if given.keep_best else []
 
-    def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
+    def resume(self, resume: bool | int) -> None:
         """Resume from a checkpoint of a run that agrees with this one, if `resume` asks for it."""
-        arrays, layout = programs.unwrap_keys(self.carry), self.layout
-        leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
-        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
-        digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        self.facts["the form of optimizer and model"] = f"{len(form)} arrays, {digest}"
-        self.facts["each replica with its own"] = layout.own
-        if (chosen := checkpoints.choose(resume)) is None:
+        checkpoints, feed, layout = self.given.checkpoints, self.given.feed, self.layout
+        if checkpoints is None or (chosen := checkpoints.choose(resume)) is None:
             return
+        arrays = programs.unwrap_keys(self.carry)
         run = checkpoints.read(chosen, self.facts)
         is_dealt = layout.own and run["replicas"] != layout.replicas
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
-            trees["best"] = programs.unwrap_keys(
-                whole := commits.merge_replicas(self.carry, layout)
-            )
+            whole = commits.merge_replicas(self.carry, layout)
+            trees["best"] = programs.unwrap_keys(whole)
         held, rows = checkpoints.read_arrays(chosen, trees)
         if run["best"]:
             self.best = {**run["best"], "state": programs.wrap_keys(held["best"], whole)}
         arrays = layout.deal(held["state"]) if is_dealt else held["state"]
         self.carry = programs.copy_arrays(programs.wrap_keys(arrays, self.carry))
-        self.at = Position(*run["position"])
+        self.at, self.due = Position(*run["position"]), Due(**run["due"])
         self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
-        if isinstance(self.feed, StreamFeed):
-            self.feed.go_to(self.at, run["iterator"])
+        if isinstance(feed, StreamFeed):
+            feed.go_to(self.at, run["iterator"])
 
-    def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
-        """Train until the end of a number of epochs or steps, whichever comes first."""
-        self._since, stop, code = time.perf_counter(), False, 0
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """What identifies the run in its checkpoints."""
+        own = int(self.layout.own)
+        leaves = jax.tree_util.tree_leaves_with_path(programs.unwrap_keys(self.carry))
+        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
+        digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
+        return {
+            **self.given.facts,
+            "the form of optimizer and model": f"{len(form)} arrays, {digest}",
+            "each replica with its own": self.layout.own,
+        }
+
+    def train(self, interrupt: Interrupt) -> Ended:
+        """Train until the schedule is over, or something ends the run before."""
+        given, schedule, checkpoints = self.given, self.given.schedule, self.given.checkpoints
+        self._since, code = time.perf_counter(), 0
         error: BaseException | None = None
         if self.monitored:
             state = commits.merge_replicas(self.carry, self.layout)
-            evaluated = self.evaluate.columns(state) if self.evaluate else ()
+            evaluated = given.evaluate.columns(state) if given.evaluate else ()
             callbacks.check_columns(self.monitored, evaluated, None)
-        goes_on = self.at.epoch <= epochs and self.at.step < steps
-        if goes_on and self._has_row_of_part:
-            self.history.epoch_rows.pop()  # the epoch gets one when it is over
-        if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
-            self._add_row()  # the earlier run failed between a step and its row
-            stop = self._call_row(is_end=not self.at.offset)
-        due = [f for n, f in self.every.items() if self.at.step % n == 0]
-        early = [f for f in (*self.epoch_end, *sum(due, ())) if isinstance(f, EarlyStopping)]
-        if self._row is not None and callbacks.wants_to_stop(
-            "", tuple(early), self._event(dict, True)
-        ):
-            return "stopped"  # the earlier run had stopped here
+        stop = self._do_what_is_due() or self._was_stopped()
         compiled = programs.compile_steps(
-            self.model, self.layout, self.carry, self.feed.rows, self.key
+            given.model, self.layout, self.carry, given.feed.rows, given.key
         )
-        while self.at.epoch <= epochs and self.at.step < steps:
+        while not schedule.is_over(self.at):
             # All processes leave the loop at the same step, by the largest code.
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
@@ -202,11 +178,20 @@ class Run:
             try:
                 if not self.at.offset:
                     self._start_epoch()
-                # A call of steps ends at the next step after which something is due.
-                at, dues = self.at.step, (self.eval_every, self.checkpoint_every, *self.every)
-                limit = int(min(self.steps_per_call, steps - at, *(n - at % n for n in dues)))
-                fed = self.feed.run(compiled, self.carry, self.at, limit, interrupt)
-                stop, error = self._after(fed, steps), fed.error
+                count = schedule.count_steps(self.at)
+                fed = given.feed.run(compiled, self.carry, self.at, count, interrupt)
+                self._record(fed)
+                stop, error = self._do_what_is_due(), fed.error
+            except (Exception, SystemExit) as raised:
+                error = raised
+        if not code and error is None and self.at.offset and not self._has_row:
+            # `steps` ends within an epoch. Of this part the result has a row, and the checkpoint has
+            # none: when training resumes, the epoch has a row once it is over.
+            try:
+                if checkpoints is not None:
+                    self._save(checkpoints)
+                self.due = Due(row=True, on_row=True, on_epoch_end=True)
+                self._do_what_is_due()
             except (Exception, SystemExit) as raised:
                 error = raised
         if code == _FAILED and error is None:
@@ -223,15 +208,15 @@ class Run:
         if not self.is_still and "fraction_moved" in self.history.means(1):
             moved = self.history.steps["fraction_moved"]
             self.is_still = warn_if_still(moved, stacklevel=5)  # where fit is called
-        change, carry, layout = self.epoch_start, self.carry, self.layout
+        change, carry, layout = self.given.epoch_start, self.carry, self.layout
         if change is not None and takes_epoch(change):  # else `epoch_start` is the change itself
             change = change(self.at.epoch)
         if change is None:
             return
         self.is_judged = True
         with layout.context():
-            bound = jax.tree_util.Partial(self.model, carry.model_state, carry.step_rng())
-            batches = self.feed.all_batches(self.at.epoch)
+            bound = jax.tree_util.Partial(self.given.model, carry.model_state, carry.step_rng())
+            batches = self.given.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
             begin = jit_current(change, out_shardings=there)
@@ -241,71 +226,71 @@ class Run:
         # Copied, as the new state may share memory with the params, and both are donated.
         self.carry = programs.copy_arrays(carry.replace(opt_state=opt_state))
 
-    def _after(self, fed: Fed, steps: float) -> bool:
-        """Record some steps and call what is due; return True if a callback asks to stop."""
-        stop, at = False, self.at
+    def _record(self, fed: Fed) -> None:
+        """Record some steps, and find what is due after them."""
+        at = self.at
         epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
         self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset)
+        self.due = self.given.schedule.find_due(
+            self.at, is_end=fed.is_over, has_row=self._has_row, has_stepped=fed.steps > 0
+        )
         if (
-            offset == 0
+            fed.is_over
         ):  # the seconds of an epoch include its last steps, which may still be running
             jax.block_until_ready(fed.columns)
         self.history.add_steps(fed.columns, fed.steps)
-        if self.feed.steps_per_epoch is not None:  # each step has the same columns
+        if self.given.feed.steps_per_epoch is not None:  # each step has the same columns
             columns = ("epoch", "step", "seconds", *fed.columns)
             callbacks.check_columns(self.monitored, None, columns)
         if self.show is not None:
             self.show(self.at.step)
-        # A stream shows the end of its epoch only when the next batch is requested, after the last step:
-        # then the step may have its row already.
-        is_end = fed.is_over or self.at.step >= steps
-        if is_row := (is_end or self._evaluates) and self._row is None:
+
+    def _do_what_is_due(self) -> bool:
+        """Do what is due after the last step; return True if a callback asks to stop.
+
+        A row is due until it is made; a callback is not due any more once it is called.
+        """
+        schedule, history, stop = self.given.schedule, self.history, False
+        if self.due.row:
             self._add_row()
-        for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
-            event = self._event(functools.partial(self.history.means, n, self.history.num_steps))
-            stop |= callbacks.wants_to_stop(f"every[{n}]", self.every[n], event)
-        if is_end or is_row:
-            stop |= self._call_row(is_end)
-        if self.checkpoints is not None and self.at.step % self.checkpoint_every == 0:
-            self._save(self.checkpoints)
+        self.due = self.due._replace(row=False)
+        for n in self.due.every:
+            self.due = self.due._replace(every=self.due.every[1:])
+            event = self._event(functools.partial(history.means, n, history.num_steps))
+            stop |= callbacks.wants_to_stop(f"every[{n}]", schedule.every.get(n, ()), event)
+        if self.due.on_row or self.due.on_epoch_end:
+            called = schedule.find_readers(self.due)
+            self.due = self.due._replace(on_row=False, on_epoch_end=False)
+            metrics = {k: v for k, v in history.last.items() if k not in ("epoch", "step")}
+            event = self._event(lambda: metrics, True)
+            stop |= callbacks.wants_to_stop("on_epoch_end", called, event)
+            self._since = time.perf_counter()
+        checkpoint, self.due = self.due.checkpoint, Due()
+        if checkpoint and self.given.checkpoints is not None:
+            self._save(self.given.checkpoints)
         return stop
 
-    @property
-    def _evaluates(self) -> bool:
-        """True if `eval_every` asks for a row after the last step."""
-        return self.at.step % self.eval_every == 0
+    def _was_stopped(self) -> bool:
+        """Return True if an earlier run was stopped here by callbacks that look at its rows alone."""
+        early = self.given.schedule.find_early_stopping(self.at.step) if self._has_row else ()
+        return callbacks.wants_to_stop("", tuple(early), self._event(dict, True))
 
     def _add_row(self) -> None:
         """Add a row to the history, with an evaluation, and keep the best state."""
-        at, seconds = self.at, time.perf_counter() - self._since
-        evaluated = self._evaluate() if self.evaluate else {}
+        at, seconds, keep_best = self.at, time.perf_counter() - self._since, self.given.keep_best
+        evaluated = self._evaluate() if self.given.evaluate else {}
         self.history.add_epoch(self._epoch, at.step, seconds, evaluated)
         if self.is_judged:
             self.warn_of_state(stacklevel=6)
-        if self.keep_best is not None:
-            callbacks.check_columns([self.keep_best[0]], self.history.last, self.history.last)
-        if not self._has_row_of_part:
-            self.best = self._choose_best()
-
-    def _choose_best(self) -> dict[str, Any]:
-        """Return the best row with its state: the best of before, or the last row."""
-        if self.keep_best is None or self._row is None:
-            return self.best
-        name, mode = self.keep_best
-        value = self._row[name] * (1.0 if mode == "min" else -1.0)
-        if not value < self.best.get("value", math.inf):
-            return self.best
-        state = programs.copy_arrays(self._merge())
-        return {"value": value, "step": self.at.step, "state": state}
-
-    def _call_row(self, is_end: bool) -> bool:
-        """Call the functions of `on_epoch_end`; within an epoch only those that read every row."""
-        called = tuple(f for f in self.epoch_end if is_end or isinstance(f, callbacks.OF_ROWS))
-        metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
-        event = self._event(lambda: metrics, True)
-        stop = callbacks.wants_to_stop("on_epoch_end", called, event)
-        self._since = time.perf_counter()
-        return stop
+        if keep_best is None:
+            return
+        name, mode = keep_best
+        row = self.history.last
+        callbacks.check_columns([name], row, row)
+        value = row[name] * (1.0 if mode == "min" else -1.0)
+        if value < self.best.get("value", math.inf):
+            state = programs.copy_arrays(self._merge())
+            self.best = {"value": value, "step": at.step, "state": state}
 
     @property
     def _epoch(self) -> int:
@@ -313,15 +298,9 @@ class Run:
         return self.at.epoch if self.at.offset else self.at.epoch - 1
 
     @property
-    def _row(self) -> dict[str, float] | None:
-        """The row of the last step, if it has one."""
-        row = self.history.last
-        return row if row.get("step") == self.at.step else None
-
-    @property
-    def _has_row_of_part(self) -> bool:
-        """True if the last row is of a part of an epoch, which `steps` ended: resuming drops it."""
-        return self._row is not None and bool(self.at.offset) and not self._evaluates
+    def _has_row(self) -> bool:
+        """True if the last step has a row."""
+        return self.history.last.get("step") == self.at.step
 
     def _event(self, metrics: Callable[[], Mapping[str, float]], is_row: bool = False) -> Event:
         where = self._epoch, self.at.step, self.history, is_row
@@ -329,31 +308,39 @@ class Run:
         return Event(*where, metrics, trained, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
-        if self.evaluate is None:
+        if self.given.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluate(self._merge(), self._epoch)
+        return self.given.evaluate(self._merge(), self._epoch)
 
     def _merge(self) -> TrainState:
         """Return what has been trained so far: the state after a commit, made on a copy."""
-        carry, layout = self.carry, self.layout
+        given, carry, layout = self.given, self.carry, self.layout
         if commits.steps_since_commit(carry.opt_state):
             if self.commit is None:
-                self.commit = commits.compile_commit(self.model, layout, carry, self.key)
-            carry = commits.commit(self.commit, carry, self.feed.example(), layout)
+                self.commit = commits.compile_commit(given.model, layout, carry, given.key)
+            carry = commits.commit(self.commit, carry, given.feed.example(), layout)
         return commits.merge_replicas(carry, layout)
 
     def _bring_home(self, state: TrainState) -> Any:
-        return self.model.unwrap(self.layout.bring_home(state))
+        return self.given.model.unwrap(self.layout.bring_home(state))
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        # Lists are copied, as Orbax writes them while training continues.
-        run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
-        run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
-        states = self.feed.states() if isinstance(self.feed, StreamFeed) else None
-        run |= {"iterator": states, "replicas": self.layout.replicas}
-        run["best"] = {name: value for name, value in self.best.items() if name != "state"}
+        feed, best = self.given.feed, dict(self.best)
         trees = {"state": programs.unwrap_keys(self.carry)}
-        trees |= {"best": programs.unwrap_keys(self.best["state"])} if self.best else {}
+        if best:
+            trees["best"] = programs.unwrap_keys(best.pop("state"))
+        run = {
+            "facts": self.facts,
+            "position": list(self.at),
+            "due": self.due._asdict(),
+            "names": list(self.history.steps),
+            "epochs": list(
+                self.history.epoch_rows
+            ),  # a copy, as Orbax writes it while training goes on
+            "iterator": feed.states() if isinstance(feed, StreamFeed) else None,
+            "replicas": self.layout.replicas,
+            "best": best,
+        }
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
 
@@ -382,8 +369,9 @@ class Run:
         commits.warn_of_lost_steps(self.carry, self.merged, self.layout, 4)
         if math.isinf(total) and result.ended == "finished":  # its length was not known before
             self._warn_without_commit(self.at.step, 0)
-        if self.keep_best is not None and result.best_step is None and self.history.epoch_rows:
-            says = f"{self.keep_best[0]} was never finite, so keep_best has kept no best_state."
+        keep_best = self.given.keep_best
+        if keep_best is not None and result.best_step is None and self.history.epoch_rows:
+            says = f"{keep_best[0]} was never finite, so keep_best has kept no best_state."
             warnings.warn(says, RuntimeWarning, stacklevel=3)
         if (row := find_divergence(self.history)) is not None:
             says = f"The loss stopped being finite at step {row} of {self.at.step}."
@@ -391,16 +379,17 @@ class Run:
 
     def result(self, ended: Ended, error: BaseException | None = None) -> FitResult:
         """Write the last checkpoint, update the `flax.nnx` model, and return the result."""
+        checkpoints = self.given.checkpoints
         failure: CheckpointError | None = None
         try:
-            if self.checkpoints is not None:
-                self._save(self.checkpoints)  # first, as a machine may be about to end
+            if checkpoints is not None:
+                self._save(checkpoints)  # first, as a machine may be about to end
         except CheckpointError as raised:
             failure = raised
         result = self._result(ended, error)
         try:
-            if self.checkpoints is not None and failure is None:
-                self.checkpoints.close()
+            if checkpoints is not None and failure is None:
+                checkpoints.close()
         except CheckpointError as raised:
             failure = raised
         if failure is not None:
@@ -419,23 +408,21 @@ class Run:
             if error is None:
                 raise
             self.merged = commits.merge_replicas(self.carry, self.layout)
-        best = self._choose_best() if self._has_row_of_part else self.best
-        state = self.layout.bring_home(self.merged)
-        source, optimizer = self.source
-        if self.model.graphdef is not None:
+        given, state, best = self.given, self.layout.bring_home(self.merged), self.best
+        is_linen = given.model.graphdef is None
+        if not is_linen:
             own = programs.copy_arrays(state)
-            nnx.update(source, own.params, own.model_state[1])
-            nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
-            optimizer.step.set_value(own.step)
-        is_linen, at = self.model.graphdef is None, self.at
+            nnx.update(given.source, own.params, own.model_state[1])
+            nnx.update(given.optimizer.opt_state, nnx.state(own.opt_state))
+            given.optimizer.step.set_value(own.step)
         return FitResult(
-            state if is_linen else None,
-            None if is_linen else source,
-            optimizer,
-            self.history,
-            ended,
-            at.epoch - 1,
-            at.step,
-            self._bring_home(best["state"]) if best else None,
-            best.get("step"),
+            state=state if is_linen else None,
+            model=None if is_linen else given.source,
+            optimizer=given.optimizer,
+            history=self.history,
+            ended=ended,
+            epoch=self.at.epoch - 1,
+            step=self.at.step,
+            best_state=self._bring_home(best["state"]) if best else None,
+            best_step=best.get("step"),
         )

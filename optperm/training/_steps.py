@@ -19,7 +19,6 @@ from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
 from optperm.core.states import DRAW_STREAM, draw_params, find_states
-from optperm.core.transformation import known_extra_args
 from optperm.evaluation import Evaluation, evaluate
 from optperm.exact import CommittingState
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
@@ -108,17 +107,21 @@ def compile_steps(
     of `one` to be averaged by `layout.average_rows`.
     """
 
-    def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
+    @functools.partial(jax.jit, inline=True)  # traced once, used twice
+    def step(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
         return _step(carry, batch, model, layout, key)
+
+    def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
+        _trace_step(step, carry, batch, layout)
+        return step(carry, (), batch)
 
     def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
         (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
-        step = jax.jit(one, inline=True)  # traced once, used twice
 
         def batch(t: jax.Array) -> Any:
             return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
 
-        forms = jax.eval_shape(step, carry, (), batch(first))[1]
+        forms = _trace_step(step, carry, batch(first), layout)
         columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
 
         def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
@@ -133,6 +136,33 @@ def compile_steps(
     # A step by itself does not average its metrics: replicas would wait for each other in each step.
     single = layout.map_replicas(one, 0, stacked=True)
     return _compile(layout.map_replicas(many, 1), layout, carry), _compile(single, layout, carry)
+
+
+def _trace_step(
+    step: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout
+) -> dict[str, Any]:
+    """Return the forms of a step's metrics; raise if replicas that take local steps never exchange."""
+    if not (layout.own and find_states(carry.opt_state, CommittingState)):
+        forms: dict[str, Any] = jax.eval_shape(step, carry, (), batch)[1]
+        return forms
+    program, (_, forms) = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
+    if not _find_axes(program.jaxpr) >= set(layout.mapped):
+        says = "The method takes local steps, but its replicas would never meet"
+        name = _axis_name(layout)
+        raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
+    return forms
+
+
+def _find_axes(jaxpr: Any) -> set[Any]:
+    """Return the axes over which a program exchanges arrays."""
+    axes = set[Any]()
+    for operation in jaxpr.eqns:
+        if operation.primitive.name.startswith(_EXCHANGES):
+            axes.update(*map(axis_names, map(operation.params.get, ("axes", "axis_name"))))
+        for each in jax.tree.leaves(operation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(each, "eqns"):
+                axes |= _find_axes(each)
+    return axes
 
 
 def compile_on_replicas(
@@ -178,8 +208,6 @@ def _step(
 ) -> tuple[TrainState, Metrics]:
     """Return the state after one step, with the same types, and float32 scalars by name."""
     e, extras = evaluate_step(state, batch, model, layout, key)
-    if layout.own and find_states(state.opt_state, CommittingState):
-        _check_exchanges(state, e.grad, extras, layout)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **extras)
     if not layout.own and varying_axes(new.opt_state):
         says = "The optimizer states of the replicas differ after a step"
@@ -207,30 +235,6 @@ def _step(
 
 def _axis_name(layout: Layout) -> str | tuple[str, ...]:
     return layout.mapped[0] if len(layout.mapped) == 1 else layout.mapped
-
-
-def _check_exchanges(state: TrainState, grads: Any, extras: dict[str, Any], layout: Layout) -> None:
-    """Raise if a method that takes local steps was built without the axis of its replicas."""
-    extras = known_extra_args(state.tx, extras)
-
-    def update(*given: Any) -> Any:
-        return state.tx.update(*given, **extras)
-
-    def find_axes(jaxpr: Any) -> set[Any]:
-        axes = set[Any]()
-        for operation in jaxpr.eqns:
-            if operation.primitive.name.startswith(_EXCHANGES):
-                axes.update(*map(axis_names, map(operation.params.get, ("axes", "axis_name"))))
-            for each in jax.tree.leaves(operation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-                if hasattr(each, "eqns"):
-                    axes |= find_axes(each)
-        return axes
-
-    program = jax.make_jaxpr(update)(grads, state.opt_state, state.params)
-    if not find_axes(program.jaxpr) >= set(layout.mapped):
-        says = "The method takes local steps, but its replicas would never meet"
-        name = _axis_name(layout)
-        raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,11 @@ class Model:
     graphdef: Any = None
     wrt: Any = None
 
+    @property
+    def kind(self) -> str:
+        """The name of the library that the model is of: `"linen"` or `"nnx"`."""
+        return "linen" if self.graphdef is None else "nnx"
+
     def __call__(
         self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:

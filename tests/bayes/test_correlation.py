@@ -109,7 +109,6 @@ def test_eigenvalues_of_the_correlation_are_found(form):
 
 
 @pytest.mark.chains
-@pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("form", ["diagonal", "scalar"])
 def test_chains_of_correlated_features_have_variances_within_a_fifth(form):
     """A regression on two features with a correlation of 0.9; noise of batches alone would give 0.3."""

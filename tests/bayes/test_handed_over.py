@@ -6,6 +6,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import support
 
@@ -62,6 +63,22 @@ def test_steps_are_those_of_the_program_that_estimated_the_kernel(form):
     support.assert_close(two, one, rtol=1e-5, atol=1e-6)
     assert int(last[0].steps) - int(sampler.steps) == 20
     support.assert_same_bits(optperm.bayes.adapted_kernel(last), kernel)
+
+
+@pytest.mark.parametrize("form", ["full", "diagonal"])
+def test_kernel_of_an_orbax_checkpoint_is_the_one_that_was_saved(form, tmp_path):
+    """Bit for bit, restored by the structure of a new state, in which no kernel is ready."""
+    kernel = warmed_up(form)[3]
+    like = optperm.bayes.adapted_kernel(
+        optperm.constant_sgd(N, S, preconditioner=form, **ARGUMENTS).init(start())
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "kernel", kernel)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "kernel", like)
+    assert jax.tree.structure(restored) == jax.tree.structure(kernel)
+    support.assert_same_bits(restored, kernel)
+    optperm.constant_sgd(N, S, kernel=restored, momentum=0.5).init(start())
 
 
 def test_state_has_three_numbers_a_parameter_of_the_diagonal():

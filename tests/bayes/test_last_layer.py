@@ -9,7 +9,6 @@ import optperm
 
 
 @pytest.mark.chains
-@pytest.mark.usefixtures("lenient")
 def test_the_last_layer_has_its_exact_posterior():
     """Linear in fixed hidden units: N(A^-1 X^T y, A^-1), A = X^T X + I."""
     keys = jax.random.split(jax.random.key(0), 5)

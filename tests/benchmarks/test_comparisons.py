@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import pathlib
-import re
 import runpy
 
 import matplotlib.image
@@ -141,43 +140,3 @@ def test_sgperm_values(tmp_path):
     (rounded_bits, rounded), *_ = curves["Adam, rounded"]
     assert rounded_bits == 1
     assert two_values > max(0.75, rounded + 0.05)
-
-
-WITH_FLAGS = sorted(p.name for p in BENCHMARKS.glob("*.py") if "flags.Parser(" in p.read_text())
-
-
-def said(name, arguments, monkeypatch, capsys):
-    """What a benchmark prints as its error, before it has trained anything."""
-    monkeypatch.setattr("sys.argv", [name, *arguments])
-    with pytest.raises(SystemExit) as ended:
-        load(name)["main"]()
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", WITH_FLAGS)
-def test_out_is_a_file(name, tmp_path, monkeypatch, capsys):
-    """Its folders are made; a folder, or a kind that matplotlib cannot write, is told in one line."""
-    monkeypatch.chdir(tmp_path)
-    for wrong in (".", "curves.doc"):
-        error = f"{name}: error: argument --out: got {wrong}; give a file that ends in "
-        found = said(name, ["--out", wrong], monkeypatch, capsys)
-        assert found.startswith(error)
-        assert found.count("\n") == 1
-    found = said(name, ["--out", "new/folders/curves.png", "--other"], monkeypatch, capsys)
-    assert found == f"{name}: error: unrecognized arguments: --other\n"
-    assert (tmp_path / "new" / "folders").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("name", "flag", "wrong"),
-    [
-        ("agn_pmap.py", "--seeds", "0"),
-        ("agn_multiprocess.py", "--timeout", "nan"),
-        ("prune_freeze_sweep.py", "--fractions", "few"),
-    ],
-)
-def test_a_wrong_value_is_told_in_one_line(name, flag, wrong, monkeypatch, capsys):
-    """What came, and what is allowed."""
-    found = said(name, [flag, wrong], monkeypatch, capsys)
-    assert re.fullmatch(rf"{name}: error: argument {flag}: [^\n]*\b{wrong}\b[^\n]*\n", found)

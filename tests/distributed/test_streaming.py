@@ -13,9 +13,9 @@ import replicas
 import support
 
 import optperm
-from optperm.distributed import _commits as commits
 from optperm.distributed import _compression as compression
 from optperm.distributed import _plans as plans
+from optperm.distributed._replicas import Replicas
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -254,7 +254,7 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=(8192,)), jnp.float32)
     compress = optperm.distributed.Compression(1 / 32)
     own, number, rest, takes_part = compression.sum_compressed(
-        compress, leaf, jnp.zeros_like(leaf), jnp.array(True), commits.Replicas(None, ())
+        compress, leaf, jnp.zeros_like(leaf), jnp.array(True), Replicas(None, ())
     )
     kept = np.flatnonzero(own)
     for chunk in (np.arange(4096), np.arange(4096, 8192)):
@@ -266,7 +266,7 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     assert takes_part
     # With a weight of 0 nothing is sent, so nothing is taken out of what was held back.
     own, number, rest, _ = compression.sum_compressed(
-        compress, leaf, jnp.ones_like(leaf), jnp.array(True), commits.Replicas(None, ()), 0.0
+        compress, leaf, jnp.ones_like(leaf), jnp.array(True), Replicas(None, ()), 0.0
     )
     assert float(number) == 0
     assert not own.any()
@@ -399,7 +399,7 @@ def test_parts_that_were_held_back_decay_before_they_are_sent():
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=(64,)), jnp.float32)
     compress = optperm.distributed.Compression(1 / 8, decay=0.5)
     own, _, rest, _ = compression.sum_compressed(
-        compress, leaf, jnp.full_like(leaf, 4.0), jnp.array(True), commits.Replicas(None, ())
+        compress, leaf, jnp.full_like(leaf, 4.0), jnp.array(True), Replicas(None, ())
     )
     assert np.count_nonzero(own) == 8
     support.assert_close(own + rest, leaf + 2.0, rtol=1e-6)

@@ -232,8 +232,8 @@ def test_what_is_small_or_left_out_stays():
     nu = whole.init(params).inner_state[0].nu
     assert nu["embed"].dtype == jnp.float8_e4m3fn
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float64), params)
-        assert tx.init(wide).inner_state[0].nu["w"].dtype == jnp.float64
+        wide = {**params, "w": params["w"].astype(jnp.float64)}
+        assert whole.init(wide).inner_state[0].nu["w"].dtype == jnp.float64
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     state = tx.update(half, tx.init(half), half)[1]
     assert dequantize(state)[0].mu["w"].dtype == jnp.bfloat16
@@ -475,3 +475,26 @@ def test_quantize_takes_states_of_several_seeds():
     state = optperm.memory.quantize(jax.vmap(plain.init)(params), like)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, like)
     jax.vmap(lambda p, s: tx.update(p, s, p))(params, state)
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        ({"w": jnp.ones((8, 32))}, {}),
+        ({"w": jnp.ones((64, 128))}, {"include": {"w": False}}),
+        ({"w": np.ones((64, 128))}, {}),
+    ],
+)
+def test_a_state_in_which_nothing_is_quantized_is_warned_of(params, options, x64):
+    with pytest.warns(UserWarning, match=r"^quantize_state saves nothing: .* min_size=4096"):
+        state = optperm.quantize_state(optax.adam(0.1), **options).init(params)
+    assert state.inner_state[0].mu["w"].dtype == params["w"].dtype
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8)])
+def test_a_state_of_other_bits_is_refused(old, new):
+    params = {"w": jnp.ones((64, 128))}
+    state = optperm.quantize_state(optax.adam(0.1), bits=old).init(params)
+    tx = optperm.quantize_state(optax.adam(0.1), bits=new)
+    with pytest.raises(ValueError, match=rf"^bits must be {old}, as in the state, got {new}: "):
+        tx.update(params, state, params)

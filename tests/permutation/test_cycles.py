@@ -23,6 +23,7 @@ import support
 import optperm
 from optperm.permutation import _cycles as cycles
 from optperm.permutation import _cycles_numpy as cycles_numpy
+from optperm.permutation import _host_calls as host_calls
 from optperm.permutation import _library as library
 from optperm.permutation._weight_vectors import sort_ranks
 
@@ -55,7 +56,8 @@ def by_hand(kernel, rows, ranks, aggressiveness, size, drop_remainder=False):
     of_each = np.ones((1, ranks.shape[1]))
     operands = [array[None] for array in (rows[0], rows[1], ranks, rows[2])]
     operands += [(aggressiveness * of_each).astype(np.float32), (size * of_each).astype(np.int32)]
-    return [output[0] for output in cycles._on_host(kernel, drop_remainder, *operands)]
+    on_host = functools.partial(cycles.permute_on_host, kernel, drop_remainder)
+    return [output[0] for output in host_calls.on_copies(cycles.PERMUTE, on_host, *operands)]
 
 
 def test_compiled_kernel_rows_of_any_length_gives_the_bits_of_the_readable_one():

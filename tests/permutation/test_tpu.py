@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optperm
 from optperm.permutation import _cycles as cycles
-from optperm.permutation import _tpu_calls as tpu_calls
+from optperm.permutation import _host_calls as host_calls
 from optperm.permutation._weight_vectors import sort_ranks
 
 N, ROWS = 256, 512
@@ -97,8 +97,8 @@ def test_exchange_with_the_host_gives_the_bits_of_the_direct_call():
     support.require_kernel("ffi")
     rng = np.random.default_rng(0)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    on_host = functools.partial(cycles._on_host, "ffi", False)
-    exchange = functools.partial(tpu_calls.exchange, cycles._PERMUTE, on_host)
+    on_host = functools.partial(cycles.permute_on_host, "ffi", False)
+    exchange = functools.partial(host_calls.exchange, cycles.PERMUTE, on_host)
     for rows in ((8,), (3, 4), (2, 6), (5,), ()):
         w, m = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 30, *rows)))
         seeds = jnp.asarray(rng.integers(0, 2**32, (*rows, 2), np.uint32))
@@ -108,6 +108,6 @@ def test_exchange_with_the_host_gives_the_bits_of_the_direct_call():
         )
         of_rows = (jnp.broadcast_to(number, (1, *rows)) for number in numbers)
         operands = m[None], w[None], sort_ranks(w)[None], seeds[None], *of_rows
-        for call in (exchange, tpu_calls.on_all_devices(cycles._PERMUTE, exchange, mesh)):
+        for call in (exchange, host_calls.on_all_devices(cycles.PERMUTE, exchange, mesh)):
             got = jax.jit(call)(*operands)
             support.assert_same_bits([each[0] for each in got], list(expected))

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.sparsity._fractions import nearest_count
+from optperm.sparsity._choice import nearest_count
 
 pytestmark = pytest.mark.usefixtures("lenient")
 RAMP = optax.linear_schedule(0.0, 1.0, 2)

@@ -17,7 +17,7 @@ import support
 
 import optperm
 from optperm.core.states import find_state
-from optperm.sparsity._fractions import nearest_count
+from optperm.sparsity._choice import nearest_count
 
 SHAPES = {"a": (), "b": (2,), "c": (3, 1), "d": (50,), "e": (7, 11), "f": (0, 3)}
 EVERYWHERE = {"include": True}

@@ -15,8 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.sparsity._fractions import nearest_count
-from optperm.sparsity._selection import keep_highest, order_codes
+from optperm.sparsity._choice import keep_highest, nearest_count, order_codes
 
 LENET = {
     "in": jax.ShapeDtypeStruct((784, 300), jnp.float32),

@@ -237,12 +237,10 @@ def test_loss_that_is_not_finite_is_not_searched_from(bad):
 
 def test_second_trial_of_a_quadratic_is_its_minimum():
     """The parabola through two losses with the predicted slope is the quadratic itself."""
-    search = line_searches.LINE_SEARCHES["safeguarded"]
     for minimum in (0.2, 0.3, 0.5):
-        # f(c) = 10 - 2 m c + c^2, whose slope at 0 is -2 m
-        loss = 10.0 - 2.0 * minimum + 1.0
-        trial = line_searches.Trial(*map(jnp.float32, (1.0, loss, 10.0, -2.0 * minimum)))
-        _, following = search.step(trial, jnp.float32(0.4), jnp.float32(0.55))
+        # f(c) = 10 - 2 m c + c^2 at c = 1, whose slope at 0 is -2 m
+        change, predicted = map(jnp.float32, (1.0 - 2.0 * minimum, -2.0 * minimum))
+        following = line_searches.find_ratio(change, predicted, jnp.float32(0.55))
         np.testing.assert_allclose(following, minimum, rtol=1e-5)
 
 

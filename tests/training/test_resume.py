@@ -178,6 +178,43 @@ def test_whatever_interrupts_a_run_it_is_resumed_to_the_bit(tmp_path):
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
+def test_what_an_error_kept_from_being_done_is_done_when_training_resumes(tmp_path):
+    """In its order and once: the row, callbacks by steps, those of epochs. What failed itself is not
+    called again, unless it is an evaluation."""
+
+    def noting(calls, kind, fails_at=None):
+        def note(event):
+            calls.append((kind, event.step, event.history.last.get("step")))
+            return fail() if event.step == fails_at else None
+
+        return note
+
+    usual = {"eval_fn": lambda *args: {"loss": linear_loss(*args)}, "epochs": 3}
+    later = [("every", 10, 10), ("end", 10, 10), ("every", 15, 15), ("end", 15, 15)]
+    for name, eval_data, fails_at, left in (
+        ("evaluation", failing_evaluation(2)["eval_data"], None, later),
+        ("callback", lambda epoch: [data()], 10, later[1:]),
+    ):
+        calls = []
+        usual |= {"checkpoints": tmp_path / name, "checkpoint_every": 5}
+        failing = {"every": {5: noting(calls, "every", fails_at)}, "eval_data": eval_data}
+        with pytest.raises(ZeroDivisionError):
+            linear_fit(on_epoch_end=noting(calls, "end"), **failing, **usual)
+        assert calls[:2] == [("every", 5, 5), ("end", 5, 5)]
+        calls.clear()
+        working = {"every": {5: noting(calls, "every")}, "eval_data": lambda epoch: [data()]}
+        linear_fit(on_epoch_end=noting(calls, "end"), resume=True, **working, **usual)
+        assert calls == left
+
+
+def test_a_checkpoint_has_no_row_of_a_part_of_an_epoch(tmp_path):
+    """Which `steps` ended: the result has it, a run that goes on has the epoch's row alone."""
+    for steps in (7, 7, 9):
+        part = linear_fit(steps=steps, checkpoints=tmp_path, resume=True)
+        assert rows_of(part)["step"] == [5, steps]
+    assert rows_of(linear_fit(epochs=2, checkpoints=tmp_path, resume=True))["step"] == [5, 10]
+
+
 def test_an_error_leaves_what_was_trained_in_a_model_of_nnx(tmp_path):
     """The loss function fails where it is traced again, for a batch of another size."""
 

@@ -1,11 +1,10 @@
-"""Combine the contributions of all replicas into one step of the center, in one collective."""
+"""The replicas: which axes they are spread over, their weights, and sums and rows of what they hold."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from optperm.core import checks
-from optperm.core.control import both
 from optperm.core.dtypes import accumulation_dtype, all_finite
 from optperm.core.mapped_axes import (
     AxisName,
@@ -24,7 +22,6 @@ from optperm.core.mapped_axes import (
     varying_axes,
 )
 
-Combine = Literal["mean", "sum", "sequential"]
 # (center, state of its optimizer)
 Center = tuple[optax.Params, Any]
 # (center, gradient, whether there is one) -> center
@@ -75,6 +72,11 @@ class Replicas:
         """Return a contribution in the dtypes of the center, and whether it is finite there."""
         gradient = optax.tree.cast_like(n, center)
         return gradient, self.are_finite(gradient)
+
+    def sum(self, tree: Any) -> Any:
+        """Return the sum of a tree over the replicas, in one collective for each dtype."""
+        # Shards of a replica stay where they are.
+        return tree if self.axis_name is None else psum(tree, self.axis_name)
 
     def make_center(self, params: optax.Params) -> optax.Params:
         """Return one center for all replicas: their params where they agree, else the mean.
@@ -150,55 +152,7 @@ def divide(total: Any, weights: jax.Array) -> Any:
     return jax.tree.map(lambda x: x / over.astype(x.dtype), total)
 
 
-# (center, contribution, step, replicas, weight) -> center, whether this replica took part
-Rule = Callable[[Center, optax.Updates, CenterStep, Replicas, Any], tuple[Center, jax.Array]]
-
-
-def _step_by_sum(
-    at: Center,
-    n: optax.Updates,
-    step: CenterStep,
-    replicas: Replicas,
-    weight: Any,
-    *,
-    is_mean: bool,
-) -> tuple[Center, jax.Array]:
-    """Make one step by sum w n, or sum w n / sum w, in one all-reduce."""
-    # A replica whose n is not finite, or overflows in the dtype of the center, weighs nothing.
-    _, is_finite = replicas.cast_gradient(n, at[0])
-    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
-    total, weights = scale(n, w), w
-    if replicas.axis_name is not None:
-        # Tree and weight in one call are one collective for each dtype, and shards stay where they are.
-        total, weights = psum((total, weights), replicas.axis_name)
-    # Finite numbers may overflow in their sum.
-    n = divide(total, weights) if is_mean else total
-    gradient, is_valid = replicas.cast_gradient(n, at[0])
-    has_any = weights > 0
-    return step(at, gradient, is_valid & has_any), takes_part & (is_valid | ~has_any)
-
-
-def _step_in_turn(
-    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any
-) -> tuple[Center, jax.Array]:
-    """Make a step by w n of each replica in turn, after one all-gather."""
-    _, is_finite = replicas.cast_gradient(n, at[0])
-    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
-    given = optax.tree.cast_like(scale(n, w), at[0]), w
-
-    def take_turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
-        # A weight is finite. Unless it sorts, XLA takes the loop for a small one.
-        return step(at, row[0], both(row[1] > 0, jnp.isfinite(row[1]))), None
-
-    if replicas.axis_name is None:
-        return take_turn(at, given)[0], takes_part
-    # Every replica makes the same steps in the same order, so the centers stay the same without another
-    # collective.
-    rows = _gather_trees(given, replicas.axis_name)
-    return jax.lax.scan(take_turn, at, rows)[0], takes_part
-
-
-def _gather_trees(tree: Any, axis_name: AxisName) -> Any:
+def gather_trees(tree: Any, axis_name: AxisName) -> Any:
     """Return the trees of all replicas along a leading axis, in one collective."""
     if set(jax.sharding.get_abstract_mesh().axis_names).issubset(axis_names(axis_name)):
         packed, unpack = ravel_pytree(tree)
@@ -228,10 +182,3 @@ def _sum_rows(tree: Any, axis_name: AxisName) -> Any:
         return jnp.where(mine, leaf[None], jnp.zeros_like(leaf)[None])
 
     return psum(jax.tree.map(make_row, tree), axis_name)
-
-
-RULES: dict[Combine, Rule] = {
-    "mean": functools.partial(_step_by_sum, is_mean=True),
-    "sum": functools.partial(_step_by_sum, is_mean=False),
-    "sequential": _step_in_turn,
-}
