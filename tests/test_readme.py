@@ -1,4 +1,4 @@
-"""What README says is what the kept results say, and what a release needs agrees."""
+"""README says what the kept results say, the reference lists every name, and a release agrees."""
 
 import json
 import pathlib
@@ -6,6 +6,9 @@ import re
 import tomllib
 
 import pytest
+from support import PUBLIC
+
+import optperm.training
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -104,3 +107,9 @@ def test_release_files_name_one_version_date_and_address():
     assert fields["date-released"] == date
     assert fields["repository-code"] == project["urls"]["Repository"]
     assert all(url.startswith(fields["repository-code"]) for url in project["urls"].values())
+
+
+def test_reference_index_lists_every_public_name():
+    text = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    names = {*PUBLIC, *(name for name in dir(optperm.training) if name[0] != "_")}
+    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
