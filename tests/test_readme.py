@@ -1,0 +1,115 @@
+"""README says what the kept results say, the reference lists every name, and a release agrees."""
+
+import json
+import pathlib
+import re
+import tomllib
+
+import pytest
+from support import PUBLIC
+
+import optperm.training
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def cell(result, row, column, table=0):
+    """A cell of a kept result, without the marks of code."""
+    path = ROOT / "benchmarks" / "results" / f"{result}.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["tables"][table]
+    (line,) = (each for each in found["rows"] if each[0].replace("`", "") == row)
+    return line[found["columns"].index(column)]
+
+
+def first_number(text):
+    return float(re.match(r"[\d,]*\.?\d+", text)[0].replace(",", ""))
+
+
+# The figures in the order of README, and the cells that they round.
+FIGURES = [
+    ("0.71 words", "memory_text", "random, carried, residual", "words a param", 1),
+    ("(AdamW 2.00)", "memory_text", "AdamW", "words a param", 1),
+    ("2.22 nats per byte", "memory_text", "random, carried, residual", "nats", 1),
+    ("(AdamW 2.31)", "memory_text", "AdamW", "nats", 1),
+    ("0.25 words", "memory_text", "low rank, 8 bits", "words a param", 1),
+    ("2.23 nats", "memory_text", "low rank, 8 bits", "nats", 1),
+    ("1.12 times", "low_rank_step", "low_rank, random", "ratio with a gradient of 512 tokens", 0),
+    ("2.07 nats per byte", "byte_transformer_text", "diloco", "nats a byte", 0),
+    ("with 2.09", "byte_transformer_text", "diloco, 4 bits", "nats a byte", 0),
+    ("reach 1.80", "byte_transformer_text", "in step", "nats a byte", 0),
+    ("of 0.051", "uncertainty_mnist", "Adam, temperature", "NLL", 0),
+    ("0.059 and", "uncertainty_mnist", "IVON, 8 draws", "NLL", 0),
+    ("0.054 (", "uncertainty_mnist", "SWAG, 8 draws", "NLL", 0),
+    ("(Adam 0.066)", "uncertainty_mnist", "Adam", "NLL", 0),
+    ("has 0.046", "uncertainty_mnist", "Ensemble of 5", "NLL", 0),
+    ("0.971 and", "sparse_mnist_tuned", "gradual movement, ERK", "98%", 0),
+    ("0.956 with", "sparse_mnist_tuned", "RigL, ERK", "98%", 0),
+    ("has 0.983", "sparse_mnist_tuned", "dense", "0%", 0),
+    ("0.967 and", "permutation_mnist", "SGPerm", "test accuracy", 0),
+    ("0.963 with", "permutation_mnist", "LaPerm", "test accuracy", 0),
+    ("(Adam 0.972)", "permutation_mnist", "Adam", "test accuracy", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "result", "row", "column", "table"), FIGURES)
+def test_readme_figure_equals_its_kept_cell(text, result, row, column, table):
+    """Each rounds its cell to the last digit that README shows."""
+    assert text in README
+    shown = re.search(r"\d+\.(\d+)", text)
+    error = abs(float(shown[0]) - first_number(cell(result, row, column, table)))
+    assert error <= 0.5001 * 10.0 ** -len(shown[1])
+
+
+def test_readme_ratios_follow_from_kept_cells():
+    """Traffic and steps are ratios of two cells; seconds stand behind the passes."""
+    sent = [
+        first_number(cell("byte_transformer_text", row, "bytes a step"))
+        for row in ("in step", "diloco", "diloco, 4 bits")
+    ]
+    assert round(sent[0] / sent[1]) == 10
+    assert "A tenth of the traffic" in README
+    assert f"or 1/{sent[0] / sent[2]:.0f} with" in README
+    steps = [first_number(cell("compare", row, "ms a step")) for row in ("sgperm", "sgd")]
+    assert f"{steps[0] / steps[1]:.1f} times as long as SGD's" in README
+    methods = ("katyusha, batches of 16, rate 0.193, seed 0", "optax.lbfgs")
+    seconds = [
+        float(re.search(r"([\d.]+) s", cell("svrg_convex_60000_n", row, "to 1e-06"))[1])
+        for row in methods
+    ]
+    assert f"in {seconds[0]:.0f} s (`optax.lbfgs` {seconds[1]:.0f} s)" in README
+
+
+def test_readme_posteriors_are_those_of_the_table():
+    """Ten of twelve have deviations within 7 %, and the report warns of the two others."""
+    path = ROOT / "benchmarks" / "results" / "posterior_defaults.json"
+    table = json.loads(path.read_text(encoding="utf-8"))["tables"][1]
+    at = [table["columns"].index(name) for name in ("sd", "warnings")]
+    rows = [(re.findall(r"[\d.]+", row[at[0]]), row[at[1]]) for row in table["rows"]]
+    near = [all(abs(float(ratio) - 1) < 0.0701 for ratio in ratios) for ratios, _ in rows]
+    assert (sum(near), len(near)) == (10, 12)
+    assert [warning == "nothing" for _, warning in rows] == near
+    assert "within 7 % of the exact ones on ten of twelve posteriors" in README
+
+
+def test_readme_is_at_most_120_lines():
+    assert len(README.splitlines()) <= 120
+
+
+def test_release_files_name_one_version_date_and_address():
+    """CITATION.cff and the changelog follow pyproject.toml, whose setting is the only address."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    fields = dict(re.findall(r"^([\w-]+): (.+)$", citation, re.MULTILINE))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    (version, date), *_ = re.findall(r"^## (\S+) \((\S+)\)$", changelog, re.MULTILINE)
+    assert fields["version"] == version == project["version"]
+    assert fields["date-released"] == date
+    assert fields["repository-code"] == project["urls"]["Repository"]
+    assert all(url.startswith(fields["repository-code"]) for url in project["urls"].values())
+
+
+def test_reference_index_lists_every_public_name():
+    text = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    names = {*PUBLIC, *(name for name in dir(optperm.training) if name[0] != "_")}
+    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
