@@ -27,6 +27,7 @@ from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, three_point_like
 from optperm.core.schedules import resolve_schedule
+from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class ConstantSgdState(NamedTuple):
     limit: Float32[Array, ""]
     kernel: NoiseKernel
     window: Any  # Window, or ()
+
+    def for_loop(self) -> ForLoop:
+        """Return that examples have to be drawn."""
+        return ForLoop(draws_examples=True)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """Return H g with the steps of the last update.

@@ -26,6 +26,7 @@ from optperm.core.keys import key_data
 from optperm.core.noise import fold, normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
+from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class SgldState(NamedTuple):
     gain: Float32[Array, ""]
     left_out: Int32[Array, ""]
 
+    def for_loop(self) -> ForLoop:
+        """Return that examples have to be drawn."""
+        return ForLoop(draws_examples=True)
+
 
 class SghmcState(NamedTuple):
     r"""State of `sghmc`.
@@ -71,6 +76,10 @@ class SghmcState(NamedTuple):
     reach: Float32[Array, ""]
     gain: Float32[Array, ""]
     left_out: Int32[Array, ""]
+
+    def for_loop(self) -> ForLoop:
+        """Return that examples have to be drawn."""
+        return ForLoop(draws_examples=True)
 
 
 def sgld(

@@ -35,6 +35,7 @@ from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
+from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class MandtSgdState(NamedTuple):
     sizes: PyTree[Float[Array, "..."]]
     stability: Float32[Array, ""]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
+
+    def for_loop(self) -> ForLoop:
+        """Return that examples have to be drawn."""
+        return ForLoop(draws_examples=True)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """Return H g with the steps of the last update.

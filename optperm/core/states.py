@@ -1,6 +1,6 @@
 """Find and replace the state of a method inside any composition of Optax states."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -54,6 +54,31 @@ class WarningState(Protocol):
         Raises:
           ValueError: If training must not continue.
         """
+        ...
+
+
+class ForLoop(NamedTuple):
+    """What a method asks of the loop that trains with it.
+
+    Attributes:
+      metrics: Scalars of the last step by name, for the history of the loop.
+      judge: A function of the columns of that history, by name, that returns sentences on what is wrong
+        with all steps so far; None for no judgement.
+      draws_examples: Whether each example of a batch has to be drawn from all examples, since batches of
+        one shuffle are not independent.
+    """
+
+    metrics: Mapping[str, jax.Array] = {}
+    judge: Callable[[Mapping[str, np.ndarray]], list[str]] | None = None
+    draws_examples: bool = False
+
+
+@runtime_checkable
+class LoopState(Protocol):
+    """A state of a method that asks something of the loop that trains with it."""
+
+    def for_loop(self) -> ForLoop:
+        """Return what the method asks; also where the state is traced."""
         ...
 
 

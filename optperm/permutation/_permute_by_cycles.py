@@ -23,10 +23,12 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.schedules import resolve_schedule
+from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like, unstack
 from optperm.exact import Exact
 from optperm.permutation import _cycles as cycles
+from optperm.permutation._standstill import judge_movement
 from optperm.permutation._weight_vectors import (
     OutputAxes,
     init_ranks,
@@ -66,6 +68,10 @@ class PermuteByCyclesState(NamedTuple):
         """Return the exact weights; scalars, which are not permuted, are not placed either."""
         where = jax.tree.map(lambda w: True if w.ndim else optax.MaskedNode(), self.weights)
         return [Exact(mask_like(self.weights, where), where, is_target=True)]
+
+    def for_loop(self) -> ForLoop:
+        """Return the fraction that the last step moved, and what judges the fractions of all steps."""
+        return ForLoop({"fraction_moved": self.fraction_moved}, judge_movement)
 
     def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
         """Return this state with the weights and mismatches of another state.

@@ -1,6 +1,6 @@
 """The warning of a loop that SGPerm's weights stand still."""
 
-import warnings
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -8,24 +8,19 @@ import numpy as np
 _WINDOW, _FIRST, _STILL = 50, 5, 0.1
 
 
-def warn_if_still(fraction_moved: np.ndarray, *, stacklevel: int) -> bool:
-    """Warn if weights hardly move any more, given the fraction moved in each step; return whether."""
-    if len(fraction_moved) >= _FIRST and not np.any(fraction_moved):
-        says = f"No weight has moved in {len(fraction_moved)} steps: take a larger aggressiveness."
-        advice = "Weights of a few values need sgperm(aggressiveness=1.0)."
-        warnings.warn(f"{says} {advice}", stacklevel=stacklevel)
-        return True
-    if len(fraction_moved) < 2 * _WINDOW:
-        return False
-    first, last = np.mean(fraction_moved[:_FIRST]), np.mean(fraction_moved[-_WINDOW:])
+def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
+    """Return a sentence if weights hardly move any more, from the fraction moved in each step."""
+    moved = columns["fraction_moved"]
+    if len(moved) >= _FIRST and not np.any(moved):
+        says = f"No weight has moved in {len(moved)} steps: take a larger aggressiveness."
+        return [f"{says} Weights of a few values need sgperm(aggressiveness=1.0)."]
+    if len(moved) < 2 * _WINDOW:
+        return []
+    first, last = np.mean(moved[:_FIRST]), np.mean(moved[-_WINDOW:])
     if not last <= _STILL * first:
-        return False
-    says = (
-        f"After step {len(fraction_moved)} the weights hardly trade places: {last:.1%} of them per "
-        f"step, {first:.1%} at first."
-    )
-    advice = (
-        "Pass sgperm num_steps, all steps of the run, or an aggressiveness that falls more slowly."
-    )
-    warnings.warn(f"{says} {advice}", stacklevel=stacklevel)
-    return True
+        return []
+    return [
+        f"After step {len(moved)} the weights hardly trade places: {last:.1%} of them per step, "
+        f"{first:.1%} at first. Pass sgperm num_steps, all steps of the run, or an aggressiveness that "
+        "falls more slowly."
+    ]

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes._report import SAMPLERS
 from optperm.core import checks
 from optperm.core.dtypes import as_arrays
 from optperm.core.keys import as_key, key_data
-from optperm.core.states import find_states
+from optperm.core.states import LoopState, find_states
 from optperm.training import _processes as processes
 from optperm.training._layout import Layout
 from optperm.training._terminal import Interrupt, wait_for
@@ -164,7 +163,8 @@ def make_feed(
     """Return the batches of `train_data`, for calls of at most so many steps on a carry."""
     if not is_arrays("train_data", data):
         return StreamFeed(data, batch_size, layout)
-    replace = bool(find_states(carry.opt_state, SAMPLERS))
+    found = find_states(carry.opt_state, LoopState)
+    replace = any(state.for_loop().draws_examples for state in found)
     return ArrayFeed(data, batch_size, key, layout, most, replace)
 
 

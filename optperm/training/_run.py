@@ -14,8 +14,7 @@ from flax import nnx
 
 from optperm.core import checks
 from optperm.core.current import jit_current
-from optperm.core.states import find_warnings
-from optperm.permutation._standstill import warn_if_still
+from optperm.core.states import LoopState, find_states, find_warnings
 from optperm.training import _callbacks as callbacks
 from optperm.training import _commits as commits
 from optperm.training import _processes as processes
@@ -91,7 +90,7 @@ class Run:
     """One call of `fit`: what it was given, and what changes between its steps."""
 
     show: Callable[[int], None] | None = None  # shows the progress
-    is_still = False
+    is_warned = False
     commit: Callable[..., Any] | None = None
 
     def __init__(self, given: Setup) -> None:
@@ -191,9 +190,7 @@ class Run:
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
     def _start_epoch(self) -> None:
-        if not self.is_still and "fraction_moved" in self.history.means(1):
-            moved = self.history.steps["fraction_moved"]
-            self.is_still = warn_if_still(moved, stacklevel=5)  # where fit is called
+        self._judge_steps()
         change, carry, layout = self.given.epoch_start, self.carry, self.layout
         if change is not None and takes_epoch(change):  # else `epoch_start` is the change itself
             change = change(self.at.epoch)
@@ -211,6 +208,16 @@ class Run:
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
         # Copied, as the new state may share memory with the params, and both are donated.
         self.carry = programs.copy_arrays(carry.replace(opt_state=opt_state))
+
+    def _judge_steps(self) -> None:
+        """Warn if a method finds something wrong with its steps, until the first warning."""
+        if self.is_warned or not self.history.num_steps:
+            return
+        for state in find_states(self.carry.opt_state, LoopState):
+            judge = state.for_loop().judge
+            for text in judge(self.history.steps) if judge is not None else ():
+                self.is_warned = True
+                warnings.warn(text, stacklevel=5)  # where fit is called
 
     def _record(self, fed: Fed) -> None:
         """Record some steps, and find what is due after them."""

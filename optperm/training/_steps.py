@@ -18,10 +18,9 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
-from optperm.core.states import DRAW_STREAM, draw_params, find_states
+from optperm.core.states import DRAW_STREAM, LoopState, draw_params, find_states
 from optperm.evaluation import Evaluation, evaluate
 from optperm.exact import CommittingState
-from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 from optperm.training import _data as datas
 from optperm.training._layout import Layout, average_varying
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
@@ -228,8 +227,8 @@ def _step(
     for each in find_states(new.opt_state, _INJECTED):
         if "learning_rate" in each.hyperparams:
             metrics["learning_rate"] = jnp.asarray(each.hyperparams["learning_rate"], jnp.float32)
-    for each in find_states(new.opt_state, PermuteByCyclesState):
-        metrics["fraction_moved"] = each.fraction_moved
+    for method in find_states(new.opt_state, LoopState):
+        metrics |= {name: x.astype(jnp.float32) for name, x in method.for_loop().metrics.items()}
     if e.aux.aux is not None:
         aux = convert_metrics("aux of loss_fn", e.aux.aux)
         if taken := [name for name in aux if name in _RESERVED or name.startswith("eval_")]:
