@@ -18,9 +18,9 @@ from playwright.sync_api import Browser, sync_playwright
 
 WIDTHS = {"phone": 390, "desktop": 1400}
 _FACTS = """() => {
-  const isWide = box => box && box.clientWidth > 0 && box.scrollWidth > box.clientWidth + 1;
-  const wide = (selector, around) => [...document.querySelectorAll(selector)]
-    .filter(each => isWide(around(each))).map(each => each.innerText.slice(0, 60));
+  const width = each => Math.max(each.offsetWidth, each.scrollWidth);
+  const wide = (selector, box) => [...document.querySelectorAll(selector)]
+    .filter(each => width(each) > box(each).clientWidth + 1).map(each => each.innerText.slice(0, 60));
   for (const folded of document.querySelectorAll("details")) folded.open = true;
   return {
     tables: wide("article table", each => each.parentElement),
