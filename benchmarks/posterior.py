@@ -21,6 +21,10 @@ own SGLD start at the mode. "Laplace" is the Gaussian at the mode.
 
     python benchmarks/posterior.py [--problems digits ...] [--batch-sizes 8 32] [--json FILE]
 
+With `--defaults` constant SGD runs alone, on twelve problems with the full preconditioner, and with
+`--forms diagonal scalar` on four problems with correlated noise. With `--keys 20` the last layer is
+sampled by as many calls of `optperm.bayes.sample`, and the script prints how many of them warn.
+
 With `--mlp` the model is a network, 64-32-10 on the digits, whose posterior is unknown. The script
 prints the negative log-likelihood, calibration error and error rate on a test split, for the last
 iterates of SGD and Adam, stochastic weight averaging, an ensemble of five, and every sampler, over five
@@ -32,12 +36,14 @@ mean over seeds. The full preconditioner, a matrix of 2,410 x 2,410 for each cha
 
 import argparse
 import functools
+import itertools
 import pathlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +51,7 @@ import optax
 import results
 import scipy.optimize
 import scoring
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, make_moons
 
 import optperm
 
@@ -276,6 +282,34 @@ def raw_cancer() -> Problem:
     return general("raw cancer", (x, 2 * y - 1), 31, log_likelihood, standard_normal)
 
 
+def last_layer() -> Problem:
+    """Two moons in the 16 hidden units of a trained network, prior N(0, 1): the guide's last layer."""
+    x, y = make_moons(500, noise=0.25, random_state=0)
+    x, y = jnp.float32(x), jnp.int32(y)
+    model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(1)])
+
+    def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits[:, 0], y))
+
+    params, tx = model.init(jax.random.key(0), x), optax.adam(0.01)
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        params, opt_state = carry
+        grads = jax.grad(lambda params: cross_entropy(model.apply(params, x), y))(params)
+        updates, opt_state = tx.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=300)
+    inputs = nn.Sequential(model.layers[:-1]).apply(params, x)
+    inputs = jnp.concatenate([inputs, jnp.ones((len(x), 1))], axis=1)
+
+    def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
+        loss = cross_entropy(batch["x"] @ w[:, None], batch["y"])
+        return loss + optperm.bayes.normal_prior(w, 1.0, len(x))
+
+    return Problem("last layer", {"x": inputs, "y": y}, loss_fn, inputs.shape[1], len(x))
+
+
 PROBLEMS = {
     "cancer31": lambda: cancer(30),
     "cancer9": lambda: cancer(8),
@@ -291,7 +325,9 @@ PROBLEMS = {
     "raw cancer": raw_cancer,
     "scales": scales,
     "digits": digits,
+    "last layer": last_layer,
 }
+CORRELATED = ("cancer9", "collinear", "last layer", "hierarchical")
 EXACT = ("diabetes", "quadratic", "raw diabetes", "collinear", "year", "scales")
 
 
@@ -644,11 +680,11 @@ class Verdict(NamedTuple):
 
 
 def by_defaults(
-    problem: Problem, batch_size: int, seeds: int, steps: int
+    problem: Problem, batch_size: int, form: str, seeds: int, steps: int
 ) -> tuple[list[Verdict], float]:
     """A verdict for the chains of each seed, which run side by side, and the processor's seconds."""
     begin = time.process_time()
-    tx = filled(problem, batch_size, "full", steps)
+    tx = filled(problem, batch_size, form, steps)
     samples = samples_of(problem, tx, batch_size, 0, steps, chains=CHAINS * seeds)
     jax.block_until_ready(samples)
     seconds, verdicts = time.process_time() - begin, []
@@ -707,11 +743,12 @@ def defaults_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints and returns what constant SGD comes to with nothing chosen, beside NUTS."""
     rows = []
     for name in arguments.problems:
-        for batch_size in arguments.batch_sizes:
-            if RESULTS.has(f"Constant SGD, batches of {batch_size}", problem=name):
+        for form, batch_size in itertools.product(arguments.forms, arguments.batch_sizes):
+            if RESULTS.has(_defaults_title(form, batch_size), problem=name):
                 continue
-            verdicts = defaults_row(name, batch_size, arguments.seeds, arguments.steps)
-            rows.append({"problem": name, "batch_size": batch_size, "verdicts": verdicts})
+            verdicts = defaults_row(name, batch_size, form, arguments.seeds, arguments.steps)
+            row = {"problem": name, "batch_size": batch_size, "form": form}
+            rows.append(row | {"verdicts": verdicts})
             RESULTS.write(arguments.json)
         if arguments.nuts and not RESULTS.has("NUTS", problem=name):
             nuts_row(name)
@@ -719,10 +756,15 @@ def defaults_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def defaults_row(name: str, batch_size: int, seeds: int, steps: int) -> list[Verdict]:
+def _defaults_title(form: str, batch_size: int) -> str:
+    of_form = "" if form == "full" else f"{form}, "
+    return f"Constant SGD, {of_form}batches of {batch_size}"
+
+
+def defaults_row(name: str, batch_size: int, form: str, seeds: int, steps: int) -> list[Verdict]:
     """Prints and keeps what constant SGD comes to on a problem, and returns each seed's verdict."""
     problem = PROBLEMS[name]()
-    verdicts, seconds = by_defaults(problem, batch_size, seeds, steps)
+    verdicts, seconds = by_defaults(problem, batch_size, form, seeds, steps)
     right = [verdict.is_right for verdict in verdicts]
     warned = [text for verdict in verdicts for text in verdict.warnings]
     few = all("R-hat" in text or "draw more" in text for text in warned)
@@ -730,14 +772,32 @@ def defaults_row(name: str, batch_size: int, seeds: int, steps: int) -> list[Ver
         "seconds": f"{seconds / seeds:.0f}",
         "right": f"{sum(right)} of {seeds}",
         "warnings": "nothing" if not warned else "ask for more draws" if few else "others",
-        f"ESS of {ISOTROPIC}": ESS_BEFORE.get((name, batch_size), ""),
     }
+    if form == "full":
+        cells[f"ESS of {ISOTROPIC}"] = ESS_BEFORE.get((name, batch_size), "")
     says = sorted({_sentence(text) for verdict in verdicts for text in verdict.warnings})
-    print(f"{name:12} S {batch_size:3} {cells} {says}", flush=True)
+    print(f"{name:12} S {batch_size:3} {form} {cells} {says}", flush=True)
     for verdict in verdicts:
         print(f"    {verdict.found}", flush=True)
-    RESULTS.row(f"Constant SGD, batches of {batch_size}", **_of_problem(problem), **cells)
+    RESULTS.row(_defaults_title(form, batch_size), **_of_problem(problem), **cells)
     return verdicts
+
+
+def keys_table(num_keys: int) -> list[dict[str, Any]]:
+    """Prints and returns what `optperm.bayes.sample` says of the last layer, for so many keys."""
+    problem, rows = PROBLEMS["last layer"](), []
+    for key in range(num_keys):
+        start = jnp.zeros(problem.size)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            samples = optperm.bayes.sample(problem.loss_fn, problem.data, start, key, num_draws=100)
+        least, _, most = compared(np.asarray(samples.params), problem.name, 0.0).ratios
+        says = "; ".join(_sentence(w.message) for w in caught) or "nothing"
+        cells = {"key": key, "sd": f"{least:.2f} to {most:.2f}", "warnings": says}
+        print(cells, flush=True)
+        RESULTS.row("Calls of sample for the last layer, 4 chains of 100 draws", **cells)
+        rows.append(cells)
+    return rows
 
 
 def nuts_row(name: str) -> None:
@@ -1009,6 +1069,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--seeds", type=int, help="3, or 5 with --mlp")
     parser.add_argument("--steps", type=int, help=f"{STEPS}, or {MLP_STEPS} with --mlp")
     parser.add_argument("--defaults", action="store_true", help="constant SGD alone, on twelve")
+    parser.add_argument(
+        "--forms", nargs="+", choices=("full", "diagonal", "scalar"), default=["full"],
+        help="with --defaults, the preconditioners",
+    )  # fmt: skip
+    parser.add_argument("--keys", type=int, help="of so many calls for the last layer, which warn")
     parser.add_argument("--nuts", action="store_true", help="NUTS as well, with --defaults")
     parser.add_argument(
         "--resume", action="store_true", help="with --defaults, without what --json has already"
@@ -1026,13 +1091,20 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         rows = mlp_table(arguments)
         RESULTS.write(arguments.json)
         return rows
+    if arguments.keys:
+        rows = keys_table(arguments.keys)
+        RESULTS.write(arguments.json)
+        return rows
     if arguments.make_reference:
         make_reference(arguments.problems)
         return []
     arguments.batch_sizes = arguments.batch_sizes or (
         [8, 32] if arguments.defaults else [1, 8, 32, 128]
     )
-    arguments.problems = arguments.problems or list(PROBLEMS)[: 12 if arguments.defaults else 4]
+    twelve = list(PROBLEMS)[:12] if "full" in arguments.forms else CORRELATED
+    arguments.problems = arguments.problems or (
+        twelve if arguments.defaults else list(PROBLEMS)[:4]
+    )
     if arguments.resume:
         RESULTS.resume(arguments.json)
     with warnings.catch_warnings():

@@ -1,5 +1,6 @@
 // Each cell knows the head of its column, for phones, where the rows of a table are cards.
 for (const table of document.querySelectorAll("table.docutils")) {
+  table.classList.add("cards");
   const heads = [...table.querySelectorAll("thead th")].map((head) => head.textContent.trim());
   for (const row of table.querySelectorAll("tbody tr"))
     [...row.cells].forEach((cell, index) => heads[index] && (cell.dataset.head = heads[index]));

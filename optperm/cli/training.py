@@ -212,7 +212,8 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     data, reporter = datasets.load(run.data, run.valid_fraction), report.Reporter(run)
     training = Training(method, hyperparameters, run, data)
     name, a_epoch = f"{method.name}-{run.model}-{data.name}-s{run.seed}", training.steps_per_epoch
-    folder, step = run_folder.prepare(run, name, _identity(training, run))
+    identity = _identity(training, run) if run.keeps else {}
+    folder, step = run_folder.prepare(run, name, identity)
     reporter.say(data.about)
     options: dict[str, Any] = {"progress": reporter.has_bar}
     if run.keeps:

@@ -210,7 +210,7 @@ class ArrayFeed:
         first, last = at.offset, min(at.offset + limit, self.steps_per_epoch)
         shared = self._examples, np.int32(first), np.int32(last)
         with self._layout.context():
-            carry, columns = steps[0](carry, shared, self._order)
+            carry, columns = steps.many(carry, shared, self._order)
         self._calls.append((columns, last - first))
         before, self._began = self._began, time.perf_counter()
         # Short calls are queued, so that the devices never idle between them. A long call is waited for:
@@ -286,7 +286,7 @@ class StreamFeed:
                         checks.check_arrays("A batch of train_data", batch)
                     self._layout.check_shares("A batch of train_data", batch)
                     self._last = batch = self._layout.put_batch(batch, local=True)
-                    carry, row = steps[1](carry, (), batch)
+                    carry, row = steps.one(carry, (), batch)
                 except Exception as error:  # of the loader or of the loss function
                     if not rows:
                         raise

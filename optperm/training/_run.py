@@ -70,37 +70,21 @@ class FitResult:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a run is made of, by `fit`.
+    """What `fit` makes of its arguments for a run."""
 
-    Attributes:
-      source: The `TrainState` or the `flax.nnx` model that was passed.
-      optimizer: The optimizer of the model; None for a `TrainState`.
-      model: The model with its loss function.
-      carry: The state with which the first step begins, placed on the devices. The run donates it.
-      layout: The placement of the arrays.
-      feed: The batches.
-      key: The key of shuffles and draws.
-      schedule: When something is due.
-      evaluate: The evaluation, if any.
-      epoch_start: As in `fit`.
-      keep_best: The column of the history that chooses the best state, and its mode.
-      checkpoints: The checkpoints, if any are kept.
-      facts: What identifies the run, by name.
-    """
-
-    source: Any
+    source: Any  # the `TrainState` or the `flax.nnx` model that was passed
     optimizer: Any
     model: Model
-    carry: TrainState
+    carry: TrainState  # with which the first step begins; the run donates it
     layout: Layout
     feed: ArrayFeed | StreamFeed
     key: int | jax.Array
     schedule: Schedule
     evaluate: programs.Evaluator | None
     epoch_start: Callable[..., Any] | None
-    keep_best: tuple[str, str] | None
+    keep_best: tuple[str, str] | None  # a column of the history, and its mode
     checkpoints: Checkpoints | None
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # what identifies the run, by name
 
 
 class Run:
@@ -159,7 +143,7 @@ class Run:
     def train(self, interrupt: Interrupt) -> Ended:
         """Train until the schedule is over, or something ends the run before."""
         given, schedule, checkpoints = self.given, self.given.schedule, self.given.checkpoints
-        self._since, code = time.perf_counter(), 0
+        self._since = time.perf_counter()
         error: BaseException | None = None
         if self.monitored:
             state = commits.merge_replicas(self.carry, self.layout)
@@ -169,11 +153,11 @@ class Run:
         compiled = programs.compile_steps(
             given.model, self.layout, self.carry, given.feed.rows, given.key
         )
-        while not schedule.is_over(self.at):
+        while True:
             # All processes leave the loop at the same step, by the largest code.
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
-            if code:
+            if code or schedule.is_over(self.at):
                 break
             try:
                 if not self.at.offset:
@@ -184,7 +168,9 @@ class Run:
                 stop, error = self._do_what_is_due(), fed.error
             except (Exception, SystemExit) as raised:
                 error = raised
-        if not code and error is None and self.at.offset and not self._has_row:
+        if code != _FAILED and schedule.is_over(self.at):
+            code = 0  # a stop or a signal in the last step changes nothing
+        if not code and self.at.offset and not self._has_row:
             # `steps` ends within an epoch. Of this part the result has a row, and the checkpoint has
             # none: when training resumes, the epoch has a row once it is over.
             try:
@@ -234,9 +220,7 @@ class Run:
         self.due = self.given.schedule.find_due(
             self.at, is_end=fed.is_over, has_row=self._has_row, has_stepped=fed.steps > 0
         )
-        if (
-            fed.is_over
-        ):  # the seconds of an epoch include its last steps, which may still be running
+        if fed.is_over:  # its seconds include the last steps, which may still be running
             jax.block_until_ready(fed.columns)
         self.history.add_steps(fed.columns, fed.steps)
         if self.given.feed.steps_per_epoch is not None:  # each step has the same columns

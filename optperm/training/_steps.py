@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,15 +97,23 @@ def place_state(state: TrainState, layout: Layout) -> TrainState:
         return jax.jit(layout.map_replicas(init, 0))(here, (), ())[0]
 
 
+class Steps(NamedTuple):
+    """Compiled steps, which return the next carry and metrics.
+
+    Attributes:
+      many: `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the
+        examples that `order` names.
+      one: `one(carry, (), batch)` takes one step, whose metrics `layout.average_rows` averages.
+    """
+
+    many: Callable[..., Any]
+    one: Callable[..., Any]
+
+
 def compile_steps(
     model: Model, layout: Layout, carry: TrainState, rows: int, key: int | jax.Array = 0
-) -> tuple[Any, Any]:
-    """Return the compiled steps for carries with the placement of this one.
-
-    `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the examples
-    that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics,
-    of `one` to be averaged by `layout.average_rows`.
-    """
+) -> Steps:
+    """Return the compiled steps for carries with the placement of this one."""
 
     @functools.partial(jax.jit, inline=True)  # traced once, used twice
     def step(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
@@ -135,7 +143,10 @@ def compile_steps(
 
     # A step by itself does not average its metrics: replicas would wait for each other in each step.
     single = layout.map_replicas(one, 0, stacked=True)
-    return _compile(layout.map_replicas(many, 1), layout, carry), _compile(single, layout, carry)
+    return Steps(
+        many=_compile(layout.map_replicas(many, 1), layout, carry),
+        one=_compile(single, layout, carry),
+    )
 
 
 def _trace_step(
