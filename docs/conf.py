@@ -39,6 +39,7 @@ html_theme = "furo"
 html_title = f"optperm {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("tables.js", {"defer": "defer"})]
 html_show_copyright = False
 html_show_sphinx = False
 smartquotes_action = "D"  # Dashes, not quotes: a string in those is one that is to be passed.

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from docutils import nodes
@@ -32,10 +33,29 @@ def cell(name: str, row: str, column: str, table: int = 0) -> str:
     return plain(line[columns.index(plain(column))])
 
 
+_GRIDS = ("grid", "validation of the grid")
+
+
+def _table(table: dict[str, Any], shown: Sequence[int]) -> list[str]:
+    """Some columns of a table."""
+    head, *rows = [
+        "| " + " | ".join(str(row[at]) for at in shown) + " |"
+        for row in (table["columns"], *table["rows"])
+    ]
+    rule = "|---" * len(shown) + "|"
+    return [f"```{{table}} {table['title']}", ":align: left", "", head, rule, *rows, "```", ""]
+
+
+def _folded(table: dict[str, Any], shown: Sequence[int]) -> list[str]:
+    """The same behind its title."""
+    inner = _table(table | {"title": ""}, shown)
+    return [f"````{{dropdown}} {table['title']}", *inner, "````", ""]
+
+
 class Measured(SphinxDirective):
     """`{measured} NAME`: the tables of a result, with their command, machine and date.
 
-    The option `table` takes one of them, by its number from 0.
+    Grids are folded. The option `table` takes one of them, by its number from 0.
     """
 
     required_arguments = 1
@@ -51,13 +71,14 @@ class Measured(SphinxDirective):
             tables = [tables[self.options["table"]]]
         lines: list[str] = []
         for table in tables:
-            lines += [f"```{{table}} {table['title']}", ":align: left", ""]
-            lines += [
-                "| " + " | ".join(table["columns"]) + " |",
-                "|---" * len(table["columns"]) + "|",
-            ]
-            lines += ["| " + " | ".join(map(str, row)) + " |" for row in table["rows"]]
-            lines += ["```", ""]
+            columns, grids = table["columns"], [0]
+            if "grid" in table["title"]:
+                lines += _folded(table, range(len(columns)))
+                continue
+            grids += [at for at, name in enumerate(columns) if name in _GRIDS]
+            lines += _table(table, [at for at in range(len(columns)) if at not in grids[1:]])
+            if grids[1:]:
+                lines += _folded(table | {"title": "The grid of each method"}, grids)
         if "brief" not in self.options:
             lines += ["```{div} provenance", f"Command: `{found['command']}`.  "]
             lines += [f"Machine: {found['machine']}. Date: {found['date']}.", "```", ""]
