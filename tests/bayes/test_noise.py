@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 import support
 from jax.extend.random import threefry2x32_p
 
 from optperm.core.keys import key_data
 from optperm.core.noise import (
+    _normal,
     bits,
     fold,
     normal,
@@ -52,6 +54,14 @@ def test_normal_numbers_and_signs_are_distributed_so():
     ones = np.asarray(signs_like(key_data(2), tree)["a"])
     assert set(np.unique(ones)) == {-1, 1}
     assert abs(ones.mean()) < 4 / np.sqrt(ones.size)
+
+
+def test_normal_numbers_are_the_quantiles_of_their_places():
+    """Of every 64th of the 2^24 places and the ends, to four of float32's roundings."""
+    k = np.r_[0, 1, np.arange(2, 2**24 - 2, 64), 2**24 - 2, 2**24 - 1]
+    drawn = np.asarray(_normal(jnp.asarray(k << 8, jnp.uint32), jnp.float32), np.float64)
+    wanted = np.sqrt(2) * scipy.special.erfinv((2 * k + 1) / 2**24 - 1)
+    np.testing.assert_allclose(drawn, wanted, rtol=5e-7)
 
 
 def test_folding_is_that_of_jax():
