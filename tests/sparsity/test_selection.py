@@ -165,6 +165,13 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
         assert live == {"in": 18_714, "mid": 6_906, "out": 1_000, "bias": 300}
 
 
+def test_erk_sparsity_without_matrices_is_zero():
+    """Of a number and of an array alike."""
+    params = {"bias": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    for sparsity in (0.5, jnp.float32(0.5)):
+        assert optperm.sparsity.erk_sparsity(params, sparsity) == {"bias": 0.0}
+
+
 def pruned(w, fraction, structure, **options):
     return np.asarray(
         optperm.sparsity.prune(
