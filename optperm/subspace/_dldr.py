@@ -32,10 +32,12 @@ Restart = Literal["last", "first", "mean"]
 class DldrState(NamedTuple):
     """State of `dldr`.
 
+    Until the last snapshot is taken, the rows of the second phase's basis hold the first snapshots.
+
     Attributes:
       count: Number of steps taken.
       inner_state: State of `inner`, the optimizer of the first phase.
-      snapshots: The snapshots, in float32 or float64; zeros until they are taken.
+      further_snapshots: The snapshots that do not fit into the rows of the basis.
       second: State of the subspace optimizer.
       restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
         far, in float32 or float64; without leaves for the last snapshot.
@@ -44,7 +46,7 @@ class DldrState(NamedTuple):
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     inner_state: Any
-    snapshots: PyTree[Float[Array, "num_snapshots ?*shape"], "Params"]
+    further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
     second: Any
     restart_point: Any
     is_restarted: Bool[Array, ""]
@@ -133,10 +135,10 @@ def dldr(
     Notes:
       Both phases are one optimizer with one state of fixed form: it runs in a `jax.lax.scan` through the
       switch, and resumes from a checkpoint at any step. Snapshots take the memory of m params, and the
-      basis that of k, or of the rows of one replica. Under `jax.vmap` over independent trainings (not
-      over an axis of replicas) both phases and the basis are computed in every step. If the snapshots do
-      not differ (for `twa`: are zero) or are not finite, there is no subspace, and the first phase
-      continues; `subspace.is_set` in the state of the subspace optimizer is False then.
+      basis is written over them. Under `jax.vmap` over independent trainings (not over an axis of
+      replicas) both phases and the basis are computed in every step. If the snapshots do not differ
+      (for `twa`: are zero) or are not finite, there is no subspace, and the first phase continues;
+      `subspace.is_set` in the state of the subspace optimizer is False then.
 
       With `restart="last"` the second phase continues from the params at the last snapshot, in the same
       step. Otherwise this step places the params at the other point, exactly (with
@@ -186,72 +188,67 @@ def dldr(
         subspace = _find_subspace(second, num_snapshots)
         if placing_states(inner_state):
             raise ValueError("inner places params, and would place them in the second phase too.")
-        snapshots = jax.tree.map(
-            lambda rows: rows_like(rows[0], num_snapshots, rows.dtype), subspace.rows
+        # At least one row: an array without entries cannot be saved.
+        further = jax.tree.map(
+            lambda rows: rows_like(rows[0], max(num_snapshots - rows.shape[0], 1), rows.dtype),
+            subspace.rows,
         )
         point = () if restart == "last" else jax.tree.map(_make_wide_zeros, params)
+        count, is_restarted = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
         return DldrState(
-            count=jnp.zeros([], jnp.int32),
+            count=count,
             inner_state=inner_state,
-            snapshots=snapshots,
+            further_snapshots=further,
             second=second,
             restart_point=point,
-            is_restarted=jnp.zeros([], jnp.bool_),
+            is_restarted=is_restarted,
         )
 
     def update(
         updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DldrState]:
-        (subspace,) = _find_subspaces(state.second)
-        # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T
+        # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T, the first snapshots in the rows of P
         last = jnp.asarray(start + (num_snapshots - 1) * every, jnp.int32)
-        since = state.count - jnp.asarray(start, jnp.int32)
-        period = jnp.asarray(every, jnp.int32)
-        index, is_open = since // period, (state.count <= last) & ~subspace.is_set
-        is_due = (since >= 0) & (since % period == 0) & is_open
-        snapshots = write_row(state.snapshots, params, index, is_due)
-        point = _move_point(state.restart_point, params, index, is_due, restart)
+        subspace, further, point = _record(state, params, start, every, last, restart)
         # P = the first k components of all snapshots, at the last of these steps
         is_switch = (state.count == last) & ~subspace.is_set
-        subspace = _compute_components(subspace, snapshots, is_switch)
-        # The conditionals return states without the rows of P, which no branch has to copy.
-        without = subspace._replace(rows=())
+        subspace = _compute_components(subspace, further, num_snapshots, is_switch)
 
         # First phase: theta <- theta + u(g), the step of `inner`
         def in_full() -> tuple[optax.Updates, Any, Any]:
             axis_name = subspace.axis_name
             g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
             moves, new = step_where(all_finite(g), first, g, state.inner_state, params, extras)
-            return moves, new, _replace_subspace(state.second, without)
+            return moves, new, _replace_subspace(state.second, _Placeholder())
 
         # Second phase: the step of the subspace optimizer
         def in_subspace() -> tuple[optax.Updates, Any, Any]:
             second = _replace_subspace(state.second, subspace)
             moves, new = then.update(updates, second, params, **extra_args)
-            new = _replace_subspace(cast_like(new, second), without)
+            new = _replace_subspace(cast_like(new, second), _Placeholder())
             return cast_like(moves, params), state.inner_state, new
 
         # At the switch theta <- the first snapshot, or the mean of all snapshots: by these updates up to
         # rounding, by `apply_updates` exactly
         def at_restart() -> tuple[optax.Updates, Any, Any]:
             moves = jax.tree.map(lambda to, p: to - p.astype(to.dtype), point, params)
-            second = _replace_subspace(state.second, without)
+            second = _replace_subspace(state.second, _Placeholder())
             return cast_like(moves, params), state.inner_state, second
+
+        # Without a restart point the program has no branch for it.
+        is_restarted = (
+            jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
+        )
 
         def onwards() -> tuple[optax.Updates, Any, Any]:
             return cond(subspace.is_set, in_subspace, in_full)
 
-        # Without a restart point the program has no branch for it.
-        if restart == "last":
-            is_restarted = jnp.zeros([], jnp.bool_)
-            moves, inner_state, second = onwards()
-        else:
-            is_restarted = is_switch & subspace.is_set
-            moves, inner_state, second = cond(is_restarted, at_restart, onwards)
+        branches = (is_restarted, at_restart, onwards)
+        moves, new, second = onwards() if restart == "last" else cond(*branches)
         return moves, DldrState(
             count=optax.safe_increment(state.count),
-            inner_state=inner_state,
-            snapshots=snapshots,
+            inner_state=new,
+            further_snapshots=further,
             second=_replace_subspace(second, subspace),
             restart_point=point,
             is_restarted=is_restarted,
@@ -275,11 +272,15 @@ def _find_subspaces(second: Any) -> list[Subspace]:
     return [node for node in jax.tree.leaves(second, is_leaf=is_subspace) if is_subspace(node)]
 
 
-def _replace_subspace(second: Any, subspace: Subspace) -> Any:
+class _Placeholder(NamedTuple):
+    """Replaces the subspace in states that a conditional returns, so that no branch copies it."""
+
+
+def _replace_subspace(second: Any, subspace: Any) -> Any:
     """Return the state of the subspace optimizer with another subspace."""
 
     def is_place(node: Any) -> bool:
-        return isinstance(node, Subspace)
+        return isinstance(node, Subspace | _Placeholder)
 
     return jax.tree.map(lambda node: subspace if is_place(node) else node, second, is_leaf=is_place)
 
@@ -304,14 +305,30 @@ def _make_wide_zeros(leaf: Any) -> jax.Array:
     return rows_like(leaf, 1, accumulation_dtype(leaf))[0]
 
 
-def _move_point(
-    point: Any, params: optax.Params, index: jax.Array, is_due: jax.Array, restart: Restart
-) -> Any:
-    """Return the start of the second phase: the first snapshot, or the mean of the snapshots so far."""
-    if restart == "last":
-        return point
+def _record(
+    state: DldrState,
+    params: optax.Params,
+    start: int | jax.Array,
+    every: int | jax.Array,
+    last: jax.Array,
+    restart: Restart,
+) -> tuple[Subspace, optax.Params, Any]:
+    """Record the params if a snapshot is due, and update the start of the second phase.
 
-    # point <- theta, or point + (theta - point) / (i + 1)
+    Returns the subspace, whose rows hold the first snapshots, the further snapshots, and the start.
+    """
+    (subspace,) = _find_subspaces(state.second)
+    further = state.further_snapshots
+    # The rows of P hold the first snapshots until the basis is written over them.
+    room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
+    since = state.count - jnp.asarray(start, jnp.int32)
+    period = jnp.asarray(every, jnp.int32)
+    is_due = (since >= 0) & (since % period == 0) & (state.count <= last) & ~subspace.is_set
+    index = since // period
+    rows = write_row(subspace.rows, params, index, is_due & (index < room))
+    further = write_row(further, params, index - room, is_due & (index >= room))
+
+    # point <- the first snapshot, or the mean of the snapshots so far: point + (theta - point) / (i + 1)
     def move(point: Any) -> Any:
         def toward(to: jax.Array, leaf: Any) -> jax.Array:
             number = (index + 1).astype(to.dtype) if restart == "mean" else 1.0
@@ -320,22 +337,26 @@ def _move_point(
         return jax.tree.map(toward, point, params)
 
     is_part = is_due & ((index == 0) | (restart == "mean"))
-    return cond(is_part, move, lambda point: point, point)
+    point = state.restart_point
+    point = point if restart == "last" else cond(is_part, move, lambda point: point, point)
+    return subspace._replace(rows=rows), further, point
 
 
 def _compute_components(
-    subspace: Subspace, snapshots: optax.Params, is_switch: jax.Array
+    subspace: Subspace, further: optax.Params, num_snapshots: int, is_switch: jax.Array
 ) -> Subspace:
     """Write the components of all snapshots over the rows of the subspace, at the step of the switch."""
     k = subspace.determined.size
 
     def write_components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
-        # P = Lambda_k^(-1/2) U_k' X
+        # P = Lambda_k^(-1/2) U_k' X, in place of the first snapshots
         rows, rank = principal_rows(
             rows,
-            snapshots,
+            (further,),
             k,
+            num_snapshots=jnp.asarray(num_snapshots, jnp.int32),
             first_row=subspace.own_first_row,
+            in_place=True,
             is_centered=subspace.is_centered,
         )
         if subspace.axis_name is not None:  # The same on all replicas, also by its type.

@@ -105,44 +105,49 @@ def _pca(
         return mark_varying(rows, varying_axes(snapshots, num_snapshots))
 
     rows = jax.tree.map(make_rows, snapshots)
-    return principal_rows(rows, snapshots, n_components, num_snapshots=num_snapshots)
+    return principal_rows(rows, (snapshots,), n_components, num_snapshots=num_snapshots)
 
 
 def principal_rows(
     rows: optax.Params,
-    snapshots: optax.Params,
+    blocks: tuple[optax.Params, ...],
     n_components: int,
     *,
     num_snapshots: jax.Array | None = None,
     first_row: jax.Array | int = 0,
+    in_place: bool = False,
     is_centered: bool = True,
 ) -> tuple[optax.Params, jax.Array]:
     """Write principal components over `rows`, as many as it has rows.
 
     Args:
       rows: A tree of leaves with a leading axis, to write over.
-      snapshots: A tree of leaves with a leading axis of snapshots.
+      blocks: The snapshots, in one or more trees of consecutive snapshots.
       n_components: The number of components.
       num_snapshots: The number of valid snapshots; None for all.
       first_row: The component of the first row. Rows past the last component become zero.
+      in_place: Whether `rows` holds the first snapshots, before the snapshots in `blocks`.
       is_centered: Whether components are of differences from the mean, or of the snapshots themselves.
 
     Returns:
       The rows, and the number of components that the snapshots determine.
     """
-    rows, snapshots = _refuse_derivatives((rows, snapshots))
+    rows, blocks = _refuse_derivatives((rows, blocks))
     outs, structure = jax.tree.flatten(rows)
-    leaves = [_split(leaf) for leaf in jax.tree.leaves(snapshots)]
+    blocks = (rows, *blocks) if in_place else blocks
+    columns = list(
+        zip(*([_split(leaf) for leaf in jax.tree.leaves(b)] for b in blocks), strict=True)
+    )
     with jax.enable_x64(True):
-        axes = varying_axes(rows, snapshots, num_snapshots, first_row)
-        total = leaves[0].shape[0] if leaves else n_components + 1
+        axes = varying_axes(rows, blocks, num_snapshots, first_row)
+        total = sum(part.shape[0] for part in columns[0]) if columns else n_components + 1
         is_valid = None
         if num_snapshots is not None:
             is_valid = jnp.arange(total, dtype=jnp.int32) < num_snapshots
         # X X' of the differences from the first snapshot; the center is subtracted afterwards
         gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
-        for leaf in leaves:
-            gram += _sum_products(leaf, is_valid, is_centered=is_centered)
+        for parts in columns:
+            gram += _sum_products(parts, is_valid, is_centered=is_centered)
         valid = jnp.ones(total) if is_valid is None else is_valid.astype(jnp.float64)
         center = _make_centering(valid) if is_centered else jnp.diag(valid)
         coefficients, rank, needs_care = _find_coefficients(gram, n_components, center)
@@ -150,8 +155,8 @@ def principal_rows(
         # P <- L^-1 P with P P' = L L', where small eigenvalues have left P less orthonormal
         def orthonormalize() -> jax.Array:
             between = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
-            for leaf in leaves:
-                between += _sum_products(leaf, is_valid, coefficients, is_centered=is_centered)
+            for parts in columns:
+                between += _sum_products(parts, is_valid, coefficients, is_centered=is_centered)
             # The products are near the identity, so that float32 is enough; rows of zeros stay zero.
             is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
             factor = jnp.linalg.cholesky(between.astype(jnp.float32) + jnp.diag(is_zero))
@@ -165,8 +170,10 @@ def principal_rows(
         number = outs[0].shape[0] if outs else n_components
         mine = own_rows(coefficients, first_row, number)
         written = [
-            _write_combinations(out, leaf, is_valid, mine, is_centered=is_centered)
-            for out, leaf in zip(outs, leaves, strict=True)
+            _write_combinations(
+                out, parts, is_valid, mine, is_centered=is_centered, in_place=in_place
+            )
+            for out, parts in zip(outs, columns, strict=True)
         ]
         return jax.tree.unflatten(structure, written), rank
 
@@ -262,20 +269,21 @@ def _split(rows: jax.Array) -> jax.Array:
     return jax.lax.reshape(rows, sizes, out_sharding=split)
 
 
-def _plan_slices(leaf: jax.Array) -> tuple[int, int, int]:
+def _plan_slices(parts: tuple[jax.Array, ...]) -> tuple[int, int, int]:
     """Return the axis to slice, the width of a slice, and the number of whole slices.
 
     It is the first axis within pieces with small enough slices: slices are then long runs of memory.
     """
-    shape, within = leaf.shape, range(1, leaf.ndim, 2)
-    is_fine = (axis for axis in within if leaf.size <= _SLACK * _CHUNK * shape[axis])
+    shape, total = parts[0].shape, sum(part.size for part in parts)
+    within = range(1, len(shape), 2)
+    is_fine = (axis for axis in within if total <= _SLACK * _CHUNK * shape[axis])
     axis = next(is_fine, max(within, key=lambda axis: shape[axis]))
-    width = min(shape[axis], max(_CHUNK * shape[axis] // max(leaf.size, 1), 1))
+    width = min(shape[axis], max(_CHUNK * shape[axis] // max(total, 1), 1))
     return axis, width, shape[axis] // max(width, 1)
 
 
 def _read_differences(
-    leaf: jax.Array,
+    parts: tuple[jax.Array, ...],
     axis: int,
     start: Any,
     width: int,
@@ -287,7 +295,8 @@ def _read_differences(
 
     Snapshots that are not valid become zero.
     """
-    wide = jax.lax.dynamic_slice_in_dim(leaf, start, width, axis).astype(jnp.float64)
+    slices = [jax.lax.dynamic_slice_in_dim(part, start, width, axis) for part in parts]
+    wide = jnp.concatenate([each.astype(jnp.float64) for each in slices])
     wide = wide - wide[:1] if is_centered else wide
     if is_valid is None:
         return wide
@@ -299,18 +308,18 @@ def _read_differences(
 
 @functools.partial(jax.jit, static_argnames="is_centered")
 def _sum_products(
-    leaf: jax.Array,
+    parts: tuple[jax.Array, ...],
     is_valid: jax.Array | None,
     coefficients: jax.Array | None = None,
     *,
     is_centered: bool,
 ) -> jax.Array:
     """Return the inner products of all snapshots of a leaf, or of linear combinations of them."""
-    axis, width, whole = _plan_slices(leaf)
+    axis, width, whole = _plan_slices(parts)
 
     def compute(start: Any, width: int) -> jax.Array:
         rows = _read_differences(
-            leaf, axis, start, width, is_valid=is_valid, is_centered=is_centered
+            parts, axis, start, width, is_valid=is_valid, is_centered=is_centered
         )
         return _products(rows if coefficients is None else _combine(coefficients, rows))
 
@@ -322,7 +331,7 @@ def _sum_products(
     # Most leaves are one slice: a loop costs a program of its own.
     for_each = jax.lax.fori_loop if whole > 1 else _for_each
     total = for_each(np.int32(0), np.int32(whole), add, total)
-    rest = leaf.shape[axis] - whole * width
+    rest = parts[0].shape[axis] - whole * width
     total = total + compute(np.int32(whole * width), rest) if rest else total
     return jnp.sum(total, axis=tuple(range(total.ndim - 2)))
 
@@ -334,24 +343,26 @@ def _for_each(start: Any, stop: Any, function: Callable[[Any, Any], Any], carry:
     )
 
 
-@functools.partial(jax.jit, static_argnames="is_centered")
+@functools.partial(jax.jit, static_argnames=("is_centered", "in_place"))
 def _write_combinations(
     out: jax.Array,
-    leaf: jax.Array,
+    parts: tuple[jax.Array, ...],
     is_valid: jax.Array | None,
     coefficients: jax.Array,
     *,
     is_centered: bool,
+    in_place: bool,
 ) -> jax.Array:
-    """Write coefficients @ snapshots over `out`, slice by slice."""
-    axis, width, whole = _plan_slices(leaf)
-    rows = _split(out)
+    """Write coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
+    axis, width, whole = _plan_slices(parts)
+    rows = parts[0] if in_place else _split(out)
     # A row of zero coefficients is zero, also if snapshots are not finite.
     is_row = jnp.expand_dims(jnp.any(coefficients != 0, axis=1), tuple(range(1, rows.ndim)))
 
     def write(rows: jax.Array, start: Any, width: int) -> jax.Array:
+        now = (rows, *parts[1:]) if in_place else parts
         wide = _read_differences(
-            leaf, axis, start, width, is_valid=is_valid, is_centered=is_centered
+            now, axis, start, width, is_valid=is_valid, is_centered=is_centered
         )
         product = jnp.where(is_row, _combine(coefficients, wide), 0.0)
         return jax.lax.dynamic_update_slice_in_dim(rows, product.astype(rows.dtype), start, axis)
