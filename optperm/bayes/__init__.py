@@ -1,4 +1,4 @@
-"""Sampling a posterior.
+"""Sampling a posterior: constant SGD, SGLD, IVON and SWAG.
 
 Constant SGD, Langevin dynamics, normal distributions of the params (IVON, SWAG), and diagnostics of
 draws. See ``examples/posterior.py``.

@@ -1,6 +1,6 @@
-"""Training on devices that rarely communicate.
+"""Training on devices that rarely communicate: DiLoCo and AGN.
 
-AGN and DiLoCo. See ``examples/diloco.py``.
+See ``examples/diloco.py``.
 """
 
 from optperm.core.public import show_names as _show_names

@@ -1,4 +1,4 @@
-"""Optimizers with small states.
+"""Optimizers with small states: GaLore, APOLLO, 8-bit states.
 
 Low-rank states and APOLLO, states of 8 bits, the axes along which leaves are matrices, and a report on
 the size of any state.

@@ -1,4 +1,4 @@
-"""Training by permuting.
+"""Training by permuting weights: SGPerm and LaPerm.
 
 Networks whose weights only trade places. See ``examples/sgperm.py``.
 """

@@ -1,6 +1,6 @@
-"""Training in small subspaces.
+"""Training in small subspaces: DLDR, P-BFGS and TWA.
 
-DLDR with its second phases: P-BFGS, P-SGD and TWA (see ``examples/dldr.py``).
+The second phase of DLDR is P-BFGS, P-SGD or TWA. See ``examples/dldr.py``.
 """
 
 from optperm.core.public import show_names as _show_names

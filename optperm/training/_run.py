@@ -325,9 +325,8 @@ class Run:
             "position": list(self.at),
             "due": self.due._asdict(),
             "names": list(self.history.steps),
-            "epochs": list(
-                self.history.epoch_rows
-            ),  # a copy, as Orbax writes it while training goes on
+            # A copy, as Orbax writes it while training goes on
+            "epochs": list(self.history.epoch_rows),
             "iterator": feed.states() if isinstance(feed, StreamFeed) else None,
             "replicas": self.layout.replicas,
             "best": best,

@@ -1,4 +1,4 @@
-"""Variance reduction.
+"""Variance reduction: SVRG and its kin.
 
 SVRG and the full gradients that it needs, Katyusha, recursive estimators (STORM, SARAH, SPIDER, PAGE),
 MARS, and proximal steps for penalties and bounds.

@@ -91,7 +91,7 @@ METHODS = {
 
 @pytest.mark.programs
 def test_exported_updates_in_another_process_give_the_same_bits(tmp_path):
-    """Follow the recipe of docs/design/permutation.md: serialize here, run there."""
+    """Follow the recipe of docs/design/index.md: serialize here, run there."""
     pytest.importorskip("flatbuffers", reason="jax.export serializes by flatbuffers")
     support.require_kernel("ffi")
     params = support.random_params()
