@@ -39,7 +39,8 @@ def judge_mean(uneven: Any, estimates: Any) -> list[str]:
         return []
     return [
         "The gradient of the batch is not the mean of those of its examples: the loss sums, has "
-        "weights, or mixes examples. Use jnp.mean, or estimator='two_batches' for a loss that mixes."
+        "weights, or mixes examples, as predictions (n,) less labels (n, 1) do. Use jnp.mean and equal "
+        "shapes, or estimator='two_batches' for a loss that has to mix examples."
     ]
 
 

@@ -56,9 +56,9 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     Raises:
       TypeError: If the logits are not floating, or the labels not integers.
       ValueError: If shapes do not match or there are no examples. Unless they are traced, also if
-        logits are not finite, a label is out of range, or no temperature is best: each label has the
-        largest logit (the loss falls as T falls to 0), or labels have no larger logits than other
-        classes (it falls as T rises without bound). Traced, T is then NaN.
+        logits are not finite or are probabilities, a label is out of range, or no temperature is best:
+        each label has the largest logit (the loss falls as T falls to 0), or labels have no larger
+        logits than other classes (it falls as T rises without bound). Traced, T is then NaN.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
@@ -119,6 +119,9 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
         return
     if not np.all(np.isfinite(np.asarray(logits, np.float64))):
         raise ValueError("logits must be finite, got NaN or infinity.")
+    rows = np.asarray(logits, np.float64)
+    if np.all(rows >= 0) and np.all(np.abs(rows.sum(axis=1) - 1) < 1e-2):
+        raise ValueError("logits are probabilities, whose rows sum to 1: pass their logarithms.")
     low, high = int(np.min(labels)), int(np.max(labels))
     if low < 0 or high >= shape[1]:
         raise ValueError(f"labels must be in [0, {shape[1] - 1}], got {low if low < 0 else high}.")

@@ -30,6 +30,7 @@ from optperm.memory._matrices import (
     DimensionNumbers,
     Matrix,
     check_rank,
+    check_state,
     make_batch_zeros,
     make_low_rank_leaf,
     make_low_rank_tree,
@@ -166,6 +167,7 @@ def apollo(
     def update(
         updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, ApolloState]:
+        check_state("apollo", state, ApolloState)
         leaves = jax.tree.leaves(updates)
         structure: Any = jax.tree.structure(updates)
         plans, norms = plan(updates), structure.flatten_up_to(state.norm)

@@ -39,6 +39,7 @@ from optperm.memory._matrices import (
     Matrix,
     Side,
     check_rank,
+    check_state,
     lift,
     make_basis_zeros,
     make_batch_zeros,
@@ -299,6 +300,7 @@ def low_rank(
     def update(
         updates: optax.Updates, state: LowRankState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowRankState]:
+        check_state("low_rank", state, LowRankState)
         leaves, plans = jax.tree.leaves(updates), plan(updates)
         structure: Any = jax.tree.structure(updates)
         move = None

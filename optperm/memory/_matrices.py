@@ -215,10 +215,23 @@ def _make_matrix(
 
 def check_rank(rank: object) -> None:
     """Raise unless the rank is a plain integer of at least 1, or a ratio in (0, 1)."""
-    if not isinstance(rank, float | np.floating):
+    if isinstance(rank, int | np.integer | jax.Array):
         checks.check_static_count("rank", rank)
-    elif not 0 < rank < 1:
-        raise ValueError(f"rank must be an integer, or a ratio in (0, 1), got {rank!r}.")
+        return
+    wanted = f"rank must be an integer, or a ratio in (0, 1), got {rank!r}."
+    if not isinstance(rank, float | np.floating):
+        raise TypeError(wanted)
+    if not 0 < rank < 1:
+        raise ValueError(wanted)
+
+
+def check_state(method: str, state: object, wanted: type) -> None:
+    """Raise a ValueError unless a state is of a method, as that of a plain optimizer is not."""
+    if not isinstance(state, wanted):
+        raise ValueError(
+            f"{method} needs a {wanted.__name__}, got {type(state).__name__}: make a state by its own "
+            "init. The moments of a plain optimizer cannot be carried over."
+        )
 
 
 def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:

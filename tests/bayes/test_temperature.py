@@ -101,3 +101,16 @@ def test_the_gradient_is_that_of_finite_differences():
 def test_one_logit_for_two_classes_is_refused():
     with pytest.raises(ValueError, match=r"two classes or more.*\(0, z\)"):
         optperm.bayes.fit_temperature(np.ones((4, 1)), np.zeros(4, int))
+
+
+def test_probabilities_in_place_of_logits_are_refused():
+    logits = np.random.default_rng(0).normal(size=(40, 3))
+    labels = np.arange(40) % 3
+    probabilities = np.asarray(jax.nn.softmax(logits))
+    with pytest.raises(ValueError, match=r"^logits are probabilities, .*: pass their logarithms"):
+        optperm.bayes.fit_temperature(probabilities, labels)
+    found, expected = (
+        optperm.bayes.fit_temperature(z, np.argmax(logits + np.eye(3)[labels], axis=1))
+        for z in (np.log(probabilities), logits)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -413,6 +413,12 @@ def test_arguments_that_cannot_work_are_refused():
             r"rank must be an integer, or a ratio in \(0, 1\), got 1.0",
         ),
         (init(rank=True), TypeError, "rank must be an integer"),
+        (init(rank="1/8"), TypeError, r"an integer, or a ratio in \(0, 1\), got '1/8'"),
+        (
+            lambda: optperm.low_rank(adam, 2).update(params, adam.init(params)),
+            ValueError,
+            "low_rank needs a LowRankState, got ScaleByAdamState",
+        ),
         (
             init(rank=7, dimension_numbers=Numbers(-2, -1)),
             ValueError,
