@@ -15,8 +15,8 @@ from optperm.memory._matrices import DimensionNumbers, Side
 
 def low_rank_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    rank: int | float = 1 / 4,
     *,
+    rank: int | float = 1 / 4,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -92,8 +92,8 @@ def low_rank_adamw(
 
 def apollo_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    rank: int | float = 1 / 4,
     *,
+    rank: int | float = 1 / 4,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,

@@ -196,7 +196,7 @@ def test_aliases_are_the_chain_that_they_name():
         (optperm.memory.apollo_adamw, optperm.apollo(adam, 4, every=2)),
     ):
         ends = []
-        for tx in (alias(0.01, 4, every=2, **options), optax.chain(first, *after)):
+        for tx in (alias(0.01, rank=4, every=2, **options), optax.chain(first, *after)):
             p, state = params, tx.init(params)
             for _ in range(5):
                 updates, state = tx.update(p, state, p)
