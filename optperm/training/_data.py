@@ -108,7 +108,9 @@ def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
 
 def no_batch(name: str, epoch: int) -> ValueError:
     """Return the error for an epoch without a batch."""
-    advice = "an iterator can be used only once, so pass a list, a loader or lambda epoch: ..."
+    advice = (
+        "is it empty? An iterator can be used only once: pass a list, a loader or lambda epoch: ..."
+    )
     return ValueError(f"{name} gives no batch in epoch {epoch}: {advice}")
 
 
@@ -285,6 +287,8 @@ class StreamFeed:
                     if not offset + len(rows):
                         checks.check_arrays("A batch of train_data", batch)
                     self._layout.check_shares("A batch of train_data", batch)
+                    if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
+                        raise ValueError("A batch of train_data holds no examples.")
                     self._last = batch = self._layout.put_batch(batch, local=True)
                     carry, row = steps.one(carry, (), batch)
                 except Exception as error:  # of the loader or of the loss function

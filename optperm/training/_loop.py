@@ -183,7 +183,8 @@ def fit(
       iterator that has one.
 
       A checkpoint is written after all else that is due at its step: a row, then callbacks. What an
-      error kept from being done is done first when training resumes.
+      error kept from being done is done first when training resumes; a callback that has raised is not
+      called again.
 
       On the same devices a resumed run ends with the same bits as an uninterrupted run. With another
       number of replicas, these take the kept carries in turn. `fit` does not check that `loss_fn` and
@@ -284,8 +285,14 @@ def _check(given: Mapping[str, Any]) -> None:
         hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
         raise TypeError(f"fit() got an unexpected keyword argument {name!r}. {hint}".strip())
     counts = {name: given[name] for name in _COUNTS if given[name] is not None}
-    for name, value in (counts | {f"every[{n!r}]": n for n in given["every"] or ()}).items():
+    every = given["every"] or {}
+    for name, value in (counts | {f"every[{n!r}]": n for n in every}).items():
         checks.check_count(name, value)
+    called = {"on_epoch_end": given["on_epoch_end"]} | {f"every[{n!r}]": every[n] for n in every}
+    for name, value in called.items():
+        for function in as_callbacks(value):
+            if not callable(function):
+                raise TypeError(f"{name} must be functions of an Event, got {function!r}.")
     checks.check_key("key", given["key"])
     if not isinstance(given["resume"], bool):
         checks.check_count("resume, unless True or False,", given["resume"], minimum=0)

@@ -444,6 +444,9 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "devices": 2}, TypeError, "'devices'. Pass mesh=jax.make_mesh"),
         ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a Mesh"),
         ({"epochs": 1, "every": {0: print}}, ValueError, r"every\[0\] must be at least 1"),
+        ({"epochs": 1, "every": {6: 3}}, TypeError, r"every\[6\] must be functions .*, got 3"),
+        ({"epochs": 1, "on_epoch_end": [print, 3]}, TypeError, "on_epoch_end must be functions"),
+        ({"epochs": 1, "train_data": [data(), EMPTY]}, ValueError, "A batch of .* no examples"),
         ({"epochs": 1, "epoch_start": 3}, TypeError, "callable"),
         ({"epochs": 1, "keep_best": ("loss", "most")}, ValueError, "must be one of 'min', 'max'"),
     ]
