@@ -66,8 +66,8 @@ class ConstantSgdState(NamedTuple):
     window: Any  # Window, or ()
 
     def for_loop(self) -> ForLoop:
-        """Return that examples have to be drawn."""
-        return ForLoop(draws_examples=True)
+        """Return that examples have to be drawn, and from how many."""
+        return ForLoop(draws_examples=True, num_data=self.kernel.num_data)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """Return H g with the steps of the last update.

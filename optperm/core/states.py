@@ -66,11 +66,13 @@ class ForLoop(NamedTuple):
         with all steps so far; None for no judgement.
       draws_examples: Whether each example of a batch has to be drawn from all examples, since batches of
         one shuffle are not independent.
+      num_data: The number of examples for which the method was made; None if its state has none.
     """
 
     metrics: Mapping[str, jax.Array] = {}
     judge: Callable[[Mapping[str, np.ndarray]], list[str]] | None = None
     draws_examples: bool = False
+    num_data: jax.Array | None = None
 
 
 @runtime_checkable

@@ -165,8 +165,16 @@ def make_feed(
     """Return the batches of `train_data`, for calls of at most so many steps on a carry."""
     if not is_arrays("train_data", data):
         return StreamFeed(data, batch_size, layout)
-    found = find_states(carry.opt_state, LoopState)
-    replace = any(state.for_loop().draws_examples for state in found)
+    asked = [state.for_loop() for state in find_states(carry.opt_state, LoopState)]
+    size = checks.count_examples("train_data", data)
+    # Each replica has its own number; a process reads those on its devices.
+    made_for = [jnp.asarray(each.num_data) for each in asked if each.num_data is not None]
+    shards = [np.ravel(shard.data) for n in made_for for shard in n.addressable_shards]
+    if wrong := [int(n) for numbers in shards for n in numbers if n != size]:
+        raise ValueError(
+            f"The optimizer has num_data={wrong[0]}, but train_data has {size} examples."
+        )
+    replace = any(each.draws_examples for each in asked)
     return ArrayFeed(data, batch_size, key, layout, most, replace)
 
 

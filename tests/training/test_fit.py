@@ -390,6 +390,19 @@ EMPTY = {"x": np.zeros((0, 5), np.float32), "y": np.zeros(0, np.int32)}
 RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx)])
+def test_a_sampler_of_another_number_of_examples_is_refused(wrap):
+    x, params = np.zeros((64, 3), np.float32), {"w": jnp.zeros(3)}
+
+    def loss_fn(params, batch):
+        return jnp.mean((params["w"] - batch) ** 2)
+
+    tx = wrap(optperm.constant_sgd(1000, 16, burn_in=4))
+    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
+    with pytest.raises(ValueError, match=r"^The optimizer has num_data=1000, .* has 64 examples"):
+        training.fit(state, loss_fn, x, batch_size=16, epochs=1)
+
+
 def test_bad_arguments_are_named():
     cases = [
         ({}, ValueError, "Pass epochs or steps"),
