@@ -173,7 +173,8 @@ def quantize_state(
             ]
             for state, each in zip(known, seconds, strict=True)
         ]
-        if any(names) and not any(map(any, names)):
+        has_arrays = any(jnp.ndim(leaf) and jnp.size(leaf) for leaf in jax.tree.leaves(params))
+        if has_arrays and not any(map(any, names)):
             warnings.warn(
                 "quantize_state saves nothing: no moment of a float of 16 or 32 bits is included and "
                 f"has min_size={min_size} entries or more.",
