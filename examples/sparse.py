@@ -15,8 +15,8 @@ STEPS, BATCH, TRAIN = 1000, 32, 1257
 model = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(10)])
 initial = model.init(jax.random.key(0), x[:1])
 adam = optax.adam(1e-3)
-# From step 100 to 700 more and more weights are zero, those of the smallest magnitude.
-schedule = optax.polynomial_schedule(0.0, 1.0, power=3, transition_steps=600, transition_begin=100)
+# From a tenth to seven tenths of the steps ever more weights are zero, those of the smallest magnitude.
+schedule = optax.polynomial_schedule(0.0, 1.0, 3, 6 * STEPS // 10, STEPS // 10)
 tx = optperm.prune_gradually(adam, 0.9, schedule, every=20)
 
 
