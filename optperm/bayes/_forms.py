@@ -114,9 +114,8 @@ class Scalar(Diagonal):
 
     def outer(self, deviations: optax.Updates) -> Any:
         """Return the mean of the diagonal of the sum of d d^T."""
-        dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
-        parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
-        return sum(parts, start=jnp.zeros([], dtype)) / max(1, sum(leaf[0].size for leaf in leaves))
+        size = max(1, sum(leaf[0].size for leaf in jax.tree.leaves(deviations)))
+        return inner(deviations, deviations) / size
 
 
 class Full(NamedTuple):

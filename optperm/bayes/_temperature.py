@@ -117,9 +117,9 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
         raise ValueError(f"{wanted}, got {shape} and {jnp.shape(labels)}. {advice}.")
     if isinstance(logits, jax.core.Tracer) or isinstance(labels, jax.core.Tracer):
         return
-    if not np.all(np.isfinite(np.asarray(logits, np.float64))):
-        raise ValueError("logits must be finite, got NaN or infinity.")
     rows = np.asarray(logits, np.float64)
+    if not np.all(np.isfinite(rows)):
+        raise ValueError("logits must be finite, got NaN or infinity.")
     if np.all(rows >= 0) and np.all(np.abs(rows.sum(axis=1) - 1) < 1e-2):
         raise ValueError("logits are probabilities, whose rows sum to 1: pass their logarithms.")
     low, high = int(np.min(labels)), int(np.max(labels))
