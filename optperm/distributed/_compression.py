@@ -29,7 +29,7 @@ _DENSE_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    r"""Compress the contributions of `optperm.diloco` to their largest entries, to a few bits per entry, or both.
+    r"""Compress contributions of `optperm.diloco` to the largest entries, to a few bits each, or both.
 
     .. math::
       e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s

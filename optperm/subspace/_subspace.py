@@ -252,18 +252,19 @@ def step_where(
 
 
 def set_basis(opt_state: Any, basis: optax.Params) -> Any:
-    r"""Return the optimizer state with a basis for `dim_reduce`, `project` or `twa`.
+    r"""Set the basis of `dim_reduce`, `project` or `twa` in an optimizer state.
 
-    `dim_reduce` forgets the curvature in an earlier basis, and keeps its residual.
+    `dim_reduce` resets the curvature of an earlier basis, and keeps its residual.
 
     Args:
-      opt_state: The state of an optimizer with one of these anywhere in it. It is not changed.
-      basis: A tree like params whose leaves have a leading axis of all `n_components` rows, orthonormal
-        over all leaves together, of any real floating dtypes, such as the result of
-        `optperm.subspace.pca_basis`. Rows of zeros stand for missing components.
+      opt_state: The state of an optimizer with one of these methods anywhere in it. This function does
+        not change it.
+      basis: A tree like params whose leaves have a leading axis of all `n_components` rows, such as the
+        result of `optperm.subspace.pca_basis`. The rows are orthonormal over all leaves together, and
+        have any real floating dtypes. Zero rows stand for missing components.
 
     Returns:
-      The optimizer state, of the same structure, shapes and dtypes.
+      The optimizer state, with the same structure, shapes and dtypes.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -275,9 +276,9 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
       True
 
     Notes:
-      For a state of many replicas map this function over them, with the same basis for all:
-      `jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))`, the same with `jax.vmap`, or call
-      it within the function given to `jax.shard_map`. Each replica takes its own rows.
+      For a state of many replicas, map this function over them with the same basis for all:
+      `jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))`, or the same with `jax.vmap`. Within
+      `jax.shard_map`, call it in the mapped function. Each replica takes its own rows.
 
     Raises:
       TypeError: If a leaf is not of a real floating dtype.
