@@ -103,10 +103,11 @@ def permute_by_cycles(
        :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries; the last one may be smaller.
        Exclude entries whose recommendation is zero or not finite, which leaves :math:`s` entries of a
        subset.
-    2. Let a weight :math:`w` move to the position of any weight in :math:`[w, w + \epsilon)` if it should
-       rise, or in :math:`[w - \epsilon, w)` if it should fall, with :math:`\epsilon = A (\alpha + 1/s)`.
-    3. In descending order of :math:`|m|`, find a cycle of such moves from each entry, through entries that
-       are not in a cycle yet: depth first, nearest weight first. Every entry on the cycle moves one
+    2. Let a weight :math:`w` move to the position of any weight in :math:`[w, w + \epsilon)` if it
+       should rise, or in :math:`[w - \epsilon, w)` if it should fall, with
+       :math:`\epsilon = A (\alpha + 1/s)`.
+    3. In descending order of :math:`|m|`, find a cycle of such moves from each entry, through entries
+       that are not in a cycle yet: depth first, nearest weight first. Every entry on the cycle moves one
        position along it.
 
     Each weight vector thus keeps its values bit for bit, and every moved weight follows its
