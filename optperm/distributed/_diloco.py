@@ -415,4 +415,4 @@ def _check_same_plan(state: DilocoState, plan: Every) -> None:
     has_delay = bool(jax.tree.leaves(state.in_flight)) or not jax.tree.leaves(state.center)
     if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
         fragments = len(state.center_state)
-        raise ValueError(f"The state is of another plan, of {fragments} fragments, than {plan}.")
+        raise ValueError(f"The state is of another plan than {plan}, with {fragments} fragments.")

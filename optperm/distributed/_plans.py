@@ -104,5 +104,5 @@ def resolve_due(
     is_known = {*commit.send, *commit.receive} <= set(range(plan.fragments))
     # Without a delay a fragment that is sent is received in the same step.
     if not is_known or (not plan.delay and set(commit.send) != set(commit.receive)):
-        raise ValueError(f"{commit} is no step of the plan {plan}.")
+        raise ValueError(f"{commit} is not a step of the plan {plan}.")
     return [(p in commit.send, p in commit.receive) for p in range(plan.fragments)]

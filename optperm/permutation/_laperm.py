@@ -156,7 +156,7 @@ def laperm(
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
-                "inner places params itself, holds some or keeps zeros: use one that moves all."
+                "inner places params, fixes some or keeps zeros: use one that moves all of them."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),

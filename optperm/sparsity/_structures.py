@@ -265,4 +265,4 @@ def check_fits(structure: Entries, tree: Any) -> None:
         shape = jnp.shape(leaf)
         if not structure.fits(shape):
             name = f"{jax.tree_util.keystr(path) or 'the array'} of shape {shape}"
-            raise ValueError(f"{structure} does not fit {name}: leave the leaf out by include=.")
+            raise ValueError(f"{structure} does not fit {name}: exclude the leaf with include=.")

@@ -64,8 +64,8 @@ class DimReduceState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation stands in an optax.chain after dim_reduce: steps that it changes, or "
-            "entries that it holds, spoil the curvature. Pass it as `inner`, with a basis that is "
-            "zero at held entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
+            "entries that it fixes, spoil the curvature. Pass it as `inner`, with a basis that is "
+            "zero at fixed entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
         )
 
 

@@ -289,9 +289,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     subspace = find_state(opt_state, Subspace, method=_METHODS)
     for accumulating in find_states(opt_state, optax.MultiStepsState):
         if find_states(accumulating, QuasiNewtonState):
-            message = (
-                "dim_reduce inside optax.MultiSteps would search by the loss of one batch alone"
-            )
+            message = "dim_reduce inside optax.MultiSteps would use the loss of one batch only"
             raise ValueError(
                 f"{message}: use optperm.evaluate with the mean loss over all batches."
             )
@@ -327,7 +325,7 @@ def _multiply_rows(basis: optax.Params, k: int) -> jax.Array:
 def _check_orthonormal(products: np.ndarray, basis: optax.Params) -> None:
     """Raise a ValueError unless the rows that are not zero are finite and orthonormal."""
     if not products.any():
-        raise ValueError("basis has rows of zeros alone: take it from params that have moved.")
+        raise ValueError("basis has only zero rows: take it from params that have moved.")
     gaps = np.abs(products - np.where(np.diag(products.diagonal() > 0), 1, 0))
     i, j = np.unravel_index(np.argmax(gaps), gaps.shape)
     # Rounding to a dtype changes an inner product of two unit vectors by at most its epsilon.

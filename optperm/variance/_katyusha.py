@@ -44,7 +44,7 @@ class KatyushaState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation stands in an optax.chain after katyusha, which is a whole optimizer: "
-            "steps that it changes lead away from the optimum. Leave it out, or take optperm.svrg and "
+            "steps that it changes lead away from the optimum. Remove it, or use optperm.svrg and "
             "optax.sgd."
         )
 

@@ -111,7 +111,7 @@ def svrg_learning_rate(
     n = checks.count_examples("data", data)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
         raise TypeError(
-            "svrg_learning_rate runs trials one after another: call it outside of jax.jit."
+            "svrg_learning_rate runs trials one after another: call it outside jax.jit."
         )
     data = jax.tree.map(jnp.asarray, data)
     if n < batch_size:
@@ -123,7 +123,7 @@ def svrg_learning_rate(
     curvature, largest = jit_current(measure)(params, data, key)
     if curvature < 0:
         message = (
-            f"The loss is not convex here, of curvature {float(curvature):.2g}: rates may be wrong."
+            f"The loss is not convex here (curvature {float(curvature):.2g}): rates may be wrong."
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     smoothness = _expect_smoothness(abs(float(curvature)), float(largest), n, batch_size)
@@ -163,7 +163,7 @@ def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
         float(checked_loss(loss_fn, params, batch, has_aux=False)[0]) for batch in (few, twice)
     )
     if abs(two - one) > 0.01 * abs(one):
-        found = f"it is {one:.6g} for a batch, and {two:.6g} where each example is repeated"
+        found = f"it is {one:.6g} for a batch, and {two:.6g} if each example is repeated"
         raise ValueError(f"loss_fn must be a mean over examples: {found}.")
 
 
