@@ -1,4 +1,4 @@
-"""Low rank: an optimizer whose state is in a small subspace of each matrix.
+"""Low rank: an optimizer with its state in a small subspace of each matrix.
 
 J. Zhao et al., "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", ICML 2024,
 arXiv 2403.03507; X. Chen et al., "Fira: Can We Achieve Full-rank Training of LLMs Under Low-rank
@@ -77,13 +77,13 @@ class LowRankState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      basis: P of each leaf, (..., d, r), in float32, or float64 for float64 params; zero before the
-        first basis.
-      next_refresh: The step from which on each matrix, (...), is due for its next basis; 0 before
-        the first basis.
-      norm: q, the norm of the scaled residual of each matrix in its last step, (...); 0 before the
-        first step.
-      sign: 1 if `inner` points along the gradient, -1 if against it, 0 while this is unknown.
+      basis: P of each leaf, of shape (..., d, r), in float32, or in float64 for float64 params. It is
+        zero before the first basis.
+      next_refresh: The first step in which each matrix may get its next basis, of shape (...). It is 0
+        before the first basis.
+      norm: q, the norm of the scaled residual of each matrix in its last step, of shape (...). It is 0
+        before the first step.
+      sign: 1 if `inner` points along the gradient, -1 if it points against it, 0 while this is unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
 
@@ -111,20 +111,21 @@ def low_rank(
     b2: float | jax.Array = 0.999,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run an optimizer on the part of each gradient that is in a small subspace.
+    r"""Run an optimizer on the part of each gradient in a small subspace.
 
-    Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
-    :math:`R = P^\top G`, where P, d x r, is an orthonormal basis that changes every `every` steps. So
-    its moments have r x k numbers in place of d x k. With N its direction on R,
+    Let G be the d x k gradient of a matrix, with d its smaller side. The optimizer sees
+    :math:`R = P^\top G`, where the d x r matrix P is an orthonormal basis that changes every `every`
+    steps. Its moments thus have r x k numbers instead of d x k. With its direction N for R, the step is
 
     .. math::
       U = \text{scale} \, (P N + S), \qquad
       S_j = (G - P R)_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert}
 
-    for each column j: the part outside the subspace is scaled as the part inside it (Fira), and the
-    norm of S grows by at most the factor `limit` per step. At a new basis moments are carried over by
-    :math:`C = P_{new}^\top P_{old}`: first moments by :math:`M \leftarrow C M`, Adam's second moment,
-    with :math:`c_i = 1 - \beta_i^t`, by LDAdam's estimate
+    for each column j. The part outside the subspace is scaled like the part inside it (Fira), and the
+    norm of S grows by at most the factor `limit` per step. At a new basis,
+    :math:`C = P_{new}^\top P_{old}` carries the moments over. First moments become
+    :math:`M \leftarrow C M`. With :math:`c_i = 1 - \beta_i^t`, LDAdam's estimate gives Adam's second
+    moment,
 
     .. math::
       V \leftarrow c_2 \left| (C \circ C) \left(V / c_2 - (M / c_1)^2\right)
@@ -138,45 +139,45 @@ def low_rank(
           optax.scale_by_learning_rate(3e-3),
       )
 
-    Without `dimension_numbers`, the leaves are projected that `optperm.memory.matrix_axes` takes for
-    matrices, if their state becomes smaller: those of two axes, Flax's attention and convolutions. Other
-    leaves are trained by the same optimizer at full rank. **Embeddings are left out**, as in the papers
-    (of other names than Flax's, name them): a batch's gradient has as many nonzero rows as the batch
-    has tokens, and frequent tokens would choose the basis on their width. `init` warns if more than half
-    of the entries in leaves of two axes and more stay at full rank.
+    Without `dimension_numbers`, `optperm.memory.matrix_axes` selects the leaves to project, if this
+    shrinks their state: leaves with two axes, Flax's attention, and convolutions. The same optimizer
+    trains all other leaves at full rank. **Embeddings are not projected**, as in the papers; name
+    embeddings whose names differ from Flax's. The gradient of a batch has only as many nonzero rows as
+    the batch has tokens, and frequent tokens would choose the basis. `init` warns if more than half of
+    the entries in leaves with two or more axes stay at full rank.
 
     Args:
       inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()` or
         `optax.trace(0.9)`; `optax.contrib.scale_by_muon` needs `weight_dimension_numbers`. It gets no
-        params. A complete optimizer, such as `optax.adam(1e-3)`, works too: the residual takes its
-        sign, the sign of :math:`\sum \langle N, R \rangle` in the first step where this is not 0. Put
-        schedules outside, since the limiter would see their warm-up as growth.
+        params. A complete optimizer, such as `optax.adam(1e-3)`, works too. The residual takes its sign,
+        the sign of :math:`\sum \langle N, R \rangle` in the first step where this is not 0. Put
+        schedules outside, because the limiter would limit a warm-up.
       rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
-      every: The number of steps from one basis to the next, at least 1, or a schedule of this
-        number. All matrices get their first basis in step 0; later leaf i of L changes its basis at
-        i * every // L, modulo every.
-      projection: "random", uniformly distributed bases; "svd", the first singular vectors of the
-        gradient; or "power", the same for the first basis and then one step of subspace iteration
-        from the last basis, for `every` from 1 to 20.
-      residual: "scaled" for S, or None to lose the part outside the subspace. With a random basis
-        :math:`E P P^\top = (r / d) I`: a rate times d / r is then unbiased, and noisy.
-      carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
-        treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
-        each new basis vector has a nonnegative product with the last one. Adamax and ADOPT share Adam's
-        state with other moments: a step of `inner` on a few numbers finds them. Adamax's second moment
-        is carried as a size; ADOPT needs False. If `inner` cannot take this step, or makes all entries
-        of one size (signs) before, such a state counts as Adam's.
+      every: The number of steps from one basis to the next, at least 1, or a schedule of this number.
+        All matrices get their first basis in step 0. Later, leaf i of L changes its basis at step i *
+        every // L, modulo every.
+      projection: "random" for uniformly distributed bases, "svd" for the first singular vectors of the
+        gradient, or "power". "power" also starts with singular vectors, and then takes one step of
+        subspace iteration from the last basis; use it with `every` from 1 to 20.
+      residual: "scaled" for S, or None to drop the part outside the subspace. With a random basis,
+        :math:`E P P^\top = (r / d) I`, so a learning rate times d / r is then unbiased, but noisy.
+      carry: Whether to carry over moments of Adam, Lion, EMA, trace, Muon and RMSProp. RAdam and Yogi
+        share Adam's state and are treated as Adam. If False, moments do not change, and each new basis
+        vector has a nonnegative product with the last one. Adamax and ADOPT use Adam's state for other
+        moments; a step of `inner` on a few numbers detects them. Adamax's second moment is carried as a
+        size. ADOPT needs False. If `inner` cannot take this step, or first makes all entries equally
+        large (signs), such a state counts as Adam's.
       scale: A factor on the steps of projected leaves.
-      side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
-        or the "larger" side, for a smaller state and a poorer subspace.
-      limit: The factor by which the norm of S grows at most, at least 1; None for no limit.
-      dimension_numbers: The axes of leaves to project: one `optax.contrib.GaLoreDimensionNumbers`
-        for all leaves of two axes and more; a tree like params of these and of None for full rank;
-        or a function from params to such a tree. Axes that are not named are batch axes, along
-        which each matrix has its own basis. None for those of `optperm.memory.matrix_axes`.
-      b1: :math:`\beta_1`, in [0, 1), of an Adam in `inner`, whose state does not hold it; 0.0 carries
+      side: The side of a matrix for its basis. "smaller" is the columns of a square matrix. "larger"
+        gives a smaller state and a poorer subspace.
+      limit: The maximum factor by which the norm of S grows, at least 1, or None for no limit.
+      dimension_numbers: The axes of leaves to project. One `optax.contrib.GaLoreDimensionNumbers` for
+        all leaves with two or more axes, a tree of these like params, with None for full rank, or a
+        function from params to such a tree. Axes that are not named are batch axes, along which each
+        matrix has its own basis. None for the axes of `optperm.memory.matrix_axes`.
+      b1: :math:`\beta_1`, in [0, 1), of an Adam in `inner`, whose state does not contain it. 0.0 carries
         first moments over without a bias correction.
-      b2: :math:`\beta_2`, in [0, 1), in the same way for second moments.
+      b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments.
       key: The random key of random bases: an int or a `jax.random.key`.
 
     Returns:
@@ -196,46 +197,45 @@ def low_rank(
       (8, 16)
 
     Notes:
-      Published methods are choices of the arguments:
+      These arguments give published methods:
 
-      - GaLore: `projection="svd", residual=None, carry=False`. Multiply the rate of its scripts by
-        their scale, 0.25.
+      - GaLore: `projection="svd", residual=None, carry=False`. Multiply the learning rate of its scripts
+        by their scale, 0.25.
       - Fira: `projection="svd", carry=False`.
       - GoLore: `projection="random", residual=None, carry=False`.
-      - LDAdam without its buffer of errors: `projection="power", residual=None, every=1`.
+      - LDAdam without its error buffer: `projection="power", residual=None, every=1`.
       - SubTrack++ and GrassJump are similar to `projection="power"` and `projection="random"`.
 
-      With Adam a projected leaf takes (d r + 2 r k) words in place of 2 d k. The gradient itself
-      stays whole. A step costs two products of 2 d k r operations, which on a CPU may take longer
-      than Adam's update, but little time compared with a gradient on some hundred tokens. A basis
-      costs a d x d Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over
-      independent trainings a basis is computed for all of them where it is due in any. An update has
-      no reverse-mode derivative, since moments change in a loop of at most one turn.
+      With Adam, a projected leaf takes (d r + 2 r k) words instead of 2 d k. The gradient itself stays
+      whole. A step costs two products of 2 d k r operations. On a CPU, these may take longer than Adam's
+      update, but little time compared with a gradient on a few hundred tokens. A basis costs a d x d
+      Gram matrix and its eigenvectors, or a QR decomposition of a d x r matrix. Under `jax.vmap` over
+      independent runs, if one run needs a new basis, bases are computed for all. An update has no
+      reverse-mode derivative, because moments change in a loop of at most one iteration.
 
-      With "svd" and "power" a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
-      and by Fira's formula its first step would be thousands of times Adam's. So
+      With "svd" and "power", a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
+      and by Fira's formula its first step would be thousands of times longer than Adam's. Therefore
       :math:`\lVert R_j \rVert` counts as at least a tenth of :math:`\sqrt{r / d} \, \lVert G_j \rVert`,
-      its value with a random basis, and :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j
-      \rVert`. A column exactly outside gets no step. Take "random", whose bases hardly ever miss a
-      column, or `residual=None`.
+      its value with a random basis, and
+      :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j \rVert`. A column exactly outside gets
+      no step. Use "random", whose bases hardly ever miss a column, or `residual=None`.
 
-      1e-8 is added to :math:`\lVert R_j \rVert`: S is lost for columns with norms below about 1e-8.
+      1e-8 is added to :math:`\lVert R_j \rVert`, so columns with norms below about 1e-8 lose S.
 
-      A gradient that is zero or not finite makes no basis: the matrix keeps its basis and tries
-      again in the next step. Random bases need no gradient. Numbers that are not finite are passed on,
-      to `optax.apply_if_finite` for example.
+      If a gradient is zero or not finite, the matrix keeps its basis and tries again in the next step.
+      Random bases need no gradient. Nonfinite numbers pass on, for example to `optax.apply_if_finite`.
 
-      If the gradient is sharded along k, a step reduces a few numbers, and a Gram matrix d x d; if it
-      is sharded along d, a step reduces R, and a Gram matrix gathers the gradient. Random bases need
-      no communication. Bases are sharded as the rows of the gradient.
+      If the gradient is sharded along k, a step all-reduces a few numbers, and an SVD a d x d Gram
+      matrix. If it is sharded along d, a step all-reduces R, and a Gram matrix gathers the gradient.
+      Random bases need no communication. Bases are sharded like the rows of the gradient.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number has another type, entries of
         `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that `dimension_numbers` names, these are not like params, or name an axis twice
-        or one that does not exist, `carry` does not know a state of `inner` or its tree is not like
-        params (`optax.flatten`), or `inner` needs params.
+      ValueError: If an argument is out of range, if `rank` is above the smaller side of every matrix or
+        of a leaf that `dimension_numbers` names, if `dimension_numbers` are not like params, or name an
+        axis twice or an axis that does not exist, if `carry` does not know a state of `inner` or its
+        tree is not like params (`optax.flatten`), or if `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection

@@ -21,21 +21,21 @@ def rank_for(
     *,
     dimension_numbers: DimensionNumbers | None = None,
 ) -> float:
-    r"""Return the largest rank with which `optperm.low_rank` of Adam keeps at most some words per param.
+    r"""Return the maximum rank for which `optperm.low_rank` of Adam keeps at most `words` per param.
 
-    With ranks :math:`r = \rho \min(d, k)` a matrix d x k has a basis and two moments, and any other leaf
-    two moments:
+    With ranks :math:`r = \rho \min(d, k)`, a d x k matrix has a basis and two moments. Any other leaf
+    has two moments:
 
     .. math::
       \frac{\sum_\text{matrices} (d r + 2 r k) + \sum_\text{others} 2 n}{\sum n} \le \text{words}
 
     Args:
       params: The model's params, or their shapes from `jax.eval_shape`.
-      words: The words of 32 bits per parameter; Adam has 2.
+      words: The 32-bit words per parameter. Adam has 2.
       dimension_numbers: As in `optperm.low_rank`.
 
     Returns:
-      :math:`\rho`, a ratio in (0, 1): the `rank` of `optperm.low_rank`.
+      :math:`\rho`, a ratio in (0, 1), to pass as `rank` to `optperm.low_rank`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -48,13 +48,13 @@ def rank_for(
       0.592
 
     Notes:
-      For 70 % less memory than AdamW's pass `words=0.6`. Leaves at full rank, such as embeddings, count
-      with two words for each parameter, and counters with none. Numbers count, not bytes: with params of
-      16 bits moments have 16 bits too, and bases 32.
+      To save 70% of AdamW's memory, pass `words=0.6`. Leaves at full rank, such as embeddings, count two
+      words per parameter; counters count as zero. This function counts numbers, not bytes: with 16-bit
+      params, moments have 16 bits too, and bases have 32.
 
     Raises:
       TypeError: If `words` is not a number, or the entries of `dimension_numbers` are of another type.
-      ValueError: If `words` is not positive, or no rank is small enough, as other leaves keep more.
+      ValueError: If `words` is not positive, or no rank is small enough because other leaves keep more.
     """
     checks.check_positive("words", words)
     sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
