@@ -16,7 +16,7 @@ import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
@@ -209,9 +209,7 @@ def _recommend(
             return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
 
         # m <- eta g + mu m
-        m = jax.tree.map(recommend, grads, state.recommendation)
-        # Without the barrier XLA computes m twice, and copies the old m that it would overwrite.
-        m = jax.lax.optimization_barrier(m)
+        m = computed_once(jax.tree.map(recommend, grads, state.recommendation))
         # Where m is not finite its entry sits out the step, and the state keeps the old m.
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
@@ -221,4 +219,6 @@ def _recommend(
             past = jnp.maximum(t - jnp.asarray(num_steps, jnp.int32), 0)
         return m, RecommendationState(count=t, recommendation=kept, steps_past_end=past)
 
-    return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
+    return transformation(
+        init, update, method="sgperm", like=lambda s: s.recommendation, dtypes=True
+    )
