@@ -84,10 +84,11 @@ def sgperm(
     weights, bit for bit, in another order.
 
     Args:
-      aggressiveness: :math:`\alpha_t \ge 0`: a weight moves by at most about this fraction of its weight
-        vector's range. A number, a schedule of the step, or None for a schedule that falls from 0.1,
+      aggressiveness: :math:`\alpha_t \ge 0`: a weight moves by at most this fraction of its weight
+        vector's range, plus 1 / s of the range in a subset of s entries, about the distance of two
+        neighbors. A number, a schedule of the step, or None for a schedule that falls from 0.1,
         `optperm.permutation.falling(0.1, num_steps)`. With whole weight vectors as subsets, small values
-        stop all moves; `optax.tree.get(opt_state, "fraction_moved")` says so.
+        stop nearly all moves; `optax.tree.get(opt_state, "fraction_moved")` says so.
       partition_ratio: :math:`\lambda_t \in [0, 1]`: the fraction of a weight vector in one subset, a
         number or a schedule of the step.
       learning_rate: :math:`\eta`, the factor on the newest gradient, a number or a schedule of the step.
