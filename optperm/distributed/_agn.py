@@ -14,7 +14,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import both, cond
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.mapped_axes import AxisName
 from optperm.core.transformation import transformation
 from optperm.distributed._exchanging import show
@@ -297,9 +297,8 @@ def agn(
         (center, center_state), took_part = cond(is_commit, make_commit, lambda: old)
         accumulator = state.accumulator
         if not isinstance(is_commit, bool):
-            # The barrier orders the addition after the commit: so XLA adds in place, when the commit has
-            # read the old sum.
-            accumulator = jax.lax.optimization_barrier((accumulator, took_part))[0]
+            # The commit reads the old sum, which the addition writes over.
+            _, accumulator = compute_in_order(took_part, accumulator)
 
         # theta <- c, a <- 0
         updates = jax.tree.map(lambda c, u, p: jnp.where(is_commit, c - p, u), center, u, params)
@@ -317,7 +316,12 @@ def agn(
         return finish(updates, new_state, state, has_step, axis_name)
 
     tx = transformation(
-        init, update, method="agn", like=lambda state: state.center, axis_name=axis_name
+        init,
+        update,
+        method="agn",
+        like=lambda state: state.center,
+        dtypes=True,
+        axis_name=axis_name,
     )
     return show("agn", tx, replicas, every)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
@@ -315,10 +315,9 @@ def diloco(
             count=state.count,
         )
         exchanged, outcomes = exchanger.exchange(now, state, due)
-        # The barrier orders the local step after the exchange: so XLA updates the local state in place,
-        # when the exchange has read it.
+        # The exchange reads the local state, which the step writes over.
         moves, local_state = known or step(
-            jax.lax.optimization_barrier((state.local_state, exchanged.weights))[0]
+            compute_in_order(exchanged.weights, state.local_state)[1]
         )
         arrived = [outcome.has_arrived for outcome in outcomes]
         is_bad = [outcome.is_bad for outcome in outcomes]

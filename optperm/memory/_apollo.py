@@ -15,9 +15,8 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import key_data
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold, normal
-from optperm.core.shardings import unshard
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (
     check_limit,
@@ -30,13 +29,11 @@ from optperm.memory._matrices import (
     DimensionNumbers,
     Matrix,
     check_rank,
-    check_state,
     make_batch_zeros,
     make_low_rank_leaf,
-    make_low_rank_tree,
-    map_plans,
     plan_matrices,
     project_leaf,
+    unzip,
     warn_of_full_rank,
 )
 
@@ -150,55 +147,56 @@ def apollo(
     checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
 
-    def plan(tree: optax.Updates) -> list[Matrix | None]:
-        return plan_matrices(tree, rank, "smaller", dimension_numbers)
-
     def init(params: optax.Params) -> ApolloState:
-        plans = plan(params)
+        plans = plan_matrices(params, rank, "smaller", dimension_numbers)
         warn_of_full_rank(params, plans, dimension_numbers, "apollo")
-        low = map_plans(make_low_rank_leaf, params, plans)
-        inner_state = inner.init(low)
-        norm = map_plans(make_batch_zeros, params, plans)
-        sign = mark_varying(jnp.zeros([], jnp.int8), varying_axes(params))
-        return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)
+        return ApolloState(
+            count=jnp.zeros([], jnp.int32),
+            norm=jax.tree.map(make_batch_zeros, params, plans),
+            sign=varying_zeros(params, jnp.int8),
+            inner_state=inner.init(jax.tree.map(make_low_rank_leaf, params, plans)),
+        )
 
     def update(
         updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, ApolloState]:
-        check_state("apollo", state, ApolloState)
-        leaves = jax.tree.leaves(updates)
+        plans = plan_matrices(updates, rank, "smaller", dimension_numbers)
         structure: Any = jax.tree.structure(updates)
-        plans, norms = plan(updates), structure.flatten_up_to(state.norm)
-        number = state.count // jnp.asarray(every, jnp.int32)
+        numbers = structure.unflatten(range(structure.num_leaves))
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
-        drawn = fold(key_data(key), number)
-        exact = [
-            leaf if m is None else project_leaf(m, draw_gaussian_basis(drawn, i, m, leaf), leaf)
-            for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
-        ]
-        low = make_low_rank_tree(updates, plans, exact)
+        drawn = fold(key_data(key), state.count // jnp.asarray(every, jnp.int32))
+
+        def draw_and_project(leaf: Any, m: Matrix | None, number: int) -> Any:
+            basis = None if m is None else draw_gaussian_basis(drawn, number, m, leaf)
+            return project_leaf(leaf, m, basis)
+
+        exact = jax.tree.map(draw_and_project, updates, plans, numbers)
+        low = optax.tree.cast_like(exact, updates)
         direction, inner_state = compute_direction(
             optimizer, low, state.inner_state, extra_args, "apollo"
         )
         sign = find_sign(direction, low, state.sign)
 
-        out = structure.flatten_up_to(direction)
-        for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
+        # U = scale S / L, and N for leaves at full rank
+        def step(leaf: Any, m: Matrix | None, r: Any, n: Any, q: Any) -> Any:
             if m is None:
-                continue
-            g, n = m.turn(m.matrices(leaf)).astype(r.dtype), out[i].astype(r.dtype)
+                return n, q
+            g, n = m.turn(m.matrices(leaf)).astype(r.dtype), n.astype(r.dtype)
             # S = G f, with f = |N| / |R| of each column or of the matrix
             f = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1))
-            norm = unshard(jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1))))
-            # S <- S / L, so that |S| <= limit q
-            quotient, norms[i] = limit_growth(norm, norms[i], limit)
-            # U = scale S, with scale = sqrt(d / r) for "auto", along or against G as N along R
+            norm = jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1)))
+            # |S / L| <= limit q
+            quotient, q = limit_growth(norm, q, limit)
+            # scale = sqrt(d / r) for "auto", along or against G as N along R
             size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
             factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient
-            out[i] = m.leaf(m.turn(factor[..., None, None] * f * g))
-        count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
-        return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
+            return m.leaf(m.turn(factor[..., None, None] * f * g)), q
+
+        u, norm = unzip(jax.tree.map(step, updates, plans, exact, direction, state.norm), updates)
+        return u, ApolloState(
+            count=optax.safe_increment(state.count), norm=norm, sign=sign, inner_state=inner_state
+        )
 
     # An update needs the gradients alone; params only give the dtypes.
     return transformation(init, update, method="apollo", needs_params=False)

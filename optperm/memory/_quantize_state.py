@@ -30,7 +30,7 @@ from optperm.core.trees import is_flag, spread_prefix
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
-from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known
+from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known, match_others
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
@@ -162,7 +162,8 @@ def quantize_state(
         if not known:
             raise ValueError(
                 "inner of quantize_state has no state with known moments: it has "
-                f"{_name_states(inner_state)}. Known are {', '.join(each.__name__ for each in KNOWN)}."
+                f"{checks.name_states(inner_state)}. "
+                f"Known are {', '.join(each.__name__ for each in KNOWN)}."
             )
         _warn_of_unknown(inner_state, params, min_size)
         seconds = probe(inner_state, lambda: params, find_known_states)
@@ -182,10 +183,8 @@ def quantize_state(
                 stacklevel=2,
             )
         count = jnp.zeros([], jnp.int32)
-        # Behind a barrier, XLA does not compute the codes of zeros while it compiles, which takes long.
-        inner_state = _map_moments(
-            lambda i, j, moment: jax.lax.optimization_barrier(moment), inner_state
-        )
+        # So XLA does not compute the codes of zeros while it compiles, which takes long.
+        inner_state = computed_once(inner_state)
         return QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
     def update(
@@ -194,11 +193,6 @@ def quantize_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, QuantizedState]:
-        if not _is_quantized(state):
-            raise ValueError(
-                f"The state has no QuantizedState, got {type(state).__name__}: "
-                "optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state."
-            )
         names = _find_names(state.exponents)
         forms = {name.split("_")[0] for each in names for name in each}
         if not forms.isdisjoint(("random",) if bits == 4 else ("odd", "even")):
@@ -211,7 +205,13 @@ def quantize_state(
         count = optax.safe_increment(state.count)
         return updates, QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
-    return transformation(init, update, method="quantize_state", needs_params=False)
+    return transformation(
+        init,
+        update,
+        method="quantize_state",
+        needs_params=False,
+        conversion="optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state.",
+    )
 
 
 def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
@@ -402,22 +402,14 @@ def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
     return jax.device_put(e, NamedSharding(sharding.mesh, P(*spec[:-1], last)))
 
 
-def _find_others(inner_state: Any, params: Any) -> list[tuple[str, Any]]:
-    """Return each array that is in no known state, and the name of its state."""
-    others = jax.tree.map(
-        lambda node: None if is_known(node) else node, inner_state, is_leaf=is_known
-    )
-    return [(owner, leaf) for leaf, _, owner in match_params(others, params)]
-
-
 def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
     """Warn of a state that keeps large arrays in full, with its words."""
-    ours = (LowRankState, ApolloState)
+    ours = {LowRankState.__name__, ApolloState.__name__}
     words: dict[str, float] = {}
-    for owner, leaf in _find_others(inner_state, params):
+    for leaf, _, owner in match_others(inner_state, params, is_known):
         dtype, size = jnp.result_type(leaf), jnp.size(leaf)
         is_number = jnp.issubdtype(dtype, jnp.inexact) and size >= min_size
-        if is_number and owner not in {each.__name__ for each in ours}:
+        if is_number and owner not in ours:
             words[owner] = words.get(owner, 0.0) + size * dtype.itemsize / 4
     for owner, number in words.items():
         warnings.warn(
@@ -426,16 +418,3 @@ def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-def _name_states(inner_state: Any) -> str:
-    """Return the names of the states of an optimizer, for a message."""
-    names: list[str] = []
-
-    def visit(node: Any) -> bool:
-        if hasattr(node, "_fields"):
-            names.append(type(node).__name__)
-        return False
-
-    jax.tree.leaves(inner_state, is_leaf=visit)
-    return ", ".join(dict.fromkeys(names)) or "no state"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.memory._matrices import DimensionNumbers, plan_matrices
+from optperm.memory._matrices import DimensionNumbers, Matrix, plan_matrices
 
 # Ranks are tried as ratios to the smaller side of each matrix.
 _STEPS = 256
@@ -57,23 +57,26 @@ def rank_for(
       ValueError: If `words` is not positive, or no rank is small enough because other leaves keep more.
     """
     checks.check_positive("words", words)
-    sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    sizes = [math.prod(jnp.shape(leaf)) for _, leaf in leaves]
+
+    def plan(ratio: float) -> list[Matrix | None]:
+        tree = plan_matrices(params, ratio, "smaller", dimension_numbers)
+        found: list[Matrix | None] = structure.flatten_up_to(tree)
+        return found
 
     def count(ratio: float) -> float:
-        plans = plan_matrices(params, ratio, "smaller", dimension_numbers)
         kept = sum(
             2 * size if m is None else math.prod(m.batch_shape) * m.rank * (m.d + 2 * m.k)
-            for size, m in zip(sizes, plans, strict=True)
+            for size, m in zip(sizes, plan(ratio), strict=True)
         )
         return kept / max(sum(sizes), 1)
 
     fitting = [step for step in range(1, _STEPS) if count(step / _STEPS) <= words]
     if not fitting:
-        plans = plan_matrices(params, 1 / _STEPS, "smaller", dimension_numbers)
-        paths = [
-            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
-        ]
-        full = [(n, path) for n, path, m in zip(sizes, paths, plans, strict=True) if m is None]
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        plans = zip(sizes, paths, plan(1 / _STEPS), strict=True)
+        full = [(size, path) for size, path, m in plans if m is None]
         where = f", of which params{max(full)[1]} at full rank has the most" if full else ""
         raise ValueError(
             f"words={words} cannot be reached: the smallest rank keeps {count(1 / _STEPS):.2f}{where}. "

@@ -17,7 +17,7 @@ from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
 from optperm.core.control import when
-from optperm.core.dtypes import cast_like, zero_if_not_finite
+from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
@@ -188,9 +188,9 @@ def laperm(
             return synchronize_params(before, moved, output_axes)
 
         weights, ranks = when(is_due, synchronize, (state.weights, state.ranks))
-        # The barrier orders the step after the loop, which reads what the step writes over.
-        (weights, ranks), p, inner_state = jax.lax.optimization_barrier(
-            ((weights, ranks), params, state.inner_state)
+        # The loop reads what the step writes over.
+        (weights, ranks), (p, inner_state) = compute_in_order(
+            (weights, ranks), (params, state.inner_state)
         )
         moves, inner_state = step(p, inner_state)
         updates = jax.tree.map(lambda w, m, p: jnp.where(is_due, w - p, m), weights, moves, p)
@@ -202,7 +202,7 @@ def laperm(
             synchronized=is_due,
         )
 
-    return transformation(init, update, method="laperm", like=lambda s: s.weights)
+    return transformation(init, update, method="laperm", like=lambda s: s.weights, dtypes=True)
 
 
 def synchronize_params(

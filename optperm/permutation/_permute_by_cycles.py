@@ -19,9 +19,9 @@ import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
@@ -172,8 +172,8 @@ def permute_by_cycles(
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, output_axes),
             # Of the type that an update gives them, for a scan inside `jax.shard_map`.
-            fraction_moved=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
-            mismatches=mark_varying(jnp.zeros([], jnp.int32), varying_axes(params)),
+            fraction_moved=varying_zeros(params, jnp.float32),
+            mismatches=varying_zeros(params, jnp.int32),
         )
 
     def update(
@@ -200,9 +200,9 @@ def permute_by_cycles(
             moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
-        # The kernel writes over the weights. Without the barrier XLA would copy them for the comparison.
-        is_mismatch, weights = jax.lax.optimization_barrier(
-            (_are_elsewhere(params, state.weights), state.weights)
+        # The kernel writes over the weights, which are compared before.
+        is_mismatch, weights = compute_in_order(
+            _are_elsewhere(params, state.weights), state.weights
         )
         weights, ranks = permute_vectors(permute, output_axes, weights, state.ranks, m)
         size = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim)
@@ -217,7 +217,9 @@ def permute_by_cycles(
         # From the targets, not from the moves: rounding in the params is undone by the next step.
         return optax.tree.sub(weights, params), new_state
 
-    return transformation(init, update, method="permute_by_cycles", like=lambda s: s.weights)
+    return transformation(
+        init, update, method="permute_by_cycles", like=lambda s: s.weights, dtypes=True
+    )
 
 
 def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:

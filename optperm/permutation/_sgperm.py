@@ -16,7 +16,7 @@ import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
@@ -84,11 +84,12 @@ def sgperm(
     weights, bit for bit, in another order.
 
     Args:
-      aggressiveness: :math:`\alpha_t \ge 0`: a weight moves by at most this fraction of its weight
-        vector's range, plus 1 / s of the range in a subset of s entries, about the distance of two
-        neighbors. A number, a schedule of the step, or None for a schedule that falls from 0.1,
-        `optperm.permutation.falling(0.1, num_steps)`. With whole weight vectors as subsets, small values
-        stop nearly all moves; `optax.tree.get(opt_state, "fraction_moved")` says so.
+      aggressiveness: :math:`\alpha_t \ge 0`. A weight moves by at most this fraction of its weight
+        vector's range, plus 1 / s of the range in a subset of s entries (about the distance of two
+        neighbors). A number, a schedule of the step, or None for
+        `optperm.permutation.falling(0.1, num_steps)`, which falls from 0.1. If a subset is a whole weight
+        vector, small values stop nearly all moves; `optax.tree.get(opt_state, "fraction_moved")` shows
+        this.
       partition_ratio: :math:`\lambda_t \in [0, 1]`, the fraction of a weight vector in one subset. A
         number or a schedule of the step.
       learning_rate: :math:`\eta`, the factor on the newest gradient. A number or a schedule of the step.
@@ -209,9 +210,7 @@ def _recommend(
             return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
 
         # m <- eta g + mu m
-        m = jax.tree.map(recommend, grads, state.recommendation)
-        # Without the barrier XLA computes m twice, and copies the old m that it would overwrite.
-        m = jax.lax.optimization_barrier(m)
+        m = computed_once(jax.tree.map(recommend, grads, state.recommendation))
         # Where m is not finite its entry sits out the step, and the state keeps the old m.
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
@@ -221,4 +220,6 @@ def _recommend(
             past = jnp.maximum(t - jnp.asarray(num_steps, jnp.int32), 0)
         return m, RecommendationState(count=t, recommendation=kept, steps_past_end=past)
 
-    return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
+    return transformation(
+        init, update, method="sgperm", like=lambda s: s.recommendation, dtypes=True
+    )

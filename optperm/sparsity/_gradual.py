@@ -11,10 +11,9 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite
-from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes, varying_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, place_like
+from optperm.core.mapped_axes import AxisName, varying_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
 from optperm.exact import check_no_averages
@@ -219,13 +218,12 @@ def prune_gradually(
         update,
         method="prune_gradually",
         like=lambda state: state.mask,
-        dtypes=False,
         axis_name=axis_name,
     )
 
 
 def _make_zeros(p: jax.Array) -> jax.Array:
-    return shard_like(mark_varying(jnp.zeros_like(p, jnp.float32), varying_axes(p)), p)
+    return place_like(jnp.zeros_like(p, jnp.float32), p)
 
 
 def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:

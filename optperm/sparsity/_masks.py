@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.dtypes import place_like
 from optperm.core.shardings import shard_like
 from optperm.core.states import find_state, replace_state, without_variables
 from optperm.core.transformation import transformation
@@ -131,7 +131,6 @@ def mask_elements(
         update,
         method="mask_elements",
         like=lambda state: state.mask,
-        dtypes=False,
         needs_params=False,
         updates_like="updates",
     )
@@ -147,7 +146,7 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
         if shape not in ((), wanted):
             raise ValueError(f"mask has shape {shape} for a parameter of shape {wanted}.")
         allowed = jnp.broadcast_to(jnp.asarray(allowed), jnp.shape(leaf))
-        return mark_varying(shard_like(allowed, leaf), varying_axes(leaf))
+        return place_like(allowed, leaf)
 
     try:
         mask = jax.tree.broadcast(mask, params)

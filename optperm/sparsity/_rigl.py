@@ -216,7 +216,6 @@ def rigl(
         update,
         method="rigl",
         like=lambda state: state.mask,
-        dtypes=False,
         axis_name=axis_name,
     )
 

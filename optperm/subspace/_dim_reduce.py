@@ -294,6 +294,7 @@ def dim_reduce(
         update,
         method="dim_reduce",
         like=lambda state: state.residual,
+        dtypes=True,
         needs=SEARCH_EXTRAS,
         axis_name=axis_name,
     )
@@ -314,9 +315,9 @@ def _decay(
     """Return gamma m + r in the dtypes of m, and m where r is not finite or the sum overflows."""
     used = jax.tree.map(lambda leaf: is_used.astype(leaf.dtype) * leaf, r)
     new = optax.tree.cast_like(_add_scaled(gamma, m, used), m)
-    m = jax.tree.map(lambda new, m: jnp.where(is_finite & jnp.isfinite(new), new, m), new, m)
-    # Otherwise XLA computes m again for the step, from a copy of the old one.
-    return jax.lax.optimization_barrier(m)
+    return computed_once(
+        jax.tree.map(lambda new, m: jnp.where(is_finite & jnp.isfinite(new), new, m), new, m)
+    )
 
 
 def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:

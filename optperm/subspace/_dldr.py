@@ -260,7 +260,6 @@ def dldr(
         update,
         method="dldr",
         like=lambda state: one_row(_find_subspaces(state.second)[0].rows),
-        dtypes=False,
     )
 
 

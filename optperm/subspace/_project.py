@@ -109,6 +109,5 @@ def project(
         update,
         method="project",
         like=lambda state: one_row(state.subspace.rows),
-        dtypes=False,
         axis_name=axis_name,
     )

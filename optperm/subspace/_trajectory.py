@@ -108,7 +108,6 @@ def record_trajectory(
         update,
         method="record_trajectory",
         like=lambda state: one_row(state.snapshots),
-        dtypes=False,
         updates_like="updates",
     )
 

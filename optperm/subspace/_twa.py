@@ -134,6 +134,5 @@ def twa(
         update,
         method="twa",
         like=lambda state: one_row(state.subspace.rows),
-        dtypes=False,
         axis_name=axis_name,
     )

@@ -205,5 +205,6 @@ def katyusha(
         update,
         method="katyusha",
         like=lambda state: state.svrg.snapshot.params,
+        dtypes=True,
         needs=BATCH_GRADIENT | FULL_GRADIENT,
     )

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype, zero_if_not_finite
+from optperm.core.dtypes import accumulation_dtype, compute_in_order, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     BATCH_GRADIENT,
     GradFn,
-    compute_in_order,
     evaluate_gradient,
     keep_finite,
 )
@@ -105,9 +103,7 @@ def mars(
       <https://arxiv.org/abs/2411.10438>`_, ICML 2025
     """
     checks.check_in_range("gamma", gamma, 0.0, float("inf"))
-    checks.check_in_range("b1", b1, 0.0, 1.0, may_be_schedule=False)
-    if checks.is_concrete_number(b1) and np.float32(b1) == 1.0:
-        raise ValueError(f"b1 must be in [0, 1), got {b1!r}.")
+    checks.check_decay("b1", b1)
     checks.check_positive("max_norm", max_norm)
 
     def init(params: optax.Params) -> MarsState:

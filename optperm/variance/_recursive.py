@@ -8,12 +8,11 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond
-from optperm.core.dtypes import cast_like
+from optperm.core.dtypes import cast_like, compute_in_order
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     GradFn,
-    compute_in_order,
     evaluate_gradient,
     keep_finite,
 )
@@ -168,5 +167,6 @@ def recursive_gradient(
         update,
         method="recursive_gradient",
         like=lambda state: state.snapshot.params,
+        dtypes=True,
         needs=needs,
     )

@@ -18,7 +18,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state, replace_state, without_variables
@@ -238,7 +238,12 @@ def svrg(
         return new_grads, SvrgState(count, state.key, snapshot)
 
     return transformation(
-        init, update, method="svrg", like=lambda state: state.snapshot.params, needs=needs
+        init,
+        update,
+        method="svrg",
+        like=lambda state: state.snapshot.params,
+        dtypes=True,
+        needs=needs,
     )
 
 
@@ -317,7 +322,7 @@ def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
         count=jnp.zeros([], jnp.int32),
         key=key_data(key),
         snapshot=Snapshot(
-            is_taken=mark_varying(jnp.zeros([], bool), varying_axes(params)),
+            is_taken=varying_zeros(params, bool),
             params=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             full_grad=jax.tree.map(
                 lambda leaf: jnp.zeros_like(leaf, accumulation_dtype(leaf)), params
