@@ -123,7 +123,8 @@ def apollo(
       sharded columns communicates only the limiter's norms; sharded rows cost an all-reduce of R. 1e-8
       is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about 1e-8 hardly move.
 
-      Nonfinite numbers pass on to `inner`, whose moments keep them. Put `optax.apply_if_finite` outside.
+      Nonfinite numbers propagate to `inner`, whose moments keep them. Put `optax.apply_if_finite`
+      outside.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number has another type, entries of
