@@ -85,11 +85,10 @@ def sgperm(
 
     Args:
       aggressiveness: :math:`\alpha_t \ge 0`. A weight moves by at most this fraction of its weight
-        vector's range, plus 1 / s of the range in a subset of s entries (about the distance of two
-        neighbors). A number, a schedule of the step, or None for
-        `optperm.permutation.falling(0.1, num_steps)`, which falls from 0.1. If a subset is a whole
-        weight vector, small values allow hardly any moves;
-        `optax.tree.get(opt_state, "fraction_moved")` shows this.
+        vector's range, plus 1 / s of the range in a subset of s entries, about the distance of two
+        neighbors. A number, a schedule of the step, or None for a schedule that falls from 0.1,
+        `optperm.permutation.falling(0.1, num_steps)`. If a subset is a whole weight vector, small values
+        allow hardly any moves; `optax.tree.get(opt_state, "fraction_moved")` shows this.
       partition_ratio: :math:`\lambda_t \in [0, 1]`, the fraction of a weight vector in one subset. A
         number or a schedule of the step.
       learning_rate: :math:`\eta`, the factor on the newest gradient. A number or a schedule of the step.
