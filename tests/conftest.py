@@ -94,7 +94,8 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Run a test that takes `ours` for each entry of the registry.
 
-    Those that are neither in `SPANNING` nor asked for by an option are marked `entries`.
+    Those that are neither in `SPANNING`, or named by the marker `spans`, nor asked for by an option are
+    marked `entries`.
     """
     if "ours" not in metafunc.fixturenames:
         return
@@ -105,7 +106,9 @@ def pytest_generate_tests(metafunc):
     asked = {each: {each.name, each.factory.__name__} & {*option.entry} for each in TRANSFORMATIONS}
     if unknown := {*option.entry}.difference(*asked.values()):
         raise pytest.UsageError(f"no entry of tests/transformations.py is {', '.join(unknown)}")
-    usual = [each for each in asked if option.all_entries or asked[each] or each.name in SPANNING]
+    marker = metafunc.definition.get_closest_marker("spans")
+    spanning = marker.args if marker else SPANNING
+    usual = [each for each in asked if option.all_entries or asked[each] or each.name in spanning]
     cells = support.every_night(TRANSFORMATIONS, usual, mark=pytest.mark.entries)
     metafunc.parametrize("ours", cells, ids=str)
 

@@ -155,8 +155,7 @@ def squared_error(params, batch):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
-@pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["shard_map"]))
-def test_known_trace(mapping):
+def test_known_trace():
     """DiLoCo's, of the specification: losses of replica 0, and the params after a synchronization."""
     tx = optperm.diloco(
         optax.sgd(0.1),
@@ -165,7 +164,7 @@ def test_known_trace(mapping):
         axis_name=replicas.AXIS,
     )
     evaluate = loops.gradient(squared_error)
-    trail = loops.train(tx, LINEAR, [KNOWN_BATCH] * 3, evaluate=evaluate, how=mapping, size=2)
+    trail = loops.train(tx, LINEAR, [KNOWN_BATCH] * 3, evaluate=evaluate, how="vmap", size=2)
     of_first = [LINEAR, *(replicas.take(jax.device_get(params), 0) for params, _ in trail)]
     losses = [squared_error(params, replicas.take(KNOWN_BATCH, 0)) for params in of_first]
     np.testing.assert_allclose(losses, [1, 0.49, 0.2401, 0.207544], rtol=0, atol=1e-6)
@@ -173,28 +172,6 @@ def test_known_trace(mapping):
     np.testing.assert_allclose(params["w"], [[1.5345, 1.0494]] * 2, rtol=0, atol=1e-4)
     np.testing.assert_allclose(params["b"], [0.5839] * 2, rtol=0, atol=1e-4)
     support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
-
-
-@pytest.mark.parametrize(
-    ("rule", "mapping"),
-    support.every_night(
-        itertools.product(RULES, ["pmap", "shard_map", "shard_map unchecked"]),
-        {("sequential", "shard_map")},
-    ),
-)
-def test_every_mapping_gives_the_same_numbers(mapping, rule):
-    """pmap and both modes of shard_map agree with vmap, and pull all replicas onto the same bits."""
-    tx = optperm.agn(optax.adam(0.05), every=PERIOD, axis_name=replicas.AXIS, combine=rule)
-    both = zip(run(tx, 4, mapping), run(tx, 4), strict=True)
-    for step, ((params, opt_state), (wanted, _)) in enumerate(both, start=1):
-        np.testing.assert_allclose(flat(params), flat(wanted), rtol=0, atol=1e-6)
-        if step % PERIOD == 0:
-            first = replicas.take(jax.device_get(params), 0)
-            for index in range(4):
-                support.assert_same_bits(replicas.take(jax.device_get(params), index), first)
-            support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
-        else:
-            assert len(np.unique(flat(params), axis=0)) == 4
 
 
 def test_several_axes_are_one_set_of_replicas():

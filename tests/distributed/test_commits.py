@@ -54,19 +54,14 @@ def run_flagged(tx, grads, flags, how="vmap"):
     return trail
 
 
-@pytest.mark.parametrize(
-    ("method", "how"),
-    support.every_night(
-        itertools.product(replicas.METHODS, ["vmap", "pmap", "shard_map"]), {("diloco", "vmap")}
-    ),
-)
-def test_explicit_and_counted_commits_agree(method, how):
+@pytest.mark.parametrize("method", support.every_night(replicas.METHODS, ["diloco"]))
+def test_explicit_and_counted_commits_agree(method):
     """Flags at the period's multiples, and a mixture of flags and counts, give what counting gives."""
     tx = replicas.METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
     grads = grads_of(7)
-    counted = run_flagged(tx, grads, [None] * 7, how)
-    explicit = run_flagged(tx, grads, [False, False, True] * 2 + [False], how)
-    mixed = run_flagged(tx, grads, [None, False, None, None, None, True, None], how)
+    counted = run_flagged(tx, grads, [None] * 7)
+    explicit = run_flagged(tx, grads, [False, False, True] * 2 + [False])
+    mixed = run_flagged(tx, grads, [None, False, None, None, None, True, None])
     for wanted, one, other in zip(counted, explicit, mixed, strict=True):
         support.assert_close(one[0], wanted[0], atol=1e-6)
         support.assert_close(other[0], wanted[0], atol=1e-6)
@@ -139,7 +134,7 @@ def test_flags_travel_through_chain_and_multi_steps():
         assert every
 
 
-def test_a_flag_may_be_traced_and_others_are_refused():
+def test_a_flag_may_be_traced():
     """A scalar bool that is known on the device decides as a Python bool does."""
     for method in (optperm.agn, optperm.diloco):
         tx = method(optax.sgd(0.1), every=9)
@@ -148,11 +143,6 @@ def test_a_flag_may_be_traced_and_others_are_refused():
         for flag in (True, False):
             explicit = tx.update(START, opt_state, START, commit=flag)
             support.assert_close(step(flag), explicit, atol=1e-6)
-        for wrong in (1, "yes", jnp.zeros(2, bool), jnp.int32(1)):
-            with pytest.raises(
-                TypeError, match=r"commit of .* must be True, False, .only. or None"
-            ):
-                tx.update(START, opt_state, START, commit=wrong)
 
 
 @pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
@@ -252,7 +242,7 @@ def _on_two_by_four(tx, types, *, manual, checked, flag):
 
 @pytest.mark.parametrize(
     ("method", "types", "axes", "checked"),
-    support.in_pairs(
+    support.in_turns(
         ["agn mean", "agn sequential", "diloco"],
         [AxisType.Auto, AxisType.Explicit],
         ["manual", "partial"],
@@ -377,22 +367,6 @@ def test_in_turn_all_replicas_together_advance_a_schedule_by_one_period():
     assert optax.tree.get_all_with_path(opt_state.center_state, "count")[0][1].tolist() == [4] * 4
 
 
-@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
-def test_multi_steps_of_the_center_are_refused(factory):
-    accumulating = optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
-    tx = (
-        optperm.agn(accumulating)
-        if factory is optperm.agn
-        else optperm.diloco(optax.sgd(0.1), accumulating, every=9)
-    )
-    with pytest.raises(
-        ValueError, match=r"write (optax\.MultiSteps\(agn|diloco\(optax\.MultiSteps)\("
-    ):
-        tx.init(START)
-    optperm.diloco(accumulating, every=9).init(START)
-    optperm.agn(accumulating, outer=optax.sgd(0.1)).init(START)
-
-
 LAID_OUT = {
     "agn sequential": replicas.METHODS["agn sequential"],
     "streaming": functools.partial(
@@ -457,7 +431,7 @@ EVERYWHERE = ["vmap", "pmap", "shard_map", "shard_map unchecked"]
     ("method", "how"),
     support.every_night(
         itertools.product(COMMITTED_ALONE, EVERYWHERE),
-        {("agn mean", "shard_map"), ("diloco", "pmap"), ("delayed", "vmap")},
+        {("agn mean", "shard_map"), ("delayed", "vmap")},
     ),
 )
 def test_a_commit_alone_equals_a_commit_with_the_last_step(method, how):

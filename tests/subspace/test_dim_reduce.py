@@ -413,14 +413,6 @@ def test_residual_that_its_dtype_cannot_hold_keeps_what_it_was():
     assert opt_state.residual.tolist() == [40_000, 3]
 
 
-def test_multi_steps_around_it_is_refused():
-    """It would search along the mean gradient with the loss of the last batch."""
-    tx = optperm.dim_reduce(n_components=3)
-    for outer in (optax.MultiSteps(tx, 2), optax.MultiSteps(optax.chain(optax.clip(1e6), tx), 2)):
-        with pytest.raises(ValueError, match=r"optax\.MultiSteps would search by the loss"):
-            optperm.subspace.set_basis(outer.init(start()), rows(3))
-
-
 def test_injected_number_that_changes_is_that_of_a_schedule():
     """Numbers may be schedules of the step, or be changed between steps."""
     make = optax.inject_hyperparams(optperm.dim_reduce, static_args=("n_components",))
