@@ -19,7 +19,6 @@ from optperm.core.states import find_states
 TO_SGPERM = Transformation(
     optperm.switch_after,
     {"num_steps": 1, "first": optax.sgd(0.05), "then": optperm.sgperm(0.4)},
-    lenient=True,
     other_name="switch to sgperm",
 )
 pytestmark = pytest.mark.usefixtures("lenient")
