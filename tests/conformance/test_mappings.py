@@ -56,30 +56,31 @@ def check_models_of_their_own(ours, mapping):
     starts = [support.random_params(seed) for seed in range(3)]
     tx, batches = ours.make(), jnp.stack(loops.linear_batches(STEPS))
 
-    def run(params):
-        state = tx.init(params)
-        if ours.name in ALIKE_AT_INIT and mapping == "shard_map":
-            state = mark_varying(state, [replicas.AXIS])
+    def run(params, axes=()):
+        state = mark_varying(tx.init(params), axes)
         return loops.carry(loops.make_step(tx, loops.linear), params, state, batches)
 
-    together = jax.device_get(replicas.MAPPINGS[mapping](run, 3)(replicas.stack(starts)))
+    is_marked = ours.name in ALIKE_AT_INIT and mapping == "shard_map"
+    own = functools.partial(run, axes=(replicas.AXIS,)) if is_marked else run
+    together = jax.device_get(replicas.MAPPINGS[mapping](own, 3)(replicas.stack(starts)))
     alone = jax.jit(run)
     for index, params in enumerate(starts):
         one = replicas.take(together, index)
         chex.assert_trees_all_close(one, jax.device_get(alone(params)), rtol=1e-5, atol=1e-6)
 
 
-CHECKS = [check_replicas_with_a_mean_gradient, check_models_of_their_own]
+@pytest.mark.spans("sgperm", "agn", "svrg", "mask_elements")
+def test_replicas_with_a_mean_gradient_under_the_mapping_whose_turn_it_is_train_as_one(ours):
+    check_replicas_with_a_mean_gradient(ours, MAPPINGS[ordinal(ours) % len(MAPPINGS)])
 
 
 @pytest.mark.spans("sgperm", "agn", "svrg", "mandt_sgd", "mask_elements")
-@pytest.mark.parametrize("check", CHECKS)
-def test_replicas_under_the_mapping_whose_turn_it_is_train_as_alone(ours, check):
-    check(ours, MAPPINGS[(ordinal(ours) + CHECKS.index(check)) % len(MAPPINGS)])
+def test_models_of_their_own_in_checked_shard_map_train_as_each_alone(ours):
+    check_models_of_their_own(ours, "shard_map")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("check", [check_replicas_with_a_mean_gradient, check_models_of_their_own])
 def test_replicas_under_every_mapping_train_as_alone(ours, check, mapping):
     check(ours, mapping)
