@@ -106,8 +106,9 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
         assert array.sharding.is_equivalent_to(w.sharding, w.ndim)
 
 
-@pytest.mark.parametrize("spec", [P("x", None), P("x", "y")], ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "spec"), support.in_turns(METHODS, [P("x", None), P("x", "y")]), ids=str
+)
 def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method, spec):
     """Where weights cross devices XLA may add them to zeros: -0.0 becomes 0.0, a subnormal number 0.0.
 

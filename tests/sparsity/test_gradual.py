@@ -260,8 +260,9 @@ def test_keep_top_takes_and_returns_a_state_of_flax():
     assert (grads["kernel"].get_value() == 1).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wrap", [gradual, moving])
+@pytest.mark.parametrize(
+    ("wrap", "dtype"), support.in_turns([gradual, moving], ["float32", "bfloat16"])
+)
 def test_zeros_are_zero_bit_for_bit(wrap, dtype):
     """After every step, by both ways of applying updates; the products have what is around it."""
     tx, params = wrap(adamw()), support.random_params(dtype=dtype)
@@ -287,8 +288,9 @@ def test_sparsity_0_is_the_optimizer():
             support.assert_close((p, state.inner_state), (expected, inner), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
-@pytest.mark.parametrize("wrap", ["saliency", "rigl"])
+@pytest.mark.parametrize(
+    ("wrap", "mapping"), support.in_turns(["saliency", "rigl"], ["shard_map", "pmap"])
+)
 def test_replicas_with_gradients_of_their_own_agree_on_masks(wrap, mapping):
     """With `axis_name` scores are averaged, though each replica's params go their own way."""
     options = {"every": 1, "axis_name": replicas.AXIS}
