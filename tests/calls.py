@@ -72,7 +72,7 @@ FUNCTIONS = {
         "key": jax.random.key(0),
     },
     "posterior_mean": {
-        "opt_state": optperm.swag(1).update(PARAMS, state(optperm.swag(1)), PARAMS)[1],
+        "opt_state": optperm.swag(1).update(PARAMS, state(optperm.swag(1)), PARAMS)[1]
     },
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "Compression": {"fraction": 0.5},
@@ -97,10 +97,7 @@ FUNCTIONS = {
         "other_covariance": jnp.eye(2),
     },
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
-    "traffic_report": {
-        "tx": optperm.diloco(sgd(), every=2, axis_name="replica"),
-        "params": PARAMS,
-    },
+    "traffic_report": {"tx": optperm.diloco(sgd(), every=2, axis_name="replica"), "params": PARAMS},
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.constant_sgd(10, 2))},
@@ -113,7 +110,7 @@ FUNCTIONS = {
             (),
             jnp.int32(4),
             jnp.int32(1),
-        ),
+        )
     },
     "posterior_predictive": {
         "predict_fn": lambda params, inputs: jnp.ones(2),

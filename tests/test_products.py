@@ -166,14 +166,7 @@ REFUSED = {(name, wrapper) for name in METHODS for wrapper in ("laperm", "schedu
 REFUSED |= {
     (name, wrapper)
     for name in PLACING
-    for wrapper in (
-        "agn-other-center",
-        "diloco",
-        "diloco-plan",
-        "prune_gradually",
-        "rigl",
-        "dldr",
-    )
+    for wrapper in ("agn-other-center", "diloco", "diloco-plan", "prune_gradually", "rigl", "dldr")
 }
 REFUSED |= {("rigl", "agn"), ("prune_gradually", "agn")}
 SAYS = "places|placed|chooses zeros"

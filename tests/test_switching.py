@@ -251,10 +251,7 @@ READ = {
         lambda s, p: optperm.subspace.set_basis(s, one_row_of(p)),
     ),
     "posterior_mean": (collected(), lambda s, p: optperm.bayes.posterior_mean(s)),
-    "take_snapshot": (
-        optperm.svrg(every=3),
-        lambda s, p: optperm.variance.take_snapshot(s, p, p),
-    ),
+    "take_snapshot": (optperm.svrg(every=3), lambda s, p: optperm.variance.take_snapshot(s, p, p)),
     "trajectory": (optperm.record_trajectory(1, 2), lambda s, p: optperm.subspace.trajectory(s)),
 }
 # Both go by phases: `apply_updates` by the exact entries, and a step by its own state.

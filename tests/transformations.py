@@ -115,8 +115,7 @@ def svrg_and_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Loopless SVRG with something after it."""
     return optax.chain(
-        optperm.svrg(probability=probability),
-        optax.sgd(learning_rate, momentum=0.5),
+        optperm.svrg(probability=probability), optax.sgd(learning_rate, momentum=0.5)
     )
 
 
@@ -232,22 +231,13 @@ TRANSFORMATIONS = (
         no_minimum=REACHES_NO_OTHER_VALUES,
         may_gather=CUT_VECTORS,
     ),
+    Transformation(optperm.agn, {"inner": optax.sgd(2e-3, 0.9), "every": 2}),
     Transformation(
-        optperm.agn,
-        {"inner": optax.sgd(2e-3, 0.9), "every": 2},
+        optperm.diloco, {"inner": optax.sgd(1e-3), "every": 2}, limits={"mixing": SHARE}
     ),
     Transformation(
         optperm.diloco,
-        {"inner": optax.sgd(1e-3), "every": 2},
-        limits={"mixing": SHARE},
-    ),
-    Transformation(
-        optperm.diloco,
-        {
-            "inner": optax.sgd(1e-3),
-            "every": optperm.distributed.Every(2, delay=1),
-            "mixing": 0.5,
-        },
+        {"inner": optax.sgd(1e-3), "every": optperm.distributed.Every(2, delay=1), "mixing": 0.5},
         other_name="diloco-streaming",
     ),
     Transformation(
@@ -334,11 +324,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.low_rank,
-        {
-            "inner": optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)),
-            "rank": 1,
-            "every": 2,
-        },
+        {"inner": optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)), "rank": 1, "every": 2},
         **LOW_RANK,
     ),
     Transformation(
@@ -361,11 +347,7 @@ TRANSFORMATIONS = (
         {"inner": optax.adam(1e-2), "rank": 2, "every": 2},
         **LOW_RANK,
     ),
-    Transformation(
-        optperm.quantize_state,
-        {"inner": optax.adam(2e-3), "min_size": 1},
-        **QUANTIZED,
-    ),
+    Transformation(optperm.quantize_state, {"inner": optax.adam(2e-3), "min_size": 1}, **QUANTIZED),
     Transformation(
         optperm.quantize_state,
         {"inner": optax.sgd(1e-3, 0.5), "min_size": 1, "bits": 4},
@@ -560,10 +542,7 @@ TRANSFORMATIONS = (
         hands_on=True,
     ),
     Transformation(
-        optperm.sgld,
-        {"step_size": 4e-6, "num_data": 1000},
-        knows="nothing",
-        no_minimum="samples",
+        optperm.sgld, {"step_size": 4e-6, "num_data": 1000}, knows="nothing", no_minimum="samples"
     ),
     Transformation(
         optperm.sghmc,

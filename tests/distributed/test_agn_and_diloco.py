@@ -119,11 +119,7 @@ def test_known_params_of_adam_without_betas():
 
 
 # Each rule, each optimizer and each size occur every time.
-USUAL = {
-    ("agn mean sgd", 4),
-    ("agn sum momentum", 2),
-    ("diloco by default", 4),
-}
+USUAL = {("agn mean sgd", 4), ("agn sum momentum", 2), ("diloco by default", 4)}
 
 
 @pytest.mark.parametrize(
@@ -144,10 +140,7 @@ def test_equals_simulated_workers_and_center(method, size):
 
 
 LINEAR = {"w": np.float32([2.0, 1.0]), "b": np.float32(1.0)}
-KNOWN_BATCH = (
-    np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]]),
-    np.float32([[1, 2], [2, 3]]),
-)
+KNOWN_BATCH = (np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]]), np.float32([[1, 2], [2, 3]]))
 
 
 def squared_error(params, batch):

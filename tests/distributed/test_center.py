@@ -188,8 +188,7 @@ def tricky(dtype):
 @pytest.mark.parametrize(
     ("method", "how"),
     support.every_night(
-        itertools.product(BEGUN, MAPPED),
-        {("agn", "shard_map"), ("fragments", "vmap")},
+        itertools.product(BEGUN, MAPPED), {("agn", "shard_map"), ("fragments", "vmap")}
     ),
 )
 def test_replicas_that_are_alike_begin_from_a_center_of_their_bits(method, how):
@@ -205,8 +204,7 @@ def test_replicas_that_are_alike_begin_from_a_center_of_their_bits(method, how):
 @pytest.mark.parametrize(
     ("method", "how"),
     support.every_night(
-        itertools.product(BEGUN, MAPPED),
-        {("agn", "shard_map"), ("diloco pairs", "pmap")},
+        itertools.product(BEGUN, MAPPED), {("agn", "shard_map"), ("diloco pairs", "pmap")}
     ),
 )
 def test_replicas_that_are_apart_begin_from_the_mean(method, how):

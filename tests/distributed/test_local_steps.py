@@ -155,10 +155,7 @@ def _full(params, value):
 
 # What is read, and what one batch of all examples would give there.
 READINGS = {
-    "grad_fn": (
-        lambda params, updates, extras: extras["grad_fn"](params),
-        jax.grad(loss_fn),
-    ),
+    "grad_fn": (lambda params, updates, extras: extras["grad_fn"](params), jax.grad(loss_fn)),
     "gradient of value_fn": (
         lambda params, updates, extras: jax.grad(extras["value_fn"])(params),
         jax.grad(loss_fn),

@@ -23,9 +23,7 @@ METHODS = replicas.METHODS | {
     "agn sum": functools.partial(optperm.agn, every=3, combine="sum"),
     "plan": functools.partial(optperm.diloco, every=optperm.distributed.Every(3, 2, 1), mixing=0.5),
     "slices": functools.partial(
-        optperm.diloco,
-        every=optperm.distributed.Every(3, 2),
-        fragment_of={"w": [0, 1, 0], "b": 1},
+        optperm.diloco, every=optperm.distributed.Every(3, 2), fragment_of={"w": [0, 1, 0], "b": 1}
     ),
     "pairs": functools.partial(optperm.diloco, every=3, combine="pairs"),
     "compressed": functools.partial(
@@ -64,8 +62,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
-    support.every_night([(a, b) for a in LAYOUTS for b in METHODS], USUAL),
+    ("name", "method"), support.every_night([(a, b) for a in LAYOUTS for b in METHODS], USUAL)
 )
 def test_counted_steps_exchange_within_a_conditional(name, method):
     """No collective of more than a count is outside, and the params are those of a plain vmap."""

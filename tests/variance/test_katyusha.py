@@ -9,16 +9,7 @@ import numpy as np
 import optax
 import pytest
 import support
-from least_squares import (
-    coins,
-    evaluation,
-    in_numpy,
-    make_data,
-    numpy_grad,
-    part,
-    start,
-    to_dtype,
-)
+from least_squares import coins, evaluation, in_numpy, make_data, numpy_grad, part, start, to_dtype
 
 import optperm
 
