@@ -213,17 +213,6 @@ def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
         assert tx.init(jnp.zeros(2, jnp.float64)).accumulator.dtype == jnp.float64
 
 
-def test_period_may_be_traced():
-    """`inject_hyperparams` keeps the period in its state, where it can be changed."""
-    tx = optax.inject_hyperparams(optperm.agn)(optax.sgd(0.1), every=2)
-    params = jnp.zeros(())
-    opt_state = tx.init(params)
-    opt_state.hyperparams["every"] = jnp.int32(3)
-    trail = loops.train(tx, params, [jnp.ones(())] * 6, opt_state=opt_state)
-    centers = [float(optperm.distributed.center_params(opt_state)) for _, opt_state in trail]
-    assert centers == pytest.approx([0, 0, -0.1, -0.1, -0.1, -0.2], abs=1e-7)
-
-
 def test_entries_that_are_not_finite_count_as_zero():
     """The replica goes on by its other entries, and takes part: its params are finite."""
     tx = optperm.diloco(optax.adam(0.1), optax.sgd(1.0), every=2, axis_name=replicas.AXIS)
