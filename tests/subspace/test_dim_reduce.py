@@ -442,23 +442,6 @@ def test_set_basis_in_any_nesting_forgets_the_old_curvature():
     support.assert_close(again[1].subspace.rows, rows(3, 1), atol=5e-3, rtol=1e-7)
 
 
-@pytest.mark.exhaustive
-def test_set_basis_mapped_over_replicas_gives_each_its_rows():
-    """A state of 4 replicas takes the full basis; each keeps its own rows, those past k are zero."""
-    tx = optperm.dim_reduce(n_components=5, axis_name=replicas.AXIS)
-    opt_state = jax.pmap(tx.init, axis_name=replicas.AXIS, devices=jax.devices()[:4])(
-        replicas.stack([start()] * 4)
-    )
-    for set_basis in (
-        jax.vmap(optperm.subspace.set_basis, in_axes=(0, None)),
-        jax.pmap(optperm.subspace.set_basis, in_axes=(0, None), devices=jax.devices()[:4]),
-    ):
-        held = set_basis(opt_state, rows(5)).subspace.rows["a"]
-        assert held.shape == (4, 2, 5, 1)
-        np.testing.assert_array_equal(np.concatenate(held)[:5], rows(5)["a"])
-        assert not np.any(np.concatenate(held)[5:])
-
-
 def test_basis_without_orthonormal_rows_is_refused():
     """Longer, equal or slanted ones are refused; zero ones, and what bfloat16 rounds off, are not."""
     tx = optperm.dim_reduce(n_components=3)
