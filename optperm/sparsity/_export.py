@@ -60,8 +60,8 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       Below 90 % zeros sparse products do not pay on a CPU. On an MLP of 300 and 100 hidden units BCSR
       takes 0.5 to 0.75 of the time of dense products at 90 % for batches of 32 and 256, and a quarter to
       a third at 98 %; scipy's format suits single examples, from 98 % on. A dense network of as many
-      bytes (`optperm.sparsity.remove_units`) is faster than all formats (`benchmarks/sparse.py
-      --export`).
+      bytes (`optperm.sparsity.remove_units`) is faster than all formats (`python
+      benchmarks/sparsity.py --only export`).
 
     Raises:
       TypeError: If a leaf is traced, not a dense array, or of a dtype that scipy cannot multiply.

@@ -3,7 +3,7 @@
 SVRG and the full gradients that it needs, Katyusha, recursive estimators (STORM, SARAH, SPIDER, PAGE),
 MARS, and proximal steps for penalties and bounds.
 They solve convex problems accurately. On networks SGD with a good rate is better after the same
-number of gradients: `benchmarks/svrg.py` has the tables. See ``examples/svrg.py``.
+number of gradients: `benchmarks/variance.py` has the tables. See ``examples/svrg.py``.
 """
 
 from optperm.core.public import show_names as _show_names

@@ -114,8 +114,8 @@ def katyusha(
       True
 
     Notes:
-      `benchmarks/convex.py` compares it with SVRG and L-BFGS. On small problems L-BFGS is better. A rate
-      that is too large ends in a loss that is finite, but high.
+      `benchmarks/variance.py` compares it with SVRG and L-BFGS. On small problems L-BFGS is better. A
+      rate that is too large ends in a loss that is finite, but high.
 
       A step takes two gradients. The state holds two trees beside those of `optperm.svrg`. Params of 16
       bits are x, rounded; y and z are not rounded.

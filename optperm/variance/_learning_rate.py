@@ -82,7 +82,7 @@ def svrg_learning_rate(
     Notes:
       On five problems with batches of 1 and 16 the best rate of a grid was 1 or 2 times the rate that
       this function found, and 4 times in one of the ten cases, with raw features
-      (`benchmarks/convex.py`).
+      (`benchmarks/variance.py`).
 
       Each call traces the loss, so that values that `loss_fn` reads from outside are the current ones,
       but for functions that it gives to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`, whose

@@ -148,9 +148,9 @@ def svrg(
       ones too: the gradient soon differs from its value at the snapshot, the correction adds variance,
       and plain SGD takes more than twice as many steps for the same number of gradients.
       :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
-      step without SVRG. `benchmarks/svrg.py` compares all of them. Any optimizer may follow, but Adam
-      with a constant rate does not converge to the optimum, since it divides by a running average of
-      the size of the gradients.
+      step without SVRG. `benchmarks/variance.py` compares all of them. Any optimizer may follow, but
+      Adam with a constant rate does not converge to the optimum, since it divides by a running average
+      of the size of the gradients.
 
       Both gradients of a step are on the same batch, its random key included: draw random numbers, such
       as dropout masks, from a key in the batch, so that both gradients use the same ones. :math:`\mu`
