@@ -109,7 +109,7 @@ def write_signature(
 def write_types(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Put the type of each field in front of what the docstring says of it: `float32[d, d]` for arrays."""
+    """Put the type of each field, such as `float32[d, d]`, in front of what the docstring says of it."""
     is_class = what == "class" and "Attributes:" in lines
     fields = inspect.get_annotations(value) if is_class else {}
     for index in range(lines.index("Attributes:") if fields else len(lines), len(lines)):
@@ -121,8 +121,8 @@ def write_types(
         text = re.sub(r"~|typing\.|optperm\.[\w.]+\.", "", text.replace('"', "'"))
         text = _ARRAY.sub(
             lambda m: f"{m[1].lower()}[{', '.join(m[2].replace('?', '').split())}]", text
-        )
-        lines[index] = f"  {found[1]}: ``{text.replace(", 'Params'", '')}``. {found[2]}"
+        ).replace(", 'Params'", "")
+        lines[index] = f"  {found[1]}: ``{text}``. {found[2]}"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
