@@ -566,7 +566,7 @@ REFUSED = {
         ),
     ],
     "set_basis": [
-        value_error("rows of zeros alone", basis=jax.tree.map(jnp.zeros_like, ROWS_2)),
+        value_error("basis has only zero rows", basis=jax.tree.map(jnp.zeros_like, ROWS_2)),
         value_error(
             "inside optax.MultiSteps would.*use optperm.evaluate",
             opt_state=state(optax.MultiSteps(optperm.dim_reduce(n_components=2), 2)),

@@ -148,7 +148,7 @@ def test_fragments_say_what_is_wrong():
         ({"a": [0, 1], "b": 0}, r"for each slice of shape \(3, 2\), got \[0, 1\]"),
         ({"a": 2, "b": 0}, r"an integer in \[0, 2\)"),
         ({"a": 0, "b": -1}, r"an integer in \[0, 2\)"),
-        ({"a": 1, "b": 1}, r"gives nothing to the plan's fragments \[0\]"),
+        ({"a": 1, "b": 1}, r"assigns nothing to the plan's fragments \[0\]"),
         (lambda path, leaf: None, r"for params\['a'\] must be an integer"),
         (lambda path, leaf: 0.5, "must be an integer"),
     ):

@@ -361,7 +361,7 @@ def test_plans_say_what_is_wrong():
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     opt_state = tx.init(params)
     for wrong in (plans.Exchange((3,), (3,)), plans.Exchange((1,), ())):
-        with pytest.raises(ValueError, match="is no step of the plan"):
+        with pytest.raises(ValueError, match="is not a step of the plan"):
             tx.update(params, opt_state, params, commit=wrong)
     with pytest.raises(TypeError, match=r"must be plan\.at\(step\), True, False, .only. or None"):
         tx.update(params, opt_state, params, commit=3)

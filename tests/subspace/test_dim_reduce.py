@@ -417,7 +417,7 @@ def test_multi_steps_around_it_is_refused():
     """It would search along the mean gradient with the loss of the last batch."""
     tx = optperm.dim_reduce(n_components=3)
     for outer in (optax.MultiSteps(tx, 2), optax.MultiSteps(optax.chain(optax.clip(1e6), tx), 2)):
-        with pytest.raises(ValueError, match=r"optax\.MultiSteps would search by the loss"):
+        with pytest.raises(ValueError, match=r"optax\.MultiSteps would use the loss"):
             optperm.subspace.set_basis(outer.init(start()), rows(3))
 
 

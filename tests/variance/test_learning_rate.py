@@ -120,7 +120,7 @@ def test_misuse_is_named():
             lambda: optperm.variance.svrg_learning_rate(
                 lambda w, x: jnp.sum((x @ w - 3) ** 2), w, np.eye(5), 2
             ),
-            "where each example is repeated",
+            "if each example is repeated",
         ),
     ]
     for call, message in calls:
