@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from optperm.bayes._forms import Form, inner
 from optperm.core.dtypes import accumulation_dtype, computed_once
+from optperm.core.shardings import explicit_sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, PyTree
 
 # The fraction by which correlation may change a variance, and the least fraction of the batches' noise.
-_TOLERANCE, _LEAST_FRACTION = 0.2, 0.02
+_TOLERANCE, _LEAST_FRACTION = 0.2, 0.015
 # Eigenvalues are taken to be as many standard errors further out.
 _ERRORS = 2.0
 # Squares of larger eigenvalues would overflow.
@@ -69,12 +71,17 @@ def along_probes(form: Form, noise: Any, probes: tuple[Any, ...]) -> list[Any]:
 
 def times_rows(rows: Any, v: Any) -> Any:
     """Return the sum of d (d^T v) over d, the rows of a tree with a leading axis."""
-    parts = jax.tree.map(
-        lambda d, v: jnp.sum(d * v[None].astype(d.dtype), axis=tuple(range(1, d.ndim))), rows, v
-    )
-    along = sum(jax.tree.leaves(parts), start=jnp.zeros([], accumulation_dtype(parts)))
-    along = computed_once(along)
-    return jax.tree.map(lambda d: jnp.tensordot(along.astype(d.dtype), d, axes=1), rows)
+
+    # A product of matrices: the CPU adds the numbers of a sum one after the other
+    def along(d: jax.Array, v: jax.Array) -> jax.Array:
+        sharding = explicit_sharding(d)
+        whole = sharding and sharding.update(spec=PartitionSpec())
+        return jnp.tensordot(d, v.astype(d.dtype), axes=v.ndim, out_sharding=whole)
+
+    parts = jax.tree.leaves(jax.tree.map(along, rows, v))
+    dtype = accumulation_dtype(parts)
+    total = computed_once(sum((p.astype(dtype) for p in parts), start=jnp.zeros([], dtype)))
+    return jax.tree.map(lambda d: jnp.tensordot(total.astype(d.dtype), d, axes=1), rows)
 
 
 def iterate(seen: Extremes, form: Form, noise: Any, products: list[Any], n: jax.Array) -> Extremes:
@@ -85,12 +92,7 @@ def iterate(seen: Extremes, form: Form, noise: Any, products: list[Any], n: jax.
       x \leftarrow \frac{x \pm \gamma (\hat R x - r x)}{\| \cdot \|}, \qquad
       \gamma = \frac{\min(2 / (n + 1), 1 / 2)}{r_{\max}}
 
-    Args:
-      seen: The extremes before.
-      form: The form.
-      noise: Lambda.
-      products: :math:`\hat C \Lambda^{-1/2} x` of each probe.
-      n: The number of estimates in this window with this one.
+    `products` are :math:`\hat C \Lambda^{-1/2} x` of each probe, and n counts this estimate too.
     """
     if not products:
         return seen
@@ -144,13 +146,6 @@ def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array)
     other eigenvectors at the start of the window. With :math:`t = \sum \gamma \approx 2 \log(1 + n) /
     r_{\max}` such a part falls as :math:`e^{-2 t g}` with the gap g, so that it costs no more than
     :math:`g e^{-2 t g} \le 1 / (2 e t)` times what it was.
-
-    Args:
-      seen: The extremes at the end of a window.
-      form: The form.
-      noise: Lambda.
-      new_noise: Lambda of the next window.
-      n: The number of estimates in the window.
     """
     if not seen.probes:
         return jnp.ones_like(seen.quotients)
@@ -175,10 +170,7 @@ def fraction_by_correlation(correlation: jax.Array) -> jax.Array:
 
     .. math:: \varphi \max(1 - r_{\min}, r_{\max} - 1) \le \tfrac15
 
-    See `optperm.bayes.NoiseKernel`. It is no less than a fiftieth, below which chains hardly move.
-
-    Args:
-      correlation: :math:`r_{\min}` and :math:`r_{\max}`.
+    See `optperm.bayes.NoiseKernel`. It is no less than 0.015, below which chains hardly move.
     """
     error = jnp.maximum(jnp.maximum(1 - correlation[0], correlation[1] - 1), 1e-6)
     return jnp.maximum(_TOLERANCE / error, _LEAST_FRACTION)

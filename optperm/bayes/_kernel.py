@@ -61,7 +61,7 @@ class NoiseKernel(NamedTuple):
       1 - \varphi (1 - r_{\min}) \;\le\; \frac{u^\top \Sigma u}{u^\top T (N A)^{-1} u} \;\le\;
       1 + \varphi (r_{\max} - 1) \quad \text{for all } u
 
-    The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` a fiftieth.
+    The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` 0.015.
 
     It is a tree of arrays, which Orbax and pickle save.
 

@@ -97,7 +97,7 @@ def posterior_report(
     chains diverge, or entries never move. For constant SGD it warns if draws were taken before the end
     of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above 0.5, if
     gradients are not the mean of the examples' gradients, or if the noise is so correlated that the
-    diagonal or scalar preconditioner changes a variance by more than a fourth. For SGLD and SGHMC it
+    diagonal or scalar preconditioner changes a variance by more than a fifth. For SGLD and SGHMC it
     warns if the length of the steps, to first order
 
     .. math::

@@ -32,10 +32,7 @@ def begin(
 ) -> tuple[NoiseKernel, Window]:
     """Return a kernel that takes no steps, and the start of the first window.
 
-    Args:
-      params: The params.
-      preconditioner: "scalar", "diagonal" or "full".
-      **numbers: The fields `noise_ratio`, `num_data`, `batch_size` and `momentum` of the kernel.
+    The numbers are the fields `noise_ratio`, `num_data`, `batch_size` and `momentum` of the kernel.
     """
     form = FORMS[preconditioner].like(params)
     axes = varying_axes(params)
@@ -76,6 +73,8 @@ def begin(
         root_square=form.zeros(params),
         direction=normal_like(key_data(0), params),
         stability=number(0),
+        typical=number(0),
+        longest=number(jnp.inf),
         extremes=restart(extremes, form, optax.tree.ones_like(kernel.noise)),
     )
     return kernel, window
@@ -98,25 +97,13 @@ def warm_up(
 ) -> tuple[NoiseKernel, Window, jax.Array]:
     """Return the kernel, the statistics of its window and the state's `uneven` after one more step.
 
-    Args:
-      kernel: The kernel of this window.
-      seen: The statistics of this window.
-      uneven: The number of batches whose gradient was not the mean of its examples' gradients.
-      batch: The gradients.
-      estimator: The name of the estimator of C.
-      scale: s.
-      key: A raw key.
-      schedule: The schedule.
-      count: Steps before this one.
-      limit: c.
-      rate: Factor on c and rho.
-      noise_ratio: The maximum of rho.
+    `scale` is s, `limit` is c, `rate` is a factor on c and rho, and `noise_ratio` is the maximum of rho.
     """
     is_open, ends_window = schedule.is_open(count), schedule.ends_window(count)
 
     def learn_and_hand_over(known: Any) -> Any:
         kernel, seen, uneven = known
-        h = probing_steps(kernel, kernel.step_sizes(scale, limit, rate))
+        h = probing_steps(seen, kernel, kernel.step_sizes(scale, limit, rate))
 
         def learn_more(known: Any) -> Any:
             seen, uneven = known
@@ -127,7 +114,7 @@ def warm_up(
         seen, uneven = when(is_open & (scale > 0), learn_more, (seen, uneven))
         kernel, seen = when(
             ends_window,
-            lambda known: hand_over(*known, h, scale, limit * rate, noise_ratio),
+            lambda known: hand_over(*known, h, scale, limit, rate, noise_ratio),
             (kernel, seen),
         )
         return kernel, seen, uneven
@@ -142,23 +129,18 @@ def hand_over(
     h: Any,
     scale: jax.Array,
     limit: jax.Array,
+    rate: jax.Array,
     noise_ratio: Any,
 ) -> tuple[NoiseKernel, Window]:
     """Return the kernel of the next window, and the start of that window.
 
-    Args:
-      kernel: The kernel of the window.
-      seen: The statistics of the window.
-      h: The steps with which curvature was probed.
-      scale: s.
-      limit: c.
-      noise_ratio: The maximum of rho.
+    `h` are the steps with which curvature was probed; the others are as for `warm_up`.
     """
     # In the coordinates of the old steps, then in those of the new ones
     factor = (1 - kernel.momentum) / (1 + kernel.momentum)
     a = curvature_bound(seen, h, factor)
     basis, noise, curvature = kernel.basis.turn(seen.covariance, a)
-    stability, excess = shortening(kernel, seen.stability * factor, limit)
+    stability, excess = shortening(kernel, seen.stability * factor, limit * rate)
     most = jnp.asarray(noise_ratio, jnp.float32)
     correlation = bounds(seen.extremes, kernel.basis, kernel.noise, noise, seen.estimates)
     fraction = jnp.minimum(
@@ -181,8 +163,11 @@ def hand_over(
     )
     is_sound = (seen.estimates > 0) & all_finite((noise, basis, curvature))
     new = optax.tree.where(is_sound, new, kernel)
+    typical, longest = probe_lengths(new, new.step_sizes(scale, limit, rate))
     fresh = optax.tree.zeros_like(seen)._replace(
         direction=seen.direction,
+        typical=typical,
+        longest=longest,
         extremes=restart(seen.extremes, new.basis, new.noise),
     )
     return new, fresh
@@ -193,12 +178,8 @@ def shortening(
 ) -> tuple[jax.Array, jax.Array]:
     """Return lambda_max(H A) of the new kernel, and the factor on the a_i that brings it down to c.
 
-    The a_i ignore how directions interact.
-
-    Args:
-      kernel: The kernel of the window.
-      effective: Its lambda_max(H A) (1 - mu) / (1 + mu).
-      limit: c.
+    The a_i ignore how directions interact. `effective` is lambda_max(H A) (1 - mu) / (1 + mu) of the old
+    kernel.
     """
     excess = jnp.where(effective > 0, kernel.excess * effective / limit, kernel.excess)
     excess = jnp.where(kernel.is_ready, excess, 1.0)
@@ -206,32 +187,39 @@ def shortening(
     return jnp.where(kernel.is_ready, effective * kernel.excess / excess, 0.0), excess
 
 
-def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
-    """Return steps, none zero and none very long, for the coordinates in which curvature is measured.
+def probe_lengths(kernel: NoiseKernel, h: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the length of a probe where h is zero, and the maximum length of any probe.
 
     An entry without noise may have curvature, as of a prior on a parameter that no example sees. Entries
     of a network that fits its data have hardly any noise: their h are 1e30, so the typical length is the
     geometric mean. Where a window has found no noise at all, as of equal examples, the length is 1.
     """
     # sqrt(h_i) |w_i|, in the units of the params: in a basis of C^(-1/2) all h_i without limits are s
-    sizes = kernel.basis.lengths(h)
-    lengths = jax.tree.map(lambda h, size: jnp.sqrt(h) * size, h, sizes)
+    lengths = _lengths(kernel, h)
     logs = jax.tree.map(lambda x: jnp.log(jnp.where(x > 0, x, 1.0)), lengths)
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
     total = inner(logs, optax.tree.ones_like(h))
     without = jnp.where(kernel.estimates > 0, 1.0, 0.0).astype(total.dtype)
     mean = jnp.exp(total / jnp.maximum(count, 1).astype(total.dtype))
-    typical = jnp.where(count > 0, mean, without)
     positive = [jnp.min(x, initial=jnp.inf, where=x > 0) for x in jax.tree.leaves(lengths)]
     shortest = jnp.where(count > 0, functools.reduce(jnp.minimum, positive), 1.0)
-    typical, shortest = computed_once((typical, shortest))
+    typical = jnp.where(count > 0, mean, without)
+    longest = math.sqrt(_LONGEST_STEP) * shortest
+    return typical.astype(jnp.float32), longest.astype(jnp.float32)
+
+
+def probing_steps(seen: Window, kernel: NoiseKernel, h: Any) -> Any:
+    """Return steps, none zero and none very long, for the coordinates in which curvature is measured."""
 
     def of_entry(length: jax.Array, size: jax.Array) -> jax.Array:
-        length = jnp.where(length > 0, length, typical.astype(length.dtype))
-        longest = math.sqrt(_LONGEST_STEP) * shortest.astype(length.dtype)
-        return (jnp.minimum(length, longest) / size) ** 2
+        length = jnp.where(length > 0, length, seen.typical.astype(length.dtype))
+        return (jnp.minimum(length, seen.longest.astype(length.dtype)) / size) ** 2
 
-    return jax.tree.map(of_entry, lengths, sizes)
+    return jax.tree.map(of_entry, _lengths(kernel, h), kernel.basis.lengths(h))
+
+
+def _lengths(kernel: NoiseKernel, h: Any) -> Any:
+    return jax.tree.map(lambda h, size: jnp.sqrt(h) * size, h, kernel.basis.lengths(h))
 
 
 def _any_positive(tree: Any) -> jax.Array:

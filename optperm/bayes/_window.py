@@ -47,6 +47,8 @@ class Window(NamedTuple):
         zero, and steps long.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
       stability: :math:`\lambda_{\max}(H A)`.
+      typical: The length of a probe of the curvature where h is zero.
+      longest: The maximum length of a probe.
       extremes: The extreme eigenvalues of the noise's correlation.
     """
 
@@ -58,6 +60,8 @@ class Window(NamedTuple):
     root_square: PyTree[Float[Array, "..."]]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
     stability: Float32[Array, ""]
+    typical: Float32[Array, ""]
+    longest: Float32[Array, ""]
     extremes: Extremes
 
 
@@ -73,15 +77,8 @@ def learn(
 ) -> tuple[Window, jax.Array]:
     """Return the statistics with one more batch, and whether its gradient was no mean of its examples'.
 
-    Args:
-      seen: The statistics before.
-      kernel: The kernel of this window.
-      batch: The gradients.
-      estimator: The name of the estimator of C.
-      h: The steps with which curvature is probed.
-      scale: s.
-      key: The raw key of z.
-      number: The number of estimates before this step in the schedule of this window.
+    `h` are the steps with which curvature is probed, `scale` is s, `key` is the raw key of z, and
+    `number` is the number of estimates before this step in the schedule of this window.
     """
     form, n = kernel.basis, seen.estimates.astype(jnp.float32) + 1
     along = along_probes(form, kernel.noise, seen.extremes.probes)
@@ -93,18 +90,16 @@ def learn(
     (c_hat, products), is_uneven = ESTIMATES[estimator](batch, outer)
     noise = form.variances(c_hat)
     q = _measure_curvature(kernel, batch, h, key, seen.direction)
-    new = Window(
+    new = seen._replace(
         estimates=seen.estimates + 1,
         covariance=update_mean(seen.covariance, c_hat, n),
         noise=noise,
         repeated=_update_repeated(seen, kernel, noise, h, scale, n),
         curvature=update_mean(seen.curvature, q, n),
         root_square=jax.tree.map(functools.partial(_update_root_square, n), seen.root_square, q),
-        direction=seen.direction,
-        stability=seen.stability,
         extremes=iterate(seen.extremes, form, kernel.noise, products, n),
     )
-    new = optax.tree.where(all_finite((c_hat, products, q)), new, seen)
+    new = optax.tree.where(all_finite((c_hat, q)), new, seen)
     # The schedule's number, not n: it is the same in all chains, so that vmap keeps the conditional
     new = when(
         (number % _POWER_EVERY == 0) | (number < _POWER_EVERY),
@@ -169,11 +164,6 @@ def curvature_bound(seen: Window, h: Any, momentum_factor: jax.Array) -> Any:
 
     .. math::
       h_i a_i = \bar q \, \frac{1 - \mu}{1 + \mu} + \frac{\operatorname{Var} q_i}{2 \bar q}
-
-    Args:
-      seen: The statistics.
-      h: The steps with which curvature was probed.
-      momentum_factor: (1 - mu) / (1 + mu).
     """
     n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
 

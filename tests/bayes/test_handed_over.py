@@ -15,7 +15,6 @@ from optperm.bayes import _sample
 from optperm.core import current
 from optperm.core.states import find_state, replace_state
 
-pytestmark = pytest.mark.usefixtures("lenient")
 N, S = 200, 8
 X = np.float32(np.random.default_rng(0).normal(size=(N, 3)))
 STATE = optperm.bayes.ConstantSgdState

@@ -15,8 +15,6 @@ from optperm.bayes import _report
 from optperm.bayes._convergence import effective_sizes, r_hat_limits, r_hats, split_r_hats
 from optperm.core.states import find_state
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 
 def samples_of(draws, state=(), starts=None):
     numbers = jnp.int32(draws.shape[1]), jnp.int32(1)
@@ -137,6 +135,7 @@ def test_what_a_state_of_constant_sgd_tells():
         ({"drift": 0.5}, "The warm-up has not arrived"),
         ({"stability": 0.8}, "about 1.7 times what it should be"),
         ({"correlation": [0.1, 1.7]}, "up to 64% too large, along others up to 82% too small"),
+        ({"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98}, "up to 21% too large"),
         ({"uneven": 900}, "not the mean of those of its examples"),
         ({"left_out": 3}, "In 3 steps some gradients were not finite"),
         ({"scale": 0.0}, "The temperature is 0"),

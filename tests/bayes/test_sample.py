@@ -11,7 +11,6 @@ import support
 import optperm
 from optperm.bayes._sample import _add_prior, _search, _spread
 
-pytestmark = pytest.mark.usefixtures("lenient")
 N = 300
 QUICK = {"num_chains": 2, "num_draws": 20, "thinning": 2}
 

@@ -17,7 +17,6 @@ from optperm.bayes._warmup import begin, hand_over
 from optperm.bayes._window import learn
 from optperm.core.states import find_state
 
-pytestmark = pytest.mark.usefixtures("lenient")
 N, S, D = 500, 8, 3
 NUMBERS = {"noise_ratio": 10.0, "num_data": N, "batch_size": S, "momentum": 0.0}
 HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
@@ -80,7 +79,7 @@ def test_entries_with_hardly_any_noise_have_steps_by_their_curvature(form):
 
     @jax.vmap
     def run_with(sizes):
-        return run(tx, 24, lambda key, count: sizes * jax.random.normal(key, (S, D)))
+        return run(tx, 24, lambda key, count: sizes[None] * jax.random.normal(key, (S, D)))
 
     w, state = run_with(jnp.array([[1.0, 1e-15, 0.0], [1e-15, 1e-15, 1e-15]]))
     assert np.all(state.kernel.is_ready)
@@ -127,7 +126,7 @@ def test_curvature_is_that_of_the_new_directions():
         estimates=jnp.int32(9), covariance=(jnp.float32(NOISE), jnp.float32(np.diag(NOISE))),
         curvature=jnp.float32(h * a), root_square=jnp.float32(h * a),
     )  # fmt: skip
-    options = {"limit": jnp.float32(0.2), "noise_ratio": 10.0}
+    options = {"limit": jnp.float32(0.2), "rate": jnp.float32(1), "noise_ratio": 10.0}
     new, _ = jax.jit(functools.partial(hand_over, **options))(kernel, seen, h, jnp.float32(1))
     w = np.asarray(new.basis.w, np.float64)
     np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=1e-5)
@@ -142,7 +141,7 @@ def test_variance_of_the_noise_over_places_lowers_its_fraction():
         estimates=jnp.int32(9), covariance=one, repeated=jnp.float32(1.25), curvature=one,
         root_square=one,
     )  # fmt: skip
-    options = {"limit": jnp.float32(0.2), "noise_ratio": 10.0}
+    options = {"limit": jnp.float32(0.2), "rate": jnp.float32(1), "noise_ratio": 10.0}
     step = jax.jit(functools.partial(hand_over, **options))
     new, _ = step(kernel._replace(noise=one), seen, one, jnp.float32(1))
     np.testing.assert_allclose(
@@ -247,6 +246,7 @@ def test_bad_arguments():
         optperm.constant_sgd(N, N)
 
 
+@pytest.mark.usefixtures("lenient")  # MultiSteps is Optax's
 def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
     w = jnp.zeros(D)
     rows = jnp.ones((S, D))
