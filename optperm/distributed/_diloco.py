@@ -210,10 +210,10 @@ def diloco(
       below the learning rate; otherwise the centers may never converge. They differ by about the
       rounding of their dtype.
 
-      `benchmarks/outer.py` compares outer optimizers with one replica alone at equal time, with 10 and
-      100 commits. There, the default and averaging with `optax.sgd(1.0)` never lose to one replica; the
-      paper's optimizer may lose. MuLoCo is `diloco(optax.contrib.muon(...))`, for which the same outer
-      optimizers work well.
+      `benchmarks/distributed.py` compares outer optimizers with one replica alone at equal time, with
+      10 and 100 commits. There, the default and averaging with `optax.sgd(1.0)` never lose to one
+      replica; the paper's optimizer may lose. MuLoCo is `diloco(optax.contrib.muon(...))`, for which
+      the same outer optimizers work well.
 
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
@@ -231,7 +231,7 @@ def diloco(
       Kolehmainen et al., `NoLoCo: No-all-reduce Low Communication Training Method for Large Models
       <https://arxiv.org/abs/2506.10911>`_, 2025
     """
-    # benchmarks/outer.py compares this outer optimizer with the paper's and with averaging.
+    # benchmarks/distributed.py compares this outer optimizer with the paper's and with averaging.
     outer = optax.sgd(0.8, momentum=0.5, nesterov=True) if outer is None else outer
     replicas = Replicas(axis_name or None, shard_axes or ())
     is_paired, axis_name = combine == "pairs", replicas.axis_name

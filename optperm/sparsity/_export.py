@@ -61,7 +61,7 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       and batches of 32 and 256, BCSR takes 0.5 to 0.75 of the time of dense products at 90% zeros, and a
       quarter to a third at 98%. scipy's format suits single examples from 98% zeros. A dense network
       with the same number of bytes (`optperm.sparsity.remove_units`) is faster than all formats
-      (`benchmarks/sparse.py --export`).
+      (`python benchmarks/sparsity.py --only export`).
 
     Raises:
       TypeError: If a leaf is traced, not a dense array, or of a dtype that scipy cannot multiply.

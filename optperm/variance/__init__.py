@@ -3,7 +3,7 @@
 This package contains SVRG, the full gradients that SVRG needs, Katyusha, recursive estimators (STORM,
 SARAH, SPIDER, PAGE), MARS, and proximal steps for penalties and bounds. These methods solve convex
 problems accurately. On networks, SGD with a tuned learning rate is better after the same number of
-gradients: `benchmarks/svrg.py` prints the tables. See ``examples/svrg.py``.
+gradients: `benchmarks/variance.py` prints the tables. See ``examples/svrg.py``.
 """
 
 from optperm.core.public import show_names as _show_names

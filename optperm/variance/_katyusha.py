@@ -114,8 +114,8 @@ def katyusha(
       True
 
     Notes:
-      `benchmarks/convex.py` compares Katyusha with SVRG and L-BFGS. On small problems, L-BFGS is better.
-      If the learning rate is too large, the final loss is finite, but high.
+      `benchmarks/variance.py` compares Katyusha with SVRG and L-BFGS. On small problems, L-BFGS is
+      better. If the learning rate is too large, the final loss is finite, but high.
 
       A step needs two gradients. The state holds two more trees than the state of `optperm.svrg`. If the
       params have 16 bits, only x is rounded; y and z are not.

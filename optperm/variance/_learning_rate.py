@@ -83,7 +83,7 @@ def svrg_learning_rate(
     Notes:
       On five problems with batches of 1 and 16, the best rate of a grid was 1 or 2 times the rate that
       this function found. In one of the ten cases, with unscaled features, it was 4 times this rate
-      (`benchmarks/convex.py`).
+      (`benchmarks/variance.py`).
 
       Each call traces the loss, so `loss_fn` sees current values from outside. Functions that it passes
       to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint` are an exception, because JAX caches their

@@ -151,9 +151,9 @@ def svrg(
       *hurts*. The gradient soon differs from its value at the snapshot, the correction adds variance,
       and plain SGD takes more than twice as many steps for the same number of gradients.
       :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
-      step without SVRG. `benchmarks/svrg.py` compares these methods. Any optimizer may follow, but Adam
-      with a constant learning rate does not converge to the optimum, because it divides by a running
-      average of the size of the gradients.
+      step without SVRG. `benchmarks/variance.py` compares these methods. Any optimizer may follow, but
+      Adam with a constant learning rate does not converge to the optimum, because it divides by a
+      running average of the size of the gradients.
 
       Both gradients of a step use the same batch. Draw random numbers, such as dropout masks, from a key
       in the batch, which gives both gradients the same numbers. :math:`\mu` holds one draw of masks, so
