@@ -386,7 +386,14 @@ def _refresh(
             found = f"{ms[i].name} has a basis of shape {leaf.basis.shape} in the state"
             raise ValueError(f"{found}, not {wanted}: keep the rank, the side and the axes.")
 
-    def refresh_leaf(m: Matrix, g: Any, leaf: _Leaf, number: Any, place: Any, words: Any) -> _Leaf:
+    # Leaf i of L has its turn at i * every // L, modulo every, so that few have one in the same step.
+    # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf.
+    turns = []
+    for place in computed_once(list(np.arange(len(leaves), dtype=np.int32))):
+        offset = place * period // len(leaves)
+        turns.append(t + 1 + (offset - t - 1) % period)
+
+    def refresh_leaf(m: Matrix, g: Any, leaf: _Leaf, number: Any, turn: Any, words: Any) -> _Leaf:
         is_due = t >= leaf.next_refresh
         if projection != "random":
             is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(g), lambda: is_due)
@@ -402,28 +409,18 @@ def _refresh(
             new = jnp.where(is_due[..., None, None], new, old)
             if formulas is not None:
                 moved = carry_moments(formulas, Change(m, old, new, is_due), moved)
-            # The first step after this one that is i * every // L, modulo every: leaf i of L projected
-            # leaves has its turn there, so that few leaves have one in the same step.
-            offset = place * period // len(leaves)
-            turn = t + 1 + (offset - t - 1) % period
             return _Leaf(new, jnp.where(is_due, turn, leaf.next_refresh), moved)
 
         return when(jnp.any(is_due), change, leaf)
 
     def refresh_leaves(leaves: dict[int, _Leaf]) -> dict[int, _Leaf]:
         words = fold(key_data(key), t) if projection == "random" else None
-        # Leaves of one shape are traced once, without their names. XLA compiles equal kernels once: a
-        # number that it knows would make a kernel for each leaf.
+        # Leaves of one shape are traced once, without their names.
         refresh = jax.jit(refresh_leaf, static_argnums=0)
+        numbers = computed_once([np.uint32(i) for i in leaves])
         return {
-            i: refresh(
-                dataclasses.replace(ms[i], name=""),
-                gs[i],
-                leaf,
-                *computed_once([np.uint32(i), np.int32(place)]),
-                words,
-            )
-            for place, (i, leaf) in enumerate(leaves.items())
+            i: refresh(dataclasses.replace(ms[i], name=""), gs[i], leaf, number, turn, words)
+            for (i, leaf), number, turn in zip(leaves.items(), numbers, turns, strict=True)
         }
 
     # One condition for all leaves, and within it one for each: a device waits once for a usual step
