@@ -93,8 +93,11 @@ def test_readme_posteriors_are_those_of_the_table():
     assert "within 7% of the exact ones on ten of twelve posteriors" in README
 
 
-def test_readme_is_at_most_120_lines():
+def test_readme_is_at_most_120_lines_and_links_to_files_that_exist():
     assert len(README.splitlines()) <= 120
+    linked = re.findall(r"^\[\w+\]: (\S+)$|\]\(([^)]+)\)", README, re.MULTILINE)
+    paths = {path for path in map("".join, linked) if not path.startswith("https://")}
+    assert {path for path in paths if not (ROOT / path.partition("#")[0]).exists()} == set()
 
 
 def test_release_files_name_one_version_date_and_address():

@@ -39,7 +39,6 @@ def transformation(
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
     conversion: str = "",
-    is_wrapper: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that checks its inputs and returns everything in the types of the inputs.
 
@@ -61,13 +60,10 @@ def transformation(
       updates_like: Whether the new updates have the types of params, if given, or of the updates.
       axis_name: The mapped axis that must be bound where `update` is called.
       conversion: A sentence on how to make a state from that of another optimizer, for the message.
-      is_wrapper: Whether this is to be made by `wrapper`.
 
     Returns:
       The transformation.
     """
-    if is_wrapper:
-        return wrapper(init, update, method=method)
     own_type, wanted = _find_own_type(init), needs or {}
 
     def init_fn(params: optax.Params) -> Any:

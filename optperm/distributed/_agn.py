@@ -93,7 +93,7 @@ class AgnState(NamedTuple):
         """Return this state with the center of another state, and with the targets of its optimizers.
 
         Args:
-          other: A state of the same form.
+          other: A state with the same structure.
         """
         # What was accumulated belongs to the center of before.
         accumulator = optax.tree.zeros_like(self.accumulator)

@@ -103,7 +103,7 @@ class DilocoState(NamedTuple):
         """Return this state with the center of another state, and with the targets of its optimizers.
 
         Args:
-          other: A state of the same form.
+          other: A state with the same structure.
         """
         # What is in flight, or was not sent, belongs to the center of before.
         return replace_center(self, other)._replace(

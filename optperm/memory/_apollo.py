@@ -76,7 +76,7 @@ def apollo(
     Let G be the d x k gradient of a matrix, with d its smaller side. The optimizer sees
     :math:`R = B^\top G`, where the entries of the d x r matrix B are drawn from
     :math:`\mathcal N(0, 1 / r)`. Its moments thus have r x k numbers. Let N be its direction for R. Each
-    column j of the gradient, a channel, is scaled as its projection was,
+    column j of the gradient (a channel) is scaled as its projection was,
 
     .. math::
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},
@@ -94,7 +94,7 @@ def apollo(
       )
 
     Args:
-      inner: The optimizer, a direction that gets no params, or None for `optax.scale_by_adam()`. A
+      inner: The optimizer, a direction that needs no params. None for `optax.scale_by_adam()`. A
         complete optimizer works too: the step takes its sign.
       rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
       every: The number of steps with the same projection, at least 1.
@@ -123,7 +123,8 @@ def apollo(
       sharded columns communicates only the limiter's norms; sharded rows cost an all-reduce of R. 1e-8
       is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about 1e-8 hardly move.
 
-      Nonfinite numbers pass on to `inner`, whose moments keep them. Put `optax.apply_if_finite` outside.
+      Nonfinite numbers propagate to `inner`, whose moments keep them. Put `optax.apply_if_finite`
+      outside.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number has another type, entries of

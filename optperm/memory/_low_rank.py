@@ -222,7 +222,7 @@ def low_rank(
       1e-8 is added to :math:`\lVert R_j \rVert`, so columns with norms below about 1e-8 lose S.
 
       If a gradient is zero or not finite, the matrix keeps its basis and tries again in the next step.
-      Random bases need no gradient. Nonfinite numbers pass on, for example to `optax.apply_if_finite`.
+      Random bases need no gradient. Nonfinite numbers propagate, for example to `optax.apply_if_finite`.
 
       If the gradient is sharded along k, a step all-reduces a few numbers, and an SVD a d x d Gram
       matrix. If it is sharded along d, a step all-reduces R, and a Gram matrix gathers the gradient.

@@ -139,6 +139,7 @@ def plan_matrices(
       dimension_numbers: The axes of the leaves to project; None for those of
         `optperm.memory.matrix_axes`, where the state becomes smaller.
     """
+    structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     is_found = dimension_numbers is None
     # One entry of axes for each leaf, None for full rank
@@ -179,8 +180,8 @@ def warn_of_full_rank(
     params: optax.Params, plans: Any, dimension_numbers: object, method: str
 ) -> None:
     """Warn if nobody named axes, and more than half of what could be matrices stays at full rank."""
-    leaves, structure = jax.tree.flatten(params)
-    pairs = zip(leaves, structure.flatten_up_to(plans), strict=True)
+    structure: Any = jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(params), structure.flatten_up_to(plans), strict=True)
     sizes = [(jnp.size(leaf), m is None) for leaf, m in pairs if jnp.ndim(leaf) > 1]
     full, total = sum(size for size, is_full in sizes if is_full), sum(size for size, _ in sizes)
     if dimension_numbers is None and 2 * full > total:
@@ -256,7 +257,7 @@ def project(basis: jax.Array, g: jax.Array) -> jax.Array:
     return product("...dr,...dk->...rk", basis, g.astype(basis.dtype), sharding)
 
 
-def project_leaf(leaf: jax.Array, matrix: Matrix | None, basis: jax.Array) -> jax.Array:
+def project_leaf(leaf: jax.Array, matrix: Matrix | None, basis: Any) -> jax.Array:
     r"""Return :math:`R = P^\top G` of a leaf, in the dtype of the basis, or the leaf at full rank.
 
     Where bases are on columns, R' = G' P is computed: the following operations then use the layout of

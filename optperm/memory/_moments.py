@@ -260,8 +260,9 @@ def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
 
     An array of a leaf at full rank holds none, and neither do single numbers and integers.
     """
-    lows, structure = jax.tree.flatten(low)
-    matrices = structure.flatten_up_to(plans)
+    lows: list[Any] = jax.tree.leaves(low)
+    structure: Any = jax.tree.structure(low)
+    matrices: list[Matrix | None] = structure.flatten_up_to(plans)
     shapes = {leaf.shape for leaf, m in zip(lows, matrices, strict=True) if m is not None}
     # One number for each basis vector, as in a factored second moment
     shapes |= {(*m.batch_shape, m.rank) for m in matrices if m is not None}

@@ -96,7 +96,7 @@ def quantize_state(
         in it, such as in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
       bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments keep 8 bits. In
         4 bits, a first moment that is small for its block is 0 or many times too large. Some weights
-        then take steps of tens of learning rates, and the loss of a long run may rise.
+        then take steps tens of times as long as the learning rate, and the loss of a long run may rise.
       min_size: Moments with fewer entries are not quantized.
       include: The params whose moments are quantized. A tree of booleans like params, a prefix of such a
         tree, or a function from params to such a tree. None for all. The authors of 8-bit optimizers

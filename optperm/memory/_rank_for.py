@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,7 @@ def rank_for(
       ValueError: If `words` is not positive, or no rank is small enough because other leaves keep more.
     """
     checks.check_positive("words", words)
+    structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     sizes = [math.prod(jnp.shape(leaf)) for _, leaf in leaves]
 

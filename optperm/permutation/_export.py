@@ -41,7 +41,7 @@ def permuted_params(
       output_axes: As passed to `optperm.laperm`. `optperm.sgperm` does not need it.
 
     Returns:
-      A tree like params, of plain arrays.
+      A tree like params with plain arrays.
 
     Example:
       >>> import jax.numpy as jnp, optperm

@@ -196,7 +196,7 @@ def prune(
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
       scores: A tree like params, or None for the magnitude of the params. Criterion `"random"` ignores
         it.
-      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same.
+      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same key.
         `"magnitude"` ignores it.
       include: The leaves to prune. A tree of booleans like params, a prefix of such a tree, or a
         function from params to such a tree. None for all leaves of rank 2 or higher.
@@ -296,8 +296,8 @@ def freeze(
         `optperm.constant_sgd` or `optperm.mandt_sgd`), or `"random"`. `"random"` needs no scores; with
         the same key, a larger fraction includes the weights of a smaller one.
       scope: As in `optperm.sparsity.prune`.
-      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same. Other
-        criteria ignore it.
+      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same key.
+        Other criteria ignore it.
       include: The leaves to freeze, as in `optperm.sparsity.prune`. A function receives the masks, which
         have the structure and shapes of the params.
 

@@ -80,7 +80,7 @@ def rigl(
         to raise the sparsity of a resumed run, call `optperm.sparsity.prune`.
       end: T, the step after which the mask no longer changes, about three quarters of the run.
       key: The random key of the first mask and of random growth: an int or a `jax.random.key`. All
-        replicas need the same.
+        replicas need the same key.
       every: The number of steps between changes of the mask.
       drop_fraction: :math:`\alpha`, in [0, 1], or a schedule of :math:`\alpha_t` itself.
       grow: `"gradient"` or `"random"`.

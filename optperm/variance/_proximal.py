@@ -97,7 +97,7 @@ def proximal(
       have no penalty; exclude them with `optax.masked`.
 
       Params reach a bound up to the rounding of `params + updates`, and reach 0.0 exactly. A NaN in the
-      updates passes on to the params.
+      updates propagates to the params.
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.

@@ -87,6 +87,7 @@ def _is_complex(value):
         return False
 
 
+@pytest.mark.spans("sgperm", "agn", "dim_reduce", "svrg", "mask_elements")
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")

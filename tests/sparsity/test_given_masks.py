@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 import support
 
 import optperm
@@ -38,21 +37,3 @@ def test_a_mask_is_a_tree_a_prefix_or_a_function():
     for mask, expected in cases:
         for got, wanted in zip(moves(mask), expected, strict=True):
             assert np.array_equal(got, np.broadcast_to(wanted, got.shape))
-
-
-def test_a_mask_that_does_not_fit_is_refused():
-    for mask, error, message in (
-        (
-            {"a": {"w": WHOLE.T, "b": True}, "c": True},
-            ValueError,
-            r"shape \(3, 2\) for .* \(2, 3\)",
-        ),
-        (
-            {"a": {"w": 1.0, "b": True}, "c": True},
-            TypeError,
-            "mask must be of booleans, got float32",
-        ),
-        ({"a": True}, ValueError, "mask must be a tree like params"),
-    ):
-        with pytest.raises(error, match=message):
-            optperm.mask_elements(mask).init(PARAMS)
