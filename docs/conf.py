@@ -25,7 +25,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_design",
-    "cyclopts.sphinx_ext",
+    "command_line",
     "mathml",
     "measured",
     "names",
@@ -48,7 +48,7 @@ smartquotes_action = "D"  # Dashes, not quotes: a string in those is one that is
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", r"(jax|optax|flax|numpy)\..*"),
-    ("py:class", r"(jnp\.|np\.|nnx\.)?[A-Z]\w*"),
+    ("py:class", r"(jnp|np|nnx)\.\w+|[A-Z]\w*"),
 ]
 _SITES = {
     "jax": "https://docs.jax.dev/en/latest/",

@@ -114,6 +114,19 @@ def test_every_result_stands_on_a_page():
     assert set(re.findall(r"^```{measured} (\w+)", text, re.MULTILINE)) == results
 
 
+def test_scripts_that_sentences_name_exist():
+    """In the pages, README and the docstrings."""
+    root = DOCS.parent
+    sources = [*DOCS.rglob("*.md"), *(root / "optperm").rglob("*.py"), root / "README.md"]
+    named = {
+        name
+        for path in sources
+        for name in re.findall(r"benchmarks/\w+\.py", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert {name for name in named if not (root / name).exists()} == set()
+
+
 def test_figures_in_pages_are_those_of_the_results():
     """Each comment that names a file of results stands behind its figure; another figure is found."""
     figures = runpy.run_path(str(DOCS / "figures.py"))

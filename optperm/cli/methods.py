@@ -354,14 +354,16 @@ _ENTRIES = (
             "learning_rate": Flag(3e-3, _STEP_SIZE),
             "weight_decay": Flag(0.0, _WEIGHT_DECAY),
             "rank": _RANK,
-            "residual": Flag(True, "Whether to add the gradient outside of the subspace, scaled."),
+            "residual": Flag(True, "Whether to add the scaled gradient outside of the subspace."),
             "b1": Flag(0.9, "The decay rate of Adam's mean of gradients."),
             "b2": Flag(0.999, "The decay rate of Adam's mean of squared gradients."),
             "every": Flag(200, "The number of steps from one basis to the next."),
             "projection": Flag("random", "The basis, random or near the first singular vectors."),
             "carry": Flag(True, "Whether to carry over Adam's means to the next basis."),
             "side": Flag("smaller", "The side of a matrix on which the basis is."),
-            "limit": Flag(1.01, "The factor by which the norm outside grows at most in a step."),
+            "limit": Flag(
+                1.01, "The factor by which the norm of the scaled gradient grows at most."
+            ),
         },
     ),
     Method(
@@ -374,7 +376,7 @@ _ENTRIES = (
             "rank": _RANK,
             "scale": Flag(0.0, "A factor on the steps of matrices; 0 for one that fits the rank."),
             "by": Flag("channel", "The part of a gradient that is scaled by one number."),
-            "limit": Flag(1.01, "The factor by which the norm grows at most in a step."),
+            "limit": Flag(1.01, "The factor by which the norm of a step grows at most."),
         },
     ),
     Method(

@@ -128,9 +128,11 @@ def loss_function(
 
 @functools.cache
 def _make_counter(model: nn.Module) -> Callable[..., jax.Array]:
-    return jax.jit(
-        lambda params, x, y: jnp.sum(jnp.argmax(model.apply({"params": params}, x), axis=-1) == y)
-    )
+    def count(params: optax.Params, x: jax.Array, y: jax.Array) -> jax.Array:
+        outputs: Any = model.apply({"params": params}, x)
+        return jnp.sum(jnp.argmax(outputs, axis=-1) == y)
+
+    return jax.jit(count)
 
 
 def measure_accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
