@@ -63,17 +63,6 @@ SD_RATIOS, MEAN_ERROR = (0.8, 1.25), 0.3
 GOAL_RATIOS, GOAL_ERROR = (0.9, 1.1), 0.1
 # Maximum eigenvalues of a step's h A.
 GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-# The minimum effective sample size of as many chains, steps and seeds with isotropic injected noise,
-# which the commit had.
-ISOTROPIC = "532f1da"
-ESS_BEFORE = {
-    ("raw diabetes", 8): "7",
-    ("raw diabetes", 32): "10",
-    ("collinear", 8): "9",
-    ("collinear", 32): "18",
-    ("year", 8): "5",
-    ("year", 32): "5",
-}
 RESULTS = results.Results()
 
 
@@ -773,8 +762,6 @@ def defaults_row(name: str, batch_size: int, form: str, seeds: int, steps: int) 
         "right": f"{sum(right)} of {seeds}",
         "warnings": "nothing" if not warned else "ask for more draws" if few else "others",
     }
-    if form == "full":
-        cells[f"ESS of {ISOTROPIC}"] = ESS_BEFORE.get((name, batch_size), "")
     says = sorted({_sentence(text) for verdict in verdicts for text in verdict.warnings})
     print(f"{name:12} S {batch_size:3} {form} {cells} {says}", flush=True)
     for verdict in verdicts:

@@ -20,7 +20,8 @@ from optperm.bayes._faults import COLD, are_seen, judge_kernel, judge_mean, judg
 from optperm.bayes._forms import Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._masters import with_masters
-from optperm.bayes._warmup import begin, make_schedule, warm_up
+from optperm.bayes._schedule import make_schedule
+from optperm.bayes._warmup import begin, warm_up
 from optperm.core import checks
 from optperm.core.dtypes import all_finite, cast_like, computed_once
 from optperm.core.keys import key_data
@@ -315,7 +316,6 @@ def constant_sgd(
         update,
         method="constant_sgd",
         like=(lambda state: state.window.direction) if learns else None,
-        dtypes=False,
         needs=NEEDS[estimator] | _NEEDS_CURVATURE if learns else None,
         axis_name=axis_name,
     )

@@ -63,9 +63,10 @@ def r_hat_limits(values: np.ndarray) -> np.ndarray:
     r"""Return for each entry the split R-hat that chains which have mixed seldom exceed, (entry,).
 
     .. math::
-      \hat R^2 \approx \frac{n - 1}{n} + \frac{\tau}{n} \frac{\chi^2_{m - 1}}{m - 1}
+      \hat R^2 \approx \frac{n - 1}{n} + \frac{\tau}{n} F_{m - 1,\; m (n / \tau - 1)}
 
-    for m halves of n draws with the autocorrelation time :math:`\tau`, which is measured within halves.
+    for m halves of n draws with the autocorrelation time :math:`\tau`, which is measured within halves:
+    the means of halves and the variances within have so many degrees of freedom.
     By the quantile at :math:`0.95^{1 / k}` the maximum over k entries is below its limit in 95 of 100
     runs. Where halves have fewer than five times :math:`\tau` draws nothing can be told: infinity.
 
@@ -85,7 +86,8 @@ def r_hat_limits(values: np.ndarray) -> np.ndarray:
         share = np.minimum(tau / n, 0.9)
         tau = _times((1 - share) * rho + share, m * n)
     tau = np.maximum(tau, np.median(tau))
-    quantile = scipy.stats.chi2.ppf(0.95 ** (1 / k), m - 1) / (m - 1)
+    within = m * np.maximum(n / tau - 1, 1 / m)
+    quantile = scipy.stats.f.ppf(0.95 ** (1 / k), m - 1, within)
     return np.where(5 * tau > n, np.inf, np.sqrt((n - 1 + quantile * tau) / n))
 
 

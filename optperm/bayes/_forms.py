@@ -225,6 +225,15 @@ def inner(one: Any, other: Any) -> jax.Array:
     return computed_once(sum(parts, start=jnp.zeros([], dtype)))
 
 
+def update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
+    """Return the mean of n values, of which one is new."""
+    # In this form the first estimate is kept bit for bit
+    rate = 1 / n
+    return jax.tree.map(
+        lambda m, x: (1 - rate).astype(m.dtype) * m + rate.astype(m.dtype) * x, mean, new
+    )
+
+
 def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
     r"""Return :math:`\Lambda` and R with :math:`R^\top C R = \Lambda` and :math:`R^\top U R` diagonal.
 

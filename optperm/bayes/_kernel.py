@@ -76,8 +76,9 @@ class NoiseKernel(NamedTuple):
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, measured in the last window.
       excess: The factor on the :math:`a_i` that brings `stability` down to c.
       drift: The noise in the last window over the noise in the window before.
-      correlation: The extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
-        :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`; 1 and 1 of the full form.
+      correlation: Bounds of the extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
+        :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`, two standard errors beyond what the last window has
+        found; 1 and 1 of the full form.
       estimates: Number of estimates of C in the last window.
       is_ready: Whether noise and curvature are known; until then no step is taken.
       num_data: N.

@@ -23,11 +23,10 @@ from optperm.bayes._covariance import (
     check_noise_arguments,
 )
 from optperm.bayes._faults import are_seen, judge_mean, judge_stability
-from optperm.bayes._forms import FORMS, Form, Full, Preconditioner
+from optperm.bayes._forms import FORMS, Form, Full, Preconditioner, update_mean
 from optperm.bayes._kernel import precondition
 from optperm.bayes._masters import with_masters
 from optperm.bayes._power_iteration import power_iteration
-from optperm.bayes._warmup import update_mean
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
@@ -300,7 +299,6 @@ def mandt_sgd(
         update,
         method="mandt_sgd",
         like=lambda state: state.direction,
-        dtypes=False,
         needs=NEEDS[estimator],
         axis_name=axis_name,
     )

@@ -11,6 +11,7 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shardings import unshard
 
 # Added to norms in denominators; the authors' number.
 _EPS = 1e-8
@@ -87,6 +88,7 @@ def limit_growth(
       last: q, the norm of the last step; 0 before the first.
       limit: :math:`\gamma`, or None for no limit.
     """
+    norm = unshard(norm)
     if limit is None:
         return jnp.ones_like(norm), last
     gamma = jnp.asarray(limit, norm.dtype)

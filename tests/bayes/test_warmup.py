@@ -12,7 +12,9 @@ import support
 
 import optperm
 from optperm.bayes._covariance import batch_gradients
-from optperm.bayes._warmup import begin, hand_over, learn, make_schedule
+from optperm.bayes._schedule import make_schedule
+from optperm.bayes._warmup import begin, hand_over
+from optperm.bayes._window import learn
 from optperm.core.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -106,7 +108,7 @@ def test_statistics_of_a_window_are_means_over_its_batches():
         extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: a * w}
         batch = batch_gradients(rows.mean(0), w, extras, S, None, None)
         key = jnp.zeros(2, jnp.uint32)
-        return learn(seen, jnp.int32(0), kernel, batch, "per_example", h, scale, key, number)[0]
+        return learn(seen, kernel, batch, "per_example", h, scale, key, number)[0]
 
     for t in range(3):
         seen = step(seen, jnp.float32((t + 1) * rows), jnp.int32(t))

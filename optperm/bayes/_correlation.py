@@ -1,0 +1,190 @@
+r"""Bounds of the extreme eigenvalues of the noise's correlation, where W = I, from batches' gradients.
+
+E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", J. Math. Biology 15, 1982.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes._forms import Form, inner
+from optperm.core.dtypes import accumulation_dtype, computed_once
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, PyTree
+
+# The fraction by which correlation may change a variance, and the least fraction of the batches' noise.
+_TOLERANCE, _LEAST_FRACTION = 0.2, 0.02
+# Eigenvalues are taken to be as many standard errors further out.
+_ERRORS = 2.0
+# Squares of larger eigenvalues would overflow.
+_LARGEST = 1e9
+
+
+class Extremes(NamedTuple):
+    r"""What a window has seen of the extreme eigenvalues of :math:`R = \Lambda^{-1/2} C \Lambda^{-1/2}`.
+
+    All means have weights that grow linearly with the number of the estimate.
+
+    Attributes:
+      probes: :math:`x` of the smallest one and of the largest one, of length 1: two trees like params,
+        or none of the full form.
+      quotients: The means of :math:`r = x^\top \hat R x`.
+      squares: The means of :math:`r^2`.
+      losses: The means of :math:`\gamma \| \hat R x - r x \|^2`.
+    """
+
+    probes: tuple[PyTree[Float[Array, "..."]], ...]
+    quotients: Float32[Array, "2"]
+    squares: Float32[Array, "2"]
+    losses: Float32[Array, "2"]
+
+
+def restart(seen: Extremes, form: Form, noise: Any) -> Extremes:
+    """Return the start of a window with other noise: probes of length 1, of entries with noise alone."""
+    has_noise = jax.tree.map(jnp.sign, noise)
+
+    def unit(x: Any) -> Any:
+        kept = form.times(has_noise, x)
+        norm = jnp.sqrt(inner(kept, kept))
+        is_any = norm > 0
+        return jax.tree.map(
+            lambda k, x: jnp.where(is_any, k / jnp.where(is_any, norm, 1).astype(x.dtype), x),
+            kept,
+            x,
+        )
+
+    return optax.tree.zeros_like(seen)._replace(probes=tuple(map(unit, seen.probes)))
+
+
+def along_probes(form: Form, noise: Any, probes: tuple[Any, ...]) -> list[Any]:
+    """Return Lambda^(-1/2) x of each probe x; an entry without noise has none."""
+    return [form.times(_inverse_root(noise), x) for x in probes]
+
+
+def times_rows(rows: Any, v: Any) -> Any:
+    """Return the sum of d (d^T v) over d, the rows of a tree with a leading axis."""
+    parts = jax.tree.map(
+        lambda d, v: jnp.sum(d * v[None].astype(d.dtype), axis=tuple(range(1, d.ndim))), rows, v
+    )
+    along = sum(jax.tree.leaves(parts), start=jnp.zeros([], accumulation_dtype(parts)))
+    along = computed_once(along)
+    return jax.tree.map(lambda d: jnp.tensordot(along.astype(d.dtype), d, axes=1), rows)
+
+
+def iterate(seen: Extremes, form: Form, noise: Any, products: list[Any], n: jax.Array) -> Extremes:
+    r"""Return the extremes after one more batch, by Oja's rule with its :math:`\hat R`.
+
+    .. math::
+      r = x^\top \hat R x, \qquad
+      x \leftarrow \frac{x \pm \gamma (\hat R x - r x)}{\| \cdot \|}, \qquad
+      \gamma = \frac{\min(2 / (n + 1), 1 / 2)}{r_{\max}}
+
+    Args:
+      seen: The extremes before.
+      form: The form.
+      noise: Lambda.
+      products: :math:`\hat C \Lambda^{-1/2} x` of each probe.
+      n: The number of estimates in this window with this one.
+    """
+    if not products:
+        return seen
+    rate = 2 / (n + 1)
+    turned = [form.times(_inverse_root(noise), product) for product in products]
+    pairs = list(zip(seen.probes, turned, strict=True))
+    dtype = seen.quotients.dtype
+    r = jnp.stack([inner(x, y).astype(dtype) for x, y in pairs])
+    # |R x - r x|^2 = |R x|^2 - r^2, since |x| = 1
+    residuals = jnp.stack([inner(y, y).astype(dtype) for _, y in pairs]) - r**2
+    residuals = jnp.maximum(residuals, 0.0)
+    is_sound = jnp.all((jnp.abs(r) < _LARGEST) & (residuals < _LARGEST**2))
+    quotients = seen.quotients + rate * (r - seen.quotients)
+    step = jnp.minimum(rate, 0.5) / jnp.maximum(quotients[1], 1.0)
+    norms = jnp.sqrt(1 + step**2 * residuals)
+    probes = tuple(
+        jax.tree.map(
+            lambda x, y, r=r[i], norm=norms[i], sign=sign: (
+                (x + (sign * step).astype(x.dtype) * (y - r.astype(x.dtype) * x))
+                / norm.astype(x.dtype)
+            ),
+            *pairs[i],
+        )
+        for i, sign in enumerate((-1.0, 1.0))
+    )
+    new = Extremes(
+        probes=probes,
+        quotients=quotients,
+        squares=seen.squares + rate * (r**2 - seen.squares),
+        losses=seen.losses + rate * (step * residuals - seen.losses),
+    )
+    return optax.tree.where(is_sound, new, seen)
+
+
+def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array) -> jax.Array:
+    r"""Return bounds of :math:`r_{\min}` and :math:`r_{\max}`, which are 1 where nothing was seen; (2,).
+
+    With :math:`\Lambda'` of the next window in place of :math:`\Lambda`, they are
+
+    .. math::
+      \frac{\bar r \pm e}{x^\top \Lambda' \Lambda^{-1} x}, \qquad
+      e = 2 \,\mathrm{se} + \bar l + \frac{\bar r_{\max}}{4 \log(1 + n)}
+
+    No estimate has more than the fraction 2 / (n + 1) of the weight, so that
+    :math:`\mathrm{se}^2 \le \frac{2}{n + 1} \operatorname{Var} r`. The loss :math:`l` is what
+    :math:`\bar r` lacks since the noise of :math:`\hat R x`, of the variance :math:`V_j` along an
+    eigenvector j, turns x off: to the mean square :math:`\gamma V_j / (2 (r_{\max} - r_j))` with a
+    constant :math:`\gamma`, at the cost of :math:`\gamma V_j / 2` of the quotient, whatever the gaps
+    are. Its sum over j is at most :math:`\frac{\gamma}{2} E \| \hat R x - r x \|^2`. The iteration lags
+    behind a :math:`\gamma` that falls, so the bounds have twice as much. The last part is what x had of
+    other eigenvectors at the start of the window. With :math:`t = \sum \gamma \approx 2 \log(1 + n) /
+    r_{\max}` such a part falls as :math:`e^{-2 t g}` with the gap g, so that it costs no more than
+    :math:`g e^{-2 t g} \le 1 / (2 e t)` times what it was.
+
+    Args:
+      seen: The extremes at the end of a window.
+      form: The form.
+      noise: Lambda.
+      new_noise: Lambda of the next window.
+      n: The number of estimates in the window.
+    """
+    if not seen.probes:
+        return jnp.ones_like(seen.quotients)
+    ratio = jax.tree.map(
+        lambda new, old: jnp.where(old > 0, new / jnp.where(old > 0, old, 1.0), 0.0),
+        new_noise,
+        noise,
+    )
+    weights = jnp.stack([inner(x, form.times(ratio, x)) for x in seen.probes])
+    weights = weights.astype(seen.quotients.dtype)
+    n = n.astype(jnp.float32)
+    variance = 2 / (n + 1) * jnp.maximum(seen.squares - seen.quotients**2, 0.0)
+    lag = seen.quotients[1] / (4 * jnp.log1p(n))
+    errors = _ERRORS * jnp.sqrt(variance) + seen.losses + lag
+    found = (seen.quotients + errors * np.float32([-1, 1])) / jnp.where(weights > 0, weights, 1)
+    limits = jnp.clip(found, np.float32([0, 1]), np.float32([1, _LARGEST]))
+    return jnp.where(jnp.all(weights > 0) & (n > 0), limits, 1.0)
+
+
+def fraction_by_correlation(correlation: jax.Array) -> jax.Array:
+    r"""Return :math:`\varphi = \rho / (1 + \rho)` with which variances are within a fifth.
+
+    .. math:: \varphi \max(1 - r_{\min}, r_{\max} - 1) \le \tfrac15
+
+    See `optperm.bayes.NoiseKernel`. It is no less than a fiftieth, below which chains hardly move.
+
+    Args:
+      correlation: :math:`r_{\min}` and :math:`r_{\max}`.
+    """
+    error = jnp.maximum(jnp.maximum(1 - correlation[0], correlation[1] - 1), 1e-6)
+    return jnp.maximum(_TOLERANCE / error, _LEAST_FRACTION)
+
+
+def _inverse_root(noise: Any) -> Any:
+    return jax.tree.map(
+        lambda c: jnp.where(c > 0, 1 / jnp.sqrt(jnp.where(c > 0, c, 1.0)), 0.0), noise
+    )
