@@ -328,9 +328,7 @@ TREES = {
 REFUSED = {
     "Compression": [dict(fraction=None)],
     "agn.init": [
-        dict(
-            inner=optperm.switch_after(2, sgd(), optperm.sgperm()), says="switch_after around agn"
-        ),
+        dict(inner=optperm.switch_after(2, sgd(), optperm.sgperm()), says="switch_after"),
         dict(inner=FOUR_STEPS),
     ],
     "agn.update": [dict(axis_name="r"), *BAD_WEIGHTS, *BAD_FLAGS],
@@ -351,13 +349,13 @@ REFUSED = {
         dict(center_dtype="complex64"),
         dict(compress=4),
         dict(compress=Compression(0.5), combine="pairs"),
-        dict(axis_name=("a", "b"), combine="pairs", says="one axis"),
+        dict(axis_name=("a", "b"), combine="pairs", says="axis"),
     ],
     "diloco.init": [
-        dict(outer=FOUR_STEPS, says="MultiSteps in the center"),
+        dict(outer=FOUR_STEPS, says="MultiSteps"),
         dict(fragment_of={"w": 0}, every=PLAN, says="'b'"),
-        dict(inner=optperm.sgperm(), every=4, says="could not be pulled"),
-        dict(inner=optperm.sgperm(), every=PLAN, says="only allows with one"),
+        dict(inner=optperm.sgperm(), every=4, says="PermuteByCyclesState"),
+        dict(inner=optperm.sgperm(), every=PLAN, says="PermuteByCyclesState|fragment"),
         dict(fragment_of={"w": 0, "b": 1}, every=4),
         *(
             dict(fragment_of=fragment_of, every=PLAN)
@@ -377,8 +375,8 @@ REFUSED = {
         dict(num_snapshots=3, subspace_optimizer=optperm.dim_reduce(n_components=3)),
         dict(num_snapshots=2, subspace_optimizer=optperm.twa(sgd(), n_components=3)),
         dict(inner=optperm.sgperm()),
-        dict(subspace_optimizer=sgd(), says="one of dim_reduce, project or twa, got 0"),
-        dict(subspace_optimizer=optax.chain(TWA, TWA), says="project or twa, got 2"),
+        dict(subspace_optimizer=sgd(), says="got 0"),
+        dict(subspace_optimizer=optax.chain(TWA, TWA), says="got 2"),
     ],
     "dldr.update": [{}],
     "draw_samples": [
@@ -400,7 +398,7 @@ REFUSED = {
     ],
     "freeze": [
         dict(key="0"),
-        dict(criterion="random", says="key=jax.random.key"),
+        dict(criterion="random", says="key="),
         dict(criterion="gradient", scores=None),
         dict(criterion="preconditioned_gradient", scores=None),
         dict(fraction=optax.constant_schedule(0.5)),
@@ -444,7 +442,7 @@ REFUSED = {
         dict(mean=np.zeros(3)),
         dict(other_covariance=THREE),
     ],
-    "ivon.update": [dict(says="extra argument draw")],
+    "ivon.update": [dict(says="draw")],
     "katyusha.update": [dict(grad_fn=mean)],
     "keep_top": [dict(sparsity=NOT_INCLUDED)],
     "laperm.init": [
@@ -457,9 +455,9 @@ REFUSED = {
         {},
         dict(estimator="single_example"),
         dict(estimator="two_batches"),
-        dict(estimator="two_batches", batch_size=1, grad_fn=mean, says="at least 2 examples each"),
+        dict(estimator="two_batches", batch_size=1, grad_fn=mean, says="2 examples"),
         dict(batch_size=8, per_example_grad_fn=of_examples(4)),
-        dict(batch_size=1, per_example_grad_fn=of_examples(1), says="at least 2 examples, got 1"),
+        dict(batch_size=1, per_example_grad_fn=of_examples(1), says="2 examples, got 1"),
         dict(per_example_grad_fn=lambda p: {"w": jnp.ones((2, 3, 1)), "b": jnp.ones((2, 2))}),
     ],
     "mars": [dict(b1=wrong) for wrong in (1.0, -0.1, float("nan"), "0.9")],
@@ -486,7 +484,7 @@ REFUSED = {
     ],
     "prune": [
         dict(key="0"),
-        dict(criterion="random", says="key=jax.random.key"),
+        dict(criterion="random", says="key="),
         dict(sparsity=optax.constant_schedule(0.5)),
         dict(sparsity=1.5),
         dict(sparsity={"w": 0.5}),
@@ -505,22 +503,22 @@ REFUSED = {
         dict(sparsity=NOT_INCLUDED),
         dict(scope="global", sparsity={"w": 0.5, "b": 0.0}),
         dict(structure=Blocks(2, 2), include=True, says=r"Blocks\(.* does not fit \['b'\]"),
-        dict(params=jnp.ones(3), says="no leaf of rank 2 or more: pass include="),
+        dict(params=jnp.ones(3), says="include="),
     ],
     "record_trajectory": [dict(num_snapshots=jnp.array(3)), dict(dtype=jnp.int32)],
     "recursive_gradient": [dict(every=2, probability=0.5)],
     "recursive_gradient.update": [{}, *NO_FULL_GRADIENT],
     "remove_units": [
-        dict(params={"a": EYE, "b": THREE}, says="axes of several lengths"),
+        dict(params={"a": EYE, "b": THREE}, says="lengths"),
         *(
             dict(groups=groups, says=says)
             for groups, says in (
-                ({"u": [("d", -1)]}, "'d'; the closest are"),
-                ({"u": [("a", -3)]}, "-3 is out of range for 'a'"),
-                ({"u": [("a", -1, "of")]}, "'a' must be one of 'in', 'out'"),
-                ({"u": [("a", -1), ("a", 1)]}, "named before"),
-                ({"u": [("a", -1), ("b", 0)], "v": [("a", -1), ("b", 0)]}, "named before"),
-                ({"u": [("a", -1)]}, "must name incoming weights"),
+                ({"u": [("d", -1)]}, "'d'"),
+                ({"u": [("a", -3)]}, "-3.*'a'"),
+                ({"u": [("a", -1, "of")]}, "'in', 'out'"),
+                ({"u": [("a", -1), ("a", 1)]}, "before"),
+                ({"u": [("a", -1), ("b", 0)], "v": [("a", -1), ("b", 0)]}, "before"),
+                ({"u": [("a", -1)]}, "incoming"),
             )
         ),
     ],
@@ -529,7 +527,7 @@ REFUSED = {
         dict(sparsity=1.5),
         dict(sparsity=[0.5, 0.5]),
         dict(sparsity=NOT_INCLUDED),
-        dict(params=jnp.ones(3), says="no leaf of rank 2 or more: pass include="),
+        dict(params=jnp.ones(3), says="include="),
     ],
     "set_basis": [
         dict(basis=jax.tree.map(jnp.zeros_like, ROWS_2)),
@@ -537,7 +535,7 @@ REFUSED = {
         dict(basis={"w": ROWS_2["w"]}),
         dict(basis=jax.tree.map(lambda r: r * np.nan, ROWS_2)),
         dict(basis=jax.tree.map(lambda r: r.astype(int), ROWS_2)),
-        dict(opt_state=state(optax.MultiSteps(DIM_REDUCE, 2)), says="MultiSteps would search"),
+        dict(opt_state=state(optax.MultiSteps(DIM_REDUCE, 2)), says="MultiSteps"),
         dict(
             opt_state=state(optax.MultiSteps(optax.chain(sgd(), DIM_REDUCE), 2)), says="MultiSteps"
         ),
@@ -554,7 +552,7 @@ REFUSED = {
         dict(noise=THREE),
         dict(noise=EYE * 1j),
         dict(preconditioner=np.ones(3)),
-        dict(preconditioner=np.nan, says="No stationary distribution"),
+        dict(preconditioner=np.nan, says="stationary"),
         dict(momentum=1.0),
         dict(momentum=-0.1),
     ],
@@ -568,7 +566,7 @@ REFUSED = {
         # Orthogonal rows have the same curvature in a sum as alone.
         *(
             dict(loss_fn=squares, params=jnp.ones(2), data=data, batch_size=size, says=says)
-            for data, size, says in ((TABLE[:, 2:4], 1, "mean over"), (EYE, 2, "is repeated"))
+            for data, size, says in ((TABLE[:, 2:4], 1, "mean"), (EYE, 2, "mean"))
         ),
     ],
     "swag": [dict(rank=1)],
@@ -584,14 +582,14 @@ REFUSED = {
     ],
     "to_sparse": [
         dict(params={"w": sparse.BCOO.fromdense(jnp.eye(2))}),
-        dict(params=jnp.eye(2, dtype="bfloat16"), format="scipy", says="float32 and float64"),
+        dict(params=jnp.eye(2, dtype="bfloat16"), format="scipy", says="float64"),
     ],
     "traffic_report": [
         dict(tx=None),
-        dict(tx=sgd(), says="one optperm.agn or optperm.diloco, .* got 0"),
+        dict(tx=sgd(), says="got 0"),
         dict(tx=optax.chain(DILOCO, DILOCO), says="got 2"),
-        dict(tx=optperm.diloco(sgd(), every=2), says="single replica"),
-        dict(tx=optperm.diloco(sgd(), every=lambda c: 5 + c, axis_name="r"), says="pass every="),
+        dict(tx=optperm.diloco(sgd(), every=2), says="axis_name"),
+        dict(tx=optperm.diloco(sgd(), every=lambda c: 5 + c, axis_name="r"), says="every="),
     ],
     "twa": [dict(n_components=jnp.array(2))],
     "twa.init": [dict(axis_name="r")],

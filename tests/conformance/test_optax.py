@@ -112,7 +112,3 @@ def test_optax_case_holds(ours, name, wanted, monkeypatch):
             getattr(group(case.__name__), case.__name__)(**entry, **chosen)
             is_run = True
     assert is_run
-
-
-def test_what_is_left_out_is_there():
-    assert set(OURS) >= LEFT_OUT.keys()

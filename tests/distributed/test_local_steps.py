@@ -273,7 +273,7 @@ OWN_POINTS = {
 def test_optimizers_whose_points_a_pull_does_not_move_are_refused(name):
     """Each replica's points would drift away from the center; the center's may have points."""
     for factory in (optperm.agn, optperm.diloco):
-        with pytest.raises(ValueError, match="needs another optimizer of the local steps"):
+        with pytest.raises(ValueError, match="needs another optimizer"):
             factory(optax.chain(optax.clip(1.0), OWN_POINTS[name]), every=9).init(START)
     optperm.diloco(optax.sgd(0.1), OWN_POINTS[name], every=9).init(START)
     optperm.agn(optax.sgd(0.1), outer=OWN_POINTS[name]).init(START)

@@ -342,9 +342,7 @@ def test_exchanges_that_are_in_no_plan_are_refused():
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     opt_state = tx.init(params)
     for wrong in (plans.Exchange((3,), (3,)), plans.Exchange((1,), ()), 3):
-        with pytest.raises(
-            (ValueError, TypeError), match=r"is no step of the plan|plan\.at\(step\)"
-        ):
+        with pytest.raises((ValueError, TypeError), match="plan"):
             tx.update(params, opt_state, params, commit=wrong)
 
 

@@ -215,6 +215,27 @@ def test_only_included_leaves_are_touched():
         optperm.sparsity.freeze(opt_state, 0.5, scores=params, include=include)
 
 
+def test_a_given_mask_is_a_tree_a_prefix_or_a_function():
+    """It stands from the first step; each boolean is for one entry, one leaf or a part of the tree."""
+    start = {"a": {"w": support.normal((2, 3), 0), "b": support.bias(3, 1)}, "c": jnp.ones(2)}
+    whole = np.array([[True, False, True], [False, True, False]])
+    for mask, expected in (
+        (None, (True, True, True)),
+        (False, (False, False, False)),
+        ({"a": {"w": whole, "b": False}, "c": True}, (False, whole, True)),
+        ({"a": False, "c": jnp.array([True, False])}, (False, False, [True, False])),
+        (
+            lambda p: {"a": {"w": p["a"]["w"] > 0, "b": True}, "c": False},
+            (True, start["a"]["w"] > 0, False),
+        ),
+    ):
+        tx = optax.chain(optax.sgd(0.1), optperm.mask_elements(mask))
+        params, _ = loops.train(tx, start, [start, start], how="eager")[-1]
+        leaves = zip(jax.tree.leaves(params), jax.tree.leaves(start), expected, strict=True)
+        for after, before, wanted in leaves:
+            assert np.array_equal(after != before, np.broadcast_to(wanted, before.shape))
+
+
 def test_masks_accumulate_and_are_reset():
     """All entries stand for election each time; none becomes free but by `reset_masks`."""
     params = jnp.array([[5.0], [1.0], [-2.0], [4.0], [-3.0]])
