@@ -27,8 +27,9 @@ def compute_direction(
     try:
         return inner.update(low, state, None, **extra_args)
     except ValueError as error:
-        # Optax names params; JAX a tree of NoneType, where params or Muon's axes are None in a map.
-        if "params" not in str(error) and "NoneType" not in str(error):
+        # Optax names params; JAX a tree of NoneType, where params or Muon's axes are None in a map ("got
+        # None" before JAX 0.12).
+        if not any(words in str(error) for words in ("params", "NoneType", "got None")):
             raise
         needs = "params" if "params" in str(error) else "params, or weight_dimension_numbers (Muon)"
         advice = (
