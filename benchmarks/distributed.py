@@ -113,23 +113,24 @@ def compare(
     Leaves are those of one replica on each of four devices if the title says so.
     """
     params, grads = random_tree(leaves, size, 0), random_tree(leaves, size, 1)
-    mapped: Callable[..., Any] = lambda step: step  # noqa: E731
-    place: Callable[..., Any] = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
-    if "replicas" in title:
-        mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
-        spec, where = P(AXIS), NamedSharding(mesh, P(AXIS))
+    is_mapped = "replicas" in title
+    mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
 
-        def place(tree: Any) -> Any:
-            rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape)), tree)
-            return jax.device_put(rows, where)
+    def place(tree: Any) -> Any:
+        if not is_mapped:
+            return jax.tree.map(jnp.copy, tree)
+        rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape)), tree)
+        return jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
 
-        def mapped(step: Callable[..., Any]) -> Callable[..., Any]:
-            return jax.shard_map(jax.vmap(step), mesh=mesh, in_specs=spec, out_specs=spec)
+    def spread(step: Callable[..., Any]) -> Callable[..., Any]:
+        if not is_mapped:
+            return step
+        return jax.shard_map(jax.vmap(step), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
 
     grads, calls = place(grads), {}
     for peer, (tx, step) in peers.items():
         held = place(params), place(tx.init(params))
-        calls[peer] = stepping(jax.jit(mapped(step), donate_argnums=(0, 1)), held, grads)
+        calls[peer] = stepping(jax.jit(spread(step), donate_argnums=(0, 1)), held, grads)
     times = take_turns(calls, repetitions, time.process_time)
     median = {peer: statistics.median(taken) for peer, taken in times.items()}
     found = {peer: f"{median[peer] / median['bare']:.2f}" for peer in peers if peer != "bare"}
