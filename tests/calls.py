@@ -624,8 +624,8 @@ def refusals():
             for values, error, message in kind.refused:
                 for value in values:
                     yield function, {argument: value}, error, rf"\b{argument} {message}"
-    for function in CASES.keys() - OF_ANY_STATE:
-        if here := CASES[function].get("opt_state"):
+    for function, given in CASES.items():
+        if function not in OF_ANY_STATE and (here := given.get("opt_state")):
             for found, opt_state in (("none", state(optax.adam(0.1))), ("2", (here, here))):
                 message = rf"(State|Subspace|Kernel)\b.*optperm\.\w+.* found {found}"
                 yield function, {"opt_state": opt_state}, ValueError, message
