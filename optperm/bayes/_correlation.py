@@ -160,8 +160,9 @@ def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array)
     variance = 2 / (n + 1) * jnp.maximum(seen.squares - seen.quotients**2, 0.0)
     lag = seen.quotients[1] / (4 * jnp.log1p(n))
     errors = _ERRORS * jnp.sqrt(variance) + seen.losses + lag
-    found = (seen.quotients + errors * np.float32([-1, 1])) / jnp.where(weights > 0, weights, 1)
-    limits = jnp.clip(found, np.float32([0, 1]), np.float32([1, _LARGEST]))
+    outward = np.array([-1, 1], np.float32)
+    found = (seen.quotients + errors * outward) / jnp.where(weights > 0, weights, 1)
+    limits = jnp.clip(found, np.array([0, 1], np.float32), np.array([1, _LARGEST], np.float32))
     return jnp.where(jnp.all(weights > 0) & (n > 0), limits, 1.0)
 
 
