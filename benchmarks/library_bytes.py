@@ -1,6 +1,5 @@
 """The bytes of Python's standard library or of a text, and a small decoder that learns them."""
 
-import json
 import os
 import pathlib
 from typing import Any
@@ -8,14 +7,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib.style
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 96, 3, 4
-# Of each method: mean and deviation of nats a byte, the bytes of a step in the mean, the most in one.
-Rows = dict[str, tuple[float, float, float, int]]
 
 
 class Decoder(nn.Module):
@@ -33,6 +28,11 @@ class Decoder(nn.Module):
             x = x + nn.Dense(WIDTH, use_bias=False)(seen.reshape(x.shape))
             x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
         return embed.attend(nn.LayerNorm()(x))
+
+
+def initial(seed: Any) -> Any:
+    """Return the initial params of a seed."""
+    return Decoder().init(jax.random.key(seed), jnp.zeros((1, CONTEXT), jnp.int32))
 
 
 def loss_fn(params: Any, ids: jax.Array) -> jax.Array:
@@ -56,40 +56,3 @@ def windows(data: np.ndarray, rng: np.random.Generator, *lead: int) -> np.ndarra
     """Random stretches of one byte more than the decoder sees."""
     starts = rng.integers(0, len(data) - CONTEXT - 1, lead)
     return data[starts[..., None] + np.arange(CONTEXT + 1)].astype(np.int32)
-
-
-def kept(path: pathlib.Path) -> Rows:
-    """What is kept in a file of benchmarks/results."""
-    rows = json.loads(path.read_text())["tables"][0]["rows"]
-    return {
-        name.replace("`", ""): (
-            *map(float, nats.split("±")),
-            *(int(number.replace(",", "")) for number in sizes),
-        )
-        for name, _, nats, *sizes in rows
-    }
-
-
-def rows(every: list[dict[str, tuple[float, float, int]]]) -> Rows:
-    """Of what was found by each seed: nats a byte, and the bytes of a step."""
-    found = {}
-    for name, (_, *sizes) in every[0].items():
-        losses = [result[name][0] for result in every]
-        found[name] = float(np.mean(losses)), float(np.std(losses)), *sizes
-    return found
-
-
-@matplotlib.style.context("optperm.pictures")
-def report(found: Rows, out: pathlib.Path) -> None:
-    """Prints the table, and draws loss over bytes."""
-    figure = Figure(figsize=(6, 4.6))
-    axes = figure.add_subplot(xscale="log", xlabel="bytes that a device sends a step")
-    axes.set(ylabel="nats a byte, held out", title="mean and standard deviation of the seeds")
-    print(f"{'method':42}  nats a byte  bytes a step  most in one")
-    for index, (name, (mean, deviation, sent, most)) in enumerate(found.items()):
-        print(f"{name:42}  {mean:5.3f} {deviation:5.3f}  {sent:12.1f}  {most:11d}")
-        # What sends nothing has no place on a logarithmic axis.
-        label, at = (name, sent) if sent else (f"{name} (sends nothing)", 1e3)
-        axes.errorbar(at, mean, deviation, fmt="os^Dv"[index % 5], capsize=3, label=label)
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(out)

@@ -1,29 +1,33 @@
-"""Training by permuting compared with free training, on MNIST and CIFAR-10.
+"""Training by permuting: accuracy, sizes and speed of SGPerm and LaPerm.
 
-`methods`: SGPerm and LaPerm (around Adam), Adam, SGD with momentum, and Adam on the last layer alone,
-after fixed random layers. All begin at the same He-uniform weights and biases, and take the same batches
-of 50 for the same number of epochs.
+- methods: SGPerm and LaPerm (around Adam), Adam, SGD with momentum, and Adam on the last layer alone,
+  after fixed random layers. All begin at the same He-uniform weights and biases, and take the same
+  batches of 50 for the same number of epochs;
+- values: networks of 2, 4 and 16 evenly spaced values in each layer, trained with SGPerm from the
+  start, with Adam and rounding afterwards (k-means), and with Adam on weights that the forward pass
+  rounds (straight-through, with a learned scale per layer);
+- bytes: the size of a trained network on disk: as float32, as a seed and an arrangement (the logarithm
+  of the number of arrangements: no format can be smaller for all of them), and as the exported
+  arrangement, compressed;
+- speed: the least time of the whole jitted update with donated state, of its cycle search with XLA's
+  call, with the C entry point without copies and in NumPy, of LaPerm's synchronization, and of
+  `np.argsort` of the same weight vectors, in turns in one run; and the update's processor time and
+  temporary memory;
+- ties: the time of the search where many weights are tied.
 
-`values`: networks of 2, 4 and 16 evenly spaced values in each layer, trained with SGPerm from the start,
-with Adam and rounding afterwards (k-means), and with Adam on weights that the forward pass rounds
-(straight-through, with a learned scale per layer).
+Each method of the first two takes the number of a grid that is best on a validation split (5,000
+training images), with one seed and a third of the steps. The number is the aggressiveness, the momentum
+for networks of a few values, the steps between two synchronizations, or the rate.
 
-`bytes`: the size of a trained network on disk: as float32, as a seed and an arrangement (the logarithm
-of the number of arrangements: no format can be smaller for all of them), and as the exported
-arrangement, compressed.
-
-Each method takes the number of its printed grid that is best on a validation split (5,000 training
-images), with one seed and a third of the steps. The number is the aggressiveness, the momentum for
-networks of a few values, the steps between two synchronizations, or the rate.
-
-    python benchmarks/permutation.py --data mnist.npz [--seeds 3] [--epochs 3] [--examples 10000]
-        [--only methods values bytes] [--methods SGPerm Adam]
+    python benchmarks/permutation.py [--only PART ...] [--data mnist.npz] [--json FILE]
 """
 
 import argparse
 import functools
+import itertools
 import lzma
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +38,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from timing import seconds, take_turns
 
 import optperm
+from optperm.permutation import _cycles as cycles
+from optperm.permutation import _library as library
+from optperm.permutation._weight_vectors import sort_ranks
 
 BATCH = 50
 VALUES = (2, 4, 16)
@@ -164,7 +172,7 @@ def compare(
     way: str = "",
 ) -> None:
     """Print and keep the row of one method, at the number that is best on the validation split."""
-    start, steps = time.process_time(), round(options.epochs * len(train[0]) / BATCH)
+    steps = round(options.epochs * len(train[0]) / BATCH)
 
     def fit(number: float, seed: int, steps: int, data: Any) -> Params:
         return run(name, number, seed, steps, data, values, way)
@@ -172,17 +180,14 @@ def compare(
     best, tried = images.tune((METHODS | FEW)[name][1], fit, steps, train)
     seeds = range(options.seeds)
     scores = [images.accuracy(fit(best, seed, steps, train), test) for seed in seeds]
-    seconds, grid = time.process_time() - start, images.shown(tried)
-    RESULTS.row(
+    RESULTS.show(
         title,
         method=shown,
         test_accuracy=images.spread(scores),
         number=f"{best:g}",
-        validation_of_the_grid=grid,
+        validation_of_the_grid=images.shown(tried),
     )
     RESULTS.write(options.json)
-    each = " ".join(f"{score:.4f}" for score in scores)
-    print(f"{shown:34} {best:g}: test {each}; grid {grid}; {seconds:.0f} s", flush=True)
 
 
 def compare_bytes(options: argparse.Namespace, train: Any) -> None:
@@ -207,25 +212,132 @@ def compare_bytes(options: argparse.Namespace, train: Any) -> None:
     }
     for name, size in rows.items():
         bits = f"{8 * size / count:.2f}"
-        RESULTS.row("A checkpoint", what=name, bytes=f"{size:,.0f}", bits_a_weight=bits)
-        print(f"{name:34} {size:12,.0f} bytes, {bits} bits a weight", flush=True)
-    RESULTS.write(options.json)
+        RESULTS.show("A checkpoint", what=name, bytes=f"{size:,.0f}", bits_a_weight=bits)
+
+
+# (weight vectors, entries in each)
+SHAPES = ((1000, 1000), (512, 4608), (1, 1_000_000))
+PARTITION_RATIOS = (1.0, 0.1)
+AGGRESSIVENESS = 0.1
+IN_NUMPY = 2  # weight vectors, of not too many entries
+# What is made of normal weights, and of the gradients.
+TIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Any]] = {
+    "any": (lambda w: w, jnp.float32),
+    "bfloat16": (lambda w: w, jnp.bfloat16),
+    "16": (lambda w: np.digitize(w, np.linspace(-2.1, 2.1, 15)) / 8.0 - 1.0, jnp.float32),
+    "4": (lambda w: np.digitize(w, (-1.0, 0.0, 1.0)) / 2.0 - 1.0, jnp.float32),
+    "2": (np.sign, jnp.float32),
+}
+
+
+def measure(rows: int, n: int, ratio: float, repetitions: int) -> None:
+    """Show the least times for one shape and partition ratio."""
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(rows, n)).astype(np.float32)
+    params = jnp.asarray(vectors.T)
+    grads = jnp.asarray(rng.normal(size=(n, rows)).astype(np.float32))
+    tx = optperm.sgperm(AGGRESSIVENESS, ratio)
+    update, state, ranks = (
+        jax.jit(tx.update, donate_argnums=(0, 1)),
+        tx.init(params),
+        sort_ranks(params),
+    )
+    seeds, size = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32), max(10, int(ratio * n))
+    rest = params, ranks, seeds, jnp.float32(AGGRESSIVENESS), jnp.int32(size)
+    kernel = jax.jit(lambda grads: cycles.permute_rows(grads, *rest, drop_remainder=False))
+    laperm = optperm.laperm(optax.identity(), 1)
+    synchronize, laperm_state = jax.jit(laperm.update), laperm.init(params)
+
+    def on_host(kind: str, count: int) -> Callable[[], object]:
+        operands = [np.asarray(x)[None, ..., :count] for x in (grads, params, ranks)]
+        operands.append(np.asarray(seeds)[None, :count])
+        operands.append(np.full((1, count), AGGRESSIVENESS, np.float32))
+        operands.append(np.full((1, count), size, np.int32))
+        outputs = [np.empty_like(operands[index]) for index in (1, 2, 5)]
+        return lambda: cycles.permute_on_host(kind, False, operands, outputs)
+
+    def whole_update() -> object:
+        nonlocal state
+        updates, state = update(gradients, state, params)
+        return updates, state
+
+    measured: dict[str, Callable[[], object]] = {
+        "update": whole_update,
+        "by XLA": lambda: kernel(grads),
+        "by host": on_host("callback", rows),
+        "argsort": lambda: np.argsort(vectors, axis=1),
+        "synchronize": lambda: synchronize(grads, laperm_state, params),
+    }
+    walls: dict[str, list[float]] = {name: [] for name in measured}
+    processor = []
+    for _ in range(repetitions + 3):
+        gradients = jax.block_until_ready(jnp.array(grads, copy=True))
+        for name, function in measured.items():
+            start = time.process_time()
+            walls[name].append(seconds(function))
+            if name == "update":
+                processor.append(time.process_time() - start)
+    least = {name: 1e3 * min(taken[3:]) for name, taken in walls.items()}
+    if n <= 10_000:
+        few = min(IN_NUMPY, rows)
+        least["in NumPy"] = 1e3 * seconds(on_host("numpy", few)) * rows / few
+    memory = update.lower(grads, state, params).compile().memory_analysis().temp_size_in_bytes
+    RESULTS.show(
+        "Least times",
+        weight_vectors=f"{rows} of {n}",
+        partition_ratio=ratio,
+        **{f"{name}_ms": f"{taken:.2f}" for name, taken in least.items()},
+        processor_ns_a_weight=f"{min(processor[3:]) * 1e9 / (rows * n):.1f}",
+        bytes_a_weight=f"{memory / (rows * n):.1f}",
+    )
+
+
+def measure_ties(rows: int, n: int, ratio: float, alpha: float, repetitions: int) -> None:
+    """Show the times of the search for weights of few values, beside that for any values."""
+    rng = np.random.default_rng(0)
+    normal, wishes = rng.normal(size=(2, n, rows)).astype(np.float32)
+    seeds = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
+
+    def searched(name: str) -> Callable[[], object]:
+        rounded, dtype = TIES[name]
+        m, w = jnp.asarray(wishes, dtype), jnp.asarray(rounded(normal), dtype)
+        rest = seeds, jnp.float32(alpha), jnp.int32(max(10, int(ratio * n)))
+        permute = functools.partial(cycles.permute_rows, drop_remainder=False)
+        # The tied ones have been permuted before, and are not in order of location any more.
+        _, ranks, _ = permute(m[::-1], w, sort_ranks(w), *rest)
+        w = jnp.take_along_axis(jnp.sort(w, axis=0), ranks, axis=0)
+        run = jax.jit(permute)
+        return lambda: run(m, w, ranks, *rest)
+
+    times = take_turns({name: searched(name) for name in TIES}, repetitions)
+    RESULTS.show(
+        "The search, by how many values the weights have",
+        weight_vectors=f"{rows} of {n}",
+        partition_ratio=ratio,
+        aggressiveness=alpha,
+        **{f"{name}_values": f"{1e3 * min(taken):.2f} ms" for name, taken in times.items()},
+    )
+
+
+PARTS = ("methods", "values", "bytes", "speed", "ties")
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     images.add_arguments(parser)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parts = ["methods", "values", "bytes"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument(
-        "--channels", type=int, nargs="+", help="of convolutions, on gray images too"
-    )
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    add = parser.add_argument
+    add("--seeds", type=int, default=3)
+    add("--epochs", type=float, default=3.0)
+    add("--only", nargs="+", choices=PARTS, default=PARTS)
+    add("--channels", type=int, nargs="+", help="of convolutions, on gray images too")
+    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    add("--repetitions", type=int, default=9)
+    add("--cores", type=int, default=len(os.sched_getaffinity(0)))
     results.add_argument(parser)
     options = parser.parse_args()
+    # Before JAX and the kernel start their threads.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     source, train, test = images.load(options.data, options.examples)
     title = f"{source}, {len(train[0])} images, {options.epochs:g} epochs, {options.seeds} seeds"
     if options.channels:
@@ -235,13 +347,20 @@ def main() -> None:
         for name in options.methods:
             compare(title, options, train, test, name, name)
     if "values" in options.only:
-        for way, name in WAYS.items():
-            for values in VALUES:
-                title_of_values = f"{title}: few values"
-                shown = f"{way}, {values} values"
-                compare(title_of_values, options, train, test, shown, name, values, way)
+        for (way, name), values in itertools.product(WAYS.items(), VALUES):
+            shown = f"{way}, {values} values"
+            compare(f"{title}: few values", options, train, test, shown, name, values, way)
     if "bytes" in options.only:
         compare_bytes(options, train)
+    print(f"kernel: {library.choose_kernel()}; cores: {options.cores}")
+    if "speed" in options.only:
+        for (rows, n), ratio in itertools.product(SHAPES, PARTITION_RATIOS):
+            measure(rows, n, ratio, options.repetitions)
+    if "ties" in options.only:
+        alphas = AGGRESSIVENESS, 1.0
+        for shape, ratio, alpha in itertools.product(SHAPES[:2], PARTITION_RATIOS, alphas):
+            measure_ties(*shape, ratio, alpha, options.repetitions)
+    RESULTS.write(options.json)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,13 @@ class Results:
         row = {name.replace("_", " "): str(cell) for name, cell in cells.items()}
         self._rows.setdefault(title, []).append(row)
 
+    def show(self, title: str, **cells: object) -> None:
+        """Adds a row and prints it, the first one under its title."""
+        if title not in self._rows:
+            print(f"\n{title}")
+        self.row(title, **cells)
+        print("  " + "  ".join(f"{k} {v}" for k, v in self._rows[title][-1].items()), flush=True)
+
     def resume(self, path: pathlib.Path | None) -> None:
         """Takes the rows that the same command has written to a file so far, if there is one."""
         if path is None or not path.exists():

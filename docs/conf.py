@@ -29,7 +29,6 @@ extensions = [
     "mathml",
     "measured",
     "names",
-    "scripts",
 ]
 html_math_renderer = "mathml"
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
@@ -47,7 +46,10 @@ smartquotes_action = "D"  # Dashes, not quotes: a string in those is one that is
 # Each link has to lead somewhere, but for names of other libraries that are in no inventory, and types
 # that no page describes. Sites are not asked for their inventories: those here hold what is used.
 nitpicky = True
-nitpick_ignore_regex = [("py:obj", r"(jax|optax|flax|numpy)\..*"), ("py:class", r"[A-Z]\w*")]
+nitpick_ignore_regex = [
+    ("py:obj", r"(jax|optax|flax|numpy)\..*"),
+    ("py:class", r"(jnp|np|nnx)\.\w+|[A-Z]\w*"),
+]
 _SITES = {
     "jax": "https://docs.jax.dev/en/latest/",
     "optax": "https://optax.readthedocs.io/en/latest/",

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 DOCS = pathlib.Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-_MEAN = r"(\d*\.?\d+)(?: ± (\d*\.?\d+))?"
+_MEAN = r"([\d,]*\.?\d+)(?: ± (\d*\.?\d+))?"
 _SECONDS = r"[\d.]+: (\d*\.\d+)() s"  # of a cell "passes: seconds s"
 
 
@@ -34,7 +34,8 @@ class Panel(NamedTuple):
       table: The number of the table.
       pattern: An expression with two groups, the mean and its deviation; rows that do not match are left
         out.
-      over: The column of the other axis, or an empty text for the names of the rows.
+      over: The column of the other axis and its label, or an empty text for the names of the rows. A
+        quantity in bytes has a logarithmic axis, on which nothing stands at 1,000.
     """
 
     title: str
@@ -44,7 +45,7 @@ class Panel(NamedTuple):
     column: str
     table: int = 0
     pattern: str = _MEAN
-    over: str = ""
+    over: tuple[str, str] | None = None
 
     def figures(self) -> dict[str, tuple[float, float]]:
         """Return the mean and the deviation of each row, by its first cell."""
@@ -54,7 +55,11 @@ class Panel(NamedTuple):
             row[0].replace("`", ""): re.match(self.pattern, row[at])
             for row in tables[self.table]["rows"]
         }
-        return {name: (float(cell[1]), float(cell[2] or 0)) for name, cell in found.items() if cell}
+        return {
+            name: (float(cell[1].replace(",", "")), float(cell[2] or 0))
+            for name, cell in found.items()
+            if cell
+        }
 
     def draw(self, axes: Axes) -> None:
         """Draw a point with an error bar for each row, the first row at the top."""
@@ -63,14 +68,18 @@ class Panel(NamedTuple):
         axes.set_title(self.title)
         label = f"{self.label} ({self.better} is better)"
         if self.over:
-            places = [mean for mean, _ in self._replace(column=self.over).figures().values()]
+            column, over = self.over
+            places = [mean for mean, _ in self._replace(column=column).figures().values()]
+            is_log = "bytes" in column
+            axes.set_xscale("log" if is_log else "linear")
+            places = [max(place, 1e3 * is_log) for place in places]
             axes.errorbar(places, means, deviations, fmt="o", capsize=3)
             for index, (name, x, y) in enumerate(zip(found, places, means, strict=True)):
                 up = -5 if index % 2 else 5  # two methods may have nearly the same loss
                 at = {"xytext": (6, up), "textcoords": "offset points", "va": "center"}
-                axes.annotate(API_NAMES.get(name, name), (x, y), **at)
-            axes.set(xlabel="words of state per weight (lower is better)", ylabel=label)
-            axes.set_xlim(0, 1.25 * max(places))
+                axes.annotate(API_NAMES.get(name, name), (x, y), fontsize="small", **at)
+            axes.set(xlabel=f"{over} (lower is better)", ylabel=label)
+            axes.set_xlim(None if is_log else 0, 1.25 * max(places))
             return
         axes.errorbar(means, range(len(found)), xerr=deviations, fmt="o", capsize=3)
         axes.set_yticks(range(len(found)), [API_NAMES.get(name, name) for name in found])
@@ -115,7 +124,10 @@ API_NAMES = {
 _ACCURACY = ("test accuracy", "higher")
 _NATS = ("nats per byte", "lower")
 _NLL = ("negative log-likelihood in nats", "lower")
+_TO = ("processor seconds to 1e-3", "lower")
 _SHAKESPEARE = "tinyshakespeare"
+_WORDS = ("words a param", "words of state per weight")
+_BYTES = ("bytes a step", "bytes that a device sends per step")
 PICTURES = {
     "permuting": [
         Panel("MNIST", *_ACCURACY, "permutation_mnist", "test accuracy"),
@@ -123,14 +135,7 @@ PICTURES = {
     ],
     "variance": [
         Panel("MNIST", "passes to 1e-3", "lower", "svrg_convex_60000_n", "to 0.001"),
-        Panel(
-            "MNIST",
-            "processor seconds to 1e-3",
-            "lower",
-            "svrg_convex_60000_n",
-            "to 0.001",
-            pattern=_SECONDS,
-        ),
+        Panel("MNIST", *_TO, "svrg_convex_60000_n", "to 0.001", pattern=_SECONDS),
     ],
     "rare_commits": [Panel(_SHAKESPEARE, *_NATS, "byte_transformer_text", "nats a byte")],
     "sparsity": [Panel("MNIST, 98 % zeros", *_ACCURACY, "sparse_mnist_tuned", "98%")],
@@ -138,7 +143,8 @@ PICTURES = {
         Panel("Python's library", *_NATS, "low_rank_bytes", "nats", 1),
         Panel(_SHAKESPEARE, *_NATS, "low_rank_text", "nats", 1),
     ],
-    "less_memory": [Panel(_SHAKESPEARE, *_NATS, "memory_text", "nats", 1, over="words a param")],
+    "less_memory": [Panel(_SHAKESPEARE, *_NATS, "memory_text", "nats", 1, over=_WORDS)],
+    "bytes": [Panel("Python's library", *_NATS, "byte_transformer", "nats a byte", over=_BYTES)],
     "posterior": [
         Panel("MNIST", *_NLL, "uncertainty_mnist", "NLL"),
         Panel("CIFAR-10", *_NLL, "uncertainty_cifar10", "NLL"),
@@ -154,7 +160,7 @@ PICTURES = {
 def draw(panels: list[Panel], out: pathlib.Path) -> None:
     """Draw panels below each other."""
     heights = [3.2 if panel.over else 1.0 + 0.21 * len(panel.figures()) for panel in panels]
-    figure = Figure(figsize=(4.6, sum(heights)))
+    figure = Figure(figsize=(6.2 if panels[0].over else 4.6, sum(heights)))
     ratios = [len(panel.figures()) + 1 for panel in panels]
     every = figure.subplots(len(panels), squeeze=False, height_ratios=ratios)
     for panel, axes in zip(panels, every[:, 0], strict=True):

@@ -1,6 +1,6 @@
-"""DiLoCo: four replicas train apart, and exchange what they learned once in fifty steps.
+"""DiLoCo: four replicas train independently, and exchange their progress every fifty steps.
 
-On one machine: `python diloco.py`, with four virtual devices. On several, start
+On one machine, run `python diloco.py` with four virtual devices. On several machines, run
 `python diloco.py HOST:PORT NUMBER INDEX` on each, with the address of the first and indices from 0.
 """
 

@@ -1,4 +1,4 @@
-"""DLDR: SGD leaves a trajectory, and BFGS trains on in the subspace of its principal components."""
+"""DLDR: SGD records a trajectory, and BFGS trains in the subspace of its principal components."""
 
 import flax.linen as nn
 import jax
@@ -31,7 +31,7 @@ def train(tx):
 
     @jax.jit
     def step(params, opt_state, batch):
-        # The line search needs the loss as a function: `evaluate` gives the gradient and what else.
+        # The line search needs the loss as a function; `evaluate` passes it with the gradient.
         e = optperm.evaluate(loss_fn, params, batch)
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
         return optperm.apply_updates(params, updates, opt_state), opt_state

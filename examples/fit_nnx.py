@@ -1,4 +1,4 @@
-"""`fit` trains a flax.nnx model with BatchNorm and dropout by MARS, and resumes from a checkpoint."""
+"""`fit` trains a flax.nnx model with BatchNorm and dropout with MARS, and resumes from a checkpoint."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""Less memory for the optimizer: AdamW at low rank, in 8 bits, and both, on handwritten digits."""
+"""Less memory for the optimizer: AdamW in 8 bits, at low rank, and both, on handwritten digits."""
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,7 @@ def loss_fn(params, batch):
 
 
 def train(tx):
-    """Return the trained params: the loop is the one of `optax.adamw`."""
+    """Return the trained params; the loop is the same as for `optax.adamw`."""
 
     @jax.jit
     def step(params, opt_state, batch):

@@ -1,4 +1,4 @@
-"""Constant SGD as a sampler: the posterior of a logistic regression, without a number to tune."""
+"""Constant SGD as a sampler: the posterior of a logistic regression, without any tuning."""
 
 import jax
 import jax.numpy as jnp

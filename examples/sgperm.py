@@ -12,7 +12,7 @@ import optperm
 x, y = load_digits(return_X_y=True)
 x, y = np.float32((x - x.mean(0)) / np.maximum(x.std(0), 1e-3)), np.int32(y)
 STEPS, BATCH, TRAIN = 500, 32, 1257
-# A bias whose entries are all equal could not be trained by permuting it.
+# Permuting a bias with equal entries would change nothing, so biases start at random.
 bias = nn.initializers.normal(0.1)
 model = nn.Sequential([nn.Dense(64, bias_init=bias), nn.relu, nn.Dense(10, bias_init=bias)])
 initial = model.init(jax.random.key(0), x[:1])
@@ -27,7 +27,7 @@ def loss_fn(params, batch):
 
 @jax.jit
 def step(params, opt_state, batch):
-    """One step; `optperm.apply_updates` puts each weight exactly where it belongs."""
+    """Take one step; `optperm.apply_updates` keeps the values of the weights exact."""
     grads = jax.grad(loss_fn)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optperm.apply_updates(params, updates, opt_state), opt_state
@@ -41,7 +41,7 @@ for _ in range(STEPS):
 accuracy = jnp.mean(model.apply(params, x[TRAIN:]).argmax(axis=1) == y[TRAIN:])
 print(f"test accuracy {accuracy:.3f}, and no weight has a new value")
 
-# The trained network is its seed and an order.
+# The trained network is a seed and a permutation.
 permutation = optperm.permutation.export_permutation(initial, opt_state)
 rebuilt = optperm.permutation.apply_permutation(initial, permutation)
 print("rebuilt bit for bit:", jax.tree.all(jax.tree.map(np.array_equal, rebuilt, params)))

@@ -1,4 +1,4 @@
-"""Sparse training: nine tenths of the weights become zero in training, and the network still reads."""
+"""Sparse training: nine tenths of the weights become zero, and the network still reads digits."""
 
 import flax.linen as nn
 import jax
@@ -15,7 +15,7 @@ STEPS, BATCH, TRAIN = 1000, 32, 1257
 model = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(10)])
 initial = model.init(jax.random.key(0), x[:1])
 adam = optax.adam(1e-3)
-# From a tenth to seven tenths of the steps ever more weights are zero, those of the smallest magnitude.
+# From a tenth to seven tenths of the steps, more and more of the smallest weights become zero.
 schedule = optax.polynomial_schedule(0.0, 1.0, 3, 6 * STEPS // 10, STEPS // 10)
 tx = optperm.prune_gradually(adam, 0.9, schedule, every=20)
 

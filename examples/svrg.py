@@ -1,4 +1,4 @@
-"""SVRG: with a constant learning rate a regression goes to its optimum, where SGD stops at its noise."""
+"""SVRG: a constant learning rate reaches the optimum of a regression; SGD stops at its noise."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ initial = {"w": jnp.zeros(x.shape[1])}
 
 
 def loss_fn(params, batch):
-    """Half of the mean squared error, with a small ridge."""
+    """Half of the mean squared error, with a small ridge penalty."""
     rows, targets = batch
     ridge = 0.1 * jnp.sum(params["w"] ** 2)
     return 0.5 * jnp.mean((rows @ params["w"] - targets) ** 2) + ridge
@@ -29,7 +29,7 @@ def distance(tx):
 
     @jax.jit
     def step(params, opt_state, batch):
-        # SVRG takes the gradient at its snapshot too: `evaluate` gives the gradient as a function.
+        # SVRG also needs the gradient at its snapshot; `evaluate` returns the gradient as a function.
         e = optperm.evaluate(loss_fn, params, batch)
         full_grad_fn = jax.grad(lambda params: loss_fn(params, (x, y)))
         extra_args = {**e.extra_args, "full_grad_fn": full_grad_fn}
@@ -43,7 +43,7 @@ def distance(tx):
     return jnp.linalg.norm(params["w"] - optimum["w"])
 
 
-# A snapshot with its full gradient once in two epochs
+# `svrg` takes a snapshot with its full gradient every two epochs.
 svrg = optperm.svrg(every=2 * len(x) // BATCH)
 for name, tx in (("SGD", optax.identity()), ("SVRG", svrg)):
     print(f"{name}: {distance(optax.chain(tx, optax.sgd(RATE))):.1e} from the optimum")

@@ -12,7 +12,7 @@ from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.states import DRAW_STREAM, draw_params
-from optperm.core.transformation import known_extra_args, transformation
+from optperm.core.transformation import known_extra_args, wrapper
 from optperm.core.trees import fill_masked, mask_like
 from optperm.evaluation import LossFn, evaluate
 
@@ -141,7 +141,7 @@ def with_loss(
         count = optax.safe_increment(state.count)
         return cast_like(moves, params), WithLossState(count, state.key, inner_state)
 
-    return transformation(init, update, method="with_loss", is_wrapper=True)
+    return wrapper(init, update, method="with_loss")
 
 
 # Where users find it, as `help` and pickles show it.

@@ -12,7 +12,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import cast_like
 from optperm.core.states import find_states
-from optperm.core.transformation import transformation
+from optperm.core.transformation import wrapper
 from optperm.exact import (
     CommittingState,
     Exact,
@@ -175,7 +175,7 @@ def switch_after(
             then=then_state,
         )
 
-    return transformation(init, update, method="switch_after", is_wrapper=True)
+    return wrapper(init, update, method="switch_after")
 
 
 # Where users find it, as `help` and pickles show it.

@@ -5,7 +5,7 @@ import itertools
 import os
 import pathlib
 
-# Every program is worth keeping; compile_cache.py says where.
+# Every program is worth keeping; `choose_folder` says where.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -26,10 +26,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import shutil
 import signal
+import tempfile
 import time
 import warnings
 
-import compile_cache
 import hypothesis
 import jax
 import pytest
@@ -79,6 +79,23 @@ class OneDevice:
             jax.config.update("jax_default_device", None)
 
 
+def choose_folder(named):
+    """Return the folder of compiled programs, and why it is a temporary one, if nothing can be kept.
+
+    It is the one that is named, or one in the checkout, which git ignores.
+    """
+    default = (
+        pathlib.Path(__file__).parents[1] / ".pytest_cache" / f"programs-jax-{jax.__version__}"
+    )
+    folder = pathlib.Path(named or default).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return tempfile.mkdtemp(), f"{folder} cannot be written ({error.strerror})"
+    return folder, None
+
+
 def pytest_configure(config):
     """Share the compiled programs: workers get the environment of the process that starts them."""
     # The hooks of this file are for the tests beside it, those of a plugin for the package too.
@@ -86,7 +103,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
     named = os.environ.get("OPTPERM_TEST_CACHE")
-    folder, config.why_temporary = compile_cache.choose(named)
+    folder, config.why_temporary = choose_folder(named)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
@@ -94,7 +111,8 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Run a test that takes `ours` for each entry of the registry.
 
-    Those that are neither in `SPANNING` nor asked for by an option are marked `entries`.
+    Those that are neither in `SPANNING`, or named by the marker `spans`, nor asked for by an option are
+    marked `entries`.
     """
     if "ours" not in metafunc.fixturenames:
         return
@@ -105,7 +123,9 @@ def pytest_generate_tests(metafunc):
     asked = {each: {each.name, each.factory.__name__} & {*option.entry} for each in TRANSFORMATIONS}
     if unknown := {*option.entry}.difference(*asked.values()):
         raise pytest.UsageError(f"no entry of tests/transformations.py is {', '.join(unknown)}")
-    usual = [each for each in asked if option.all_entries or asked[each] or each.name in SPANNING]
+    marker = metafunc.definition.get_closest_marker("spans")
+    spanning = marker.args if marker else SPANNING
+    usual = [each for each in asked if option.all_entries or asked[each] or each.name in spanning]
     cells = support.every_night(TRANSFORMATIONS, usual, mark=pytest.mark.entries)
     metafunc.parametrize("ours", cells, ids=str)
 

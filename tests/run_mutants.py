@@ -46,11 +46,17 @@ def room_of(mutant):
     return mutant["file"].partition("/")[0].removesuffix(".py").lstrip("_")
 
 
-def mutate(text, mutant):
-    """Return the text of a file with the mutant's replacement."""
-    if text.count(mutant["line"]) != 1:
-        raise ValueError(f"{mutant['file']} must have this line once: {mutant['line']}")
-    return text.replace(mutant["line"], mutant["becomes"])
+def find_faults(mutants):
+    """Return what the list and the tree do not agree in: lines that are not there once, and tests."""
+    for mutant in mutants:
+        text = (ROOT / "optperm" / mutant["file"]).read_text(encoding="utf-8")
+        if text.count(mutant["line"]) != 1:
+            yield f"{mutant['file']} must have this line once: {mutant['line']}"
+        for test in mutant.get("tests", []):
+            path, _, name = test.partition("::")
+            file = ROOT / "tests" / path
+            if not file.exists() or (name and f"def {name}(" not in file.read_text("utf-8")):
+                yield f"there is no test {test}, which has to catch {mutant['line']}"
 
 
 def tests_of(room):
@@ -88,7 +94,8 @@ def try_mutant(copy, mutant):
     file, start = copy / "optperm" / mutant["file"], time.perf_counter()
     original = ROOT / "optperm" / mutant["file"]
     stages = [[f"tests/{test}" for test in mutant.get("tests", [])], [tests_of(room_of(mutant))]]
-    file.write_text(mutate(original.read_text(encoding="utf-8"), mutant), encoding="utf-8")
+    text = original.read_text(encoding="utf-8").replace(mutant["line"], mutant["becomes"])
+    file.write_text(text, encoding="utf-8")
     try:
         for tests in filter(None, stages):
             status, output = run_pytest(copy, tests)
@@ -131,6 +138,8 @@ def main():
         for mutant in read_mutants()
         if not given.chosen or any(part in mutant["file"] for part in given.chosen)
     ]
+    if faults := "\n".join(find_faults(mutants)):
+        parser.error(faults)
     caught, catching = 0, set()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         free = queue.SimpleQueue()

@@ -51,21 +51,6 @@ def in_turns(*factors):
     return every_night(itertools.product(*factors), chosen)
 
 
-def in_pairs(*factors):
-    """The same, where each pair of values of two factors occurs every time."""
-    cells = list(itertools.product(*factors))
-
-    def pairs(cell):
-        return set(itertools.combinations(enumerate(cell), 2))
-
-    missing, chosen = set().union(*map(pairs, cells)), []
-    while missing:
-        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return every_night(cells, chosen)
-
-
 def every_night(cells, usual, mark=pytest.mark.exhaustive):
     """Mark those cells for `pytest.mark.parametrize` that are not usual."""
     return [
@@ -139,12 +124,6 @@ def _assert_leaf_permutes(after, before):
     np.testing.assert_array_equal(
         np.sort(as_integers(after), axis=0), np.sort(as_integers(before), axis=0)
     )
-
-
-def ulp_of_largest(leaf):
-    """The distance between floating numbers at the largest value of each weight vector."""
-    largest = np.abs(columns(leaf)).max(axis=0)
-    return np.spacing(largest)
 
 
 def normal(shape, seed=0, dtype=np.float32):

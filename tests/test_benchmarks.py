@@ -22,37 +22,28 @@ FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
 # them; a part that is not asked for has flags of its own.
 USUAL = [
     (
-        "agn.py",
-        "--repetitions 1 --leaves 2 --leaf-size 100",
+        "distributed.py",
+        "--only local periods stacked traffic commits --repetitions 1 --leaves 2 --leaf-size 100",
         {"OPTIMIZERS": ("Adam",), "COMMITTING": ("Adam",), "RULES": ("mean",)},
+    ),
+    (
+        "distributed.py",
+        "--only bytes --seeds 1 --steps 10 --common 1 --layers 1 --width 8 --methods diloco agn",
+        {},
     ),
     (
         "constant_sgd.py",
         "--only steps --repetitions 3",
         {"samplers": ("SGD", "diagonal, single_example", "sgld")},
     ),
-    (
-        "convex.py",
-        "--examples 100 --passes 4 --saga-passes 2 --svrg-passes 5 --rate-passes 1 --batch-sizes 50",
-        {"FACTORS": (1.0,)},
-    ),
-    ("compare.py", "sgd svrg --seeds 1 --epochs 1 --hidden 4", {}),
+    ("training.py", "--only methods --methods sgd svrg --seeds 1 --epochs 1 --units 4", {}),
     ("compile.py", "--leaves 4,8 --shapes 2 --only agn ivon mask_elements", {}),
-    ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
-    (
-        "outer.py",
-        "--seeds 1 --layers 1 --width 8",
-        {
-            "SETTINGS": (("MLP", 4, 2), ("decoder", 4, 2)),
-            "OUTER": ("averaging",),
-            "RATES": (1e-2,),
-        },
-    ),
+    ("training.py", "--only cost --repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("memory.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
-        "sparse.py",
-        "--seeds 1 --epochs 0.6 --sparsity 0.9 --every 1",
+        "sparsity.py",
+        "--only images --seeds 1 --epochs 0.6 --sparsity 0.9 --every 1",
         {"ROWS": ("dense", "RigL, ERK")},
     ),
     (
@@ -63,21 +54,37 @@ USUAL = [
     ("uncertainty.py", "--only defaults --seeds 1 --steps 2", {"TASKS": ("MLP", "transformer")}),
     (
         "permutation.py",
-        "--seeds 1 --epochs 0.9",
+        "--only methods values bytes --seeds 1 --epochs 0.9",
         {"METHODS": ("SGPerm", "Adam"), "VALUES": (2,)},
     ),
     (
-        "subspaces.py",
-        "--seeds 1 --steps 30 --labels wrong",
+        "subspace.py",
+        "--only images --seeds 1 --steps 30 --labels wrong",
         {"METHODS": ("SWA", "dldr, dim_reduce")},
     ),
-    ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
-    ("svrg.py", "--only saga --tolerance 0.3", {}),
-    ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),
-    ("svrg.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
+    ("permutation.py", "--only speed ties --repetitions 1", {"SHAPES": ((10, 100),)}),
+    (
+        "variance.py",
+        "--only table --examples 100 --lbfgs-passes 4 --saga-passes 2 --svrg-passes 5 --seeds 1 "
+        "--batch-sizes 50",
+        {},
+    ),
+    ("variance.py", "--only rates --rate-passes 1 --batch-sizes 50", {"FACTORS": (1.0,)}),
+    ("subspace.py", "--only pca update communication --smallest", {}),
+    ("variance.py", "--only lbfgs --passes 2 --full-passes 4", {}),
+    ("variance.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
 ]
 RUNS = [
     *USUAL,
+    (
+        "distributed.py",
+        "--only outer --seeds 1 --layers 1 --width 8",
+        {
+            "SETTINGS": (("MLP", 4, 2), ("decoder", 4, 2)),
+            "OUTER": ("averaging",),
+            "RATES": (1e-2,),
+        },
+    ),
     (
         "memory.py",
         "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
@@ -85,29 +92,22 @@ RUNS = [
     ),
     ("memory.py", "--only images --steps 6 --seeds 1 --methods AdamW", {}),
     (
-        "sparse_transformer.py",
-        "--steps 36 --seeds 1",
-        {"RATES": (1e-2,), "METHODS": ("2:4 straight-through",)},
+        "sparsity.py",
+        "--only transformer --steps 36 --seeds 1",
+        {"DECODER_RATES": (1e-2,), "METHODS": ("2:4 straight-through",)},
     ),
-    ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
-    ("svrg.py", "--only variance --epochs 1", {}),
-    ("svrg.py", f"--only convex {FIT}", {"SHAPES": ("constant",)}),
+    ("variance.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
+    ("variance.py", "--only variance --epochs 1", {}),
+    ("variance.py", f"--only convex {FIT}", {"SHAPES": ("constant",)}),
     (
-        "svrg.py",
+        "variance.py",
         "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1",
         {"MARS": ("mars",)},
     ),
 ]
 # What has tests of its own.
 ELSEWHERE = {
-    "kills.py",
-    "dim_reduce.py",
     "accelerators.py",
-    "agn_pmap.py",
-    "agn_multiprocess.py",
-    "byte_transformer.py",
-    "prune_freeze_sweep.py",
-    "sgperm_values.py",
 }
 # What they share.
 SHARED = {
@@ -117,10 +117,6 @@ SHARED = {
     "small_tasks.py",
     "accelerator_programs.py",
     "collectives.py",
-    "commit_methods.py",
-    "commit_runs.py",
-    "digits.py",
-    "launch.py",
     "library_bytes.py",
     "timing.py",
 }

@@ -6,6 +6,7 @@ import json
 import operator
 import pathlib
 import re
+import runpy
 import textwrap
 import types
 
@@ -111,6 +112,34 @@ def test_every_result_stands_on_a_page():
     text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "benchmarks").glob("*.md"))
     results = {path.stem for path in (DOCS.parent / "benchmarks" / "results").glob("*.json")}
     assert set(re.findall(r"^```{measured} (\w+)", text, re.MULTILINE)) == results
+
+
+def test_scripts_that_sentences_name_exist():
+    """In the pages, README and the docstrings."""
+    root = DOCS.parent
+    sources = [*DOCS.rglob("*.md"), *(root / "optperm").rglob("*.py"), root / "README.md"]
+    named = {
+        name
+        for path in sources
+        for name in re.findall(r"benchmarks/\w+\.py", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert {name for name in named if not (root / name).exists()} == set()
+
+
+def test_figures_in_pages_are_those_of_the_results():
+    """Each comment that names a file of results stands behind its figure; another figure is found."""
+    figures = runpy.run_path(str(DOCS / "figures.py"))
+    count = 0
+    for page in PAGES:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        assert figures["with_figures"](text) == text, f"{page}: run python docs/figures.py"
+        comments = [each for each in re.findall(r"<!-- (\w+)", text) if each != "long"]
+        assert len(figures["_FIGURE"].findall(text)) == len(comments), page
+        count += len(comments)
+    assert count > 50
+    wrong = "1.234 ± 0.500<!-- permutation_mnist; SGPerm; test accuracy -->"
+    assert figures["with_figures"](wrong).startswith("0.9670 ± 0.0007<!-- permutation_mnist;")
 
 
 def test_the_method_on_the_page_works():

@@ -21,10 +21,7 @@ def loss_fn(params, batch):
 
 
 def make_batch(size=8):
-    return {
-        "x": support.normal((size, 12), 1),
-        "y": support.normal((size, 5), 2),
-    }
+    return {"x": support.normal((size, 12), 1), "y": support.normal((size, 5), 2)}
 
 
 def test_values_and_gradients_are_those_of_jax():

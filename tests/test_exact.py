@@ -323,10 +323,7 @@ def test_params_that_sgperm_did_not_lead_to_are_counted_and_said():
 
 def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
     """Other libraries call `optax.apply_updates`, to which no state is given."""
-    for wrap in (
-        lambda tx: optax.contrib.schedule_free(tx, 0.1, b1=0.9),
-        optax.contrib.mechanize,
-    ):
+    for wrap in (lambda tx: optax.contrib.schedule_free(tx, 0.1, b1=0.9), optax.contrib.mechanize):
         tx = wrap(optperm.sgperm(1.0))
         _, _, state = descend(tx, lambda w, u, _: optax.apply_updates(w, u), 4)
         with pytest.warns(UserWarning, match="other params than"):

@@ -82,7 +82,7 @@ def test_readme_ratios_follow_from_kept_cells():
 
 
 def test_readme_posteriors_are_those_of_the_table():
-    """Ten of twelve have deviations within 7 %, and the report warns of the two others."""
+    """Ten of twelve have deviations within 7%, and the report warns about the other two."""
     path = ROOT / "benchmarks" / "results" / "posterior_defaults.json"
     table = json.loads(path.read_text(encoding="utf-8"))["tables"][1]
     at = [table["columns"].index(name) for name in ("sd", "warnings")]
@@ -90,11 +90,14 @@ def test_readme_posteriors_are_those_of_the_table():
     near = [all(abs(float(ratio) - 1) < 0.0701 for ratio in ratios) for ratios, _ in rows]
     assert (sum(near), len(near)) == (10, 12)
     assert [warning == "nothing" for _, warning in rows] == near
-    assert "within 7 % of the exact ones on ten of twelve posteriors" in README
+    assert "within 7% of the exact ones on ten of twelve posteriors" in README
 
 
-def test_readme_is_at_most_120_lines():
+def test_readme_is_at_most_120_lines_and_links_to_files_that_exist():
     assert len(README.splitlines()) <= 120
+    linked = re.findall(r"^\[\w+\]: (\S+)$|\]\(([^)]+)\)", README, re.MULTILINE)
+    paths = {path for path in map("".join, linked) if not path.startswith("https://")}
+    assert {path for path in paths if not (ROOT / path.partition("#")[0]).exists()} == set()
 
 
 def test_release_files_name_one_version_date_and_address():

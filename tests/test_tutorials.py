@@ -32,17 +32,6 @@ def test_a_tutorial_prints_and_draws_what_it_shows(page, is_short, tmp_path):
         assert (DOCS / "tutorials" / name).exists()
 
 
-def test_what_is_shown_is_compared():
-    """Other words, other lines and numbers far off are told; near numbers are not."""
-    differences = RUNNER["differences"]
-    assert differences("loss 0.512, rate 1.0e-05\n", "loss 0.498, rate 3.0e-05\n") == []
-    assert differences("loss 0.512\n", "loss 0.250\n") == ["shown: loss 0.512\nfound: loss 0.250"]
-    assert len(differences("gap 1.0e-05\n", "gap 3.0e-03\n")) == 1
-    assert len(differences("it won\n", "it lost\n")) == 1
-    assert len(differences("one\n", "one\ntwo\n")) == 1
-    assert len(differences("1 2\n", "1 2 3\n")) == 1
-
-
 @pytest.mark.parametrize("page", RUNNER["PAGES"])
 def test_a_tutorial_begins_with_figures_of_the_benchmarks(page, tmp_path):
     """All rows with a figure are in the picture, and the page shows it before its first section."""

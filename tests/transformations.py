@@ -30,7 +30,7 @@ class Transformation:
         `calls.number` and `calls.count` take them.
       static: The arguments that decide shapes, which no program can change.
       permutes: Whether it keeps the values of the params, in another order.
-      lenient: Whether it wraps optimizers of Optax, which promote dtypes freely.
+      has_optax: Whether it has optimizers of Optax in it that are not among its arguments.
       is_identity: Whether it hands on the updates as they came.
       knows: What of the params that it was made for its state tells: their "dtypes", which are compared
         with those that come, their "shapes" alone, or "nothing".
@@ -51,7 +51,7 @@ class Transformation:
     limits: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     static: tuple[str, ...] = ()
     permutes: bool = False
-    lenient: bool = False
+    has_optax: bool = False
     is_identity: bool = False
     knows: Literal["dtypes", "shapes", "nothing"] = "dtypes"
     rows: tuple[int, ...] = ()
@@ -69,6 +69,12 @@ class Transformation:
     def name(self) -> str:
         """The public name of its factory, or its own."""
         return self.other_name or self.factory.__name__
+
+    @property
+    def lenient(self) -> bool:
+        """Whether optimizers of Optax are in it, which promote dtypes freely."""
+        given = self.arguments.values()
+        return self.has_optax or any(isinstance(g, optax.GradientTransformation) for g in given)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
         """The transformation, the same object each time, so that what it was compiled into is found."""
@@ -109,8 +115,7 @@ def svrg_and_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Loopless SVRG with something after it."""
     return optax.chain(
-        optperm.svrg(probability=probability),
-        optax.sgd(learning_rate, momentum=0.5),
+        optperm.svrg(probability=probability), optax.sgd(learning_rate, momentum=0.5)
     )
 
 
@@ -172,7 +177,6 @@ LOW_RANK: dict[str, Any] = {
         **dict.fromkeys(("b1", "b2"), SHARE | {"is_below": True}),
     },
     "static": ("rank",),
-    "lenient": True,
     "knows": "nothing",
     "has_own_shapes": True,
     "needs_params": False,
@@ -182,7 +186,6 @@ LOW_RANK: dict[str, Any] = {
 QUANTIZED: dict[str, Any] = {
     "limits": {"bits": None},
     "static": ("min_size", "bits"),
-    "lenient": True,
     "knows": "nothing",
     "needs_params": False,
     "hands_on": True,
@@ -225,30 +228,17 @@ TRANSFORMATIONS = (
         optperm.laperm,
         {"inner": optax.sgd(1e-2, 0.9), "every": 3},
         permutes=True,
-        lenient=True,
         no_minimum=REACHES_NO_OTHER_VALUES,
         may_gather=CUT_VECTORS,
     ),
+    Transformation(optperm.agn, {"inner": optax.sgd(2e-3, 0.9), "every": 2}),
     Transformation(
-        optperm.agn,
-        {"inner": optax.sgd(2e-3, 0.9), "every": 2},
-        lenient=True,
+        optperm.diloco, {"inner": optax.sgd(1e-3), "every": 2}, limits={"mixing": SHARE}
     ),
     Transformation(
         optperm.diloco,
-        {"inner": optax.sgd(1e-3), "every": 2},
-        limits={"mixing": SHARE},
-        lenient=True,
-    ),
-    Transformation(
-        optperm.diloco,
-        {
-            "inner": optax.sgd(1e-3),
-            "every": optperm.distributed.Every(2, delay=1),
-            "mixing": 0.5,
-        },
+        {"inner": optax.sgd(1e-3), "every": optperm.distributed.Every(2, delay=1), "mixing": 0.5},
         other_name="diloco-streaming",
-        lenient=True,
     ),
     Transformation(
         optperm.record_trajectory,
@@ -264,7 +254,6 @@ TRANSFORMATIONS = (
         {"n_components": 2, "inner": optax.sgd(0.01), "alpha": 0.2},
         limits=SEARCH_LIMITS,
         static=("n_components",),
-        lenient=True,
         rows=(2,),
         extra_args=LOSS,
         sums_over_params=True,
@@ -276,7 +265,7 @@ TRANSFORMATIONS = (
         other_name="dim_reduce-mindspore",
         limits=SEARCH_LIMITS,
         static=("n_components",),
-        lenient=True,
+        has_optax=True,
         rows=(2,),
         extra_args=LOSS,
         sums_over_params=True,
@@ -286,7 +275,6 @@ TRANSFORMATIONS = (
         optperm.project,
         {"inner": optax.sgd(2e-3, 0.9), "n_components": 2},
         static=("n_components",),
-        lenient=True,
         knows="shapes",
         rows=(2,),
         no_minimum="stays in a plane",
@@ -297,7 +285,6 @@ TRANSFORMATIONS = (
         optperm.twa,
         {"inner": optax.adam(2e-3), "n_components": 2},
         static=("n_components",),
-        lenient=True,
         knows="shapes",
         rows=(2,),
         no_minimum="stays in a plane",
@@ -314,7 +301,6 @@ TRANSFORMATIONS = (
         },
         limits={"start": FROM_ZERO},
         static=("num_snapshots",),
-        lenient=True,
         rows=(1,),
         extra_args=LOSS,
         no_minimum="goes on in a line with a loss that the case does not pass",
@@ -331,7 +317,6 @@ TRANSFORMATIONS = (
         },
         other_name="dldr-twa",
         static=("num_snapshots",),
-        lenient=True,
         knows="shapes",
         rows=(1, 2),
         no_minimum="goes on in a plane",
@@ -339,11 +324,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.low_rank,
-        {
-            "inner": optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)),
-            "rank": 1,
-            "every": 2,
-        },
+        {"inner": optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)), "rank": 1, "every": 2},
         **LOW_RANK,
     ),
     Transformation(
@@ -366,11 +347,7 @@ TRANSFORMATIONS = (
         {"inner": optax.adam(1e-2), "rank": 2, "every": 2},
         **LOW_RANK,
     ),
-    Transformation(
-        optperm.quantize_state,
-        {"inner": optax.adam(2e-3), "min_size": 1},
-        **QUANTIZED,
-    ),
+    Transformation(optperm.quantize_state, {"inner": optax.adam(2e-3), "min_size": 1}, **QUANTIZED),
     Transformation(
         optperm.quantize_state,
         {"inner": optax.sgd(1e-3, 0.5), "min_size": 1, "bits": 4},
@@ -404,7 +381,6 @@ TRANSFORMATIONS = (
             "include": True,
         },
         limits={"ramp": SHARE},
-        lenient=True,
         knows="shapes",
         no_minimum="half of the params are zero",
         hands_on=True,
@@ -421,7 +397,6 @@ TRANSFORMATIONS = (
         },
         limits={"drop_fraction": SHARE},
         static=("key",),
-        lenient=True,
         knows="shapes",
         no_minimum="half of the params are zero",
         hands_on=True,
@@ -438,7 +413,6 @@ TRANSFORMATIONS = (
             "include": True,
         },
         static=("key",),
-        lenient=True,
         knows="shapes",
         no_minimum="half of the params are zero",
         hands_on=True,
@@ -488,7 +462,7 @@ TRANSFORMATIONS = (
     Transformation(
         mars_adamw,
         {"learning_rate": 1e-2, "gamma": 0.025},
-        lenient=True,
+        has_optax=True,
         knows="shapes",
         hands_on=True,
         sums_over_params=True,
@@ -517,7 +491,6 @@ TRANSFORMATIONS = (
             "then": optax.sgd(2e-3, 0.9),
         },
         limits={"num_steps": FROM_ZERO},
-        lenient=True,
     ),
     Transformation(
         optperm.constant_sgd,
@@ -531,7 +504,6 @@ TRANSFORMATIONS = (
             "burn_in_optimizer": optax.sgd(2e-3),
         },
         limits={**NOISE_LIMITS, "momentum": SHARE},
-        lenient=True,
         knows="shapes",
         extra_args={"per_example_grad_fn": two_examples, "grad_fn": bowl},
         no_minimum="samples",
@@ -542,7 +514,7 @@ TRANSFORMATIONS = (
         optperm.mandt_sgd,
         {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
         limits={**NOISE_LIMITS, "momentum": SHARE},
-        lenient=True,
+        has_optax=True,
         knows="shapes",
         extra_args={"per_example_grad_fn": two_examples},
         hands_on=True,
@@ -570,10 +542,7 @@ TRANSFORMATIONS = (
         hands_on=True,
     ),
     Transformation(
-        optperm.sgld,
-        {"step_size": 4e-6, "num_data": 1000},
-        knows="nothing",
-        no_minimum="samples",
+        optperm.sgld, {"step_size": 4e-6, "num_data": 1000}, knows="nothing", no_minimum="samples"
     ),
     Transformation(
         optperm.sghmc,
@@ -594,3 +563,9 @@ SPANNING = (
     "mandt_sgd",
     "mask_elements",
 )
+
+
+def ordinal(ours: Transformation) -> int:
+    """The place of an entry among all, for what takes turns; those of the default tier come first."""
+    order = sorted(TRANSFORMATIONS, key=lambda each: each.name not in SPANNING)
+    return order.index(ours)

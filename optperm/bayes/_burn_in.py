@@ -12,7 +12,7 @@ from optperm.bayes._masters import with_masters
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like
-from optperm.core.transformation import transformation
+from optperm.core.transformation import wrapper
 from optperm.exact import Exact, exact_entries
 
 if TYPE_CHECKING:
@@ -79,5 +79,5 @@ def after_burn_in(
         moves, first_state = when(jnp.logical_not(is_over), first, (moves, state.first))
         return moves, BurnInState(optax.safe_increment(state.count), is_over, first_state, then)
 
-    outer = transformation(init, update, method=method, is_wrapper=True)
+    outer = wrapper(init, update, method=method)
     return with_masters(outer, method=method)

@@ -316,7 +316,6 @@ def constant_sgd(
         update,
         method="constant_sgd",
         like=(lambda state: state.window.direction) if learns else None,
-        dtypes=False,
         needs=NEEDS[estimator] | _NEEDS_CURVATURE if learns else None,
         axis_name=axis_name,
     )

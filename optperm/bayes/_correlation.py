@@ -160,9 +160,9 @@ def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array)
     variance = 2 / (n + 1) * jnp.maximum(seen.squares - seen.quotients**2, 0.0)
     lag = seen.quotients[1] / (4 * jnp.log1p(n))
     errors = _ERRORS * jnp.sqrt(variance) + seen.losses + lag
-    signs, least, most = np.array([[-1, 1], [0, 1], [1, _LARGEST]], np.float32)
-    found = (seen.quotients + errors * signs) / jnp.where(weights > 0, weights, 1)
-    limits = jnp.clip(found, least, most)
+    outward = np.array([-1, 1], np.float32)
+    found = (seen.quotients + errors * outward) / jnp.where(weights > 0, weights, 1)
+    limits = jnp.clip(found, np.array([0, 1], np.float32), np.array([1, _LARGEST], np.float32))
     return jnp.where(jnp.all(weights > 0) & (n > 0), limits, 1.0)
 
 

@@ -94,6 +94,5 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
         update,
         method="constant_sgd",
         like=lambda state: state.mean,
-        dtypes=False,
         needs={"grad_fn": "the gradient of the batch at given params"},
     )

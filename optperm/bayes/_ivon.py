@@ -23,7 +23,7 @@ from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
-from optperm.core.transformation import transformation
+from optperm.core.transformation import transformation, wrapper
 from optperm.core.trees import fill_masked, mask_like
 
 if TYPE_CHECKING:
@@ -307,7 +307,6 @@ def ivon(
             update,
             method="ivon",
             like=lambda state: state.momentum,
-            dtypes=False,
             axis_name=axis_name,
         ),
         method="ivon",
@@ -328,7 +327,7 @@ def ivon(
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
 
-    return transformation(single.init, update_by_draws, method="ivon", is_wrapper=True)
+    return wrapper(single.init, update_by_draws, method="ivon")
 
 
 def _scale(leaves: list[Any]) -> jax.Array:

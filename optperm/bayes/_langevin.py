@@ -185,7 +185,7 @@ def sgld(
         )
 
     return with_masters(
-        transformation(init, update, method="sgld", dtypes=False),
+        transformation(init, update, method="sgld"),
         method="sgld",
     )
 
@@ -297,9 +297,7 @@ def sghmc(
         )
 
     return with_masters(
-        transformation(
-            init, update, method="sghmc", like=lambda state: state.velocity, dtypes=False
-        ),
+        transformation(init, update, method="sghmc", like=lambda state: state.velocity),
         method="sghmc",
     )
 

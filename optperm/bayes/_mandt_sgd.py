@@ -299,7 +299,6 @@ def mandt_sgd(
         update,
         method="mandt_sgd",
         like=lambda state: state.direction,
-        dtypes=False,
         needs=NEEDS[estimator],
         axis_name=axis_name,
     )

@@ -11,7 +11,7 @@ import optax
 from optperm.core.dtypes import accumulation_dtype, cast_like
 from optperm.core.shardings import shard_like
 from optperm.core.states import draw_params, find_states
-from optperm.core.transformation import transformation
+from optperm.core.transformation import wrapper
 from optperm.core.trees import fill_masked, mask_like
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def with_masters(
         masters = jax.tree.map(reach, masters, params, updates)
         return updates, MasterState(cast_like(masters, state.masters), inner_state)
 
-    return transformation(init, update, method=method, is_wrapper=True)
+    return wrapper(init, update, method=method)
 
 
 def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:

@@ -155,6 +155,5 @@ def swag(
         update,
         method="swag",
         like=lambda state: state.mean,
-        dtypes=False,
         updates_like="updates",
     )

@@ -44,9 +44,10 @@ def _make_command(method: Method) -> Callable[..., int]:
     fields, group = list[Any](), Group(f"What {method.name} takes", sort_key=1)
     for name, flag in method.flags.items():
         short = ("--lr",) if name == "learning_rate" else ()
-        validator = refuse_infinite if flag.kind is float else None
+        kind = flag.kind or type(flag.default)
+        validator = refuse_infinite if kind is float else None
         about = Parameter(help=flag.help, validator=validator, alias=short)
-        fields.append((name, Annotated[flag.kind, about], flag.default))
+        fields.append((name, Annotated[kind, about], flag.default))
     module = {"__module__": __name__}  # before Python 3.12 it would be `types`
     taken: Any = dataclasses.make_dataclass("Taken", fields, namespace=module, kw_only=True)
 
@@ -86,6 +87,6 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
 
 _TRAIN = App(name="train", help="Train a network.\n\nExample: optperm train sgperm --epochs 20")
 for _method in METHODS.values():
-    _EXAMPLE = f"{_method.help}\n\nExample: optperm train {_method.name} {_method.example}"
-    _TRAIN.command(_make_command(_method), name=_method.name, help=_EXAMPLE)
+    _EXAMPLE = f"Example: optperm train {_method.name} --epochs 20"
+    _TRAIN.command(_make_command(_method), name=_method.name, help=f"{_method.help}\n\n{_EXAMPLE}")
 _App.command(_TRAIN)

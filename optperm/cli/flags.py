@@ -53,6 +53,7 @@ class Run:
       cache: Keep compiled programs in the user's cache folder, for later runs.
       checkpoint_every: The number of epochs between checkpoints, from which the run can be resumed. The
         end of a run leaves a checkpoint as well, even after Ctrl-C. 0 for none.
+      checkpoint_keep: The number of newest checkpoints to keep; by default all.
       resume: Resume from the newest checkpoint of this run folder, in a new folder, up to --epochs in
         all. The other flags have to be the same as in that run.
     """
@@ -69,6 +70,7 @@ class Run:
     quiet: Annotated[bool, Parameter(negative=())] = False
     cache: bool = True
     checkpoint_every: Annotated[int, make_whole(0)] = 0
+    checkpoint_keep: Whole | None = None
     resume: pathlib.Path | None = None
 
     @property

@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import optax
 import optax.contrib
+from cyclopts import Parameter, Token
 from docstring_parser import DocstringStyle, parse
 
 import optperm
@@ -30,11 +31,11 @@ _BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2", "aggressiven
 
 
 class Flag(NamedTuple):
-    """A hyperparameter on the command line: its default, its help and its type."""
+    """A hyperparameter on the command line: its default, its help, and its type if that is another."""
 
     default: Hyperparameter
     help: str
-    kind: Any
+    kind: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,8 @@ class Method:
       name: The name after `optperm train`.
       build: The function that makes the transformation of hyperparameters and of those `_FACTS` that it
         takes.
-      example: The flags of a sensible run.
       of: The functions whose parameters are the flags, if not `build` itself.
-      own: Replaced defaults of the functions, and added hyperparameters with their help.
+      own: Flags that the functions do not have, and flags with another default or help than theirs.
       epoch_start: Returns the change of the optimizer state before an epoch, or None, from the number of
         the epoch (from 1) and the hyperparameters.
       gradients_a_step: Returns the number of gradients of its batch that a step takes, from the
@@ -58,9 +58,8 @@ class Method:
 
     name: str
     build: Callable[..., Transformation]
-    example: str
     of: tuple[Callable[..., Any], ...] = ()
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, Flag] = dataclasses.field(default_factory=dict)
     epoch_start: Callable[..., Any] | None = None
     gradients_a_step: Callable[..., float] = lambda **_: 1
     phase: Callable[..., str | None] = lambda step, **_: None
@@ -73,24 +72,21 @@ class Method:
     @functools.cached_property
     def flags(self) -> dict[str, Flag]:
         """Its hyperparameters by name."""
-        found: dict[str, Flag] = {}
-        for name, entry in self.own.items():
-            default, about = entry if isinstance(entry, tuple) else (entry, "")
-            found[name] = Flag(default, about, type(default))
+        found = dict(self.own)
         for function in self.of or (self.build,):
             docstring = parse(inspect.getdoc(function) or "", DocstringStyle.GOOGLE)
             described = {each.arg_name: each.description or "" for each in docstring.params}
             for name, parameter in inspect.signature(function).parameters.items():
-                default, about, _ = found.get(name, (parameter.default, "", None))
-                # A flag is a number, even if the function also takes a schedule.
-                is_plain = isinstance(default, bool | int | float | str)
-                if name in _FACTS or not (is_plain or name in self.own):
-                    continue
-                kind: Any = type(default)
-                if kind is str or default is None:  # the annotation has the choices, or the type
-                    kind = parameter.annotation
+                sentence = " ".join(described.get(name, "").split()).partition(". ")[0]
+                flag = found.get(name, Flag(parameter.default, sentence.removesuffix(".") + "."))
+                if isinstance(flag.default, str) and flag.kind is None:
+                    kind = parameter.annotation  # it has the choices
                     kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
-                found[name] = Flag(default, about or _first_sentence(described.get(name, "")), kind)
+                    flag = flag._replace(kind=kind)
+                # A flag is a number or a text, even if the function also takes a schedule.
+                is_plain = isinstance(flag.default, bool | int | float | str)
+                if name in found or (is_plain and name not in _FACTS):
+                    found[name] = flag
         return found
 
     @property
@@ -103,25 +99,14 @@ class Method:
         return {name: flag.default for name, flag in self.flags.items()}
 
     def transformation(
-        self, hyperparameters: Mapping[str, Hyperparameter], run: Mapping[str, int | str | None]
+        self, hyperparameters: Mapping[str, Hyperparameter], **facts: int | str | None
     ) -> optax.GradientTransformationExtraArgs:
         """Make the transformation; raise a TypeError or ValueError for a wrong hyperparameter."""
         for name in _BOUNDS.keys() & hyperparameters.keys():
             checks.check_in_range(name, hyperparameters[name], 0.0, _BOUNDS[name])
         wanted = inspect.signature(self.build).parameters
-        known = {name: fact for name, fact in run.items() if name in wanted}
+        known = {name: fact for name, fact in facts.items() if name in wanted}
         return optax.with_extra_args_support(self.build(**hyperparameters, **known))
-
-
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of an argument's text, without a formula in front and without markup."""
-    sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".") + "."
-    if sentence.startswith(":math:`"):
-        sentence = sentence.split("`", 2)[2].lstrip(",: ")
-        sentence = sentence[:1].upper() + sentence[1:]
-    for mark in (":math:", ":func:", "`"):
-        sentence = sentence.replace(mark, "")
-    return sentence
 
 
 def _sgperm(
@@ -189,12 +174,11 @@ def _apollo(*, scale: float, key: int, **options: Any) -> Transformation:
 def _with_decay(
     make: Callable[..., Transformation],
     *,
-    rank: float,
     learning_rate: float,
     weight_decay: float,
     **options: Any,
 ) -> Transformation:
-    direction = make(rank=int(rank) if rank >= 1 else rank, **options)
+    direction = make(**options)
     decay = optax.add_decayed_weights(weight_decay)
     return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
 
@@ -210,7 +194,6 @@ def _dldr(
     **options: Any,
 ) -> Transformation:
     sgd = optax.sgd(learning_rate, momentum, nesterov)
-    checks.check_choice("second", second, ("dim_reduce", "project", "twa"))
     names = ("every", "num_snapshots", "start", "restart")
     recording = {name: options.pop(name) for name in names}
     more = options if second == "dim_reduce" else {"inner": sgd}
@@ -239,72 +222,76 @@ def _constant_sgd(
     batch_size: int,
     **options: Any,
 ) -> Transformation:
-    if options["estimator"] == "single_example":  # the command passes no extra example
-        raise ValueError("estimator must be per_example or two_batches.")
     del prior_precision  # it is in the loss
     options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
     return optperm.mandt_sgd(num_data, batch_size, **options)
 
 
-_RATE = "The step size."
-_IN_SUBSPACES = {
-    "learning_rate": (3e-3, _RATE),
-    "weight_decay": (0.0, "The decay of all weights, times the step size."),
-    "rank": (0.25, "The rank, or from 0 to 1 its ratio to each matrix's smaller side."),
-}
+def _read_rank(kind: Any, tokens: Sequence[Token]) -> float:
+    """Read whole numbers as ranks and all others as fractions, of which 1.0 is too large."""
+    text = tokens[0].value
+    return int(text) if text.isdecimal() else float(text)
+
+
+_RANK = Flag(
+    0.25,
+    "The rank, or as a fraction below 1 its ratio to a matrix's smaller side.",
+    Annotated[float, Parameter(converter=_read_rank)],
+)
+_STEP_SIZE, _DECAY = "The step size.", "The decay rate of the momentum; 0 for none."
+_WEIGHT_DECAY = "The decay of all weights, times the step size."
 _ENTRIES = (
     Method(
         "sgperm",
         _sgperm,
-        "--aggressiveness 0.2 --epochs 20",
         (optperm.sgperm,),
         {
-            "aggressiveness": (
+            "aggressiveness": Flag(
                 0.1,
-                "At the start, a weight moves by at most about this fraction of its weight vector's "
-                "range; it falls to a hundredth over the run.",
+                "At the start, a weight moves by at most this fraction of its weight vector's range, "
+                "plus the mean distance of neighboring values; it falls to a hundredth over the run.",
             ),
-            "aggressiveness_decay": (
-                0.0,
-                "The factor on the aggressiveness in each step; 0 to let it fall over the run.",
+            "aggressiveness_decay": Flag(
+                0.0, "The factor on the aggressiveness in each step; 0 to let it fall over the run."
             ),
-            "num_steps": (
-                None,
-                "The number of steps over which the aggressiveness falls; by default the whole run.",
+            "num_steps": Flag(
+                None, "The steps over which the aggressiveness falls; by default all.", int | None
             ),
-            "centralize": True,
+            "centralize": Flag(
+                True, "Whether to subtract from the recommendations a random pivot near their mean."
+            ),
+            "partition_ratio": Flag(1.0, "The fraction of a weight vector in one subset."),
+            "learning_rate": Flag(0.01, "The factor on the newest gradient."),
+            "momentum": Flag(0.9, "The factor on the last recommendation."),
         },
     ),
     Method(
         "laperm",
         _laperm,
-        "--every 25 --epochs 20",
         (optperm.laperm, optax.adam),
-        {"learning_rate": (1e-3, _RATE), "every": 58},
+        {
+            "learning_rate": Flag(1e-3, _STEP_SIZE),
+            "every": Flag(58, "The number of steps from one synchronization to the next."),
+        },
     ),
     Method(
         "sgd",
         optax.sgd,
-        "--learning-rate 0.05 --momentum 0.5",
-        own={"learning_rate": (0.1, _RATE), "momentum": 0.9},
+        own={"learning_rate": Flag(0.1, _STEP_SIZE), "momentum": Flag(0.9, _DECAY)},
     ),
-    Method("adam", optax.adam, "--model cnn --b1 0.8", own={"learning_rate": (1e-3, _RATE)}),
-    Method(
-        "muon",
-        optax.contrib.muon,
-        "--learning-rate 0.01 --hidden 512",
-        own={"learning_rate": (0.02, _RATE)},
-    ),
+    Method("adam", optax.adam, own={"learning_rate": Flag(1e-3, _STEP_SIZE)}),
+    Method("muon", optax.contrib.muon, own={"learning_rate": Flag(0.02, _STEP_SIZE)}),
     Method(
         "svrg",
         _svrg,
-        "--coefficient 0.5 --every 1",
         (optperm.svrg, optax.sgd),
         {
-            "every": (2, "The number of epochs between snapshots."),
-            "coefficient": (1.0, "1 is plain SVRG, which mostly hurts deep networks; 0 is SGD."),
-            "learning_rate": (0.1, _RATE),
-            "momentum": 0.0,
+            "every": Flag(2, "The number of epochs between snapshots."),
+            "coefficient": Flag(
+                1.0, "1 is plain SVRG, which mostly hurts deep networks; 0 is SGD."
+            ),
+            "learning_rate": Flag(0.1, _STEP_SIZE),
+            "momentum": Flag(0.0, _DECAY),
         },
         epoch_start=_snapshot,
         gradients_a_step=lambda coefficient, **_: 2 if coefficient else 1,
@@ -312,79 +299,105 @@ _ENTRIES = (
     Method(
         "agn",
         _agn,
-        "--every 20 --devices 4",
         (optperm.agn, optax.sgd),
-        {"learning_rate": (0.5, _RATE), "momentum": 0.5},
+        {
+            "learning_rate": Flag(0.5, _STEP_SIZE),
+            "momentum": Flag(0.5, _DECAY),
+            "every": Flag(10, "The number of local steps from one commit to the next."),
+            "combine": Flag("mean", "The rule by which replicas' contributions are combined."),
+        },
     ),
     Method(
         "diloco",
         _diloco,
-        "--every 50 --devices 4",
         (optperm.diloco, optax.adamw),
         {
-            "every": 20,
-            "learning_rate": (3e-3, _RATE),
-            "outer_learning_rate": (0.8, "The step size of the outer steps."),
-            "outer_momentum": (0.5, "The decay of the Nesterov momentum of the outer steps."),
+            "every": Flag(20, "The number of local steps from one outer step to the next."),
+            "combine": Flag("mean", "An outer step takes the mean of all replicas, or of pairs."),
+            "mixing": Flag(0.0, "The fraction of its own params that a replica keeps in a pull."),
+            "learning_rate": Flag(3e-3, _STEP_SIZE),
+            "outer_learning_rate": Flag(0.8, "The step size of the outer steps."),
+            "outer_momentum": Flag(0.5, "The decay of the Nesterov momentum of the outer steps."),
         },
     ),
     Method(
         "dldr",
         _dldr,
-        "--num-snapshots 31 --n-components 20",
         (optperm.dldr, optperm.dim_reduce, optax.sgd),
         {
-            "second": ("dim_reduce", "The method in the subspace: dim_reduce, project or twa."),
-            "every": 5,
-            "num_snapshots": 16,
-            "n_components": 10,
-            "alpha": 0.01,
-            "max_search_steps": (10, "The maximum number of trials of a line search."),
-            "learning_rate": (0.1, _RATE),
-            "momentum": 0.0,
+            "second": Flag(
+                "dim_reduce",
+                "The method in the subspace.",
+                Literal["dim_reduce", "project", "twa"],
+            ),
+            "every": Flag(5, "The number of steps from one snapshot to the next."),
+            "num_snapshots": Flag(16, "The number of snapshots before the second phase."),
+            "n_components": Flag(10, "The dimensions of the subspace, fewer than the snapshots."),
+            "alpha": Flag(0.01, "The step size outside of the subspace; 0 for no steps there."),
+            "start": Flag(0, "The step of the first snapshot."),
+            "restart": Flag("last", "The snapshot at which the second phase starts."),
+            "rho": Flag(0.55, "The maximum ratio of a trial of a line search to the one before."),
+            "sigma": Flag(0.4, "The fraction of the predicted decrease that a trial has to reach."),
+            "gamma": Flag(0.9, "The decay rate of the momentum outside of the subspace."),
+            "line_search": Flag("safeguarded", "The line search along quasi-Newton steps."),
+            "max_search_steps": Flag(10, "The maximum number of trials of a line search."),
+            "learning_rate": Flag(0.1, _STEP_SIZE),
+            "momentum": Flag(0.0, _DECAY),
         },
         phase=_dldr_phase,
     ),
     Method(
         "low-rank",
         _low_rank,
-        "--rank 0.125 --hidden 512",
         (optperm.low_rank,),
         {
-            **_IN_SUBSPACES,
-            "residual": (True, "Add the scaled part of the gradient outside of the subspace."),
-            "b1": (0.9, "The decay rate of Adam's mean of gradients."),
-            "b2": (0.999, "The decay rate of Adam's mean of squared gradients."),
+            "learning_rate": Flag(3e-3, _STEP_SIZE),
+            "weight_decay": Flag(0.0, _WEIGHT_DECAY),
+            "rank": _RANK,
+            "residual": Flag(True, "Whether to add the scaled gradient outside of the subspace."),
+            "b1": Flag(0.9, "The decay rate of Adam's mean of gradients."),
+            "b2": Flag(0.999, "The decay rate of Adam's mean of squared gradients."),
+            "every": Flag(200, "The number of steps from one basis to the next."),
+            "projection": Flag("random", "The basis, random or near the first singular vectors."),
+            "carry": Flag(True, "Whether to carry over Adam's means to the next basis."),
+            "side": Flag("smaller", "The side of a matrix on which the basis is."),
+            "limit": Flag(
+                1.01, "The factor by which the norm of the scaled gradient grows at most."
+            ),
         },
     ),
     Method(
         "apollo",
         _apollo,
-        "--rank 1 --by tensor --scale 11.3",
         (optperm.apollo,),
         {
-            **_IN_SUBSPACES,
-            "scale": (0.0, "A factor on the steps of matrices; 0 for the root of d / r."),
+            "learning_rate": Flag(3e-3, _STEP_SIZE),
+            "weight_decay": Flag(0.0, _WEIGHT_DECAY),
+            "rank": _RANK,
+            "scale": Flag(0.0, "A factor on the steps of matrices; 0 for one that fits the rank."),
+            "by": Flag("channel", "The part of a gradient that is scaled by one number."),
+            "limit": Flag(1.01, "The factor by which the norm of a step grows at most."),
         },
     ),
     Method(
         "constant-sgd",
         _constant_sgd,
-        "--burn-in 300 --max-step 0.1 --epochs 30",
         (optperm.mandt_sgd,),
         {
-            "burn_in": 150,
-            "burn_in_learning_rate": (
-                0.1,
-                "The step size of the burn-in, by SGD with momentum .9.",
+            "burn_in": Flag(150, "The number of steps that only estimate the gradients' noise."),
+            "burn_in_learning_rate": Flag(0.1, "The step size of the burn-in, with momentum 0.9."),
+            "learning_rate": Flag(1.0, "A factor on the steps; 1 for sampling."),
+            "max_step": Flag(0.5, "The maximum eigenvalue of the matrix that scales a gradient."),
+            "momentum": Flag(0.0, _DECAY),
+            "preconditioner": Flag("diagonal", "The form of the matrix that scales a gradient."),
+            "estimator": Flag(
+                "per_example",
+                "What estimates the gradients' noise.",
+                Literal["per_example", "two_batches"],
             ),
-            "learning_rate": (1.0, "A factor on the steps; 1 for sampling."),
-            "max_step": 0.5,
-            "momentum": (0.0, "The decay rate of the momentum, in [0, 1)."),
-            "prior_precision": (
-                1.0,
-                "The precision of the normal prior of each parameter; 0 for none.",
-            ),
+            "temperature": Flag(1.0, "A factor on the covariance of the posterior."),
+            "damping": Flag(0.0, "The minimum eigenvalue of the gradients' covariance."),
+            "prior_precision": Flag(1.0, "The precision of each parameter's prior; 0 for none."),
         },
         gradients_a_step=lambda estimator, **_: 2.0 if estimator == "per_example" else 1.5,
         phase=lambda step, burn_in, **_: "sampling" if step >= burn_in else "burn-in",

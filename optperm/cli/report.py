@@ -12,8 +12,6 @@ import numpy as np
 from optperm.cli.errors import import_extra
 from optperm.cli.flags import Run
 
-# The largest number of lines of progress.
-_LINES = 10
 # The entries of the summary that the table of a run shows.
 _SHOWN = (
     *("method", "model", "params", "data", "valid_accuracy", "test_accuracy", "epochs_done"),
@@ -40,15 +38,12 @@ class Reporter:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        """Print the record of an epoch, unless there are many epochs."""
-        epoch, every = record["epoch"], -(-self._epochs // _LINES)
-        if epoch != self._epochs and epoch % every:
-            return
+        """Print the record of an epoch."""
         names = {"loss": "train_loss", "train": "train_accuracy", "valid": "valid_accuracy"}
         names |= {"test": "test_accuracy", "moved": "fraction_moved"}
         known = {name: record[key] for name, key in names.items() if record[key] is not None}
         parts = [record["phase"] or "", *(f"{name} {x:.4f}" for name, x in known.items())]
-        self.say(f"epoch {epoch}/{self._epochs} {' '.join(parts).strip()}")
+        self.say(f"epoch {record['epoch']}/{self._epochs} {' '.join(parts).strip()}")
 
     def summary(self, summary: Mapping[str, Any], folder: pathlib.Path) -> None:
         """Print the result as a table, with the names of summary.json, and the files."""

@@ -31,35 +31,38 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
-from optperm.cli.flags import Run
 from optperm.core.states import find_running_states
 from optperm.permutation._export import PERMUTED_STATES
 from optperm.training._checkpoints import TAKE_ANOTHER, describe_differences
 from optperm.training._processes import digest
 
-METRICS_FILE, CHECKPOINTS = "metrics.jsonl", "checkpoints"
-_IDENTITY_FILE = f"{CHECKPOINTS}/run.json"
+METRICS_FILE, CHECKPOINTS, _IDENTITY_FILE = "metrics.jsonl", "checkpoints", "checkpoints/run.json"
 # Errors of reading a file of another program, or a damaged one.
 _DAMAGE = (ValueError, TypeError, KeyError, EOFError, MemoryError)
 _PERMUTATION_FILE, _PARAMS_FILE = "permutation.npz", "params.npz"
 
 
-def _create(out: str | None, name: str) -> pathlib.Path:
+def create(out: str | None, name: str) -> pathlib.Path:
     """Make the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 if that exists."""
-    name = name.replace(":", ".")  # in the name of the user's module
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     try:
-        if out is None:
-            folder = next(filter(_make_folder, map(pathlib.Path("runs").joinpath, names)))
-        elif not _make_folder(folder := pathlib.Path(out)) and not _is_empty(folder):
-            raise UsageError(f"--out {out} exists and is not an empty folder: name another one.")
+        if out is not None:
+            folder = pathlib.Path(out)
+            if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+                raise UsageError(
+                    f"--out {out} exists and is not an empty folder: name another one."
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            stem = f"runs/{name.replace(':', '.')}"  # a colon is in the name of the user's module
+            names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+            folder = next(filter(_is_made, map(pathlib.Path, names)))
         (folder / METRICS_FILE).touch()
     except OSError as error:
         raise CliError(f"cannot write to {error.filename}: {error.strerror}.") from error
     return folder
 
 
-def _make_folder(path: pathlib.Path) -> bool:
+def _is_made(path: pathlib.Path) -> bool:
     """Make a folder; return False if it exists, perhaps by a run that began at the same moment."""
     try:
         path.mkdir(parents=True)
@@ -68,28 +71,31 @@ def _make_folder(path: pathlib.Path) -> bool:
     return True
 
 
-def _is_empty(path: pathlib.Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
+    """Return the step of the newest checkpoint of a run folder, if this run can resume from it."""
+    kept = [int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal()]
+    if not kept:
+        raise CliError(f"--resume {folder} holds no checkpoints of a run with --checkpoint-every.")
+    if which := describe_differences(read_json(folder / _IDENTITY_FILE), identity):
+        raise UsageError(f"--resume {folder} is of another run: {which}.")
+    return max(kept)
 
 
-def prepare(run: Run, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.Path, int]:
-    """Make the folder of a run, and return it with the step from which the run resumes."""
-    step = 0 if run.resume is None else _find_checkpoint(run.resume, identity)
-    folder = _create(run.out, name)
-    if run.keeps:
-        (folder / CHECKPOINTS).mkdir()
-        write_json(folder / _IDENTITY_FILE, identity)
-    if run.resume is not None:
-        part = pathlib.Path(CHECKPOINTS, str(step))
-        shutil.copytree(run.resume / part, folder / part)
-    return folder, step
+def begin_checkpoints(
+    folder: pathlib.Path, identity: Mapping[str, Any], resumed: pathlib.Path | None, step: int
+) -> None:
+    """Write who a run is, and copy the checkpoint from which it resumes."""
+    write_json(folder / _IDENTITY_FILE, identity)
+    if resumed is not None:
+        at = pathlib.Path(CHECKPOINTS, str(step))
+        shutil.copytree(resumed / at, folder / at)
 
 
 def give_up(resumed: pathlib.Path, folder: pathlib.Path, error: CliError) -> CliError:
     """Remove the folder of a run that could not begin; return the error about the resumed folder."""
     shutil.rmtree(folder)
     says = str(error).replace(str(folder.absolute()), str(resumed))
-    return CliError(says.replace(TAKE_ANOTHER, "delete it to resume from the one before"))
+    return type(error)(says.replace(TAKE_ANOTHER, "delete it to resume from the one before"))
 
 
 def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -108,6 +114,7 @@ def read_metrics(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
     """Write a file that people may read too, such as summary.json."""
+    path.parent.mkdir(exist_ok=True)
     path.write_text(_json(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -121,35 +128,21 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def _json(values: Mapping[str, Any], **options: Any) -> str:
     # JSON has no NaN and no infinity, so the loss of a run that diverged becomes null.
-    return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None), **options)
-
-
-def _find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
-    """Return the step of the newest checkpoint of a run folder, if this run can resume from it."""
-    kept = [int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal()]
-    if not kept:
-        raise CliError(f"--resume {folder} holds no checkpoints of a run with --checkpoint-every.")
-    if which := describe_differences(read_json(folder / _IDENTITY_FILE), identity):
-        raise UsageError(f"--resume {folder} is of another run: {which}.")
-    return max(kept)
+    text = json.dumps(values, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), **options)
 
 
 def write_network(
-    folder: pathlib.Path,
-    spec: models.NetworkSpec,
-    initial: optax.Params,
-    trained: optax.Params,
-    opt_state: Any,
+    folder: pathlib.Path, spec: models.NetworkSpec, trained: optax.Params, opt_state: Any
 ) -> None:
     """Write the trained params, or their permutation if the method permutes them."""
     name, leaves = _PARAMS_FILE, trained
     if find_running_states(opt_state, PERMUTED_STATES):
         # A program of integers, whose machine code need not be optimized. Traced, it checks nothing.
-        export = jax.jit(
-            optperm.permutation.export_permutation,
-            compiler_options={"xla_backend_optimization_level": 0},
-        )
-        name, leaves = _PERMUTATION_FILE, jax.device_get(export(initial, opt_state, trained))
+        options = {"xla_backend_optimization_level": 0}
+        export = jax.jit(optperm.permutation.export_permutation, compiler_options=options)
+        name, initial = _PERMUTATION_FILE, models.initial_params(spec)
+        leaves = jax.device_get(export(initial, opt_state, trained))
         permuted = jax.tree.map(
             lambda x, at: np.ravel(x)[np.ravel(at)].reshape(x.shape), initial, leaves
         )
@@ -168,11 +161,11 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
-        spec = models.NetworkSpec(
-            model=str(arrays["model"]),
-            input_shape=tuple(arrays["input_shape"].tolist()),
-            **{name: int(arrays[name]) for name in ("hidden", "num_classes", "seed")},
-        )
+        fields = {
+            field.name: arrays[field.name].tolist()
+            for field in dataclasses.fields(models.NetworkSpec)
+        }
+        spec = models.NetworkSpec(**fields | {"input_shape": tuple(fields["input_shape"])})
         params = unflatten_dict(arrays, sep="/")["params"]
         if path.name == _PERMUTATION_FILE:
             params = optperm.permutation.apply_permutation(models.initial_params(spec), params)

@@ -1,6 +1,7 @@
 """The command `train`: train a network with one method in `optperm.training.fit`, in a run folder."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import os
@@ -48,7 +49,7 @@ class Training:
         flags: Run,
         data: datasets.Dataset,
     ) -> None:
-        self.replicas, self.batch_size = flags.devices, flags.batch_size * flags.devices
+        self.batch_size = flags.batch_size * flags.devices
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         if not self.steps_per_epoch:
             says = (
@@ -65,19 +66,18 @@ class Training:
         shape, classes = data.x_train.shape[1:], data.num_classes
         self.spec = models.NetworkSpec(flags.model, flags.hidden, shape, classes, flags.seed)
         self.model = models.build(self.spec)
-        self._mesh = _make_mesh(self.replicas) if self.replicas > 1 else None
+        self._mesh = _make_mesh(flags.devices) if flags.devices > 1 else None
         self._axis_name = "replica" if self._mesh is not None and method.takes_axis else None
-        facts: dict[str, int | str | None] = {
-            "key": flags.seed,
-            "num_data": len(data.x_train),
-            "batch_size": self.batch_size,
-            "axis_name": self._axis_name,
-        }
         try:
-            self._tx = method.transformation(self.hyperparameters, facts)
+            self._tx = method.transformation(
+                self.hyperparameters,
+                key=flags.seed,
+                num_data=len(data.x_train),
+                batch_size=self.batch_size,
+                axis_name=self._axis_name,
+            )
         except (ValueError, TypeError) as error:
             raise UsageError(f"{method.name}: {error}") from error
-        self.initial = models.initial_params(self.spec)
 
     def run(
         self,
@@ -91,7 +91,8 @@ class Training:
 
         `on_record` is called with each record, including the `records` of an earlier run.
         """
-        self.records = [*records] or [self._record(0, 0, self.initial, {})]
+        initial = models.initial_params(self.spec)
+        self.records = [*records] or [self._record(0, 0, initial, {})]
         for record in self.records:
             on_record(record)
 
@@ -103,7 +104,7 @@ class Training:
         # Outside of jit, `init` sees the values of params and warns of weights that are all equal, which
         # only a user's module may have. With several devices, `fit` makes the state on its mesh.
         init = self._tx.init if ":" in self.spec.model else jax.jit(self._tx.init)
-        params, opt_state = self.initial, None
+        params, opt_state = initial, None
         if self._mesh is None:  # one device by choice, of which `fit` does not warn
             params = jax.device_put(params, jax.devices()[0])
             opt_state = init(params)
@@ -124,8 +125,10 @@ class Training:
                 on_signal="return",  # to write the run folder first
                 **options,
             )
-        except (ValueError, TypeError, CheckpointError) as error:
+        except CheckpointError as error:
             raise CliError(f"{self.method.name}: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{self.method.name}: {error}") from error
         self.params = self._get_params(result.state)
         steps = result.step - self.records[-1]["step"]
         if steps > 0:  # the steps of an epoch that Ctrl-C cut short
@@ -211,18 +214,20 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
             jax.config.update("jax_num_cpu_devices", run.devices)
     data, reporter = datasets.load(run.data, run.valid_fraction), report.Reporter(run)
     training = Training(method, hyperparameters, run, data)
-    name, a_epoch = f"{method.name}-{run.model}-{data.name}-s{run.seed}", training.steps_per_epoch
-    identity = _identity(training, run) if run.keeps else {}
-    folder, step = run_folder.prepare(run, name, identity)
+    identity = _identify(training, run)
+    step = 0 if run.resume is None else run_folder.find_checkpoint(run.resume, identity)
+    folder = run_folder.create(run.out, f"{method.name}-{run.model}-{data.name}-s{run.seed}")
     reporter.say(data.about)
     options: dict[str, Any] = {"progress": reporter.has_bar}
     if run.keeps:
+        run_folder.begin_checkpoints(folder, identity, run.resume, step)
         options["checkpoints"] = folder / run_folder.CHECKPOINTS
-        options["checkpoint_every"] = run.checkpoint_every * a_epoch or None
+        options["checkpoint_every"] = run.checkpoint_every * training.steps_per_epoch or None
+        options["checkpoint_keep"] = run.checkpoint_keep
     if run.resume is not None:
         options |= {"resume": step, "records": run_folder.read_metrics(run.resume, step)}
-        until = f"up to epoch {run.epochs} (--epochs)"
-        reporter.say(f"Resuming after epoch {step // a_epoch} of {run.resume}, {until}.")
+        done = f"after epoch {step // training.steps_per_epoch} of {run.resume}"
+        reporter.say(f"Resuming {done}, up to epoch {run.epochs} (--epochs).")
 
     def on_record(record: Record) -> None:
         run_folder.append_metrics(folder, record)
@@ -233,16 +238,16 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
         try:
             result = training.run(run.epochs, on_record=on_record, **options)
         except CliError as error:
-            if run.resume is not None and getattr(error.__cause__, "result", run) is None:
-                # The checkpoint could not be read, so the new folder has nothing of its own.
+            if run.resume is not None and getattr(error.__cause__, "result", None) is None:
+                # The run could not begin, so the new folder has nothing of its own.
                 raise run_folder.give_up(run.resume, folder, error) from error
             raise
-    summary = _summary(training, result, run)
-    params, steps, opt_state = training.params, result.history.steps, result.state.opt_state  # type: ignore[union-attr]
-    run_folder.write_network(folder, training.spec, training.initial, params, opt_state)
-    columns: dict[str, Any] = {"loss": np.zeros(0, np.float32), **steps}
+    summary = _summarize(training, result, run)
+    state: Any = result.state
+    run_folder.write_network(folder, training.spec, training.params, state.opt_state)
+    columns: dict[str, Any] = {"loss": np.zeros(0, np.float32), **result.history.steps}
     np.savez_compressed(folder / "steps.npz", **columns)
-    report.draw_curve(folder / "curve.png", training.records, steps)
+    report.draw_curve(folder / "curve.png", training.records, result.history.steps)
     run_folder.write_json(folder / "summary.json", summary)
     if (bad := find_divergence(result.history)) is not None:
         says = f"the loss stopped being finite at step {bad} of {result.step}"
@@ -255,7 +260,7 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     return 128 + int(result.signal)
 
 
-def _identity(training: Training, run: Run) -> dict[str, Any]:
+def _identify(training: Training, run: Run) -> dict[str, Any]:
     """Return what determines a run from its first step on."""
     flags = {"model": run.model, "hidden": run.hidden, "seed": run.seed, **training.hyperparameters}
     return {
@@ -266,10 +271,9 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
     }
 
 
-def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
+def _summarize(training: Training, result: FitResult, run: Run) -> dict[str, Any]:
     last, moved = training.records[-1], result.history.steps.get("fraction_moved")
     names = ("train_accuracy", "train_loss", "valid_accuracy", "phase")
-    flags = ("model", "hidden", "seed", "epochs", "batch_size", "devices")
     packages = ("optperm", "jax", "flax", "optax", "numpy")
     return {
         "method": training.method.name,
@@ -279,16 +283,15 @@ def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
         "fraction_moved": None if moved is None else float(np.mean(moved)),
         "seconds": sum(record["seconds"] for record in training.records),
         "interrupted": result.ended == "interrupted",
-        "resumed_from": None if run.resume is None else str(run.resume),
         "epochs_done": result.epoch,
         "steps": result.step,
         "gradient_evaluations": training.gradient_evaluations(result.step),
         "params": sum(leaf.size for leaf in jax.tree.leaves(training.params)),
-        "data": training.data.source,
         "train_examples": len(training.data.x_train),
         "test_examples": len(training.data.x_test),
         "classes": training.data.num_classes,
-        **{name: getattr(run, name) for name in flags},
+        **dataclasses.asdict(run),
+        "data": training.data.source,
         "hyperparameters": training.hyperparameters,
         "device": jax.devices()[0].device_kind,
         "versions": {

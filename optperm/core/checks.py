@@ -70,6 +70,18 @@ def check_in_range(
         raise ValueError(f"{name} must be {limits}, got {number!r}. {advice}".rstrip())
 
 
+def check_decay(name: str, value: object) -> None:
+    """Raise unless a concrete number is in [0, 1) in float32; traced values are not checked.
+
+    Raises:
+      TypeError: If `value` is a bool or not a number at all.
+      ValueError: If `value` is NaN or out of range: a bias correction 1 - 1^t would be 0.
+    """
+    check_in_range(name, value, 0.0, 1.0, may_be_schedule=False)
+    if is_concrete_number(value) and np.float32(value) == 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
+
+
 def check_positive(name: str, value: object, high: float = float("inf")) -> None:
     """Raise unless a concrete number is in (0, high]; traced values are not checked.
 
@@ -262,6 +274,32 @@ def as_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs
         value = value.gradient_transformation()
     check_transformation(name, value)
     return optax.with_extra_args_support(value)
+
+
+def check_state(method: str, state: Any, own_type: Any, conversion: str = "") -> None:
+    """Raise a ValueError unless a state has the type of a method's states; `Any` allows every type."""
+    if own_type is Any or isinstance(state, own_type):
+        return
+    wanted = f"{with_article(own_type.__name__)}, the state that its init makes"
+    raise ValueError(f"{method} needs {wanted}, got {name_states(state)}. {conversion}".rstrip())
+
+
+def name_states(opt_state: Any) -> str:
+    """Return the names of the states in an optimizer's state, outer ones first, for a message."""
+    names: list[str] = []
+
+    def visit(node: Any) -> bool:
+        if hasattr(node, "_fields"):
+            names.append(type(node).__name__)
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=visit)
+    return ", ".join(dict.fromkeys(names)) or f"a {type(opt_state).__name__}"
+
+
+def with_article(name: str) -> str:
+    """Return a name with its article, for a message."""
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 def check_axis_name(name: str, value: object) -> None:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from optperm.core.dtypes import place_like
 from optperm.core.mapped_axes import mark_varying, varying_axes
-from optperm.core.shardings import shard_like
 
 Tree = TypeVar("Tree")
 
@@ -34,7 +34,7 @@ def cond(
     types = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
 
     def match_types(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: jax.tree.map(_add_types, branch(*operands), *types)
+        return lambda *operands: jax.tree.map(place_like, branch(*operands), *types)
 
     return jax.lax.cond(predicate, match_types(true_fn), match_types(false_fn), *operands)
 
@@ -60,9 +60,9 @@ def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree
         # Within a conditional, XLA does not hoist the change out of the loop into every step.
         changed = cond(carry[0], change, lambda tree: tree, carry[1])
         is_due = both(carry[0], jnp.logical_not(carry[0]))
-        return is_due, jax.tree.map(_add_types, changed, carry[1])
+        return is_due, jax.tree.map(place_like, changed, carry[1])
 
-    start = is_due, jax.tree.map(_add_types, tree, types)
+    start = is_due, jax.tree.map(place_like, tree, types)
     result: Tree = jax.lax.while_loop(lambda carry: carry[0], turn, start)[1]
     return result
 
@@ -75,8 +75,3 @@ def both(flag: jax.Array, other: jax.Array) -> jax.Array:
     """
     flags = mark_varying([flag, other], varying_axes(flag, other))
     return jax.lax.sort(jnp.stack(flags).astype(jnp.int32))[0] > 0
-
-
-def _add_types(leaf: Any, *others: Any) -> Any:
-    """Return a leaf with the varying axes and the sharding of others."""
-    return shard_like(mark_varying(leaf, varying_axes(*others)), *others)

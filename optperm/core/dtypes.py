@@ -1,4 +1,4 @@
-"""Cast dtypes and types of arrays, and check finiteness."""
+"""Cast dtypes and types of arrays, check finiteness, and order computations."""
 
 import functools
 from typing import Any
@@ -32,9 +32,14 @@ def cast_like(tree: Any, like: Any) -> Any:
         dtype, aval = jnp.result_type(wanted), jax.typeof(leaf)
         if aval.dtype != dtype or aval.weak_type:
             leaf = jax.lax.convert_element_type(leaf, dtype)
-        return shard_like(mark_varying(leaf, varying_axes(wanted)), wanted)
+        return place_like(leaf, wanted)
 
     return jax.tree.map(cast, tree, like)
+
+
+def place_like(leaf: Any, *others: Any) -> Any:
+    """Return an array with the varying axes and the sharding of others of the same shape."""
+    return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -50,6 +55,14 @@ def all_finite(tree: Any) -> jax.Array:
 def computed_once(tree: Any) -> Any:
     """Return a tree whose leaves XLA stores, in place of computing them again for each use."""
     return jax.tree.map(jax.lax.optimization_barrier, tree)
+
+
+def compute_in_order(first: Any, second: Any) -> tuple[Any, Any]:
+    """Return both trees; the first is computed, once, before the second is used.
+
+    Otherwise XLA may compute the first again wherever it is used, from copies of what is written over.
+    """
+    return jax.lax.optimization_barrier((first, second))
 
 
 def zero_if_not_finite(tree: Any) -> Any:

@@ -39,6 +39,11 @@ def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
     return jax.tree.map(mark, tree)
 
 
+def varying_zeros(like: Any, dtype: Any, shape: tuple[int, ...] = ()) -> jax.Array:
+    """Return zeros, or a single zero, that vary over the axes over which any leaf of a tree varies."""
+    return mark_varying(jnp.zeros(shape, dtype), varying_axes(like))
+
+
 def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     """Mark `tree` as varying over the named axes over which `other` varies.
 

@@ -234,7 +234,7 @@ def _find_node(opt_state: Any, state_type: Any, method: str) -> Any:
         return found[0]
     types = state_type if isinstance(state_type, tuple) else (state_type,)
     names = " or ".join(each.__name__ for each in types)
-    wanted = f"{'an' if names[0] in 'AEIO' else 'a'} {names} (the state of optperm.{method})"
+    wanted = f"{checks.with_article(names)} (the state of optperm.{method})"
     if found:
         advice = f"{len(found)}: pass the part that belongs to one of them"
     elif find_states(opt_state, state_type):

@@ -1,7 +1,7 @@
 """Make every transformation of this library from two functions that hold its algorithm.
 
-The common promises are kept here, once: params are given and match the state, needed extra arguments are
-given, the mapped axis is bound, and results have the types of the inputs.
+The common promises are kept here, once: the state is the method's own, params are given and match it,
+needed extra arguments are given, the mapped axis is bound, and results have the types of the inputs.
 """
 
 import inspect
@@ -33,12 +33,12 @@ def transformation(
     *,
     method: str,
     like: Callable[[Any], Any] | None = None,
-    dtypes: bool = True,
+    dtypes: bool = False,
     needs: Mapping[str, str] | None = None,
     needs_params: bool = True,
-    is_wrapper: bool = False,
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
+    conversion: str = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that checks its inputs and returns everything in the types of the inputs.
 
@@ -46,7 +46,7 @@ def transformation(
     sharding on an explicit mesh. No type is weak. Outside of `jax.jit` any sharding is kept.
 
     Args:
-      init: `init(params)`, the state.
+      init: `init(params)`, the state. The type in its annotation is required of the state in `update`.
       update: `update(updates, state, params, **extra_args)`, the new updates and the new state. It names
         the extra arguments that it uses.
       method: The public name, for messages.
@@ -57,28 +57,25 @@ def transformation(
       needs: The extra arguments that `update` needs, each with its description. `grad_fn` is made from
         `value_fn` where only `value_fn` is given.
       needs_params: Whether `update` needs params.
-      is_wrapper: Whether `update` only calls other transformations, which check dtypes and trees
-        themselves.
       updates_like: Whether the new updates have the types of params, if given, or of the updates.
       axis_name: The mapped axis that must be bound where `update` is called.
+      conversion: A sentence on how to make a state from that of another optimizer, for the message.
 
     Returns:
       The transformation.
     """
-    wanted = needs or {}
+    own_type, wanted = _find_own_type(init), needs or {}
 
     def init_fn(params: optax.Params) -> Any:
-        if not is_wrapper:
-            checks.check_real_floating("params", params)
-        state = init(params)
-        # Strong types: a weak one would become strong in the first step, which breaks a jax.lax.scan.
-        return cast_like(state, state)
+        checks.check_real_floating("params", params)
+        return _with_strong_types(init(params))
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        if params is None and needs_params:
-            raise ValueError(f"{method} needs params: call update(updates, state, params).")
+        checks.check_state(method, state, own_type, conversion)
+        if needs_params:
+            _check_are_given(method, params)
         # Params and updates must fit the state: JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)
@@ -87,14 +84,14 @@ def transformation(
                 checks.check_same_tree("params", seen, expected, source=_SOURCE, dtypes=dtypes)
             seen = mask_like(updates, expected)
             checks.check_same_tree("updates", seen, expected, source=_SOURCE, dtypes=False)
-        if params is not None and not is_wrapper:
+        if params is not None:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
         value_fn = extra_args.get("value_fn")
         if "grad_fn" in wanted and extra_args.get("grad_fn") is None and value_fn is not None:
             extra_args["grad_fn"] = _make_grad_fn(value_fn, method)
         _check_extras(method, wanted, extra_args)
         checks.check_axis_is_bound(axis_name)
-        if params is not None and not is_wrapper:
+        if params is not None:
             # Operations on an explicit mesh refuse gradients that are sharded unlike the params.
             updates = jax.tree.map(shard_like, updates, params)
         new_updates, new_state = update(updates, state, params, **extra_args)
@@ -103,6 +100,55 @@ def transformation(
         return cast_like(new_updates, other), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def wrapper(
+    init: Callable[[optax.Params], Any],
+    update: Callable[..., tuple[optax.Updates, Any]],
+    *,
+    method: str,
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation that only calls others, which check dtypes and trees themselves.
+
+    Its results have the types of the inputs, as those of `transformation`.
+
+    Args:
+      init: `init(params)`, the state. The type in its annotation is required of the state in `update`.
+      update: `update(updates, state, params, **extra_args)`, the new updates and the new state.
+      method: The public name, for messages.
+
+    Returns:
+      The transformation, whose `update` needs params.
+    """
+    own_type = _find_own_type(init)
+
+    def init_fn(params: optax.Params) -> Any:
+        return _with_strong_types(init(params))
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        checks.check_state(method, state, own_type)
+        _check_are_given(method, params)
+        new_updates, new_state = update(updates, state, params, **extra_args)
+        return cast_like(new_updates, params), cast_like(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _find_own_type(init: Callable[..., Any]) -> Any:
+    """Return the type of the states that `init` makes, as its annotation says."""
+    return inspect.get_annotations(init, eval_str=True).get("return", Any)
+
+
+def _with_strong_types(state: Any) -> Any:
+    # A weak type would become strong in the first step, which breaks a jax.lax.scan.
+    return cast_like(state, state)
+
+
+def _check_are_given(method: str, params: optax.Params | None) -> None:
+    if params is None:
+        raise ValueError(f"{method} needs params: call update(updates, state, params).")
 
 
 def known_extra_args(tx: Any, extra_args: Mapping[str, Any]) -> dict[str, Any]:

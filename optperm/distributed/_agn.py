@@ -1,4 +1,4 @@
-"""AGN: local steps, and one commit per period of the accumulated, normalized gradient.
+"""AGN: local steps, and one commit of the accumulated, normalized gradient per period.
 
 J. Hermans, G. Spanakis and R. Moeckel, "Accumulated Gradient Normalization", ACML 2017,
 arXiv 1710.02368.
@@ -14,7 +14,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import both, cond
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.mapped_axes import AxisName
 from optperm.core.transformation import transformation
 from optperm.distributed._exchanging import show
@@ -65,9 +65,9 @@ class AgnState(NamedTuple):
       center_state: State of the optimizer of the center.
       center: The params at the last commit, the same on every replica.
       accumulator: The sum of the raw local gradients since the last commit, in float32 or wider.
-      pulled: Whether the last step ended in a commit, which put the params on the center.
-      skipped: Commits without this replica's contribution, because it or the sum of all contributions
-        was not finite.
+      pulled: Whether the last step ended in a commit, which moved the params to the center.
+      skipped: Commits without this replica's contribution, because this contribution or the sum of all
+        contributions was not finite.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -90,10 +90,10 @@ class AgnState(NamedTuple):
         return self.since_commit
 
     def replace_targets(self, other: Any) -> AgnState:
-        """Return this state with the center of another, and with the targets of its optimizers.
+        """Return this state with the center of another state, and with the targets of its optimizers.
 
         Args:
-          other: A state of the same form.
+          other: A state with the same structure.
         """
         # What was accumulated belongs to the center of before.
         accumulator = optax.tree.zeros_like(self.accumulator)
@@ -109,51 +109,53 @@ def agn(
     combine: Combine = "mean",
     shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Make local steps on every replica, and one commit per period of the normalized gradient sum.
+    r"""Take local steps on every replica, and commit the normalized gradient sum once per period.
 
     Replica :math:`i` holds its params :math:`\theta^i`, and all replicas hold the same center :math:`c`.
-    Each step, with :math:`u(g; s)` the step of `inner` in its state :math:`s`:
+    Let :math:`u(g; s)` be the step of `inner` in its state :math:`s`. A local step is
 
     .. math::
       a^i \leftarrow a^i + g^i(\theta^i), \qquad \theta^i \leftarrow \theta^i + u(g^i; s^i)
 
-    After :math:`T` steps, a commit and a pull, with the step of `outer`, if given, for the center:
+    After :math:`T` steps, a commit and a pull follow. The center uses the step of `outer`, if given:
 
     .. math::
       n^i = a^i / T, \qquad c \leftarrow c + u(n; s_c), \qquad
       \theta^i \leftarrow c, \qquad a^i \leftarrow 0
 
-    with :math:`n` the mean of the :math:`n^i` or their sum, or with one center step per :math:`n^i`.
+    where :math:`n` is the mean or the sum of the :math:`n^i`, or the center takes one step per
+    :math:`n^i`.
 
     Args:
       inner: The optimizer of the local steps.
-      outer: The optimizer of the center, whose schedules count commits. None for another state of
-        `inner`, whose schedules count local steps.
-      every: :math:`T \ge 1`, the local steps from one commit to the next, or a schedule of the number of
-        commits made; where the schedule is NaN, each step commits.
-      axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
-        spread, or several. None for a single replica.
-      combine: `"mean"`, the mean of the contributions :math:`n^i`; `"sum"`, their sum, so that the step
-        grows with the number of replicas; or `"sequential"`, a center step for each replica in the order
-        of the indices, as if they arrived at a parameter server in turn (with plain SGD the same as
-        `"sum"`).
-      shard_axes: The mapped axes over which the params of one replica are sharded, in `jax.shard_map`
-        with `check_vma=False`. Elsewhere the types of arrays name them.
+      outer: The optimizer of the center, whose schedules count commits. None for `inner` with another
+        state, whose schedules count local steps.
+      every: :math:`T \ge 1`, the number of local steps from one commit to the next, or a schedule of the
+        number of commits made. If the schedule is NaN, each step commits.
+      axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
+        are spread. None for a single replica.
+      combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which makes
+        the step grow with the number of replicas, or `"sequential"`. With `"sequential"`, the center
+        takes a step for each replica in the order of the indices, as if the replicas reached a parameter
+        server in turn. With plain SGD, this equals `"sum"`.
+      shard_axes: The mapped axes over which the params of one replica are sharded, for `jax.shard_map`
+        with `check_vma=False`. Otherwise the types of arrays name them.
 
     Returns:
-      A transformation whose state is an `AgnState`. Its `update` needs `params`, the local ones, and the
-      gradient of the replica's own batch, which must not be averaged over the axis. It takes
+      A transformation whose state is an `AgnState`. Its `update` needs the local `params`, and the
+      gradient of the replica's own batch. Do not average this gradient over the axis. `update` also
+      takes
 
-      - `commit=`: False makes the local step alone, True a commit after it. A Python bool is known while
-        tracing: then a local step compiles to the optimizer and one addition. A traced bool must be the
-        same on all replicas. None counts the steps on the device. `"only"` makes a commit without a
-        local step, of what the steps since the last commit have contributed: the gradient is ignored,
-        and without any step since the last commit nothing changes.
-      - `weight=`: :math:`w_i \ge 0` of this replica. The mean is :math:`\sum w_i n_i / \sum w_i`; in the
-        sum and in turn each :math:`n_i` is multiplied by :math:`w_i`.
+      - `commit=`: False takes only the local step, and True commits after it. A Python bool is known
+        while tracing, so a local step compiles to the optimizer and one addition. A traced bool must be
+        the same on all replicas. None counts the steps on the device. `"only"` commits the steps since
+        the last commit without a local step. It ignores the gradient, and changes nothing if there was
+        no step since the last commit.
+      - `weight=`: :math:`w_i \ge 0` of this replica. The mean is :math:`\sum w_i n_i / \sum w_i`. For
+        `"sum"` and `"sequential"`, each :math:`n_i` is multiplied by :math:`w_i`.
 
-      Apply the updates with `optperm.apply_updates`: then after a commit the params of all replicas are
-      `optperm.distributed.center_params(opt_state)` bit for bit.
+      Apply the updates with `optperm.apply_updates`. After a commit, the params of all replicas then
+      equal `optperm.distributed.center_params(opt_state)` bit for bit.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -176,44 +178,45 @@ def agn(
       True
 
     Notes:
-      All replicas begin with the same params. If `init` is called where the axis is mapped, as by
-      `optperm.switch_after` at the switch, and the params differ, the center is their mean.
+      All replicas start with the same params. If `init` is called where the axis is mapped, as in
+      `optperm.switch_after`, and the params differ, the center is their mean.
 
-      The center takes the entries that `inner` holds or keeps at zero, where all replicas do so.
+      If all replicas fix an entry or keep it at zero in `inner`, the center does the same.
 
-      Local steps send nothing. `"mean"` and `"sum"` are one all-reduce of float32 (float64 if a param
-      is); `"sequential"` is an all-gather, or an all-reduce of rows if a replica is sharded. The
-      collective is in a conditional of the compiled program, also where `jax.vmap` maps the replicas.
+      Local steps send nothing. `"mean"` and `"sum"` need one all-reduce in float32 (in float64 if a
+      param is float64). `"sequential"` needs an all-gather, or an all-reduce of rows if a replica is
+      sharded. The collective is in a conditional of the compiled program, even if `jax.vmap` maps the
+      replicas.
 
-      :math:`T` in the equations is the number of steps that were made, also with `commit=`. Within
-      `optax.MultiSteps`, the results of micro-steps that only accumulate are thrown away, but not their
-      collectives: pass `commit=` there, True only in the last micro-step of a period. Without it, each
-      micro-step of the last step of a period makes the exchange. Within `jax.shard_map`
-      params must vary over the axis: `jax.lax.pcast(params, axis_name, to='varying')` if they do not.
-      Axes of `jax.shard_map` and of a `jax.vmap` within it together need `check_vma=False`.
+      :math:`T` in the equations is the number of steps that were actually taken, even with `commit=`.
+      `optax.MultiSteps` drops the results of micro-steps that only accumulate, but not their
+      collectives. Pass `commit=` in this case, True only in the last micro-step of a period. Without it,
+      each micro-step of the last step of a period makes the exchange. Within `jax.shard_map`, params
+      must vary over the axis; if they do not, use `jax.lax.pcast(params, axis_name, to='varying')`. If
+      you combine axes of `jax.shard_map` and of a `jax.vmap` within it, pass `check_vma=False`.
 
-      Without `outer`, `inner` has two states: one for the local params, which is kept in a pull, and
+      Without `outer`, `inner` has two states: one for the local params, which pulls do not change, and
       one for the center. Schedules of both count local steps: a commit after the local step of count t
       reads them at t. Bias correction, and periods such as `every` of `optperm.low_rank`, count the
-      gradients that a state has seen. Both get the extra arguments. In a step of the center `value_fn`,
-      `grad_fn` and `per_example_grad_fn` are of the batches of all replicas, `value` is the value at the
-      center and `grad` the committed gradient.
+      gradients that a state has seen. Both states get the extra arguments. In a step of the center,
+      `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value` is the
+      value at the center, and `grad` is the committed gradient.
 
-      Entries of a gradient that are not finite count as zero in the local step. The replica is left out
-      of the commit, pulled like the others, and counts it (`skipped` in its state). So is a replica with
-      a traced weight that is negative or not finite. If no replica is left, or the sum of contributions
-      overflows, the center stays. An optimizer that divides by the size of its gradient may keep NaN of
-      zeros: `optax.apply_if_finite` around it skips such steps. All replicas must count the same steps,
-      so such a wrapper is around `inner`, not around `agn`.
+      Nonfinite entries of a gradient count as zero in the local step. The commit excludes this replica,
+      pulls it like the others, and counts this in its state (`skipped`). The same holds for a traced
+      weight that is negative or nonfinite. If no replica remains, or the sum of contributions overflows,
+      the center does not move. An optimizer that divides by the size of its gradient may produce NaNs
+      from zeros; `optax.apply_if_finite` around it skips such steps. All replicas must count the same
+      steps, so put such a wrapper around `inner`, not around `agn`.
 
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
-        gradients arrive there summed over it, or the trees passed to `update` do not match. Without
-        `outer`: if a state of `inner` has one count for its moments and perhaps for a
-        schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or a state that is not known), or
-        chooses zeros (`optperm.rigl`). If a pull would not move the points to which the local optimizer
-        leads params (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `katyusha`).
+      ValueError: If an argument is out of range, `axis_name` is not bound in `update`, gradients arrive
+        there summed over it, or the trees passed to `update` do not match. Without `outer`, also if a
+        state of `inner` may use one count for its moments and for a schedule (`optax.contrib.prodigy`,
+        `dadapt_adamw`, `momo`, or an unknown state), or chooses zeros (`optperm.rigl`). Also if the
+        local optimizer keeps points that a pull would not move (`optax.contrib.schedule_free`,
+        `mechanize`, `madgrad`, `cocob`, `katyusha`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
@@ -294,9 +297,8 @@ def agn(
         (center, center_state), took_part = cond(is_commit, make_commit, lambda: old)
         accumulator = state.accumulator
         if not isinstance(is_commit, bool):
-            # The barrier orders the addition after the commit: so XLA adds in place, when the commit has
-            # read the old sum.
-            accumulator = jax.lax.optimization_barrier((accumulator, took_part))[0]
+            # The commit reads the old sum, which the addition writes over.
+            _, accumulator = compute_in_order(took_part, accumulator)
 
         # theta <- c, a <- 0
         updates = jax.tree.map(lambda c, u, p: jnp.where(is_commit, c - p, u), center, u, params)
@@ -314,7 +316,12 @@ def agn(
         return finish(updates, new_state, state, has_step, axis_name)
 
     tx = transformation(
-        init, update, method="agn", like=lambda state: state.center, axis_name=axis_name
+        init,
+        update,
+        method="agn",
+        like=lambda state: state.center,
+        dtypes=True,
+        axis_name=axis_name,
     )
     return show("agn", tx, replicas, every)
 

@@ -16,17 +16,17 @@ LOCAL_STATES = (AgnState, DilocoState)
 def center_params(
     opt_state: Any, params: optax.Params | None = None, *, final: bool = False
 ) -> optax.Params:
-    """Return the center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
+    """Return the center, the common params of all replicas of `optperm.agn` or `optperm.diloco`.
 
     Args:
-      opt_state: The optimizer state, in any nesting. A state with a leading axis of replicas gives a
-        center with that axis.
-      params: The params, for the leaves that the method does not train, as within `optax.partition` or
-        `optax.masked`. Without params these leaves are `optax.MaskedNode`.
-      final: Whether to raise if local steps are missing from the center. Not within `jax.jit`.
+      opt_state: The optimizer state, in any nesting. If it has a leading axis of replicas, the center
+        has this axis too.
+      params: The params, for leaves that the method does not train, as within `optax.partition` or
+        `optax.masked`. Without params, these leaves are `optax.MaskedNode`.
+      final: Whether to raise an error if the center lacks local steps. Not available within `jax.jit`.
 
     Returns:
-      A tree of the structure and shapes of the params, in their dtypes or in `center_dtype`.
+      A tree with the structure and shapes of the params, in their dtypes or in `center_dtype`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -40,11 +40,11 @@ def center_params(
       [1.0, 2.0]
 
     Notes:
-      Test the center, and keep it when training ends: between two commits each replica has params of its
-      own. Make the last step with `commit=True`, or the center lacks the last local steps; a plan with
-      several fragments or a delay has no other step that brings in all of them.
+      Test and save the center, because between commits each replica has its own params. Take the last
+      step with `commit=True`; otherwise the center lacks the last local steps. If a plan has several
+      fragments or a delay, no other step exchanges all of them.
 
-      With `combine="pairs"` each replica has a center of its own: test any, or their mean.
+      With `combine="pairs"`, each replica has its own center. Test any of them, or their mean.
 
     Raises:
       ValueError: If `opt_state` holds no such state, or more than one; with `final=True`, if the last

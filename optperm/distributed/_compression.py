@@ -29,19 +29,20 @@ _DENSE_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    r"""What `optperm.diloco` sends of a contribution: its largest entries, a few bits of each, or both.
+    r"""Compress contributions of `optperm.diloco` to the largest entries, to a few bits each, or both.
 
     .. math::
       e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
 
-    with :math:`\Delta` the next contribution and :math:`s` what is sent: other entries and the errors of
-    rounding are sent later.
+    where :math:`\Delta` is the next contribution and :math:`s` is sent. Other entries and rounding
+    errors are sent later.
 
     Attributes:
-      fraction: The fraction of the entries that is sent, in (0, 1]: the largest. None for all of them.
-      bits: :math:`b`, 1, 2, 4 or 8, of each entry that is sent. None for float32.
+      fraction: The fraction of entries that is sent, in (0, 1]. These are the largest entries. None for
+        all entries.
+      bits: :math:`b`, the number of bits per sent entry: 1, 2, 4 or 8. None for float32.
       decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`. None for 0.95 with a
-        fraction, and 1.0 without.
+        fraction, and for 1.0 without.
 
     Example:
       >>> import optax, optperm
@@ -51,15 +52,14 @@ class Compression:
       (0.95, 1.0)
 
     Notes:
-      With a fraction, the largest entries are chosen in each run of 4,096 entries of a leaf, a multiple
-      of 8 per run. The index of an entry takes two bytes. An entry of zero stays zero, also with one
-      bit.
+      With a fraction, the largest entries are chosen in each chunk of 4,096 entries of a leaf, a
+      multiple of 8 per chunk. The index of an entry takes two bytes. Zeros stay zero, even with one bit.
 
-      The entries that are sent of a run share a scale; without a fraction a run has 256 entries. The
-      scale is their largest magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from
-      minus to plus the scale, with zero among them. With one bit the scale is the mean magnitude and
-      :math:`Q` is the sign, which has no zero: without a fraction, entries that do not move are moved
-      back and forth.
+      The sent entries of a chunk share a scale. Without a fraction, a chunk has 256 entries. The scale
+      is their maximum magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from minus
+      to plus the scale, including zero. With one bit, the scale is the mean magnitude and :math:`Q` is
+      the sign, which has no zero. Without a fraction, one bit therefore moves entries back and forth
+      even if their contribution is zero.
 
     Raises:
       TypeError: If `fraction` or `decay` is not a number, or `bits` not an integer.

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps of an inner optimizer, and rare steps of an outer one on their sum.
+"""DiLoCo: many local steps of an inner optimizer, and rare steps of an outer optimizer on their sum.
 
 A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
 arXiv 2311.08105, 2023; in fragments that may arrive some steps later, "Streaming DiLoCo with
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
@@ -51,16 +51,17 @@ class DilocoState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      since_commit: Steps since a step that exchanged all params.
+      since_commit: Steps since the last step that exchanged all params.
       commits: Steps that exchanged all params.
       local_state: State of the inner optimizer.
-      center_state: For each fragment the state of the outer optimizer.
-      center: The params that all replicas agree on.
-      in_flight: The mean of the last contributions; empty without a delay.
-      weights: For each fragment the sum of the weights of the last contributions; -1 if nothing is in
-        flight.
-      residual: The part of the contributions that compression has not sent yet; empty without it.
-      pulled: For each leaf, or each slice of a leaf, whether the last step put it on the center.
+      center_state: For each fragment, the state of the outer optimizer.
+      center: The common params of all replicas.
+      in_flight: The mean of the last contributions. It is empty without a delay.
+      weights: For each fragment, the sum of the weights of the last contributions, or -1 if nothing is
+        in flight.
+      residual: The part of the contributions that compression has not sent yet. It is empty without
+        compression.
+      pulled: For each leaf, or each slice of a leaf, whether the last step moved it to the center.
       skipped: Exchanges without this replica's contribution, because its params or the sum of all
         contributions were not finite.
     """
@@ -99,10 +100,10 @@ class DilocoState(NamedTuple):
         return self.since_commit
 
     def replace_targets(self, other: Any) -> DilocoState:
-        """Return this state with the center of another, and with the targets of its optimizers.
+        """Return this state with the center of another state, and with the targets of its optimizers.
 
         Args:
-          other: A state of the same form.
+          other: A state with the same structure.
         """
         # What is in flight, or was not sent, belongs to the center of before.
         return replace_center(self, other)._replace(
@@ -124,57 +125,58 @@ def diloco(
     fragment_of: FragmentOf | None = None,
     shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Make many local steps on every replica, then one outer step by their mean displacement.
+    r"""Take many local steps on every replica, then one outer step along their mean displacement.
 
     Replica :math:`i` trains its params :math:`\theta^i` with the inner optimizer. After every :math:`H`
-    steps the outer optimizer gets the displacement from the center :math:`c` *as a gradient*, and every
+    steps, the outer optimizer gets the displacement from the center :math:`c` *as a gradient*, and every
     replica is pulled to the new center:
 
     .. math::
       \Delta = \frac{1}{k} \sum_{i=1}^{k} (c - \theta^i), \qquad
       c \leftarrow c + u_{\text{outer}}(\Delta), \qquad \theta^i \leftarrow c
 
-    An outer SGD with learning rate 1 and no momentum averages the replicas. Inner states are kept.
+    An outer SGD with learning rate 1 and no momentum averages the replicas. A pull does not change inner
+    states.
 
-    With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, the params are
-    exchanged in fragments, one after another, each received `delay` steps after it is sent
-    (Streaming DiLoCo):
+    With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, replicas exchange the
+    fragments of the params one at a time. A fragment arrives `delay` steps after it is sent (Streaming
+    DiLoCo):
 
     .. math::
       c_p \leftarrow c_p + u_{\text{outer}}(\Delta_p), \qquad
       \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
 
-    With `combine="pairs"` no replica waits for all others (NoLoCo). Each has a center :math:`c^i` and,
-    at an exchange, a partner :math:`j` that is drawn from the number of the step. The displacement from
-    the params of both also brings their centers together:
+    With `combine="pairs"`, no replica waits for all others (NoLoCo). Each has its own center
+    :math:`c^i`. At an exchange, the step number determines a random partner :math:`j`. The displacement
+    uses the params of both, which also brings their centers closer together:
 
     .. math::
       \Delta^i = \tfrac{1}{2} \sum_{l \in \{i, j\}} (c^i - \theta^l)
 
     Args:
-      inner: The optimizer of the local steps; AdamW in the paper.
+      inner: The optimizer of the local steps, AdamW in the paper.
       outer: The optimizer of the center. None for `optax.sgd(0.8, momentum=0.5, nesterov=True)`, which
-        is good with few commits and with many. The paper's is
+        works well with few and with many commits. The paper uses
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-      every: :math:`H \ge 1`, the local steps from one outer step to the next; a schedule of the number
-        of commits made; or an `optperm.distributed.Every`.
-      axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
-        spread, or several. None for a single replica.
+      every: :math:`H \ge 1`, the number of local steps from one outer step to the next, a schedule of
+        the number of commits made, or an `optperm.distributed.Every`.
+      axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
+        are spread. None for a single replica.
       combine: `"mean"`, or `"pairs"` for gossip.
       mixing: :math:`\alpha` in [0, 1], the fraction of its own params that a replica keeps in a pull.
-      compress: An `optperm.distributed.Compression`, which sends a part of the displacement, with error
-        feedback. None sends all of it in float32.
+      compress: An `optperm.distributed.Compression`, which sends part of the displacement, with error
+        feedback. None sends the whole displacement in float32.
       center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
         params. None for the dtypes of the params.
-      fragment_of: The fragment of each leaf in a plan: a function `(path, leaf)`, or a tree like params,
-        of integers below `fragments`, or of sequences with an integer for each slice of the leaf's
-        leading axis, such as layers in a `jax.lax.scan`. None for `fragments` runs of whole leaves of
-        about equal size.
-      shard_axes: The mapped axes over which the params of one replica are sharded, in `jax.shard_map`
-        with `check_vma=False`. Elsewhere the types of arrays name them.
+      fragment_of: The fragment of each leaf in a plan, as a function `(path, leaf)` or a tree like
+        params. Its values are integers below `fragments`, or sequences with an integer for each slice of
+        the leaf's leading axis, such as the layers of a `jax.lax.scan`. None to divide whole leaves, in
+        order, into `fragments` parts of about equal size.
+      shard_axes: The mapped axes over which the params of one replica are sharded, for `jax.shard_map`
+        with `check_vma=False`. Otherwise the types of arrays name them.
 
     Returns:
-      A transformation whose state is a `DilocoState`. Its `update` needs `params`, the local ones.
+      A transformation whose state is a `DilocoState`. Its `update` needs the local `params`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -191,32 +193,33 @@ def diloco(
       0.42
 
     Notes:
-      Local gradients, `commit=` and `weight=` of `update`, extra arguments, replicas that begin apart,
-      wrappers (around `inner`, not around `diloco`), zeros and held entries of the center, and exact
-      params by `optperm.apply_updates` are as in `optperm.agn`. Only a replica whose params are not
-      finite is left out of an exchange: entries of a gradient that are not finite count as zero. The
-      pull puts such params back on the center, for any `mixing`, but only by `optperm.apply_updates`:
-      NaN plus an update is NaN.
+      The following works as in `optperm.agn`: local gradients, `commit=` and `weight=` of `update`,
+      extra arguments, replicas that start apart, wrappers (around `inner`, not around `diloco`), zeros
+      and fixed entries of the center, and exact params with `optperm.apply_updates`. Nonfinite entries
+      of a gradient count as zero. An exchange excludes only a replica whose params are not finite. The
+      pull resets such params to the center, for any `mixing`, but only with `optperm.apply_updates`: NaN
+      plus an update is NaN.
 
-      With a plan `commit=plan.at(step)` says while tracing which fragments a step exchanges. True and
-      `"only"` exchange all fragments at once, without a delay, and replace what is in flight. With more
-      than one fragment the outer optimizer gets no extra arguments: a loss is a function of all params.
+      With a plan, `commit=plan.at(step)` states during tracing which fragments a step exchanges. True
+      and `"only"` exchange all fragments at once, without a delay, and replace fragments in flight. With
+      more than one fragment, the outer optimizer gets no extra arguments, because a loss is a function
+      of all params.
 
-      With `combine="pairs"` `optperm.distributed.center_params` is the replica's own, and `value_fn`
-      and the like belong to its own batch. An outer momentum without `nesterov` must be below the
-      learning rate, or the centers may never come together. Centers stay apart by about the rounding of
-      their dtype.
+      With `combine="pairs"`, `optperm.distributed.center_params` returns the replica's own center, and
+      `value_fn` and similar arguments use its own batch. An outer momentum without `nesterov` must be
+      below the learning rate; otherwise the centers may never converge. They differ by about the
+      rounding of their dtype.
 
-      `benchmarks/outer.py` compares outer optimizers with one replica alone, at equal time, with 10 and
-      100 commits. The default and averaging by `optax.sgd(1.0)` never lose to it; the paper's may lose.
-      MuLoCo is `diloco(optax.contrib.muon(...))`, for which the same outer optimizers are good.
+      `benchmarks/distributed.py` compares outer optimizers with one replica alone at equal time, with
+      10 and 100 commits. There, the default and averaging with `optax.sgd(1.0)` never lose to one
+      replica; the paper's optimizer may lose. MuLoCo is `diloco(optax.contrib.muon(...))`, for which
+      the same outer optimizers work well.
 
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
-        gradients arrive there summed over it, the trees passed to `update` do not match, or a pull would
-        not move the points to which `inner` leads params (`optax.contrib.schedule_free` and the others
-        that `optperm.agn` names).
+      ValueError: If an argument is out of range, `axis_name` is not bound in `update`, gradients arrive
+        there summed over it, the trees passed to `update` do not match, or `inner` keeps points that a
+        pull would not move (`optax.contrib.schedule_free` and the others that `optperm.agn` names).
 
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
@@ -228,7 +231,7 @@ def diloco(
       Kolehmainen et al., `NoLoCo: No-all-reduce Low Communication Training Method for Large Models
       <https://arxiv.org/abs/2506.10911>`_, 2025
     """
-    # benchmarks/outer.py compares this outer optimizer with the paper's and with averaging.
+    # benchmarks/distributed.py compares this outer optimizer with the paper's and with averaging.
     outer = optax.sgd(0.8, momentum=0.5, nesterov=True) if outer is None else outer
     replicas = Replicas(axis_name or None, shard_axes or ())
     is_paired, axis_name = combine == "pairs", replicas.axis_name
@@ -312,10 +315,9 @@ def diloco(
             count=state.count,
         )
         exchanged, outcomes = exchanger.exchange(now, state, due)
-        # The barrier orders the local step after the exchange: so XLA updates the local state in place,
-        # when the exchange has read it.
+        # The exchange reads the local state, which the step writes over.
         moves, local_state = known or step(
-            jax.lax.optimization_barrier((state.local_state, exchanged.weights))[0]
+            compute_in_order(exchanged.weights, state.local_state)[1]
         )
         arrived = [outcome.has_arrived for outcome in outcomes]
         is_bad = [outcome.is_bad for outcome in outcomes]
@@ -412,4 +414,4 @@ def _check_same_plan(state: DilocoState, plan: Every) -> None:
     has_delay = bool(jax.tree.leaves(state.in_flight)) or not jax.tree.leaves(state.center)
     if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
         fragments = len(state.center_state)
-        raise ValueError(f"The state is of another plan, of {fragments} fragments, than {plan}.")
+        raise ValueError(f"The state is of another plan than {plan}, with {fragments} fragments.")

@@ -1,4 +1,4 @@
-"""Show a report the methods that exchange, wherever in an optimizer they are."""
+"""Show a report all methods of an optimizer that exchange, at any depth."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
             raise ValueError(f"fragment_of for {name} must be {wanted}, got {of.tolist()!r}.")
     missing = set(range(number)) - {int(p) for of in result for p in of.reshape(-1)}
     if missing and leaves:
-        raise ValueError(f"fragment_of gives nothing to the plan's fragments {sorted(missing)}.")
+        raise ValueError(f"fragment_of assigns nothing to the plan's fragments {sorted(missing)}.")
     return result
 
 

@@ -53,8 +53,8 @@ def check_schedules(center_state: Any, params: optax.Params) -> None:
     _, unclear = _find_counts(center_state, params)
     if unclear:
         raise ValueError(
-            f"{unclear[0]} has one count for its moments and perhaps for a schedule, of which agn needs "
-            "two. Pass outer, whose schedules count commits: it may be the same optimizer."
+            f"{unclear[0]} may use one count for its moments and for a schedule, but agn needs two "
+            "counts. Pass outer, whose schedules count commits: it may be the same optimizer."
         )
     for state in find_states(center_state, SwitchAfterState):
         if _has_count((state.first, state.then), params):

@@ -190,7 +190,7 @@ def check_chooses_no_zeros(center_state: Any) -> None:
     entries = exact_entries(center_state)
     if any(each.values is not None and not each.is_target for each in entries):
         raise ValueError(
-            "inner of agn chooses zeros (rigl, prune_gradually), and the center would choose others: "
+            "inner of agn chooses zeros (rigl, prune_gradually), but the center would choose others: "
             "pass another optimizer for the center, such as outer=optax.sgd(1.0), which gets the local "
             "zeros."
         )
@@ -310,13 +310,11 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
         wanted = "optax.MultiSteps(agn(inner, ...), k)"
         if method == "diloco":
             wanted = "diloco(optax.MultiSteps(inner, k), ...), with k times the steps"
-        raise ValueError(
-            f"MultiSteps in the center's optimizer throws commits away: write {wanted}."
-        )
+        raise ValueError(f"MultiSteps in the center's optimizer drops commits: write {wanted}.")
     for each in find_states(local_state, _OWN_POINTS):
         raise ValueError(
-            f"{type(each).__name__} leads params to points of its own, which a pull to the center does "
-            f"not move: {method} needs another optimizer of the local steps. It may be the center's."
+            f"{type(each).__name__} keeps points of its own, which a pull to the center does not move: "
+            f"{method} needs another optimizer for the local steps. This one may be the center's."
         )
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
     # The center's optimizer counts commits: within switch_after it would be in another phase.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optperm.core.dtypes import compute_in_order
 from optperm.core.mapped_axes import AxisName, axis_names, largest, reflect
 
 
@@ -55,7 +56,7 @@ def map_with_partner(
     def exchange(leaf: jax.Array, *rest: jax.Array) -> None:
         if results:
             # One leaf after another: so the leaves received take the memory of one, not of all.
-            leaf, results[-1] = jax.lax.optimization_barrier((leaf, results[-1]))
+            results[-1], leaf = compute_in_order(results[-1], leaf)
         results.append(function(leaf, jax.lax.switch(drawn, exchanges, leaf), *rest))
 
     jax.tree.map(exchange, tree, *others)

@@ -23,16 +23,16 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    r"""A plan of exchanges: every fragment once a period, one after another.
+    r"""A schedule that exchanges each fragment once per period, in turn.
 
     Fragment :math:`p` of :math:`P` is sent at the end of each step :math:`s` with
-    :math:`(s - \lfloor p H / P \rfloor) \bmod H = 0`, and received `delay` steps later.
+    :math:`(s - \lfloor p H / P \rfloor) \bmod H = 0`. It arrives `delay` steps later.
 
     Attributes:
-      period: :math:`H`, steps from one exchange of a fragment to its next.
-      fragments: :math:`P`, parts of about equal size into which whole leaves are divided, in order,
-        unless `fragment_of` of `optperm.diloco` assigns them.
-      delay: Steps between sending and receiving, below `period`.
+      period: :math:`H`, the number of steps from one exchange of a fragment to its next exchange.
+      fragments: :math:`P`, the number of fragments. Whole leaves are divided, in order, into parts of
+        about equal size, unless `fragment_of` of `optperm.diloco` assigns them.
+      delay: The number of steps between sending and receiving, below `period`.
 
     Example:
       >>> import optperm
@@ -58,7 +58,7 @@ class Every:
             raise ValueError(f"fragments must be at most period and delay below it, got {self}.")
 
     def due(self, step: int | jax.Array) -> list[Due]:
-        """Return for each fragment whether a step sends it, and whether the step receives it.
+        """Return whether a step sends and whether it receives each fragment.
 
         Args:
           step: The number of the step; the first step is step 1.
@@ -104,5 +104,5 @@ def resolve_due(
     is_known = {*commit.send, *commit.receive} <= set(range(plan.fragments))
     # Without a delay a fragment that is sent is received in the same step.
     if not is_known or (not plan.delay and set(commit.send) != set(commit.receive)):
-        raise ValueError(f"{commit} is no step of the plan {plan}.")
+        raise ValueError(f"{commit} is not a step of the plan {plan}.")
     return [(p in commit.send, p in commit.receive) for p in range(plan.fragments)]

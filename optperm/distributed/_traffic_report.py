@@ -48,11 +48,12 @@ class Sent(NamedTuple):
 
 
 class TrafficReport(NamedTuple):
-    """Result of `traffic_report`, which prints as a table.
+    """Result of `traffic_report`; it prints as a table.
 
     Attributes:
-      fragments: For each fragment of a plan, what a replica sends; a single one without a plan.
-      all: What it sends of all fragments.
+      fragments: What a replica sends for each fragment of a plan, or for a single fragment without a
+        plan.
+      all: What it sends for all fragments.
       synchronous: What it would send with a mean of all gradients in every step.
     """
 
@@ -86,33 +87,33 @@ def traffic_report(
     every: float | None = None,
     replicas: int = 2,
 ) -> TrafficReport:
-    r"""Report the bytes that a replica sends by `optperm.agn` or `optperm.diloco`.
+    r"""Report the bytes that a replica of `optperm.agn` or `optperm.diloco` sends.
 
-    The bytes are the operands of the collectives of a traced commit: what one replica hands over, in the
-    form in which it is sent. Only shapes are used, and no devices. The last line is what synchronous
-    training sends: all gradients in every step.
+    The report counts the operands of the collectives in a traced commit: the bytes that one replica
+    hands over, in the form in which it sends them. It needs only shapes, and no devices. The last line
+    shows what synchronous training sends: all gradients in every step.
 
-    How much of it a link carries depends on the collective. In a ring of :math:`k` replicas, with
-    :math:`B` handed-over bytes, each link carries
+    The traffic on a link depends on the collective. If the replicas form a ring of :math:`k` and hand
+    over :math:`B` bytes, each link carries
 
     .. math::
       \frac{2 (k - 1)}{k} B \text{ for an all-reduce}, \qquad (k - 1) B \text{ for an all-gather}, \qquad
       B \text{ for a pair},
 
-    which is :math:`B` for two replicas. The seconds are these bytes over the bandwidth.
+    which is :math:`B` for two replicas. The seconds are these bytes divided by the bandwidth.
 
     Args:
       tx: An optimizer with one `optperm.agn` or `optperm.diloco`, in any nesting.
-      params: The model's params, or their shapes from `jax.eval_shape`: of the whole model if a replica
-        is sharded.
-      bandwidth: Bits per second of the link of a replica in each direction, such as `1e9`. None for a
+      params: The model's params, or their shapes from `jax.eval_shape`. If a replica is sharded, pass
+        the whole model.
+      bandwidth: The bits per second of a replica's link in each direction, such as `1e9`. None for a
         report without seconds.
-      every: The mean number of local steps per commit, where the method has a schedule or a traced
-        number of them. None for the number of the method.
+      every: The mean number of local steps per commit, if the method has a schedule or a traced number.
+        None for the number of the method.
       replicas: :math:`k`, at least 2.
 
     Returns:
-      A `TrafficReport`, which prints as a table.
+      A `TrafficReport`; it prints as a table.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -125,15 +126,17 @@ def traffic_report(
       synchronous        401,920       401,920.0   1               0.0482    0.0482
 
     Notes:
-      An all-reduce has the sum of the weights too, 4 bytes for each fragment. Compressed contributions
-      and `combine="sequential"` of `agn` are all-gathers, so many replicas send more than by an
-      all-reduce of 4 bytes per entry: with 4 bits from about 16 replicas on. Latency, and collectives
-      within a replica, do not count. A commit at the end of training sends all fragments once more.
+      An all-reduce also contains the sum of the weights, 4 bytes per fragment. Compressed contributions
+      and `combine="sequential"` of `agn` use all-gathers. Many replicas then send more than an
+      all-reduce of 4 bytes per entry; with 4 bits, this starts at about 16 replicas. The report does not
+      count latency or collectives within a replica. A commit at the end of training sends all fragments
+      once more.
 
     Raises:
       TypeError: If `tx` is not a transformation.
-      ValueError: If `tx` has no such method, or several; if the method has no `axis_name`, and so sends
-        nothing; if its period is a schedule, and `every` is not given; or if a number is out of range.
+      ValueError: If `tx` has no such method or several, if the method has no `axis_name` and therefore
+        sends nothing, if its period is a schedule and `every` is not given, or if a number is out of
+        range.
     """
     checks.check_transformation("tx", tx)
     checks.check_count("replicas", replicas, minimum=2)

@@ -32,24 +32,25 @@ def low_rank_adamw(
     dimension_numbers: DimensionNumbers | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train as `optax.adamw` with a fraction of its memory.
+    r"""Train like `optax.adamw` with a fraction of its memory.
 
     .. math::
       \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
 
-    with :math:`U` the step of `optperm.low_rank` of Adam.
+    where :math:`U` is the step of `optperm.low_rank` around Adam.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
-      rank: As in `optperm.low_rank`: `optperm.memory.rank_for` finds the rank of a target memory.
+      rank: As in `optperm.low_rank`. `optperm.memory.rank_for` finds the rank for a given amount of
+        memory.
       b1: The decay rate of the first moment.
       b2: The decay rate of the second moment.
       eps: The number that is added to the root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params that decay, as in `optax.adamw`.
-      every: As in `optperm.low_rank`, like all that follow.
+      every: As in `optperm.low_rank`, like all following arguments.
       projection: The bases.
-      residual: What is done with the part outside the subspace.
+      residual: The treatment of the part outside the subspace.
       carry: Whether moments are carried over to a new basis.
       scale: A factor on the steps of projected leaves.
       side: The side of a matrix for its basis.
@@ -106,12 +107,12 @@ def apollo_adamw(
     dimension_numbers: DimensionNumbers | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train as `optax.adamw`, with the whole gradient scaled by what Adam does to a projection of it.
+    r"""Train like `optax.adamw`, but scale the whole gradient as Adam scales a projection of it.
 
     .. math::
       \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
 
-    with :math:`U` the step of `optperm.apollo` of Adam.
+    where :math:`U` is the step of `optperm.apollo` around Adam.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
@@ -121,8 +122,8 @@ def apollo_adamw(
       eps: The number that is added to the root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params that decay, as in `optax.adamw`.
-      every: As in `optperm.apollo`, like all that follow.
-      by: What has a factor of its own.
+      every: As in `optperm.apollo`, like all following arguments.
+      by: The part of a gradient that has its own factor.
       scale: A factor on the steps of projected leaves.
       limit: The limit of the growth of the scaled gradient.
       dimension_numbers: The axes of leaves to project.

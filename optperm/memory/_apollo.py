@@ -15,9 +15,8 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import key_data
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold, normal
-from optperm.core.shardings import unshard
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (
     check_limit,
@@ -30,13 +29,11 @@ from optperm.memory._matrices import (
     DimensionNumbers,
     Matrix,
     check_rank,
-    check_state,
     make_batch_zeros,
     make_low_rank_leaf,
-    make_low_rank_tree,
-    map_plans,
     plan_matrices,
     project_leaf,
+    unzip,
     warn_of_full_rank,
 )
 
@@ -51,9 +48,9 @@ class ApolloState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      norm: q, the norm of the last step of each matrix before `scale`, (...); 0 before the first step,
-        and for leaves at full rank.
-      sign: 1 if `inner` points along the gradient, -1 if against it, 0 while this is unknown.
+      norm: q, the norm of the last step of each matrix before `scale`, of shape (...). It is 0 before
+        the first step and for leaves at full rank.
+      sign: 1 if `inner` points along the gradient, -1 if it points against it, 0 while this is unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
 
@@ -76,20 +73,20 @@ def apollo(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale each gradient as an optimizer scales a random projection of it.
 
-    Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
-    :math:`R = B^\top G`, where the entries of B, d x r, are drawn from :math:`\mathcal N(0, 1 /
-    r)`, so that its moments have r x k numbers. With N its direction on R, each column j, or
-    channel, of the gradient is scaled as its projection was,
+    Let G be the d x k gradient of a matrix, with d its smaller side. The optimizer sees
+    :math:`R = B^\top G`, where the entries of the d x r matrix B are drawn from
+    :math:`\mathcal N(0, 1 / r)`. Its moments thus have r x k numbers. Let N be its direction for R. Each
+    column j of the gradient (a channel) is scaled as its projection was,
 
     .. math::
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},
 
-    or the whole matrix by one number, and the norm of the step grows by at most the factor `limit`
-    per step. B changes every `every` steps. It is drawn in each step and never stored, and
-    moments are kept over a change, since only norms are used.
+    or the whole matrix is scaled by one number. The norm of the step grows by at most the factor `limit`
+    per step. B changes every `every` steps. It is drawn in each step and never stored. The moments are
+    kept when B changes, because only norms are used.
 
-    APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The learning rate and
-    weight decay come after it, and the leaves to project are chosen as in `optperm.low_rank`::
+    APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The learning rate and weight
+    decay come after it. The leaves to project are chosen as in `optperm.low_rank`::
 
       optax.chain(
           optperm.apollo(rank=1 / 4), optax.add_decayed_weights(0.1),
@@ -97,16 +94,16 @@ def apollo(
       )
 
     Args:
-      inner: The optimizer, a direction that gets no params; None for `optax.scale_by_adam()`. A
+      inner: The optimizer, a direction that needs no params. None for `optax.scale_by_adam()`. A
         complete optimizer works too: the step takes its sign.
       rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
       every: The number of steps with the same projection, at least 1.
       by: The part of a gradient that is scaled by one number: each "channel", or the "tensor".
-      scale: A factor on the steps of projected leaves. N has r entries per column where Adam's step
-        has d; "auto", :math:`\sqrt{d / r}`, corrects for this, so that the rate of AdamW can be
-        used. The option of the authors' code is the square of this number.
-      limit: The factor by which the norm of the step grows at most, at least 1; None for no limit.
-      dimension_numbers: The axes of leaves to project, as in `optperm.low_rank`, also by default.
+      scale: A factor on the steps of projected leaves. N has r entries per column, while Adam's step has
+        d. "auto", the factor :math:`\sqrt{d / r}`, corrects for this, so you can use AdamW's learning
+        rate. The option of the authors' code is the square of this number.
+      limit: The maximum factor by which the norm of the step grows, at least 1, or None for no limit.
+      dimension_numbers: The axes of leaves to project, with the same default as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.
 
     Returns:
@@ -122,20 +119,19 @@ def apollo(
       ((8, 16), (2, 16))
 
     Notes:
-      With Adam a projected leaf takes 2 r k words in place of 2 d k. By channel a matrix whose
-      columns are sharded needs only the communication of the limiter's norms; sharded rows cost an
-      all-reduce of R. 1e-8 is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about
-      1e-8 hardly move.
+      With Adam, a projected leaf takes 2 r k words instead of 2 d k. With `by="channel"`, a matrix with
+      sharded columns communicates only the limiter's norms; sharded rows cost an all-reduce of R. 1e-8
+      is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about 1e-8 hardly move.
 
-      Numbers that are not finite are passed on to `inner`, whose moments keep them: put
-      `optax.apply_if_finite` outside.
+      Nonfinite numbers propagate to `inner`, whose moments keep them. Put `optax.apply_if_finite`
+      outside.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number has another type, entries of
         `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that `dimension_numbers` names, these are not like params, or name an axis twice
-        or one that does not exist, or `inner` needs params.
+      ValueError: If an argument is out of range, if `rank` is above the smaller side of every matrix or
+        of a leaf that `dimension_numbers` names, if `dimension_numbers` are not like params, or name an
+        axis twice or an axis that does not exist, or if `inner` needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
@@ -152,55 +148,56 @@ def apollo(
     checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
 
-    def plan(tree: optax.Updates) -> list[Matrix | None]:
-        return plan_matrices(tree, rank, "smaller", dimension_numbers)
-
     def init(params: optax.Params) -> ApolloState:
-        plans = plan(params)
+        plans = plan_matrices(params, rank, "smaller", dimension_numbers)
         warn_of_full_rank(params, plans, dimension_numbers, "apollo")
-        low = map_plans(make_low_rank_leaf, params, plans)
-        inner_state = inner.init(low)
-        norm = map_plans(make_batch_zeros, params, plans)
-        sign = mark_varying(jnp.zeros([], jnp.int8), varying_axes(params))
-        return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)
+        return ApolloState(
+            count=jnp.zeros([], jnp.int32),
+            norm=jax.tree.map(make_batch_zeros, params, plans),
+            sign=varying_zeros(params, jnp.int8),
+            inner_state=inner.init(jax.tree.map(make_low_rank_leaf, params, plans)),
+        )
 
     def update(
         updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, ApolloState]:
-        check_state("apollo", state, ApolloState)
-        leaves = jax.tree.leaves(updates)
+        plans = plan_matrices(updates, rank, "smaller", dimension_numbers)
         structure: Any = jax.tree.structure(updates)
-        plans, norms = plan(updates), structure.flatten_up_to(state.norm)
-        number = state.count // jnp.asarray(every, jnp.int32)
+        numbers = structure.unflatten(range(structure.num_leaves))
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
-        drawn = fold(key_data(key), number)
-        exact = [
-            leaf if m is None else project_leaf(m, draw_gaussian_basis(drawn, i, m, leaf), leaf)
-            for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
-        ]
-        low = make_low_rank_tree(updates, plans, exact)
+        drawn = fold(key_data(key), state.count // jnp.asarray(every, jnp.int32))
+
+        def draw_and_project(leaf: Any, m: Matrix | None, number: int) -> Any:
+            basis = None if m is None else draw_gaussian_basis(drawn, number, m, leaf)
+            return project_leaf(leaf, m, basis)
+
+        exact = jax.tree.map(draw_and_project, updates, plans, numbers)
+        low = optax.tree.cast_like(exact, updates)
         direction, inner_state = compute_direction(
             optimizer, low, state.inner_state, extra_args, "apollo"
         )
         sign = find_sign(direction, low, state.sign)
 
-        out = structure.flatten_up_to(direction)
-        for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
+        # U = scale S / L, and N for leaves at full rank
+        def step(leaf: Any, m: Matrix | None, r: Any, n: Any, q: Any) -> Any:
             if m is None:
-                continue
-            g, n = m.turn(m.matrices(leaf)).astype(r.dtype), out[i].astype(r.dtype)
+                return n, q
+            g, n = m.turn(m.matrices(leaf)).astype(r.dtype), n.astype(r.dtype)
             # S = G f, with f = |N| / |R| of each column or of the matrix
             f = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1))
-            norm = unshard(jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1))))
-            # S <- S / L, so that |S| <= limit q
-            quotient, norms[i] = limit_growth(norm, norms[i], limit)
-            # U = scale S, with scale = sqrt(d / r) for "auto", along or against G as N along R
+            norm = jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1)))
+            # |S / L| <= limit q
+            quotient, q = limit_growth(norm, q, limit)
+            # scale = sqrt(d / r) for "auto", along or against G as N along R
             size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
             factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient
-            out[i] = m.leaf(m.turn(factor[..., None, None] * f * g))
-        count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
-        return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
+            return m.leaf(m.turn(factor[..., None, None] * f * g)), q
+
+        u, norm = unzip(jax.tree.map(step, updates, plans, exact, direction, state.norm), updates)
+        return u, ApolloState(
+            count=optax.safe_increment(state.count), norm=norm, sign=sign, inner_state=inner_state
+        )
 
     # An update needs the gradients alone; params only give the dtypes.
     return transformation(init, update, method="apollo", needs_params=False)

@@ -11,6 +11,7 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shardings import unshard
 
 # Added to norms in denominators; the authors' number.
 _EPS = 1e-8
@@ -26,8 +27,9 @@ def compute_direction(
     try:
         return inner.update(low, state, None, **extra_args)
     except ValueError as error:
-        # Optax names params; JAX a tree of NoneType, where params or Muon's axes are None in a map.
-        if "params" not in str(error) and "NoneType" not in str(error):
+        # Optax names params; JAX a tree of NoneType, where params or Muon's axes are None in a map ("got
+        # None" before JAX 0.12).
+        if not any(words in str(error) for words in ("params", "NoneType", "got None")):
             raise
         needs = "params" if "params" in str(error) else "params, or weight_dimension_numbers (Muon)"
         advice = (
@@ -87,6 +89,7 @@ def limit_growth(
       last: q, the norm of the last step; 0 before the first.
       limit: :math:`\gamma`, or None for no limit.
     """
+    norm = unshard(norm)
     if limit is None:
         return jnp.ones_like(norm), last
     gamma = jnp.asarray(limit, norm.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -20,7 +20,7 @@ from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
 from optperm.core.trees import mask_like
 from optperm.memory._matrix_axes import find_matrix_axes
@@ -129,8 +129,8 @@ class Matrix:
 
 def plan_matrices(
     tree: optax.Updates, rank: float, side: Side, dimension_numbers: DimensionNumbers | None
-) -> list[Matrix | None]:
-    """Return for each leaf its view as matrices, or None if it stays at full rank.
+) -> Any:
+    """Return a tree with the view of each leaf as matrices, or None where it stays at full rank.
 
     Args:
       tree: Params or updates.
@@ -139,7 +139,9 @@ def plan_matrices(
       dimension_numbers: The axes of the leaves to project; None for those of
         `optperm.memory.matrix_axes`, where the state becomes smaller.
     """
-    leaves, is_found = jax.tree_util.tree_leaves_with_path(tree), dimension_numbers is None
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    is_found = dimension_numbers is None
     # One entry of axes for each leaf, None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if leaves:
@@ -147,7 +149,6 @@ def plan_matrices(
         given = given(tree) if callable(given) else given
         if isinstance(given, GaLoreDimensionNumbers):
             given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
-        structure: Any = jax.tree.structure(tree)
         try:
             numbers = structure.flatten_up_to(mask_like(given, tree))
         except ValueError as error:
@@ -172,15 +173,16 @@ def plan_matrices(
             found.append(None)
     if is_found and sides and rank > max(sides):
         raise ValueError(f"rank={rank} is above the smaller side of every matrix, {max(sides)}.")
-    return found
+    return structure.unflatten(found)
 
 
 def warn_of_full_rank(
-    params: optax.Params, plans: Sequence[Matrix | None], dimension_numbers: object, method: str
+    params: optax.Params, plans: Any, dimension_numbers: object, method: str
 ) -> None:
     """Warn if nobody named axes, and more than half of what could be matrices stays at full rank."""
-    leaves = zip(jax.tree.leaves(params), plans, strict=True)
-    sizes = [(jnp.size(leaf), m is None) for leaf, m in leaves if jnp.ndim(leaf) > 1]
+    structure: Any = jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(params), structure.flatten_up_to(plans), strict=True)
+    sizes = [(jnp.size(leaf), m is None) for leaf, m in pairs if jnp.ndim(leaf) > 1]
     full, total = sum(size for size, is_full in sizes if is_full), sum(size for size, _ in sizes)
     if dimension_numbers is None and 2 * full > total:
         warnings.warn(
@@ -225,18 +227,9 @@ def check_rank(rank: object) -> None:
         raise ValueError(wanted)
 
 
-def check_state(method: str, state: object, wanted: type) -> None:
-    """Raise a ValueError unless a state is of a method, as that of a plain optimizer is not."""
-    if not isinstance(state, wanted):
-        raise ValueError(
-            f"{method} needs a {wanted.__name__}, got {type(state).__name__}: make a state by its own "
-            "init. The moments of a plain optimizer cannot be carried over."
-        )
-
-
 def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
     """Make zeros on the leaf's mesh, with the given spec of a sharding, or replicated."""
-    zeros = mark_varying(jnp.zeros(shape, dtype), varying_axes(leaf))
+    zeros = varying_zeros(leaf, dtype, shape)
     sharding = sharding_of(leaf)
     if sharding is None:
         return zeros
@@ -264,12 +257,14 @@ def project(basis: jax.Array, g: jax.Array) -> jax.Array:
     return product("...dr,...dk->...rk", basis, g.astype(basis.dtype), sharding)
 
 
-def project_leaf(matrix: Matrix, basis: jax.Array, leaf: jax.Array) -> jax.Array:
-    r"""Return :math:`R = P^\top G` of a leaf as its low-rank leaf, in the dtype of the basis.
+def project_leaf(leaf: jax.Array, matrix: Matrix | None, basis: Any) -> jax.Array:
+    r"""Return :math:`R = P^\top G` of a leaf, in the dtype of the basis, or the leaf at full rank.
 
     Where bases are on columns, R' = G' P is computed: the following operations then use the layout of
     the leaf, since a loop over arrays of two layouts takes several times as long.
     """
+    if matrix is None:
+        return leaf
     if matrix.on_rows:
         return project(basis, matrix.matrices(leaf))
     g = matrix.turn(matrix.matrices(leaf)).astype(basis.dtype)
@@ -294,33 +289,20 @@ def make_batch_zeros(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax
     return make_zeros(leaf, shape, dtype or accumulation_dtype(leaf))
 
 
-def map_plans(
-    function: Callable[[Any, Matrix | None], Any],
-    tree: optax.Params,
-    plans: Sequence[Matrix | None],
-) -> optax.Params:
-    """Map a function of a leaf and its matrices over a tree."""
-    structure: Any = jax.tree.structure(tree)
-    return structure.unflatten(map(function, jax.tree.leaves(tree), plans))
-
-
 def make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
     """Make the low-rank leaf that an optimizer is initialized with: zeros, sharded as R."""
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)
-    return project_leaf(matrix, make_basis_zeros(leaf, matrix), zeros).astype(zeros.dtype)
+    return project_leaf(zeros, matrix, make_basis_zeros(leaf, matrix)).astype(zeros.dtype)
 
 
-def make_low_rank_tree(
-    updates: optax.Updates, plans: Sequence[Matrix | None], low: Sequence[jax.Array]
-) -> optax.Updates:
-    """Make the tree that an optimizer sees: low-rank leaves R in the dtypes of updates."""
-    structure: Any = jax.tree.structure(updates)
-    return structure.unflatten(
-        r if m is None else r.astype(leaf.dtype)
-        for leaf, m, r in zip(jax.tree.leaves(updates), plans, low, strict=True)
-    )
+def unzip(pairs: Any, like: Any) -> tuple[Any, Any]:
+    """Return two trees like another one, of the first and of the second entries of a tree of pairs."""
+    structure: Any = jax.tree.structure(like)
+    leaves = structure.flatten_up_to(pairs)
+    first, second = ([pair[i] for pair in leaves] for i in (0, 1))
+    return structure.unflatten(first), structure.unflatten(second)
 
 
 def product(

@@ -1,4 +1,4 @@
-"""Which axes of a leaf are the rows and the columns of a matrix, in layers of Flax, Equinox and JAX."""
+"""The axes of a leaf that are the rows and columns of a matrix, in layers of Flax, Equinox and JAX."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ class _Taken(NamedTuple):
 
 
 def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None) -> optax.Params:
-    r"""Find the axes along which each leaf is a matrix, print what was found, and return them.
+    r"""Find the axes along which each leaf is a matrix, print them, and return them.
 
-    - A leaf of two axes is a matrix.
-    - `kernel` in `query`, `key` or `value`, of axes (d, heads, head_dim), is the matrix
-      d x (heads head_dim), and `kernel` in `out` is (heads head_dim) x d. Axes in front of these are
-      those of a stack of matrices.
-    - A leaf of four axes and more is a convolution, a matrix of its outputs and all other axes, if all
-      but its last two axes (Flax, outputs last) or its first two (Equinox, outputs first) are a window:
-      sides of at most 16, equal but for sides of 1. Of two windows the smaller one counts.
-    - `embedding`, `bias`, `scale`, and all other leaves stay at full rank.
+    - A leaf with two axes is a matrix.
+    - A `kernel` in `query`, `key` or `value` with the axes (d, heads, head_dim) is a d x (heads
+      head_dim) matrix. A `kernel` in `out` is a (heads head_dim) x d matrix. Axes before these index a
+      stack of matrices.
+    - A leaf with four or more axes is a convolution if all but its last two axes (Flax, outputs last) or
+      its first two (Equinox, outputs first) form a window. A window has sides of at most 16, which are
+      equal except for sides of 1. If both are windows, the smaller one counts. The matrix has the
+      outputs as one side and all other axes as the other.
+    - All other leaves stay at full rank, and so do `embedding`, `bias` and `scale`.
 
-    Names are whole elements of a path, those of Flax's linen and nnx.
+    The names are whole elements of a path, as in Flax's linen and nnx.
 
     Args:
       params: The model's params, or their shapes from `jax.eval_shape`.
-      **overrides: For an element of a path, the axes of all leaves below it, or None for full rank.
+      **overrides: For an element of a path, the axes of all leaves under it, or None for full rank.
 
     Returns:
-      A tree like params of `optax.contrib.GaLoreDimensionNumbers` and of None for full rank. These are
-      the `dimension_numbers` of `optperm.low_rank` and `optperm.apollo`, which find the same by default.
+      A tree like params of `optax.contrib.GaLoreDimensionNumbers`, with None for full rank. Pass it as
+      `dimension_numbers` to `optperm.low_rank` or `optperm.apollo`, whose default is the same tree
+      without overrides.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -67,15 +69,15 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
       GaLoreDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
 
     Notes:
-      The attention of a model that was scanned over its layers has the layers' axis in front, and each
-      layer has a matrix of its own. Any other leaf of three axes stays at full rank, since it may be a
-      stack of matrices along any axis: name its axes. Name also what only looks like a matrix or a
-      convolution: Equinox's `Embedding`, tables of positions, norms and biases of scanned layers, and
-      stacks such as (4, 4, 64, 256), of four layers with four experts.
+      In a model that is scanned over its layers, attention kernels have the axis of the layers first,
+      and each layer has its own matrix. Any other leaf with three axes stays at full rank, because it
+      may be a stack of matrices along any axis. Name its axes. Also name leaves that only look like a
+      matrix or a convolution: Equinox's `Embedding`, tables of positions, norms and biases of scanned
+      layers, and stacks such as (4, 4, 64, 256) for four layers with four experts.
 
     Raises:
-      TypeError: If an override is no `GaLoreDimensionNumbers`, and not None.
-      ValueError: If an override names no element of a path.
+      TypeError: If an override is neither a `GaLoreDimensionNumbers` nor None.
+      ValueError: If an override does not name an element of a path.
     """
     paths = jax.tree_util.tree_leaves_with_path(params)
     elements = {name for path, _ in paths for name in _names(path)}

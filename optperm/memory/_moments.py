@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from optperm.core.states import match_params
+from optperm.core.states import Match, match_params
 from optperm.core.trees import is_masked, mask_like
 from optperm.memory._matrices import Matrix
 from optperm.memory._projections import rotate
@@ -78,6 +78,8 @@ def _carry_adamax(change: Change, mu: jax.Array, nu: jax.Array) -> tuple[jax.Arr
     return change.rotate(mu), jnp.sqrt(change.rotate_squares(jnp.square(nu)))
 
 
+# From a change of the basis of a leaf and its moments in a state, (..., r, k), those in the new basis
+Formula = Callable[..., tuple[jax.Array, ...]]
 # What the arrays of a field are: linear in gradients, linear in squares of gradients, or the largest of
 # these squares.
 Role = Literal["mean", "square", "maximum"]
@@ -92,7 +94,7 @@ class Known(NamedTuple):
     """
 
     roles: dict[str, Role]
-    carry: Callable[..., tuple[jax.Array, ...]] | None = None
+    carry: Formula | None = None
 
 
 # Optax also gives the type of Adam's state to RAdam, NAdam and Yogi, and to Adamax and ADOPT.
@@ -121,13 +123,19 @@ def find_known_states(inner_state: Any) -> list[Any]:
     return list(filter(is_known, jax.tree.leaves(inner_state, is_leaf=is_known)))
 
 
-def _is_known(node: Any) -> bool:
+def _is_carried(node: Any) -> bool:
     return is_known(node) and KNOWN[type(node)].carry is not None
+
+
+def match_others(inner_state: Any, params: Any, is_own: Callable[[Any], bool]) -> list[Match]:
+    """Return the arrays in no state for which `is_own` holds, with the params that they belong to."""
+    others = jax.tree.map(lambda node: None if is_own(node) else node, inner_state, is_leaf=is_own)
+    return match_params(others, params)
 
 
 def find_carried_states(inner_state: Any) -> list[Any]:
     """Return the states whose moments can be carried over, in the order of the tree."""
-    return list(filter(_is_known, jax.tree.leaves(inner_state, is_leaf=_is_known)))
+    return list(filter(_is_carried, jax.tree.leaves(inner_state, is_leaf=_is_carried)))
 
 
 def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]:
@@ -158,7 +166,7 @@ def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
     states = zip(*moments, strict=True)
 
     def join(node: Any) -> Any:
-        if not _is_known(node) or not moments:
+        if not _is_carried(node) or not moments:
             return node
         fields = zip(KNOWN[type(node)].roles, zip(*next(states), strict=True), strict=True)
         return node._replace(**{name: join_field(getattr(node, name), new) for name, new in fields})
@@ -167,38 +175,53 @@ def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
         seen = [moment for moment in new if not is_masked(moment)]
         return jax.tree.unflatten(jax.tree.structure(old), seen)
 
-    return jax.tree.map(join, inner_state, is_leaf=_is_known)
+    return jax.tree.map(join, inner_state, is_leaf=_is_carried)
 
 
-def carry_moments(
+def find_formulas(
     inner_state: Any,
-    change: Change,
-    moments: list[tuple[Any, ...]],
+    probe: Probe,
+    make_params: Callable[[], Any],
     *,
     b1: float | jax.Array,
     b2: float | jax.Array,
-    seconds: Sequence[Second],
-) -> list[tuple[Any, ...]]:
-    """Return a leaf's moments in the coordinates of new bases.
+) -> list[Formula]:
+    """Return for each state whose moments can be carried over the formula that does it.
 
     Args:
       inner_state: The optimizer's state.
-      change: The change of the leaf's bases.
-      moments: The leaf's moments in each known state, (..., r, k) in the orientation of the leaf.
+      probe: The optimizer's probe, which tells Adamax from Adam.
+      make_params: Makes low-rank leaves, for the probe.
       b1: The decay rate of Adam's first moments, for its bias correction; 0 for no correction.
       b2: The decay rate of Adam's second moments.
-      seconds: The second moment of each known state, from `Probe`.
     """
-    where = change.is_new[..., None, None]
-
-    def carry(state: Any, each: tuple[Any, ...], second: Second) -> tuple[Any, ...]:
-        if any(map(is_masked, each)):  # within inner
-            return each
+    formulas, states = [], find_carried_states(inner_state)
+    seconds = probe(inner_state, make_params, find_carried_states)
+    for state, second in zip(states, seconds, strict=True):
         formula: Any = KNOWN[type(state)].carry
         if formula is _carry_adam and second == "sizes":
             formula = _carry_adamax
         elif formula is _carry_adam:
             formula = functools.partial(_carry_adam, count=state.count, b1=b1, b2=b2)
+        formulas.append(formula)
+    return formulas
+
+
+def carry_moments(
+    formulas: Sequence[Formula], change: Change, moments: list[tuple[Any, ...]]
+) -> list[tuple[Any, ...]]:
+    """Return a leaf's moments in the coordinates of new bases.
+
+    Args:
+      formulas: The formula of each state, from `find_formulas`.
+      change: The change of the leaf's bases.
+      moments: The leaf's moments in each state, (..., r, k) in the orientation of the leaf.
+    """
+    where = change.is_new[..., None, None]
+
+    def carry(formula: Formula, each: tuple[Any, ...]) -> tuple[Any, ...]:
+        if any(map(is_masked, each)):  # within inner
+            return each
         # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
         low = [change.matrix.turn(leaf).astype(change.new.dtype) for leaf in each]
         return tuple(
@@ -206,16 +229,14 @@ def carry_moments(
             for new, leaf in zip(formula(change, *low), each, strict=True)
         )
 
-    return list(map(carry, find_carried_states(inner_state), moments, seconds))
+    return list(map(carry, formulas, moments))
 
 
-def check_moments(
-    inner_state: Any, matrices: Sequence[Matrix | None], low: Any, seconds: Sequence[Second]
-) -> None:
+def check_moments(inner_state: Any, plans: Any, low: Any, probe: Probe) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
     unknown = _find_unlike_params(inner_state, low)
-    unknown = unknown or _find_unknown_state(inner_state, matrices, low)
-    if not unknown and "unknown" in seconds:
+    unknown = unknown or _find_unknown_state(inner_state, plans, low)
+    if not unknown and "unknown" in probe(inner_state, lambda: low, find_carried_states):
         unknown = "ScaleByAdamState that is not Adam's (as ADOPT's)"
     if unknown:
         raise ValueError(
@@ -234,21 +255,18 @@ def _find_unlike_params(inner_state: Any, low: Any) -> str | None:
     return None
 
 
-def _find_unknown_state(
-    inner_state: Any, matrices: Sequence[Matrix | None], low: Any
-) -> str | None:
+def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
     """Return the first other state with an array that may hold numbers of basis vectors.
 
     An array of a leaf at full rank holds none, and neither do single numbers and integers.
     """
-    lows = jax.tree.leaves(low)
-    others = jax.tree.map(
-        lambda node: None if _is_known(node) else node, inner_state, is_leaf=_is_known
-    )
+    lows: list[Any] = jax.tree.leaves(low)
+    structure: Any = jax.tree.structure(low)
+    matrices: list[Matrix | None] = structure.flatten_up_to(plans)
     shapes = {leaf.shape for leaf, m in zip(lows, matrices, strict=True) if m is not None}
     # One number for each basis vector, as in a factored second moment
     shapes |= {(*m.batch_shape, m.rank) for m in matrices if m is not None}
-    for leaf, place, owner in match_params(others, low):
+    for leaf, place, owner in match_others(inner_state, low, _is_carried):
         is_full = place is not None and matrices[place] is None
         is_array = leaf.size > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
         if shapes and not is_full and (is_array or leaf.shape in shapes):

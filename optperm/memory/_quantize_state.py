@@ -1,4 +1,4 @@
-"""Keep the moments of any optimizer in 8 bits, or first moments in 4.
+"""Store the moments of any optimizer in 8 bits, or first moments in 4.
 
 T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861; OCP,
 "Microscaling Formats (MX) Specification", version 1.0; H. Xi et al., "COAT: Compressing Optimizer States
@@ -30,7 +30,7 @@ from optperm.core.trees import is_flag, spread_prefix
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
-from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known
+from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known, match_others
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
@@ -44,13 +44,13 @@ class QuantizedState(NamedTuple):
     """State of `quantize_state`.
 
     Attributes:
-      count: Number of steps taken, for the random numbers.
-      inner_state: State of `inner`, with codes in the place of moments: float8_e4m3fn of the same shape,
-        or in 4 bits uint8, with two codes of the last axis in a byte.
-      exponents: For each state of `inner` with known moments, and for each array of its moments, a
-        dictionary: empty for an array that stays as it is, else with one entry, whose name says how the
-        array is rounded and its dtype, such as "root_float32". The entry has the exponents of the
-        blocks, int8 (..., ceil(n / 32)) for a last axis of n.
+      count: Number of steps taken, which seeds the random numbers.
+      inner_state: State of `inner`, with codes instead of moments: float8_e4m3fn of the same shape, or
+        uint8 for 4 bits, with two codes of the last axis in a byte.
+      exponents: A dictionary for each array of moments of each known state of `inner`. It is empty for
+        an array that is not quantized. Otherwise it has one entry, whose name states the rounding and
+        the dtype of the array, such as "root_float32". The entry holds the exponents of the blocks, an
+        int8 array (..., ceil(n / 32)) for a last axis of n.
     """
 
     count: Int32[jax.Array, ""]  # type: ignore[assignment]
@@ -68,38 +68,39 @@ def quantize_state(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run any optimizer with its moments in 8 bits, a quarter of their memory.
 
-    In each step moments are decoded, `inner` takes its step, and its new moments are encoded. The last
-    axis of a moment is cut into blocks of 32 numbers. A block has 32 codes c in float8_e4m3fn and one
-    exponent e, with
+    Each step decodes the moments, takes a step of `inner`, and encodes its new moments. The last axis of
+    a moment is cut into blocks of 32 numbers. A block has 32 codes c in float8_e4m3fn and one exponent
+    e, with
 
     .. math::
       m_i \approx c_i \, 2^e \quad \text{(first moments)}, \qquad
       v_i \approx (c_i \, 2^e)^2 \quad \text{(second moments)}
 
-    and e such that the largest of the block, of :math:`|m|` or :math:`\sqrt{v}`, over :math:`2^e` is in
-    (128, 256]. With :math:`\beta_2` near 1 a step changes v by less than half a code's width, and v
-    rounded to the nearest code would never change. So the root :math:`r = \sqrt{v} / 2^e` is rounded at
-    random to one of its neighbors :math:`r_0 \le r < r_1`, up with probability
+    where e is such that the maximum of :math:`|m|` or :math:`\sqrt{v}` over the block, divided by
+    :math:`2^e`, is in (128, 256]. With :math:`\beta_2` near 1, a step changes v by less than half the
+    distance of two codes, so rounding to the nearest code would never change v. Therefore the root
+    :math:`r = \sqrt{v} / 2^e` is rounded at random to one of its neighbors :math:`r_0 \le r < r_1`. It
+    is rounded up with the probability
 
     .. math::
       p = \frac{r^2 - r_0^2}{r_1^2 - r_0^2},
 
-    which is unbiased in v. First moments are rounded at random too, unbiased in m::
+    which is unbiased in v. First moments are also rounded at random, unbiased in m::
 
       tx = optperm.quantize_state(optax.adamw(1e-3))
 
     Args:
-      inner: Any optimizer with moments of known states of Optax: Adam and its kin (AdamW, NAdam, RAdam,
-        Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, Adagrad, Muon, RMSProp
-        without bias correction, and second moments of Adafactor that are not factored. They may be
-        anywhere in it: in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
-      bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments have 8 bits.
-        In 4 bits a first moment that is small for its block is 0 or many times too large, so that
-        single weights take steps of tens of learning rates: losses of long runs may be worse.
-      min_size: Moments with fewer entries stay as they are.
-      include: The params whose moments are quantized: a tree of booleans like params, a prefix of such a
+      inner: Any optimizer with moments in known states of Optax: Adam and its variants (AdamW, NAdam,
+        RAdam, Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, Adagrad, Muon, RMSProp
+        without bias correction, and unfactored second moments of Adafactor. These states can be anywhere
+        in it, such as in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
+      bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments keep 8 bits. In
+        4 bits, a first moment that is small for its block is 0 or many times too large. Some weights
+        then take steps tens of times as long as the learning rate, and the loss of a long run may rise.
+      min_size: Moments with fewer entries are not quantized.
+      include: The params whose moments are quantized. A tree of booleans like params, a prefix of such a
         tree, or a function from params to such a tree. None for all. The authors of 8-bit optimizers
-        leave out embeddings.
+        exclude embeddings.
       key: The random key of the rounding: an int or a `jax.random.key`.
 
     Returns:
@@ -117,30 +118,29 @@ def quantize_state(
       0.54
 
     Notes:
-      `inner` may be complete, with weight decay and a learning rate: neither has moments. Put
-      `optax.masked` around this transformation, not inside. Maxima of second moments (AMSGrad) climb by
-      the noise of the rounding, by a tenth to a half in some thousand steps: take Adam in long runs. Of
-      numbers within a block that are below 1e-5 (first moments) or 1e-10 (second moments) of the
-      largest, first moments become 0, and second moments stay at the smallest code: a first moment over
-      a second moment of 0 would be an enormous step. So one outlier slows its block until it is
-      forgotten: clip gradients before.
+      `inner` may include weight decay and a learning rate, which have no moments. Put `optax.masked`
+      around this transformation, not inside. Maxima of second moments (AMSGrad) climb with the rounding
+      noise, by a tenth to a half in a few thousand steps; use Adam for long runs. First moments below
+      1e-5 of the maximum of their block become 0. Second moments below 1e-10 of the maximum stay at the
+      smallest code, because dividing a first moment by a second moment of 0 would give an enormous step.
+      One outlier therefore slows its block until it is forgotten, so clip gradients first.
 
-      Counts, keys, moments of float64, arrays without an axis, and states that are not known stay as
-      they are; `init` warns if nothing is left to quantize. A moment that is not finite becomes NaN, in
-      4 bits the block of 32; other blocks do not change.
+      Counts, keys, float64 moments, arrays without an axis, and unknown states are not quantized. `init`
+      warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block
+      of 32. Other blocks do not change.
 
-      A sharded moment has sharded codes. Where a device has a multiple of 32 numbers of the last axis,
-      its exponents are sharded too; else they are replicated along that axis. Within `jax.shard_map`
-      blocks are those of each device.
+      A sharded moment has sharded codes. If each device has a multiple of 32 numbers of the last axis,
+      the exponents are sharded too; otherwise they are replicated along this axis. Within
+      `jax.shard_map`, each device has its own blocks.
 
-      `optperm.memory.quantize` and `optperm.memory.dequantize` turn a checkpoint of the plain optimizer
-      into one of the quantized optimizer and back.
+      `optperm.memory.quantize` and `optperm.memory.dequantize` convert a checkpoint of the plain
+      optimizer to a checkpoint of the quantized optimizer and back.
 
     Raises:
       TypeError: If `inner` is not a transformation, or a number has another type.
       ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params, no state of `inner` is
-        known, in 4 bits a device has an odd number of entries of a sharded last axis, or a state of
-        other bits is passed to `update`.
+        known, a device has an odd number of entries of a sharded last axis in 4 bits, or `update` gets a
+        state with other `bits`.
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
@@ -162,7 +162,8 @@ def quantize_state(
         if not known:
             raise ValueError(
                 "inner of quantize_state has no state with known moments: it has "
-                f"{_name_states(inner_state)}. Known are {', '.join(each.__name__ for each in KNOWN)}."
+                f"{checks.name_states(inner_state)}. "
+                f"Known are {', '.join(each.__name__ for each in KNOWN)}."
             )
         _warn_of_unknown(inner_state, params, min_size)
         seconds = probe(inner_state, lambda: params, find_known_states)
@@ -182,10 +183,8 @@ def quantize_state(
                 stacklevel=2,
             )
         count = jnp.zeros([], jnp.int32)
-        # Behind a barrier, XLA does not compute the codes of zeros while it compiles, which takes long.
-        inner_state = _map_moments(
-            lambda i, j, moment: jax.lax.optimization_barrier(moment), inner_state
-        )
+        # So XLA does not compute the codes of zeros while it compiles, which takes long.
+        inner_state = computed_once(inner_state)
         return QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
     def update(
@@ -194,11 +193,6 @@ def quantize_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, QuantizedState]:
-        if not _is_quantized(state):
-            raise ValueError(
-                f"The state has no QuantizedState, got {type(state).__name__}: "
-                "optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state."
-            )
         names = _find_names(state.exponents)
         forms = {name.split("_")[0] for each in names for name in each}
         if not forms.isdisjoint(("random",) if bits == 4 else ("odd", "even")):
@@ -211,19 +205,25 @@ def quantize_state(
         count = optax.safe_increment(state.count)
         return updates, QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
-    return transformation(init, update, method="quantize_state", needs_params=False)
+    return transformation(
+        init,
+        update,
+        method="quantize_state",
+        needs_params=False,
+        conversion="optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state.",
+    )
 
 
 def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
-    """Return the state of a plain optimizer as the state of the quantized optimizer.
+    """Convert the state of a plain optimizer to the state of the quantized optimizer.
 
     Args:
       opt_state: A state of the optimizer without `optperm.quantize_state`.
-      like: A state of the optimizer with it, or its shapes from `jax.eval_shape`.
+      like: A state of the quantized optimizer, or its shapes from `jax.eval_shape`.
       key: The random key of the rounding.
 
     Returns:
-      A state of the form of `like` with the numbers of `opt_state`.
+      A state with the structure of `like` and the numbers of `opt_state`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -258,13 +258,13 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
 
 
 def dequantize(opt_state: Any) -> Any:
-    """Return the state of a quantized optimizer as the state of the plain optimizer.
+    """Convert the state of a quantized optimizer to the state of the plain optimizer.
 
     Args:
       opt_state: A state with `QuantizedState` anywhere in it.
 
     Returns:
-      The state with the decoded state of `inner` in the place of each `QuantizedState`.
+      The state, with the decoded state of `inner` instead of each `QuantizedState`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -402,22 +402,14 @@ def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
     return jax.device_put(e, NamedSharding(sharding.mesh, P(*spec[:-1], last)))
 
 
-def _find_others(inner_state: Any, params: Any) -> list[tuple[str, Any]]:
-    """Return each array that is in no known state, and the name of its state."""
-    others = jax.tree.map(
-        lambda node: None if is_known(node) else node, inner_state, is_leaf=is_known
-    )
-    return [(owner, leaf) for leaf, _, owner in match_params(others, params)]
-
-
 def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
     """Warn of a state that keeps large arrays in full, with its words."""
-    ours = (LowRankState, ApolloState)
+    ours = {LowRankState.__name__, ApolloState.__name__}
     words: dict[str, float] = {}
-    for owner, leaf in _find_others(inner_state, params):
+    for leaf, _, owner in match_others(inner_state, params, is_known):
         dtype, size = jnp.result_type(leaf), jnp.size(leaf)
         is_number = jnp.issubdtype(dtype, jnp.inexact) and size >= min_size
-        if is_number and owner not in {each.__name__ for each in ours}:
+        if is_number and owner not in ours:
             words[owner] = words.get(owner, 0.0) + size * dtype.itemsize / 4
     for owner, number in words.items():
         warnings.warn(
@@ -426,16 +418,3 @@ def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-def _name_states(inner_state: Any) -> str:
-    """Return the names of the states of an optimizer, for a message."""
-    names: list[str] = []
-
-    def visit(node: Any) -> bool:
-        if hasattr(node, "_fields"):
-            names.append(type(node).__name__)
-        return False
-
-    jax.tree.leaves(inner_state, is_leaf=visit)
-    return ", ".join(dict.fromkeys(names)) or "no state"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.memory._matrices import DimensionNumbers, plan_matrices
+from optperm.memory._matrices import DimensionNumbers, Matrix, plan_matrices
 
 # Ranks are tried as ratios to the smaller side of each matrix.
 _STEPS = 256
@@ -21,21 +22,21 @@ def rank_for(
     *,
     dimension_numbers: DimensionNumbers | None = None,
 ) -> float:
-    r"""Return the largest rank with which `optperm.low_rank` of Adam keeps at most some words per param.
+    r"""Return the maximum rank for which `optperm.low_rank` of Adam keeps at most `words` per param.
 
-    With ranks :math:`r = \rho \min(d, k)` a matrix d x k has a basis and two moments, and any other leaf
-    two moments:
+    With ranks :math:`r = \rho \min(d, k)`, a d x k matrix has a basis and two moments. Any other leaf
+    has two moments:
 
     .. math::
       \frac{\sum_\text{matrices} (d r + 2 r k) + \sum_\text{others} 2 n}{\sum n} \le \text{words}
 
     Args:
       params: The model's params, or their shapes from `jax.eval_shape`.
-      words: The words of 32 bits per parameter; Adam has 2.
+      words: The 32-bit words per parameter. Adam has 2.
       dimension_numbers: As in `optperm.low_rank`.
 
     Returns:
-      :math:`\rho`, a ratio in (0, 1): the `rank` of `optperm.low_rank`.
+      :math:`\rho`, a ratio in (0, 1), to pass as `rank` to `optperm.low_rank`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -48,32 +49,36 @@ def rank_for(
       0.592
 
     Notes:
-      For 70 % less memory than AdamW's pass `words=0.6`. Leaves at full rank, such as embeddings, count
-      with two words for each parameter, and counters with none. Numbers count, not bytes: with params of
-      16 bits moments have 16 bits too, and bases 32.
+      To save 70% of AdamW's memory, pass `words=0.6`. Leaves at full rank, such as embeddings, count two
+      words per parameter; counters count as zero. This function counts numbers, not bytes: with 16-bit
+      params, moments have 16 bits too, and bases have 32.
 
     Raises:
       TypeError: If `words` is not a number, or the entries of `dimension_numbers` are of another type.
-      ValueError: If `words` is not positive, or no rank is small enough, as other leaves keep more.
+      ValueError: If `words` is not positive, or no rank is small enough because other leaves keep more.
     """
     checks.check_positive("words", words)
-    sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    sizes = [math.prod(jnp.shape(leaf)) for _, leaf in leaves]
+
+    def plan(ratio: float) -> list[Matrix | None]:
+        tree = plan_matrices(params, ratio, "smaller", dimension_numbers)
+        found: list[Matrix | None] = structure.flatten_up_to(tree)
+        return found
 
     def count(ratio: float) -> float:
-        plans = plan_matrices(params, ratio, "smaller", dimension_numbers)
         kept = sum(
             2 * size if m is None else math.prod(m.batch_shape) * m.rank * (m.d + 2 * m.k)
-            for size, m in zip(sizes, plans, strict=True)
+            for size, m in zip(sizes, plan(ratio), strict=True)
         )
         return kept / max(sum(sizes), 1)
 
     fitting = [step for step in range(1, _STEPS) if count(step / _STEPS) <= words]
     if not fitting:
-        plans = plan_matrices(params, 1 / _STEPS, "smaller", dimension_numbers)
-        paths = [
-            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
-        ]
-        full = [(n, path) for n, path, m in zip(sizes, paths, plans, strict=True) if m is None]
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        plans = zip(sizes, paths, plan(1 / _STEPS), strict=True)
+        full = [(size, path) for size, path, m in plans if m is None]
         where = f", of which params{max(full)[1]} at full rank has the most" if full else ""
         raise ValueError(
             f"words={words} cannot be reached: the smallest rank keeps {count(1 / _STEPS):.2f}{where}. "

@@ -41,15 +41,15 @@ class LeafReport(NamedTuple):
 
 
 class StateReport(NamedTuple):
-    """Result of `state_report`, which prints as a table.
+    """Result of `state_report`; it prints as a table.
 
     Attributes:
-      leaves: For each leaf, in the order of the tree: `name`, its path; `shape`; `treatment`, such as
-        "rank 4 of 16 x 64" for matrices of these sides, of which the first has the basis, "full rank",
-        or empty where no low-rank method says how it treats the leaf; `words`, the words of its state;
-        `bytes`; and `words_per_param`, these words for each of its entries.
-      other_words: The words of arrays that belong to no leaf, such as counts and keys.
-      words: The words of the whole state; `bytes` is four times as many.
+      leaves: For each leaf, in the order of the tree: `name` (its path), `shape`, `treatment`, `words`
+        of its state, `bytes`, and `words_per_param` (the words per entry). `treatment` is "full rank",
+        or for example "rank 4 of 16 x 64" for matrices with these sides, of which the first has the
+        basis. It is empty without a low-rank method.
+      other_words: The words of arrays that do not belong to a leaf, such as counts and keys.
+      words: The words of the whole state. `bytes` is four times this number.
       words_per_param: The words of the whole state per parameter.
     """
 
@@ -79,20 +79,20 @@ class StateReport(NamedTuple):
 
 
 def state_report(tx: optax.GradientTransformation, params: optax.Params) -> StateReport:
-    """Report the size of an optimizer's state in bytes and in words of 32 bits, leaf by leaf.
+    """Report the size of an optimizer's state in bytes and in 32-bit words, leaf by leaf.
 
-    Only shapes are used. Every array of the state counts, by its bytes / 4: an entry of an int8 array
-    or of a mask is a quarter of a word. An array belongs to a leaf if it is in a tree like params; the
-    exponents of `optperm.quantize_state`, 1 / 32 of the bytes of its codes, count as others. For
-    `optperm.low_rank` and `optperm.apollo`, anywhere in the optimizer, the report has the rank of each
-    leaf; a leaf of three or more axes whose axes are not named stays at full rank.
+    The report needs only shapes. Every array of the state counts a quarter of its bytes, so an entry of
+    an int8 array or of a mask is a quarter of a word. An array belongs to a leaf if it is in a tree like
+    params. The exponents of `optperm.quantize_state`, 1 / 32 of the bytes of its codes, count as others.
+    If the optimizer contains `optperm.low_rank` or `optperm.apollo`, the report shows the rank of each
+    leaf. A leaf with three or more axes that are not named stays at full rank.
 
     Args:
       tx: Any optimizer.
       params: The model's params, or their shapes from `jax.eval_shape`.
 
     Returns:
-      A `StateReport`, which prints as a table.
+      A `StateReport`; it prints as a table.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm

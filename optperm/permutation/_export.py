@@ -28,20 +28,20 @@ PERMUTED_STATES = (PermuteByCyclesState, LapermState)
 def permuted_params(
     opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
 ) -> optax.Params:
-    """Return the exact weights of a permutation method, bit for bit a permutation of the initial ones.
+    """Return the exact weights of a permutation method, which are a permutation of the initial ones.
 
-    For `optperm.sgperm` these are the current weights. For `optperm.laperm` these are the given params,
-    synchronized, or without params the weights as last synchronized.
+    For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the given params
+    after a synchronization. Without params, they are the weights of the last synchronization.
 
     Args:
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
-      params: Current params, for the leaves that the method does not train (masked to another
-        optimizer). Without params those leaves are `optax.MaskedNode`. For a `flax.nnx` model params
-        may be its variables.
-      output_axes: As given to `optperm.laperm`; unused for `optperm.sgperm`.
+      params: The current params, for leaves that the method does not train because another optimizer
+        does. Without params, these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its
+        variables.
+      output_axes: As passed to `optperm.laperm`. `optperm.sgperm` does not need it.
 
     Returns:
-      A tree like params, of plain arrays.
+      A tree like params with plain arrays.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -51,10 +51,12 @@ def permuted_params(
       True
 
     Notes:
-      With plain `optax.apply_updates` the params of training are within one rounding of these weights.
+      With plain `optax.apply_updates`, the params of training are within one rounding error of these
+      weights.
 
     Raises:
-      ValueError: If `opt_state` holds no permutation state, or more than one, or `params` do not match.
+      ValueError: If `opt_state` holds no permutation state or more than one, or if `params` do not
+        match.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
@@ -71,19 +73,19 @@ def export_permutation(
     *,
     output_axes: OutputAxes = (-1,),
 ) -> Any:
-    """Return the permutation that takes the initial params to the trained ones.
+    """Return the permutation from the initial params to the trained params.
 
     Args:
-      initial_params: The params that `init` was called with.
+      initial_params: The params passed to `init`.
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
-      params: Current params, to export `permuted_params(opt_state, params)`. For `optperm.laperm` that
-        differs from the export without params.
-      output_axes: As given to the method.
+      params: The current params, to export `permuted_params(opt_state, params)`. For `optperm.laperm`,
+        this differs from the export without params.
+      output_axes: As passed to the method.
 
     Returns:
-      A tree like params of int32 indices into the flattened initial parameter, such that
-      `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train
-      are `optax.MaskedNode`.
+      A tree like params of int32 indices into the flattened initial parameter, with
+      `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train are
+      `optax.MaskedNode`.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -95,9 +97,9 @@ def export_permutation(
       [1, 0, 2]
 
     Raises:
-      ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` or
-        `params` have another structure, shape or dtype; if the trained weights are no permutation of
-        the initial ones.
+      ValueError: If `opt_state` holds no permutation state or more than one, if `initial_params` or
+        `params` have another structure, shape or dtype, or if the trained weights are not a permutation
+        of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks
@@ -132,11 +134,11 @@ def export_permutation(
 
 
 def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.Params:
-    """Rebuild trained weights, bit for bit, from the initial ones and a permutation.
+    """Rebuild trained weights bit for bit from the initial weights and a permutation.
 
     Args:
       initial_params: A tree of parameters.
-      permutation: The result of `export_permutation`. Where a leaf is `optax.MaskedNode`, the initial
+      permutation: The result of `export_permutation`. If a leaf is `optax.MaskedNode`, the initial
         parameter is returned unchanged.
 
     Returns:
@@ -177,7 +179,7 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
     if count is not None and can_be_seen(count) and (most := int(np.max(count))):
         warnings.warn(
             f"{most} step{'s were' if most > 1 else ' was'} given other params than sgperm placed: they "
-            "may be no permutation. A wrapper moves them, or they were reset without the state.",
+            "may not be a permutation. A wrapper moves them, or they were reset without the state.",
             UserWarning,
             stacklevel=3,
         )

@@ -15,7 +15,7 @@ def falling(
 ) -> optax.Schedule:
     r"""Make a schedule of the aggressiveness of `optperm.sgperm` that falls from step to step.
 
-    At the counts :math:`t = 0, 1, \dots` its value is, with :math:`\alpha_0` the initial value,
+    With the initial value :math:`\alpha_0`, its value at the counts :math:`t = 0, 1, \dots` is
 
     .. math::
       \alpha_0 \cdot 100^{-\min(t + 1, T) / T} \text{ with num_steps } T, \qquad
@@ -23,11 +23,11 @@ def falling(
 
     Args:
       init_value: :math:`\alpha_0 \ge 0`, a number. The first step already takes a smaller value.
-      num_steps: :math:`T \ge 1`, the steps of the whole run, after which the value stays at a hundredth
-        of :math:`\alpha_0`.
+      num_steps: :math:`T \ge 1`, the number of steps of the whole run. Afterwards the value stays at a
+        hundredth of :math:`\alpha_0`.
 
     Returns:
-      A schedule of Optax, which maps a count, perhaps traced, to a float32 scalar.
+      An Optax schedule, which maps a count, which may be traced, to a float32 scalar.
 
     Example:
       >>> import optperm

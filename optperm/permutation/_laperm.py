@@ -1,4 +1,4 @@
-"""LaPerm: training with any optimizer, and periodically re-sorting the initial weights.
+"""LaPerm: training with any optimizer, and periodically sorting the initial weights.
 
 Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
 NeurIPS 2020.
@@ -17,7 +17,7 @@ from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
 from optperm.core.control import when
-from optperm.core.dtypes import cast_like, zero_if_not_finite
+from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
@@ -44,14 +44,16 @@ Interval = int | jax.Array | Callable[[jax.Array], Any]
 class LapermState(NamedTuple):
     """State of `laperm`.
 
-    It holds the sorted values of each weight vector: the value of rank k is where `ranks` is k.
+    It holds the sorted values of each weight vector: the value with rank k is where `ranks` is k.
 
     Attributes:
       count: Steps taken.
-      inner_state: State of the optimizer that moves the weights.
-      weights: The weights as last synchronized, a permutation of the initial ones in each weight vector.
+      inner_state: State of `inner`, which moves the weights.
+      weights: The weights of the last synchronization, a permutation of the initial weights in each
+        weight vector.
       ranks: The rank of each of these weights in its weight vector.
-      synchronized: Whether the last step ended with a synchronization, so that params are `weights`.
+      synchronized: Whether the last step ended with a synchronization, after which the params are
+        `weights`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -61,7 +63,7 @@ class LapermState(NamedTuple):
     synchronized: Bool[Array, ""]
 
     def exact(self) -> list[Exact]:
-        """Return the synchronized weights; scalars, which never move, are not placed either."""
+        """Return the synchronized weights; scalars never move, and are not placed."""
         where = jax.tree.map(
             lambda w: self.synchronized if w.ndim else optax.MaskedNode(), self.weights
         )
@@ -82,21 +84,21 @@ def laperm(
     *,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train a network by permuting its initial weights into the order that an optimizer finds (LaPerm).
+    r"""Train a network by putting its initial weights in the order that an optimizer finds (LaPerm).
 
-    The inner optimizer moves the weights freely. After step t, counted from 0, if :math:`t + 1` is a
-    multiple of k, each weight vector :math:`w` is synchronized: with :math:`w_0` its initial values,
+    The inner optimizer moves the weights freely. Steps t count from 0. If :math:`t + 1` is a multiple of
+    k, each weight vector :math:`w` with the initial values :math:`w_0` is synchronized after step t:
 
     .. math::
-      w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)],
+      w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)].
 
-    with the smallest initial value where the smallest weight is now, and so on; ties by location. So the
-    network holds its initial weights, bit for bit, in another order.
+    The smallest initial value moves to the position of the smallest weight, and so on; ties keep their
+    order. The network then holds its initial weights, bit for bit, in another order.
 
     Args:
-      inner: The optimizer that moves the weights. It may not place params, as `optperm.sgperm`
-        does, hold some, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
-      every: :math:`k \ge 1`, the steps from one synchronization to the next, a number or a schedule of
+      inner: The optimizer that moves the weights. It must not place params, as `optperm.sgperm` does,
+        fix entries, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
+      every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       output_axes: As in `optperm.permute_by_cycles`.
 
@@ -117,28 +119,28 @@ def laperm(
       [2.0, 1.0, 0.5] [2.0, 1.0, 0.5]
 
     Notes:
-      Between two synchronizations the params are no permutation.
-      `optperm.permutation.permuted_params(opt_state)` returns the network as last synchronized;
-      `optperm.permutation.permuted_params(opt_state, params)` synchronizes the params first: use it
-      to test or keep a network between two synchronizations.
+      Between synchronizations, the params are not a permutation of the initial weights.
+      `optperm.permutation.permuted_params(opt_state)` returns the network of the last synchronization.
+      `optperm.permutation.permuted_params(opt_state, params)` synchronizes the params first. Use it to
+      test or save a network between synchronizations.
 
-      If k is too small, no weight passes its neighbors before it is put back, and nothing is learned.
-      Try a range from a few synchronizations per epoch to one in a few epochs. Initialize biases at
-      random, or train them with another optimizer (`optax.partition`). Scalars keep their value. The
-      inner state is neither reset nor permuted: it stays with the location.
+      If k is too small, no weight passes its neighbors before the next synchronization, and the network
+      learns nothing. Try values from a few synchronizations per epoch to one in a few epochs. Initialize
+      biases at random, or train them with another optimizer (`optax.partition`). Scalars keep their
+      values. The inner state is neither reset nor permuted: it stays with the position.
 
-      A gradient entry that is not finite counts as zero. A weight vector that holds a NaN when it is
-      synchronized returns to its last synchronized order. The sort runs only in steps that synchronize,
-      but under `jax.vmap` in every step.
+      A nonfinite gradient entry counts as zero. If a weight vector holds a NaN at a synchronization, it
+      returns to its last synchronized order. The sort runs only in steps that synchronize, except under
+      `jax.vmap`, where it runs in every step.
 
-      It must be the last of its chain: a transformation after it changes updates, not the weights that
-      it places. `optperm.apply_updates` places the weights bit for bit; with `optax.apply_updates` they
-      are within one rounding of these, without ever drifting.
+      LaPerm must come last in its chain: a transformation after it changes updates, but not the weights
+      that it places. `optperm.apply_updates` places the weights bit for bit. With `optax.apply_updates`,
+      they are within one rounding error, and never drift.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer places params, holds them or keeps zeros, or
-        the trees passed to `update` do not match.
+      ValueError: If `every` is below 1, the inner optimizer places params, fixes entries or keeps zeros,
+        or the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
@@ -154,7 +156,7 @@ def laperm(
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
-                "inner places params itself, holds some or keeps zeros: use one that moves all."
+                "inner places params, fixes some or keeps zeros: use one that moves all of them."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),
@@ -186,9 +188,9 @@ def laperm(
             return synchronize_params(before, moved, output_axes)
 
         weights, ranks = when(is_due, synchronize, (state.weights, state.ranks))
-        # The barrier orders the step after the loop, which reads what the step writes over.
-        (weights, ranks), p, inner_state = jax.lax.optimization_barrier(
-            ((weights, ranks), params, state.inner_state)
+        # The loop reads what the step writes over.
+        (weights, ranks), (p, inner_state) = compute_in_order(
+            (weights, ranks), (params, state.inner_state)
         )
         moves, inner_state = step(p, inner_state)
         updates = jax.tree.map(lambda w, m, p: jnp.where(is_due, w - p, m), weights, moves, p)
@@ -200,7 +202,7 @@ def laperm(
             synchronized=is_due,
         )
 
-    return transformation(init, update, method="laperm", like=lambda s: s.weights)
+    return transformation(init, update, method="laperm", like=lambda s: s.weights, dtypes=True)
 
 
 def synchronize_params(

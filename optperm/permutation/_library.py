@@ -63,7 +63,7 @@ def find_kernels() -> tuple[tuple[str, ...], str]:
     refused = _register_handlers()
     if refused:
         return ("callback", "numpy"), (
-            f"optperm calls its compiled kernel through Python, which is slower: {refused}. To mend it, "
+            f"optperm calls its compiled kernel through Python, which is slower: {refused}. To fix it, "
             "install optperm again with a supported jaxlib and a C++17 compiler."
         )
     return KERNELS, ""

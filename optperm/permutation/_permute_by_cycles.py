@@ -19,9 +19,9 @@ import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
@@ -49,12 +49,12 @@ class PermuteByCyclesState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      key: Data of the threefry key from which every partition is drawn.
-      weights: The exact weights, a permutation of the initial ones in each weight vector.
+      key: Data of the threefry key for the random partitions.
+      weights: The exact weights, a permutation of the initial weights in each weight vector.
       ranks: The rank of each weight in its weight vector.
       fraction_moved: The fraction of all weights that the last step moved.
-      mismatches: Steps whose params differed from the weights of the step before by more than
-        rounding: something else moves the params, and they are no permutation.
+      mismatches: Steps whose params differed from the previous weights by more than rounding. Something
+        else moved the params, so they are not a permutation.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -65,7 +65,7 @@ class PermuteByCyclesState(NamedTuple):
     mismatches: Int32[Array, ""]
 
     def exact(self) -> list[Exact]:
-        """Return the exact weights; scalars, which are not permuted, are not placed either."""
+        """Return the exact weights; scalars are not permuted, and are not placed."""
         where = jax.tree.map(lambda w: True if w.ndim else optax.MaskedNode(), self.weights)
         return [Exact(mask_like(self.weights, where), where, is_target=True)]
 
@@ -92,39 +92,42 @@ def permute_by_cycles(
     key: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Permute each weight vector along cycles in which every weight moves as recommended.
+    r"""Permute each weight vector along cycles, in which every weight moves as recommended.
 
-    The incoming updates are a recommendation :math:`m`: negative where the weight should rise,
-    positive where it should fall. A weight vector is all weights that enter one output unit, with
-    :math:`n` entries and :math:`A = \max - \min`. One step, for each:
+    The incoming updates are a recommendation :math:`m`, which is negative where the weight should rise
+    and positive where it should fall. All weights that enter one output unit form a weight vector, with
+    :math:`n` entries and the range :math:`A = \max - \min`. A step does the following for each weight
+    vector:
 
-    1. Split it at random into disjoint subsets of
-       :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries, the last one smaller. Entries whose
-       recommendation is zero or not finite sit out, which leaves :math:`s` of a subset.
-    2. A weight :math:`w` may move to the place of any in :math:`[w, w + \epsilon)` if it should rise, in
-       :math:`[w - \epsilon, w)` if it should fall, with :math:`\epsilon = A (\alpha + 1/s)`.
-    3. In descending order of :math:`|m|`, find from each entry a cycle of such moves through entries
-       that are in no cycle yet: depth first, nearest weight first. Every entry on it moves one on.
+    1. Split the vector at random into disjoint subsets of
+       :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries; the last one may be smaller.
+       Exclude entries whose recommendation is zero or not finite, which leaves :math:`s` entries of a
+       subset.
+    2. Let a weight :math:`w` move to the position of any weight in :math:`[w, w + \epsilon)` if it
+       should rise, or in :math:`[w - \epsilon, w)` if it should fall, with
+       :math:`\epsilon = A (\alpha + 1/s)`.
+    3. In descending order of :math:`|m|`, find a cycle of such moves from each entry, through entries
+       that are not in a cycle yet: depth first, nearest weight first. Every entry on the cycle moves one
+       position along it.
 
-    So each weight vector keeps its values bit for bit, and every moved weight moved the way its
-    recommendation asked, by at most :math:`\epsilon`.
+    Each weight vector thus keeps its values bit for bit, and every moved weight follows its
+    recommendation, by at most :math:`\epsilon`.
 
     Args:
       aggressiveness: :math:`\alpha \ge 0`, a number or a schedule of the step.
       partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
       min_partition_size: :math:`P_{\min} \ge 1`, in entries.
-      include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
-      centralize: Whether to subtract a pivot from :math:`m`: :math:`\bar m + z \sigma / 2` with the
-        mean and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn
-        in each step. No permutation can follow the mean, since all have the same sum; and of two
-        weights that should rise, the one with the larger :math:`|m|` can pass the other when the pivot
-        is between them. Entries whose :math:`m` is zero then take part; platforms may round the pivot
-        differently.
+      include_remainder: Whether to include a last subset of fewer than :math:`P` entries.
+      centralize: Whether to subtract the pivot :math:`\bar m + z \sigma / 2` from :math:`m`, with the
+        mean and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn in
+        each step. All permutations have the same sum, so none can follow the mean. If two weights should
+        rise and the pivot is between them, the weight with the larger :math:`|m|` can pass the other.
+        Entries with zero :math:`m` then take part. Platforms may round the pivot differently.
       key: The random key of the partitions, or an int that seeds it. The same key gives the same
-        training on every platform.
-      output_axes: The axes of a parameter that index output units: an integer or several, or a
-        function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
-        are one weight vector.
+        training run on every platform.
+      output_axes: The axes of a parameter that index output units: one or several integers, or a
+        function that computes them from a path, such as "Dense_0/kernel", and the parameter. Parameters
+        of rank 1 are one weight vector.
 
     Returns:
       A transformation whose state is a `PermuteByCyclesState`. Its `update` needs `params`.
@@ -142,9 +145,9 @@ def permute_by_cycles(
       0.5
 
     Notes:
-      It computes updates from targets in its state, so nothing may follow it in a chain.
-      `optperm.apply_updates` places the weights bit for bit; with `optax.apply_updates` they are within
-      one rounding of these, without ever drifting. Scalars keep their value.
+      This transformation computes updates from targets in its state, so nothing may follow it in a
+      chain. `optperm.apply_updates` places the weights bit for bit. With `optax.apply_updates`, they are
+      within one rounding error, and never drift. Scalars keep their values.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
@@ -169,8 +172,8 @@ def permute_by_cycles(
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, output_axes),
             # Of the type that an update gives them, for a scan inside `jax.shard_map`.
-            fraction_moved=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
-            mismatches=mark_varying(jnp.zeros([], jnp.int32), varying_axes(params)),
+            fraction_moved=varying_zeros(params, jnp.float32),
+            mismatches=varying_zeros(params, jnp.int32),
         )
 
     def update(
@@ -197,9 +200,9 @@ def permute_by_cycles(
             moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
-        # The kernel writes over the weights. Without the barrier XLA would copy them for the comparison.
-        is_mismatch, weights = jax.lax.optimization_barrier(
-            (_are_elsewhere(params, state.weights), state.weights)
+        # The kernel writes over the weights, which are compared before.
+        is_mismatch, weights = compute_in_order(
+            _are_elsewhere(params, state.weights), state.weights
         )
         weights, ranks = permute_vectors(permute, output_axes, weights, state.ranks, m)
         size = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim)
@@ -214,7 +217,9 @@ def permute_by_cycles(
         # From the targets, not from the moves: rounding in the params is undone by the next step.
         return optax.tree.sub(weights, params), new_state
 
-    return transformation(init, update, method="permute_by_cycles", like=lambda s: s.weights)
+    return transformation(
+        init, update, method="permute_by_cycles", like=lambda s: s.weights, dtypes=True
+    )
 
 
 def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:

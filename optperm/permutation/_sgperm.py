@@ -16,7 +16,7 @@ import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype
+from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
@@ -77,28 +77,29 @@ def sgperm(
     .. math::
       m_{t+1} = \eta g_t + \mu m_t
 
-    and then permutes each weight vector as :math:`m_{t+1}` recommends, by `permute_by_cycles` with the
+    Then `permute_by_cycles` permutes each weight vector as :math:`m_{t+1}` recommends, with the
     aggressiveness :math:`\alpha_t` and the partition ratio :math:`\lambda_t`.
 
-    The recommendation stays with the location, not with the weight. The network keeps its initial
+    The recommendation stays with the position, not with the weight. The network keeps its initial
     weights, bit for bit, in another order.
 
     Args:
-      aggressiveness: :math:`\alpha_t \ge 0`: a weight moves by at most about this fraction of its weight
-        vector's range. A number, a schedule of the step, or None for a schedule that falls from 0.1,
-        `optperm.permutation.falling(0.1, num_steps)`. With whole weight vectors as subsets, small values
-        stop all moves; `optax.tree.get(opt_state, "fraction_moved")` says so.
-      partition_ratio: :math:`\lambda_t \in [0, 1]`: the fraction of a weight vector in one subset, a
+      aggressiveness: :math:`\alpha_t \ge 0`. A weight moves by at most this fraction of its weight
+        vector's range, plus 1 / s of the range in a subset of s entries, about the distance of two
+        neighbors. A number, a schedule of the step, or None for a schedule that falls from 0.1,
+        `optperm.permutation.falling(0.1, num_steps)`. If a subset is a whole weight vector, small values
+        allow hardly any moves; `optax.tree.get(opt_state, "fraction_moved")` shows this.
+      partition_ratio: :math:`\lambda_t \in [0, 1]`, the fraction of a weight vector in one subset. A
         number or a schedule of the step.
-      learning_rate: :math:`\eta`, the factor on the newest gradient, a number or a schedule of the step.
+      learning_rate: :math:`\eta`, the factor on the newest gradient. A number or a schedule of the step.
       momentum: :math:`\mu \in [0, 1]`, the factor on the last recommendation.
-      num_steps: The updates of the whole run, over which the aggressiveness falls: epochs times the
-        batches of an epoch, and inside `optax.MultiSteps(..., k)` a k-th of these. Later updates take
-        the last aggressiveness; `steps_past_end` in the state counts them.
+      num_steps: The number of updates of the whole run, over which the aggressiveness falls. This is the
+        number of epochs times the batches per epoch, divided by k inside `optax.MultiSteps(..., k)`.
+        Later updates use the last aggressiveness, and `steps_past_end` in the state counts them.
       min_partition_size: The minimum number of entries in a subset.
-      include_remainder: Whether a smaller last subset takes part.
-      centralize: Whether to subtract from the recommendation a random pivot near its mean over the
-        weight vector: see `permute_by_cycles`. It is not in the paper.
+      include_remainder: Whether to include a smaller last subset.
+      centralize: Whether to subtract a random pivot from the recommendation, near its mean over the
+        weight vector (see `permute_by_cycles`). The paper does not do this.
       key: The random key of the partitions, or an int that seeds it.
       output_axes: As in `permute_by_cycles`.
 
@@ -129,28 +130,29 @@ def sgperm(
       >>> tx = optperm.sgperm(falls, grows)
 
     Notes:
-      Pass `num_steps` where the length of the run is known: it trains best. By the original's 0.99 a
-      step, hardly a weight moves after some 500 steps. Initialize biases at random, or train them with
-      another optimizer (`optax.partition`).
+      If you know the length of the run, pass `num_steps`, which trains best. With the original decay of
+      0.99 per step, hardly any weights move after about 500 steps. Initialize biases at random, or train
+      them with another optimizer (`optax.partition`).
 
-      Weights of v evenly spaced values move only while :math:`\alpha_t` is above about 1 / (v - 1), so
-      the aggressiveness must not fall: pass `aggressiveness=1.0` and a momentum of 0.99 or 0.999.
+      Weights with v evenly spaced values move only while :math:`\alpha_t` is above about 1 / (v - 1), so
+      the aggressiveness must not fall. Pass `aggressiveness=1.0` and a momentum of 0.99 or 0.999.
 
-      Only the sign and the order of the recommendation matter. So the learning rate has an effect only
-      as a schedule, and where its product with a gradient is too small for the dtype of the params: for
-      float16 take 1.0. The recommendation has the dtype of the params. In bfloat16 a momentum of 0.999
-      or more rounds to 1, and old gradients are never forgotten: take 0.99, or params in float32. An
-      entry whose gradient is not finite sits out the step and keeps its recommendation.
+      Only the sign and the order of the recommendation matter. The learning rate therefore has an effect
+      only as a schedule, or if its product with a gradient is too small for the dtype of the params. Use
+      1.0 for float16. The recommendation has the dtype of the params. In bfloat16, a momentum of 0.999
+      or more rounds to 1 and never forgets old gradients; use 0.99, or float32 params. If the gradient
+      of an entry is not finite, the entry skips the step and keeps its recommendation.
 
-      It must be the last of its chain. Gradients may be changed before it (clipped, averaged over
-      replicas), but a transformation after it, such as weight decay, would break the permutation;
-      `optperm.apply_updates` warns about it.
+      SGPerm must come last in its chain. Other transformations may change gradients before it (clip
+      them, or average them over replicas). A transformation after it, such as weight decay, would break
+      the permutation; `optperm.apply_updates` warns about it.
 
-      Test accuracy after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden units, batches of 50),
-      and after 10 epochs of 25 on the digits: with `num_steps` and `centralize` 0.968 and 0.981, and
-      without these 0.959 and 0.977; by :math:`0.99^t` 0.942 and 0.981. Other rules without a length lost
-      on one of the two: :math:`1 / (1 + t / 50)` has 0.954 and 0.982, :math:`(1 + t / 10)^{-0.6}` 0.955
-      on MNIST, and :math:`1 / \sqrt{1 + t / 30}` 0.970 on the digits.
+      These are test accuracies after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden units,
+      batches of 50), and after 10 epochs of 25 steps on the digits. With `num_steps` and `centralize`,
+      they are 0.968 and 0.981. Without these, they are 0.959 and 0.977, and with :math:`0.99^t` they are
+      0.942 and 0.981. Other schedules without a length lost on one of the two: :math:`1 / (1 + t / 50)`
+      has 0.954 and 0.982, :math:`(1 + t / 10)^{-0.6}` has 0.955 on MNIST, and
+      :math:`1 / \sqrt{1 + t / 30}` has 0.970 on the digits.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
@@ -164,7 +166,7 @@ def sgperm(
         aggressiveness = falling(_START, num_steps)
     elif num_steps is not None:
         raise ValueError(
-            "Pass aggressiveness or num_steps, not both: for another start than 0.1, "
+            "Pass aggressiveness or num_steps, not both: to start elsewhere than at 0.1, "
             "aggressiveness=optperm.permutation.falling(start, num_steps)."
         )
     return optax.chain(
@@ -207,9 +209,7 @@ def _recommend(
             return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
 
         # m <- eta g + mu m
-        m = jax.tree.map(recommend, grads, state.recommendation)
-        # Without the barrier XLA computes m twice, and copies the old m that it would overwrite.
-        m = jax.lax.optimization_barrier(m)
+        m = computed_once(jax.tree.map(recommend, grads, state.recommendation))
         # Where m is not finite its entry sits out the step, and the state keeps the old m.
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
@@ -219,4 +219,6 @@ def _recommend(
             past = jnp.maximum(t - jnp.asarray(num_steps, jnp.int32), 0)
         return m, RecommendationState(count=t, recommendation=kept, steps_past_end=past)
 
-    return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
+    return transformation(
+        init, update, method="sgperm", like=lambda s: s.recommendation, dtypes=True
+    )

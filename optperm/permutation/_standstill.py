@@ -13,7 +13,7 @@ def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
     moved = columns["fraction_moved"]
     if len(moved) >= _FIRST and not np.any(moved):
         says = f"No weight has moved in {len(moved)} steps: take a larger aggressiveness."
-        return [f"{says} Weights of a few values need sgperm(aggressiveness=1.0)."]
+        return [f"{says} Weights with few values need sgperm(aggressiveness=1.0)."]
     if len(moved) < 2 * _WINDOW:
         return []
     first, last = np.mean(moved[:_FIRST]), np.mean(moved[-_WINDOW:])
@@ -21,6 +21,6 @@ def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
         return []
     return [
         f"After step {len(moved)} the weights hardly trade places: {last:.1%} of them per step, "
-        f"{first:.1%} at first. Pass sgperm num_steps, all steps of the run, or an aggressiveness that "
+        f"{first:.1%} at first. Pass sgperm num_steps, the length of the run, or an aggressiveness that "
         "falls more slowly."
     ]

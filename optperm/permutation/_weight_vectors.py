@@ -134,12 +134,12 @@ def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> N
     """Warn if params are scalars alone, or hold weight vectors that no permutation can change."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
     if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        says = "All params are scalars, which permuting leaves as they are: use another optimizer."
+        says = "All params are scalars, which permuting does not change: use another optimizer."
         warnings.warn(says, UserWarning, stacklevel=3)
     if constant := _find_constant_vectors(params, output_axes):
         warnings.warn(
             f"In {', '.join(constant)} all weights that enter an output unit are equal: no permutation "
-            "trains them. Initialize them at random, or train them otherwise (optax.partition).",
+            "trains them. Initialize them at random, or use another optimizer (optax.partition).",
             UserWarning,
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
 """Pruning, freezing and sparse training.
 
-Each weight has its own entry in a mask. See ``examples/sparse.py``.
+A mask has an entry for each weight. See ``examples/sparse.py``.
 """
 
 from optperm.core.public import show_names as _show_names

@@ -245,25 +245,26 @@ def check_fraction(name: str, fraction: Any) -> None:
 def erk_sparsity(
     params: Any, sparsity: float | jax.Array, *, include: Include | None = None
 ) -> Any:
-    r"""Return the sparsity of each leaf by the Erdős-Rényi kernel: small leaves stay denser.
+    r"""Return a sparsity for each leaf by the Erdős-Rényi kernel, which keeps small leaves denser.
 
-    A leaf of N entries and of shape :math:`(n_1, \dots, n_k)` has the density
+    A leaf with N entries and the shape :math:`(n_1, \dots, n_k)` has the density
 
     .. math::
       d = \min(1, \epsilon r), \qquad r = \frac{n_1 + \dots + n_k}{n_1 \cdots n_k}
 
-    with one :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts are
-    rounded by the largest remainder, so that floor(s N + 1/2) of all N entries are zero. `scope="erk"`
-    elsewhere means these sparsities; call this function to change some before you pass the tree.
+    with the same :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts
+    are rounded by the largest remainder, which makes exactly floor(s N + 1/2) of all N entries zero.
+    `scope="erk"` in other functions means these sparsities. Call this function to change some of them
+    before you pass the tree.
 
     Args:
-      params: A tree of arrays, or of the shapes that `jax.eval_shape` returns.
-      sparsity: s, in [0, 1]. A JAX array, traced or not, gives sparsities in float32 that are not
-        rounded to counts.
+      params: A tree of arrays, or of shapes from `jax.eval_shape`.
+      sparsity: s, in [0, 1]. A JAX array, traced or not, gives float32 sparsities that are not rounded
+        to counts.
       include: The leaves that become sparse, as in `optperm.sparsity.prune`.
 
     Returns:
-      A tree of floats like params, 0.0 for a leaf that is not included.
+      A tree of floats like params, with 0.0 for leaves that are not included.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -274,8 +275,8 @@ def erk_sparsity(
       {'in': 18714, 'mid': 6906, 'out': 1000}
 
     Notes:
-      A leaf of several layers, (L, n, m), as scanned models have, is one leaf of three axes, with
-      another density than L leaves of shape (n, m).
+      A stacked leaf (L, n, m) of a scanned model counts as one leaf with three axes. Its density differs
+      from the density of L leaves of shape (n, m).
 
     Raises:
       TypeError: If `sparsity` is not a number, or a leaf is not an array.

@@ -31,7 +31,7 @@ class _Member(NamedTuple):
 def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | None = None) -> Any:
     """Return params with each matrix W of shape (in, out) replaced by a sparse matrix of its transpose.
 
-    With w the sparse matrix, `x @ W` is `(w @ x.T).T`. Zeros are not stored.
+    If w is the sparse matrix, `x @ W` is `(w @ x.T).T`. Zeros are not stored.
 
     Args:
       params: A tree of arrays, outside `jax.jit`.
@@ -41,7 +41,7 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
         such a tree, or a function from params to such a tree. None for all matrices.
 
     Returns:
-      A tree like params, with sparse matrices of the same dtype; other leaves are unchanged.
+      A tree like params, with sparse matrices of the same dtype. Other leaves are unchanged.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optperm
@@ -54,14 +54,14 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       [[4.0, 6.0, 0.0]]
 
     Notes:
-      A weight of shape (out, in), as Equinox's and PyTorch's, becomes a sparse (in, out), so that
-      `weight @ x` fails, or for a square weight is wrong: pass `weight.T`.
+      A weight of shape (out, in), as in Equinox and PyTorch, becomes a sparse matrix of shape (in, out).
+      Then `weight @ x` fails, or is wrong if the weight is square. Pass `weight.T` instead.
 
-      Below 90 % zeros sparse products do not pay on a CPU. On an MLP of 300 and 100 hidden units BCSR
-      takes 0.5 to 0.75 of the time of dense products at 90 % for batches of 32 and 256, and a quarter to
-      a third at 98 %; scipy's format suits single examples, from 98 % on. A dense network of as many
-      bytes (`optperm.sparsity.remove_units`) is faster than all formats (`benchmarks/sparse.py
-      --export`).
+      Below 90% zeros, sparse products are not faster on a CPU. On an MLP with 300 and 100 hidden units
+      and batches of 32 and 256, BCSR takes 0.5 to 0.75 of the time of dense products at 90% zeros, and a
+      quarter to a third at 98%. scipy's format suits single examples from 98% zeros. A dense network
+      with the same number of bytes (`optperm.sparsity.remove_units`) is faster than all formats
+      (`python benchmarks/sparsity.py --only export`).
 
     Raises:
       TypeError: If a leaf is traced, not a dense array, or of a dtype that scipy cannot multiply.
@@ -85,25 +85,25 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
 
 
 def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> Any:
-    """Return smaller dense params without the units that contribute nothing to the outputs.
+    """Return smaller dense params without the units that do not affect the outputs.
 
-    A unit is removed if all its outgoing weights are zero; with `zero_at_zero` also if all its incoming
-    weights and its bias are zero. This is repeated until no unit is left to remove. Outputs agree to
-    rounding. A unit that has only a bias is a constant, and stays.
+    This function removes a unit if all its outgoing weights are zero. With `zero_at_zero`, it also
+    removes a unit if all its incoming weights and its bias are zero. It repeats this until no unit can
+    be removed. Outputs agree up to rounding. A unit with only a bias is a constant, and stays.
 
     Args:
       params: A tree of arrays, outside `jax.jit`.
-      groups: For each group of units the leaves with an axis of these units, as pairs of a path and the
-        axis: `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`.
-        In a pair the last axis means incoming weights, any other axis outgoing weights. This is wrong
-        for weights of shape (out, in), as Equinox's and PyTorch's, for kernels of shape
-        (in, heads, dim), and for an outgoing vector: add `"in"` or `"out"` as a third item, as in
-        `[("layers/0/weight", 0, "in"), ("layers/0/bias", 0), ("layers/1/weight", 1, "out")]`.
-        All leaves with the axis must be named, also the statistics of a `BatchNorm`.
+      groups: For each group of units, the leaves with an axis of these units, as pairs of a path and the
+        axis: `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`. In a
+        pair, the last axis means incoming weights, and any other axis means outgoing weights. This is
+        wrong for weights of shape (out, in), as in Equinox and PyTorch, for kernels of shape (in, heads,
+        dim), and for an outgoing vector. Add `"in"` or `"out"` as a third item for these, as in
+        `[("layers/0/weight", 0, "in"), ("layers/0/bias", 0), ("layers/1/weight", 1, "out")]`. Name all
+        leaves with the axis, including the statistics of a `BatchNorm`.
       zero_at_zero: Whether the activation maps 0 to 0, as relu and tanh do.
 
     Returns:
-      A tree like params with shorter named axes; leaves that are not named are unchanged.
+      A tree like params, in which the named axes are shorter. Other leaves are unchanged.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -117,18 +117,19 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
       ((3, 1), [[5.0]])
 
     Notes:
-      Each axis must have one entry for each unit. Channels of a convolution whose outputs are flattened
-      into a dense layer have H * W entries each in the kernel of that layer: they cannot be removed.
+      Each axis must have one entry per unit. If the outputs of a convolution are flattened into a dense
+      layer, each channel has H * W entries in the kernel of this layer, so you cannot remove channels
+      there.
 
-      Each unit must be computed without the others. Units that a `LayerNorm`, an `RMSNorm` or a softmax
-      combines must not be removed, as the outputs of the rest would change; neither must units of a
-      tied embedding, whose one leaf holds incoming and outgoing weights.
+      Units must be independent of each other. Do not remove units that a `LayerNorm`, an `RMSNorm` or a
+      softmax combines, because the outputs of the other units would change. Do not remove units of a
+      tied embedding either, because its single leaf holds incoming and outgoing weights.
 
     Raises:
       KeyError: If a path is unknown.
       IndexError: If an axis does not exist.
-      ValueError: If the axes of a group differ in length, a group lacks incoming or outgoing weights, an
-        axis is named twice, or a third item is neither `"in"` nor `"out"`.
+      ValueError: If the axes of a group have different lengths, a group lacks incoming or outgoing
+        weights, an axis is named twice, or a third item is neither `"in"` nor `"out"`.
     """
     params = without_variables(params)
     paths, structure = jax.tree_util.tree_flatten_with_path(params)

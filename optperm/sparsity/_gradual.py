@@ -11,10 +11,9 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite
-from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes, varying_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, place_like
+from optperm.core.mapped_axes import AxisName, varying_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
 from optperm.exact import check_no_averages
@@ -56,9 +55,8 @@ def prune_gradually(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train with an optimizer while the sparsity rises to its final value.
 
-    In the end Z entries of each leaf, or of all leaves together, are zero. In step
-    :math:`t = 0, 1, \dots`, with the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the
-    step u of `inner`:
+    Finally, Z entries of each leaf, or of all leaves together, are zero. Step :math:`t = 0, 1, \dots`
+    uses the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of `inner`:
 
     .. math::
       \text{if } t \bmod \text{every} = 0:\quad &
@@ -67,16 +65,17 @@ def prune_gradually(
       & u \leftarrow u(g \text{ where } m, \text{ else } 0) \\
       & \theta \leftarrow \theta + u \text{ where } m, \text{ else } 0
 
-    The scores are :math:`|\theta|` before the step ("magnitude"); :math:`|\theta g|` with the batch's
-    gradient ("saliency"); or S with :math:`S \leftarrow S - \theta g` in each step ("movement": weights
-    that move away from zero score high). Of equal scores the first stays. If the score of a live entry
-    is not finite, or for "movement" its gradient, all masks stay until the next multiple of `every`.
+    The scores are :math:`|\theta|` before the step ("magnitude"), :math:`|\theta g|` with the batch's
+    gradient ("saliency"), or S with :math:`S \leftarrow S - \theta g` in each step ("movement"). With
+    "movement", weights that move away from zero score high. Ties keep the earlier entry. If the score of
+    a live entry is not finite, or its gradient for "movement", all masks stay until the next multiple of
+    `every`.
 
     Args:
-      inner: Any optimizer. It sees gradients with zeros in place of pruned entries, so that clipping
-        inside it uses the norm of the live entries; clipping in front of this transformation, in an
-        `optax.chain`, uses the norm of all entries.
-      sparsity: The final fraction of zeros, in [0, 1]; or a tree of fractions like params, or a prefix
+      inner: Any optimizer. It sees gradients with zeros for pruned entries, so clipping inside it uses
+        the norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses the
+        norm of all entries.
+      sparsity: The final fraction of zeros, in [0, 1], or a tree of fractions like params, or a prefix
         of such a tree.
       ramp: r, a schedule from 0 to 1, or a number. Zhu and Gupta's ramp is
         `optax.polynomial_schedule(0.0, 1.0, 3, num_steps, first_step)`.
@@ -84,15 +83,14 @@ def prune_gradually(
       criterion: `"magnitude"`, `"saliency"` or `"movement"`.
       scope: `"erk"`, `"leaf"` or `"global"`, as in `optperm.sparsity.prune`.
       include: The leaves to prune, as in `optperm.sparsity.prune`.
-      structure: `optperm.sparsity.Blocks` or `optperm.sparsity.Units`, to prune groups of entries,
-        which are then counted instead of entries. None for single entries.
+      structure: `optperm.sparsity.Blocks` or `optperm.sparsity.Units`, to prune and count groups of
+        entries. None for individual entries.
       axis_name: The mapped axis over which scores are averaged when the mask changes, for replicas whose
-        params or gradients differ. None where they agree.
+        params or gradients differ. None if they agree.
 
     Returns:
-      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs
-      `params`. It must be the last of its chain; with `optperm.apply_updates` zeros stay zero
-      wherever it stands.
+      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`. It
+      must come last in its chain. With `optperm.apply_updates`, zeros stay zero at any position.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -111,22 +109,23 @@ def prune_gradually(
       4 [4.0, 0.0, 0.0, 0.0]
 
     Notes:
-      Masks only shrink, so that a ramp that falls has no effect. The final sparsity is reached at the
-      first multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more by
-      hand, and `optperm.sparsity.reset_masks` frees all entries.
+      Masks only shrink, so a falling ramp has no effect. The sparsity reaches its final value at the
+      first multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more
+      entries, and `optperm.sparsity.reset_masks` frees all entries.
 
-      Products stay dense: training is not faster. A step whose mask may change costs a selection while
-      the ramp rises; under `jax.vmap` every step does. "movement" reads and writes S, a float32 number
-      for each entry, in every step. An average of the params outside, such as `optax.ema`'s, is not
-      sparse where masks change; `optperm.rigl` also takes an `optax.contrib.schedule_free` inside.
+      Products stay dense, so training is not faster. While the ramp rises, a step whose mask may change
+      costs a selection; under `jax.vmap`, every step does. "movement" reads and writes S, a float32
+      number for each entry, in every step. An external average of the params, such as that of
+      `optax.ema`, is not sparse where masks change. `optperm.rigl` also takes
+      `optax.contrib.schedule_free` inside.
 
     Raises:
       TypeError: If `inner` is not a transformation, a sparsity or the ramp is not a number, or a
         parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
-        a structure does not fit a leaf, if `inner` places params or keeps averages of them
+      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or higher,
+        if a structure does not fit a leaf, if `inner` places params or keeps averages of them
         (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`), if `axis_name` is
-        not bound where `update` is called, or if trees do not match.
+        not bound in `update`, or if trees do not match.
 
     References:
       Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
@@ -219,13 +218,12 @@ def prune_gradually(
         update,
         method="prune_gradually",
         like=lambda state: state.mask,
-        dtypes=False,
         axis_name=axis_name,
     )
 
 
 def _make_zeros(p: jax.Array) -> jax.Array:
-    return shard_like(mark_varying(jnp.zeros_like(p, jnp.float32), varying_axes(p)), p)
+    return place_like(jnp.zeros_like(p, jnp.float32), p)
 
 
 def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:

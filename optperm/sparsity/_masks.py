@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.dtypes import place_like
 from optperm.core.shardings import shard_like
 from optperm.core.states import find_state, replace_state, without_variables
 from optperm.core.transformation import transformation
@@ -63,26 +63,26 @@ class MaskElementsState(NamedTuple):
     mask: PyTree[Bool[Array, "?*shape"], "Params"]
 
     def exact(self) -> list[Exact]:
-        """Return that masked entries keep their values."""
+        """Return the masked entries, which keep their values."""
         return [Exact(None, jax.tree.map(jnp.logical_not, self.mask))]
 
 
 def mask_elements(
     mask: Any | Callable[[optax.Params], Any] = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Hold the masked entries of the params at their values.
+    r"""Keep the masked entries of the params at their values.
 
     .. math::
       u_i \leftarrow \begin{cases} u_i & \text{if } m_i \\ -0 & \text{else} \end{cases}
 
-    Each entry has its own boolean :math:`m_i`, where `optax.masked` has one for each leaf.
-    `optperm.sparsity.prune`, `optperm.sparsity.freeze` and `optperm.sparsity.reset_masks` change
-    the booleans between steps, inside `jax.jit` too, without a new compilation. A masked update may
-    be any number, NaN included.
+    Each entry has its own boolean :math:`m_i`, while `optax.masked` has one per leaf.
+    `optperm.sparsity.prune`, `optperm.sparsity.freeze` and `optperm.sparsity.reset_masks` change the
+    booleans between steps, also inside `jax.jit`, without a new compilation. A masked update may be any
+    number, including NaN.
 
     Args:
-      mask: The entries that may move at first: a tree of booleans like params, each for a whole leaf or
-        of the leaf's shape; a prefix of such a tree; or a function from params to such a tree. None for
+      mask: The entries that may move initially. A tree of booleans like params, each for a whole leaf or
+        of the leaf's shape, a prefix of such a tree, or a function from params to such a tree. None for
         all entries.
 
     Returns:
@@ -98,12 +98,13 @@ def mask_elements(
       [[2.5, 0.0], [0.0, 3.5]]
 
     Notes:
-      It must be the last of its chain: with `optax.apply_updates`, weight decay after it, for instance,
-      would move masked entries. With `optperm.apply_updates` masked entries keep their bits wherever it
-      stands: under a method that places weights (`optperm.sgperm`, `optperm.agn`), under
-      `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros turn -0.0 into 0.0, and where the
-      processor flushes subnormal numbers. A placing method does not know the masks: what it reports
-      from its own state, such as `optperm.distributed.center_params`, is not masked.
+      With `optax.apply_updates`, it must come last in its chain; weight decay after it, for example,
+      would move masked entries. With `optperm.apply_updates`, masked entries keep their bits at any
+      position in the chain. This holds under methods that place weights (`optperm.sgperm`,
+      `optperm.agn`), under `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros turn -0.0
+      into 0.0, and on processors that flush subnormal numbers. A method that places weights does not
+      know the masks, so results from its own state, such as `optperm.distributed.center_params`, are not
+      masked.
 
     Raises:
       TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
@@ -130,7 +131,6 @@ def mask_elements(
         update,
         method="mask_elements",
         like=lambda state: state.mask,
-        dtypes=False,
         needs_params=False,
         updates_like="updates",
     )
@@ -146,7 +146,7 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
         if shape not in ((), wanted):
             raise ValueError(f"mask has shape {shape} for a parameter of shape {wanted}.")
         allowed = jnp.broadcast_to(jnp.asarray(allowed), jnp.shape(leaf))
-        return mark_varying(shard_like(allowed, leaf), varying_axes(leaf))
+        return place_like(allowed, leaf)
 
     try:
         mask = jax.tree.broadcast(mask, params)
@@ -167,43 +167,45 @@ def prune(
     include: Include | None = None,
     structure: Structure | None = None,
 ) -> tuple[optax.Params, Any]:
-    r"""Set a fraction of the weights to zero, and mask them so that they stay zero.
+    r"""Set a fraction of the weights to zero, and mask them to keep them zero.
 
-    For the sparsity p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` highest scores of n entries stay.
-    The scores are :math:`|w|`, or `scores` with their signs. Of equal scores the first stays, and NaN
-    stays before all others, so that the count is exact for any scores. The n entries are the entries
-    of a leaf, with a p for each leaf by `optperm.sparsity.erk_sparsity` (`"erk"`) or the same p for
-    all leaves (`"leaf"`); of all leaves together (`"global"`); or of the inputs of one output unit
-    (`"unit"`: a slice along the last axis). With a structure units are counted instead of entries.
+    For the sparsity p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` entries with the highest scores
+    out of n stay. The scores are :math:`|w|`, or `scores` with their signs. Ties keep the earlier entry,
+    and NaN ranks above all numbers, so the count is exact for any scores. The n entries depend on
+    `scope`. They are the entries of each leaf, with a p for each leaf from
+    `optperm.sparsity.erk_sparsity` (`"erk"`) or the same p for all leaves (`"leaf"`). With `"global"`,
+    they are the entries of all leaves together. With `"unit"`, they are the inputs of one output unit, a
+    slice along the last axis. With a structure, units are counted instead of entries.
 
-    All entries are ranked, masked ones too, and none becomes free: masks accumulate. By magnitude pruned
-    entries rank lowest, so that pruning 0.5 and then 0.6 leaves 0.4. A weight that is frozen at another
-    value is set to zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl` all dead
-    entries are set to zero: `prune(params, opt_state, 0.0)` before the first step makes the first
-    gradient the gradient of the sparse network.
+    All entries are ranked, including masked ones, and none becomes free: masks accumulate. Pruned
+    entries have the lowest magnitude, so pruning 0.5 and then 0.6 leaves 0.4. A frozen weight is set to
+    zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl`, all dead entries are set to
+    zero. If you call `prune(params, opt_state, 0.0)` before the first step, the first gradient is the
+    gradient of the sparse network.
 
     Args:
-      params: All params. Where the mask is inside `optax.masked` or `optax.partition`, the params that
-        it does not see stay as they are.
+      params: All params. If the mask is inside `optax.masked` or `optax.partition`, the other params do
+        not change.
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
         `optperm.rigl` anywhere in it: chained, masked, partitioned, injected into, or kept as variables
-        by `flax.nnx.Optimizer`. It is not changed.
-      sparsity: p, in [0, 1]; or a tree of fractions like params, or a prefix of such a tree, one
-        fraction for each leaf, 0 for a leaf that is not included. None with `optperm.sparsity.NOfM`.
-      criterion: `"magnitude"`; or `"random"`, a random order that depends on the key alone, so that with
-        the same key a higher sparsity contains a lower one.
+        by `flax.nnx.Optimizer`. This function does not change it.
+      sparsity: p, in [0, 1], or a tree of fractions like params, or a prefix of such a tree. Leaves that
+        are not included need the fraction 0. None with `optperm.sparsity.NOfM`.
+      criterion: `"magnitude"` or `"random"`. The random order depends only on the key, so with the same
+        key, the zeros of a higher sparsity include those of a lower one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
-      scores: A tree like params; None for the magnitude of the params. Criterion `"random"` ignores it.
-      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same.
+      scores: A tree like params, or None for the magnitude of the params. Criterion `"random"` ignores
+        it.
+      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same key.
         `"magnitude"` ignores it.
-      include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
-        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      include: The leaves to prune. A tree of booleans like params, a prefix of such a tree, or a
+        function from params to such a tree. None for all leaves of rank 2 or higher.
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
 
     Returns:
-      The params with 0.0 (never -0.0) in place of pruned entries, and the optimizer state with the
-      masks; both of the same structure, shapes and dtypes.
+      The params with 0.0 (never -0.0) for pruned entries, and the optimizer state with the masks. Both
+      keep their structure, shapes and dtypes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -216,21 +218,21 @@ def prune(
       [0.0, 1.0]
 
     Notes:
-      It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan` (but not on a state of
-      `optperm.switch_after`, whose phase is not known there), with a traced sparsity and key. A Python
-      or NumPy number is the decimal number that it is printed as; a JAX array, traced or not, is
-      rounded to a multiple of :math:`2^{-24}`. A traced sparsity that is out of range counts as the
-      nearest limit, and NaN as 0.
+      `prune` works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced sparsity and key. The
+      exception is a state of `optperm.switch_after`, whose phase is unknown there. A Python or NumPy
+      number counts as the decimal number that it prints as. A JAX array, traced or not, is rounded to a
+      multiple of :math:`2^{-24}`. A traced sparsity that is out of range counts as the nearest limit,
+      and NaN counts as 0.
 
-      Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, except for
-      `NOfM` and `Blocks`.
+      16-bit scores often tie; then the position decides. On a mesh, only `NOfM` and `Blocks` gather
+      anything.
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `sparsity` is out of range, or not 0 for a leaf that is not included, `criterion` or
-        `scope` is unknown, `key` is missing, a tree does not match the masks, a structure does not fit a
-        leaf, `include` is None and no leaf has rank 2 or more, or there is not exactly one state with
-        masks.
+      ValueError: If `sparsity` is out of range, or not 0 for a leaf that is not included, if `criterion`
+        or `scope` is unknown, if `key` is missing, if a tree does not match the masks, if a structure
+        does not fit a leaf, if `include` is None and no leaf has rank 2 or higher, or if there is not
+        exactly one state with masks.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
@@ -277,29 +279,30 @@ def freeze(
     key: int | jax.Array | None = None,
     include: Include | None = None,
 ) -> Any:
-    r"""Mask a fraction of the weights so that they stay at their values.
+    r"""Mask a fraction of the weights to keep them at their values.
 
-    The weights with the smallest :math:`|g_i|` or :math:`|(H g)_i|`, or random ones, are masked, with g
-    the gradient over all examples and H the preconditioner that `optperm.constant_sgd` has learned.
-    Numbers and ties are as in `optperm.sparsity.prune`, and masks accumulate.
+    This function masks the weights with the smallest :math:`|g_i|` or :math:`|(H g)_i|`, or random
+    weights. g is the gradient over all examples, and H is the preconditioner that `optperm.constant_sgd`
+    has learned. Counts and ties are as in `optperm.sparsity.prune`, and masks accumulate.
 
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: chained, masked,
-        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is not changed.
+        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. This function does not
+        change it.
       fraction: p, in [0, 1], or a tree of fractions, as in `optperm.sparsity.prune`.
-      scores: g, a tree like params, from `optperm.variance.full_gradient` for instance. Criterion
+      scores: g, a tree like params, for example from `optperm.variance.full_gradient`. Criterion
         `"random"` ignores it.
-      criterion: `"gradient"`; `"preconditioned_gradient"`, for an optimizer with
-        `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which needs no scores: with
-        the same key a larger fraction contains a smaller one.
+      criterion: `"gradient"`, `"preconditioned_gradient"` (for an optimizer that contains
+        `optperm.constant_sgd` or `optperm.mandt_sgd`), or `"random"`. `"random"` needs no scores; with
+        the same key, a larger fraction includes the weights of a smaller one.
       scope: As in `optperm.sparsity.prune`.
-      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same. Other
-        criteria ignore it.
-      include: The leaves to freeze, as in `optperm.sparsity.prune`. A function gets the masks, which
+      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same key.
+        Other criteria ignore it.
+      include: The leaves to freeze, as in `optperm.sparsity.prune`. A function receives the masks, which
         have the structure and shapes of the params.
 
     Returns:
-      The optimizer state with the new masks, of the same structure, shapes and dtypes.
+      The optimizer state with the new masks, with the same structure, shapes and dtypes.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -313,9 +316,10 @@ def freeze(
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, `criterion` or
-        `scope` is unknown, `scores` or `key` is missing, a tree does not match the masks, or there is
-        not exactly one state of `mask_elements`, or of a preconditioner where the criterion needs one.
+      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, if `criterion`
+        or `scope` is unknown, if `scores` or `key` is missing, if a tree does not match the masks, or if
+        there is not exactly one state of `mask_elements`, or of a preconditioner if the criterion needs
+        it.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -353,14 +357,14 @@ def freeze(
 
 
 def reset_masks(opt_state: Any) -> Any:
-    """Return the optimizer state with masks of True: all entries may move again.
+    """Return the optimizer state with all entries free to move again.
 
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
-        `optperm.rigl` anywhere in it. It is not changed.
+        `optperm.rigl` anywhere in it. This function does not change it.
 
     Returns:
-      The whole optimizer state, of the same structure, shapes and dtypes.
+      The optimizer state, with the same structure, shapes and dtypes.
 
     Example:
       >>> import jax.numpy as jnp, optperm

@@ -53,9 +53,9 @@ def rigl(
     skip_step: bool = False,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train a network that is always sparse, and move its weights to where gradients are large.
+    r"""Train a network that is always sparse, and move its weights to entries with large gradients.
 
-    The first mask is random. In step t with :math:`t \bmod \text{every} = 0` and :math:`0 < t < T`,
+    The first mask is random. In each step t with :math:`t \bmod \text{every} = 0` and :math:`0 < t < T`,
     :math:`k = \lfloor \alpha_t n + \tfrac12 \rfloor` of the n live weights of each leaf move:
 
     .. math::
@@ -65,35 +65,34 @@ def rigl(
       \alpha_t = \tfrac{1}{2} \alpha \, (1 + \cos(\pi t / T))
 
     A weight that is dropped and grown in the same step keeps its value and its state. Other grown
-    weights start at 0, with the optimizer state that `init` gives; dropped weights are set to 0. `inner`
-    sees gradients and params with 0 in place of dead entries. Each leaf keeps its number of
-    live weights. With `grow="random"` places are random (SET); with `drop_fraction=0` the mask stays.
-    With `grow="gradient"` all masks stay in a step with a gradient that is not finite.
+    weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
+    gradients and params with 0 for dead entries. Each leaf keeps its number of live weights. With
+    `grow="random"`, positions are random (SET). With `drop_fraction=0`, the mask never changes. With
+    `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
 
     Args:
-      inner: Any optimizer whose state is made of trees like params, and of scalars, counts and keys:
-        without `optax.flatten`, factored moments, or a low rank. Clipping inside it uses the norm of the
-        live entries; clipping in front of this transformation, in an `optax.chain`, uses the norm of all
-        entries.
-      sparsity: The fraction of zeros, in [0, 1], distributed by `optperm.sparsity.erk_sparsity`; or a
-        tree of fractions like params, or a prefix of such a tree. `init` alone uses it: in a resumed
-        training `optperm.sparsity.prune` raises the sparsity.
-      end: T, the step from which on the mask stays: about three quarters of the training.
+      inner: Any optimizer whose state consists of trees like params, and of scalars, counts and keys.
+        This excludes `optax.flatten`, factored moments and low-rank states. Clipping inside it uses the
+        norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses the norm
+        of all entries.
+      sparsity: The fraction of zeros, in [0, 1], which `optperm.sparsity.erk_sparsity` distributes over
+        the leaves. Or a tree of fractions like params, or a prefix of such a tree. Only `init` uses it;
+        to raise the sparsity of a resumed run, call `optperm.sparsity.prune`.
+      end: T, the step after which the mask no longer changes, about three quarters of the run.
       key: The random key of the first mask and of random growth: an int or a `jax.random.key`. All
-        replicas need the same.
+        replicas need the same key.
       every: The number of steps between changes of the mask.
-      drop_fraction: :math:`\alpha`, in [0, 1]; or a schedule, which is used as :math:`\alpha_t` itself.
+      drop_fraction: :math:`\alpha`, in [0, 1], or a schedule of :math:`\alpha_t` itself.
       grow: `"gradient"` or `"random"`.
       include: The leaves that are sparse, as in `optperm.sparsity.prune`.
-      skip_step: Whether live weights and the state of `inner` stay as they are in a step that changes
-        the mask, as in the paper's code.
+      skip_step: Whether a step that changes the mask leaves live weights and the state of `inner`
+        unchanged, as in the paper's code.
       axis_name: The mapped axis over which magnitudes and gradients are averaged when the mask changes,
-        for replicas whose params or gradients differ. None where they agree.
+        for replicas whose params or gradients differ. None if they agree.
 
     Returns:
-      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs
-      `params`. It must be the last of its chain; with `optperm.apply_updates` zeros stay zero
-      wherever it stands.
+      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`. It
+      must come last in its chain. With `optperm.apply_updates`, zeros stay zero at any position.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -108,27 +107,28 @@ def rigl(
       [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0]]
 
     Notes:
-      The gradient must be the gradient of all entries, which `jax.grad` gives since dead weights are
-      zeros in the params. Do not multiply by a mask in the model: the gradient would be zero there, and
-      the first places would grow. To average gradients over batches, put `optax.MultiSteps` outside.
+      RigL needs the gradient of all entries. `jax.grad` computes it, because dead weights are ordinary
+      zeros in the params. Do not multiply by a mask in the model: these gradients would be zero, and the
+      first entries of a leaf would grow. To average gradients over batches, put `optax.MultiSteps`
+      outside.
 
-      Until the first update the params are dense, unless they are made sparse before by
+      The params are dense until the first update. To make them sparse earlier, call
       `params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)`.
 
-      Products and gradients are dense: training is not faster, and gradual pruning, at the same cost
-      here, reaches a better accuracy. Under Adam a fresh weight moves further than an old one, since
-      its moments are fresh and their count is not: 3.2 times as far at once and 6.6 times at most, for
-      decays of 0.9 and 0.999. Use b2=0.99 where that hurts.
+      Products and gradients are dense, so training is not faster. At the same cost, gradual pruning has
+      a higher accuracy. With Adam, a new weight moves farther than an old one, because its moments are
+      new but their step count is not: 3.2 times as far at first and at most 6.6 times, for decay rates
+      of 0.9 and 0.999. If this hurts, use b2=0.99.
 
-      Under `jax.vmap` every step costs a selection. Within `jax.lax.scan` a step in which the mask stays
-      costs as much as a step of the optimizer with `optperm.mask_elements`. A program of a single step
-      also allocates, in every call, the memory of a selection, four times the bytes of the params.
+      Under `jax.vmap`, every step costs a selection. Within `jax.lax.scan`, a step that does not change
+      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. A program of a
+      single step allocates the memory of a selection, four times the bytes of the params, in every call.
 
     Raises:
       TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
-        a state of `inner` is not like params, if `axis_name` is not bound where `update` is called,
-        or if trees do not match.
+      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or higher,
+        if a state of `inner` is not like params, if `axis_name` is not bound in `update`, or if trees do
+        not match.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
@@ -216,7 +216,6 @@ def rigl(
         update,
         method="rigl",
         like=lambda state: state.mask,
-        dtypes=False,
         axis_name=axis_name,
     )
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optperm.core.mapped_axes import mark_varying, varying_axes
-from optperm.core.shardings import shard_like
+from optperm.core.dtypes import place_like
 from optperm.core.trees import is_masked
 from optperm.exact import Exact, exact_entries, placing_states
 
@@ -51,11 +50,7 @@ def check_places_nothing(inner_state: Any) -> None:
 
 def make_masks(params: Any) -> Any:
     """Make a mask of True for each leaf."""
-
-    def mask(leaf: Any) -> Any:
-        return shard_like(mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf)), leaf)
-
-    return jax.tree.map(mask, params)
+    return jax.tree.map(lambda leaf: place_like(jnp.ones_like(leaf, bool), leaf), params)
 
 
 def zero_dead(mask: Any, tree: Any) -> Any:

@@ -27,27 +27,27 @@ def keep_top(
     include: Include | None = None,
     structure: Structure | None = None,
 ) -> Any:
-    r"""Return params with the smallest entries set to zero; gradients pass through unchanged.
+    r"""Set the smallest entries of params to zero, and pass gradients through unchanged.
 
     .. math::
       w_i \mapsto \begin{cases} w_i & \text{if } m_i \\ 0 & \text{else} \end{cases}, \qquad
       \text{with the derivative } 1
 
-    Call it on the params inside the loss: the network is sparse, while the optimizer keeps all weights,
-    so that a weight that is zero now may come back. At the end `optperm.sparsity.prune` makes the
-    params sparse.
+    Call this function on the params inside the loss. The network is then sparse, but the optimizer keeps
+    all weights, so zero weights can return. At the end, `optperm.sparsity.prune` makes the params
+    sparse.
 
     Args:
-      params: A tree of arrays, real floating where they are included.
-      sparsity: The fraction of zeros as in `optperm.sparsity.prune`, a number or a tree of numbers. It
-        may be traced, such as `schedule(step)`. None with `optperm.sparsity.NOfM`.
+      params: A tree of arrays, with real floating dtypes in the included leaves.
+      sparsity: The fraction of zeros, as in `optperm.sparsity.prune`: a number or a tree of numbers. It
+        can be traced, such as `schedule(step)`. None with `optperm.sparsity.NOfM`.
       scope: As in `optperm.sparsity.prune`.
       include: The leaves that become sparse, as in `optperm.sparsity.prune`.
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
 
     Returns:
-      A tree like params, whose entries are those of params or zero.
+      A tree like params, in which each entry is unchanged or zero.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -58,8 +58,8 @@ def keep_top(
       [[1.0, 1.0], [1.0, 1.0]]
 
     Notes:
-      Every forward pass selects entries, which takes longer than the rest of a small network's step;
-      the selection of `NOfM` is cheap.
+      Every forward pass selects entries. In a small network, this takes longer than the rest of the
+      step. The selection of `NOfM` is cheap.
 
     Raises:
       TypeError: If an included parameter is not of a real floating dtype, a leaf is not an array, or a

@@ -41,14 +41,14 @@ ENTRIES = Entries()
 
 @dataclasses.dataclass(frozen=True)
 class NOfM(Entries):
-    """Keep n of each m consecutive entries along an axis, as 2:4 hardware requires.
+    """Keep n of every m consecutive entries along an axis, as 2:4 hardware requires.
 
-    Of equal scores the first is kept. The default axis is the input axis of kernels of shapes
-    (in, out) and (h, w, in, out), over which such hardware sums.
+    Ties keep the earlier entry. The default axis is the input axis of kernels of shapes (in, out) and
+    (h, w, in, out), over which such hardware sums.
 
     Attributes:
       n: The number of entries kept in each group, from 1 to m.
-      m: The length of a group, which must divide the axis.
+      m: The length of a group. The length of the axis must be a multiple of it.
       axis: The axis.
 
     Example:
@@ -88,7 +88,7 @@ class NOfM(Entries):
     # Compiled outside jax.jit too, where the comparisons would take m times the memory of the scores.
     @functools.partial(jax.jit, static_argnums=0)
     def keep(self, codes: jax.Array) -> jax.Array:
-        """Return whether each entry is among the n highest of its m, of equal ones the first.
+        """Return whether each entry is among the n highest of its group; ties keep the earlier entry.
 
         Args:
           codes: Unsigned integers in the order of the scores.
@@ -108,9 +108,9 @@ class NOfM(Entries):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Entries):
-    """Keep or drop whole blocks over the last two axes, by the mean score of their entries.
+    """Keep or drop whole blocks of the last two axes by the mean score of their entries.
 
-    A block at the edge of a leaf is smaller.
+    Blocks at the edge of a leaf may be smaller.
 
     Attributes:
       rows: The length of a block along the second-to-last axis.
@@ -155,7 +155,7 @@ class Blocks(Entries):
         return math.prod(lead) * math.ceil(height / self.rows) * math.ceil(width / self.columns)
 
     def pool(self, scores: jax.Array) -> jax.Array:
-        """Return the mean score of the entries of each block that exist.
+        """Return the mean score of the existing entries of each block.
 
         Args:
           scores: The scores of the entries of a leaf.
@@ -166,7 +166,7 @@ class Blocks(Entries):
         return sums / jnp.broadcast_to(sizes, sums.shape)
 
     def spread(self, mask: jax.Array, like: Any) -> jax.Array:
-        """Return the mask of the entries of a leaf, where blocks at the edge are cropped.
+        """Return the mask of the entries of a leaf, with blocks cropped at the edge.
 
         Args:
           mask: The mask of the units.
@@ -187,10 +187,10 @@ class Blocks(Entries):
 
 @dataclasses.dataclass(frozen=True)
 class Units(Entries):
-    """Keep or drop whole slices, by the mean score of their entries.
+    """Keep or drop whole slices by the mean score of their entries.
 
     Attributes:
-      axis: The axis that numbers the slices: -1 for the output units of a kernel.
+      axis: The axis along which slices are indexed, such as -1 for the output units of a kernel.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -265,4 +265,4 @@ def check_fits(structure: Entries, tree: Any) -> None:
         shape = jnp.shape(leaf)
         if not structure.fits(shape):
             name = f"{jax.tree_util.keystr(path) or 'the array'} of shape {shape}"
-            raise ValueError(f"{structure} does not fit {name}: leave the leaf out by include=.")
+            raise ValueError(f"{structure} does not fit {name}: exclude the leaf with include=.")

@@ -1,6 +1,7 @@
 """Training in small subspaces: DLDR, P-BFGS and TWA.
 
-The second phase of DLDR is P-BFGS, P-SGD or TWA. See ``examples/dldr.py``.
+DLDR first trains all params, and then trains in a subspace with P-BFGS, P-SGD or TWA. See
+``examples/dldr.py``.
 """
 
 from optperm.core.public import show_names as _show_names

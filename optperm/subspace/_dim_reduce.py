@@ -42,13 +42,13 @@ class DimReduceState(NamedTuple):
     r"""State of `dim_reduce`, one on each replica.
 
     Attributes:
-      count: Number of calls of `update`, skipped steps included.
+      count: Number of calls of `update`, including skipped steps.
       subspace: The basis :math:`P`.
-      residual: :math:`m`, the part of the gradients outside the subspace, with momentum.
-      quasi_newton: :math:`B`, :math:`s` and :math:`g_k^{\text{last}}`, and the number of line searches
-        in a row that found no step.
-      step_length: :math:`c`, the length that the line search accepted in this step, or 0.
-      num_trials: Number of trials of this line search.
+      residual: :math:`m`, the momentum of the part of the gradients outside the subspace.
+      quasi_newton: :math:`B`, :math:`s` and :math:`g_k^{\text{last}}`, and the number of consecutive
+        line searches that found no step.
+      step_length: :math:`c`, the length accepted by the last line search, or 0.
+      num_trials: Number of trials of the last line search.
       inner_state: State of `inner`.
     """
 
@@ -64,8 +64,8 @@ class DimReduceState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation stands in an optax.chain after dim_reduce: steps that it changes, or "
-            "entries that it holds, spoil the curvature. Pass it as `inner`, with a basis that is "
-            "zero at held entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
+            "entries that it fixes, spoil the curvature. Pass it as `inner`, with a basis that is "
+            "zero at fixed entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
         )
 
 
@@ -81,11 +81,11 @@ def dim_reduce(
     line_search: Literal["safeguarded", "mindspore"] = "safeguarded",
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train by quasi-Newton steps in a subspace, and small gradient steps outside it.
+    r"""Train with quasi-Newton steps in a subspace, and with small gradient steps outside it.
 
-    :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.subspace.set_basis` or by
-    `optperm.dldr`. With :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the
-    step of `inner`:
+    The :math:`k` rows of :math:`P` are orthonormal over all params; `optperm.subspace.set_basis` or
+    `optperm.dldr` sets them. With the loss :math:`f` on this batch, its gradient :math:`g` and the step
+    :math:`u` of `inner`,
 
     .. math::
       g_k &= P g, \qquad y = g_k - g_k^{\text{last}} \\
@@ -97,29 +97,30 @@ def dim_reduce(
       m &\leftarrow \gamma m + g - P^\top g_k, \qquad
       \theta \leftarrow \theta + u(\alpha m - c P^\top d)
 
-    then :math:`s \leftarrow c d` and :math:`g_k^{\text{last}} \leftarrow g_k`. If no length satisfies
+    Then :math:`s \leftarrow c d` and :math:`g_k^{\text{last}} \leftarrow g_k`. If no length satisfies
     the inequality, :math:`c = 0`, and :math:`B`, :math:`s` and :math:`g_k^{\text{last}}` do not change.
     :math:`\alpha = 0` keeps the params in the subspace through their current values (P-BFGS). Until a
-    basis is set only the residual moves the params.
+    basis is set, only the residual moves the params.
 
     Args:
-      inner: :math:`u`, any optimizer, which sees :math:`\alpha m - c P^\top d` as the gradient;
-        None for `optax.sgd(1.0)`.
+      inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. It sees
+        :math:`\alpha m - c P^\top d` as the gradient.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
-      rho: :math:`\rho \in [0, 1]`, the maximum ratio of a length to the rejected length before it.
+      rho: :math:`\rho \in [0, 1]`, the maximum ratio of a length to the previous, rejected length.
       gamma: :math:`\gamma \in [0, 1]`, the momentum of the residual.
       alpha: :math:`\alpha \ge 0`, the learning rate of the residual.
-      sigma: :math:`\sigma \in [0, 1]`, the fraction of the predicted decrease that a trial has to reach.
-      max_search_steps: :math:`i_{\max} \ge 1`, the maximum number of trials of one line search; None
-        for 10, or 2 with `"mindspore"`.
+      sigma: :math:`\sigma \in [0, 1]`, the fraction of the predicted decrease that a trial must reach.
+      max_search_steps: :math:`i_{\max} \ge 1`, the maximum number of trials per line search. None for
+        10, or for 2 with `"mindspore"`.
       line_search: `"safeguarded"` or `"mindspore"`.
-      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
-        the rows of the basis and the batch are distributed. None for a single replica.
+      axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the
+        basis and the batch are distributed. None for a single replica.
 
     Returns:
       A transformation whose state is a `DimReduceState`. Its `update` needs `params` and the extra
-      arguments `value` and `value_fn`, as `optperm.evaluate` makes them. `rho`, `gamma`, `alpha` and
-      `sigma` may be schedules of the step; a traced value out of range counts as the nearest limit.
+      arguments `value` and `value_fn`, which `optperm.evaluate` makes. `rho`, `gamma`, `alpha` and
+      `sigma` may be schedules of the step. A traced value that is out of range counts as the nearest
+      limit.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -138,38 +139,38 @@ def dim_reduce(
 
     Notes:
       `line_search="safeguarded"` does not depend on the scale of the loss or of the params, and does not
-      stall. :math:`B` is :math:`(s^\top y / y^\top y) I` before the first pair. The first length is 1,
+      stall. Before the first pair, :math:`B` is :math:`(s^\top y / y^\top y) I`. The first length is 1,
       or :math:`|f| / |g_k|^2` while there is no pair. Each further length is at the minimum of the
-      parabola through both losses, but at most :math:`\rho` times and at least 0.1 times the length
-      before it. After `max_search_steps` failed trials the next step continues with the next length;
-      after two such steps :math:`B` is forgotten. On a smooth loss with the same batch in all steps,
-      and a linear `inner` (SGD without momentum, of any rate), a step is found until the rounding of
-      the loss hides the decrease. The search knows no curvature condition: where the curvatures in the
-      subspace differ by 1e4 or more it takes several times as many steps as BFGS in SciPy. A residual
-      :math:`g - P^\top g_k` of the size of its own rounding counts as zero.
+      parabola through both losses, but at most :math:`\rho` times and at least 0.1 times the previous
+      length. After `max_search_steps` failed trials, the next step continues with the next length; after
+      two such steps, the search resets :math:`B`. If the loss is smooth, all steps use the same batch,
+      and `inner` is linear (SGD without momentum, at any learning rate), the search finds a step until
+      the rounding of the loss hides the decrease. The search has no curvature condition: if the
+      curvatures in the subspace differ by a factor of 1e4 or more, it takes several times as many steps
+      as BFGS in SciPy. A residual :math:`g - P^\top g_k` as small as its own rounding counts as zero.
 
-      Entries that `optperm.mask_elements` holds, inside or in front of this method, must be zero in the
-      basis, as they are in one of a trajectory under the same mask. With another basis the search
-      stalls: it tries steps that are not taken.
+      Entries that `optperm.mask_elements` fixes, inside or before this method, must be zero in the
+      basis. They are zero in the basis of a trajectory under the same mask. With another basis, the
+      search stalls, because it tries steps that are not taken.
 
-      `line_search="mindspore"` is the search of MindSpore, which may stall forever (from a curvature of
-      2.2 on, with its two trials):
+      `line_search="mindspore"` is MindSpore's search, which may stall forever (with its two trials, from
+      a curvature of 2.2):
 
       .. math::
         c = \max \{\rho^i : f(\theta + v(\rho^i)) < f(\theta) + \sigma \rho^i g_k^\top d,\
         0 \le i < i_{\max} \}
 
-      with :math:`B = I` at first and pairs of :math:`y^\top s > 10^{-20}`. `quasi_newton.rejections` in
-      the state counts the steps in a row for which the search failed.
+      Initially :math:`B = I`, and pairs need :math:`y^\top s > 10^{-20}`. `quasi_newton.rejections` in
+      the state counts the consecutive failures of the search.
 
-      A step costs two passes over :math:`P`, and one evaluation of the loss for each trial. Trials do
-      not change the state of `inner`. A trial whose loss is not finite is rejected, and there are
-      no trials if the loss itself is not finite. If the gradient or its projection is not finite, the
-      step is skipped: only the count changes.
+      A step costs two passes over :math:`P`, and one evaluation of the loss per trial. Trials do not
+      change the state of `inner`. The search rejects trials with a nonfinite loss, and makes no trials
+      if the loss itself is not finite. If the gradient or its projection is not finite, the step is
+      skipped, and only the count changes.
 
-      Inside `optax.MultiSteps` it would search along the mean gradient of several batches by the loss of
-      the last batch. `optperm.subspace.set_basis` refuses that; inside `optperm.dldr` it cannot be
-      detected. For large batches evaluate the mean loss over microbatches once, in the memory of one
+      Inside `optax.MultiSteps`, the search would follow the mean gradient of several batches but use the
+      loss of the last batch. `optperm.subspace.set_basis` rejects this; inside `optperm.dldr`, it cannot
+      be detected. For large batches, evaluate the mean loss over microbatches once, in the memory of one
       microbatch:
 
       .. code-block:: python
@@ -182,10 +183,10 @@ def dim_reduce(
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
 
       Each of :math:`R` replicas holds :math:`\lceil k / R \rceil` rows of :math:`P`, and everything else
-      in full. A step then makes an all-gather of k numbers, one all-reduce of :math:`P^\top d` and
-      :math:`P^\top g_k` together, and averages of the loss and the gradient. The params must be the
-      same on all replicas, and `update` takes the extra arguments of the replica's own batch. Call
-      `init` within the mapped function, where the number of replicas is known:
+      in full. A step then needs an all-gather of k numbers, one all-reduce of :math:`P^\top d` and
+      :math:`P^\top g_k` together, and averages of the loss and the gradient. The params must be the same
+      on all replicas, and `update` takes the extra arguments of the replica's own batch. Call `init`
+      within the mapped function, where the number of replicas is known:
 
       .. code-block:: python
 
@@ -195,8 +196,8 @@ def dim_reduce(
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument, or a value of a schedule where Python can see it, is out of range, an
-        extra argument is missing, `axis_name` is not bound where `init` or `update` is called, or the
-        trees passed to `update` do not match.
+        extra argument is missing, `axis_name` is not bound in `init` or `update`, or the trees passed to
+        `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
@@ -293,6 +294,7 @@ def dim_reduce(
         update,
         method="dim_reduce",
         like=lambda state: state.residual,
+        dtypes=True,
         needs=SEARCH_EXTRAS,
         axis_name=axis_name,
     )
@@ -313,9 +315,9 @@ def _decay(
     """Return gamma m + r in the dtypes of m, and m where r is not finite or the sum overflows."""
     used = jax.tree.map(lambda leaf: is_used.astype(leaf.dtype) * leaf, r)
     new = optax.tree.cast_like(_add_scaled(gamma, m, used), m)
-    m = jax.tree.map(lambda new, m: jnp.where(is_finite & jnp.isfinite(new), new, m), new, m)
-    # Otherwise XLA computes m again for the step, from a copy of the old one.
-    return jax.lax.optimization_barrier(m)
+    return computed_once(
+        jax.tree.map(lambda new, m: jnp.where(is_finite & jnp.isfinite(new), new, m), new, m)
+    )
 
 
 def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -37,11 +37,11 @@ class DldrState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       inner_state: State of `inner`, the optimizer of the first phase.
-      further_snapshots: The snapshots that do not fit into the rows of the basis.
+      further_snapshots: The snapshots for which the basis has no rows.
       second: State of the subspace optimizer.
       restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
-        far, in float32 or float64; without leaves for the last snapshot.
-      is_restarted: Whether the last step placed the params there.
+        far, in float32 or float64. It has no leaves for the last snapshot.
+      is_restarted: Whether the last step placed the params at the restart point.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -52,12 +52,12 @@ class DldrState(NamedTuple):
     is_restarted: Bool[Array, ""]
 
     def phases(self) -> list[tuple[Any, jax.Array | bool]]:
-        """Return the state of the optimizer of the first phase, until it is over, and of the second."""
+        """Return the state of the second phase, and of the first phase until it ends."""
         (subspace,) = _find_subspaces(self.second)
         return [(self.inner_state, ~subspace.is_set), (self.second, subspace.is_set)]
 
     def exact(self) -> list[Exact]:
-        """Return the exact entries of the phase, and the start of the second one."""
+        """Return the exact entries of the current phase, and the start of the second phase."""
         (subspace,) = _find_subspaces(self.second)
         is_second = subspace.is_set & ~self.is_restarted
         first, second = map(exact_entries, (self.inner_state, self.second))
@@ -87,32 +87,33 @@ def dldr(
     start: int | jax.Array = 0,
     restart: Restart = "last",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train with any optimizer, then in the subspace of the largest components of its trajectory.
+    r"""Train with any optimizer, then in the subspace of the principal components of its trajectory.
 
-    The params at steps :math:`t_0, t_0 + T, \dots, t_0 + (m - 1) T` are recorded. At the last of these
-    steps the basis :math:`P` of their first :math:`k` principal components is computed
-    (`optperm.subspace.pca_basis`), and from that step on the subspace optimizer moves the params:
+    `dldr` records the params at steps :math:`t_0, t_0 + T, \dots, t_0 + (m - 1) T`. At the last of these
+    steps, it computes the basis :math:`P` of their first :math:`k` principal components
+    (`optperm.subspace.pca_basis`). From this step, the subspace optimizer moves the params:
 
-    - `optperm.dim_reduce`, quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
-    - `optperm.project`, an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
-    - `optperm.twa`, whose basis spans the snapshots themselves, not their differences (TWA);
-    - or any transformation that contains one of these, such as a chain, or `optax.partition`, where the
-      snapshots and the basis hold the part of the params that it trains.
+    - `optperm.dim_reduce`: quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
+    - `optperm.project`: an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
+    - `optperm.twa`: an optimizer in the span of the snapshots themselves, not of their differences
+      (TWA);
+    - or any transformation that contains one of these, such as a chain or `optax.partition`. In
+      `optax.partition`, the snapshots and the basis hold the params that the subspace optimizer trains.
 
     Args:
-      inner: The optimizer of the first phase, which must not place params, as `optperm.sgperm` does.
-      subspace_optimizer: The optimizer of the second phase, in which its schedules start. Its
+      inner: The optimizer of the first phase. It must not place params, as `optperm.sgperm` does.
+      subspace_optimizer: The optimizer of the second phase, whose schedules start in this phase. Its
         `n_components` is k, and its `axis_name` is the axis of both phases.
       every: :math:`T \ge 1`, the number of steps from one snapshot to the next.
-      num_snapshots: m, the number of snapshots, after which the second phase starts: at least k + 1, or
-        k for `optperm.twa`.
+      num_snapshots: m, the number of snapshots after which the second phase starts, at least k + 1, or k
+        for `optperm.twa`.
       start: :math:`t_0 \ge 0`, the step of the first snapshot.
       restart: The start of the second phase: the `"last"` snapshot, the `"first"` snapshot as in the
         authors' code, or the `"mean"` of all snapshots.
 
     Returns:
-      A transformation whose state is a `DldrState`. Its `update` needs `params`, and in both phases the
-      extra arguments that the subspace optimizer needs.
+      A transformation whose state is a `DldrState`. Its `update` needs `params` and, in both phases, the
+      extra arguments of the subspace optimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -133,23 +134,23 @@ def dldr(
       [3.0, 2.0, 1.0]
 
     Notes:
-      Both phases are one optimizer with one state of fixed form: it runs in a `jax.lax.scan` through the
-      switch, and resumes from a checkpoint at any step. Snapshots take the memory of m params, and the
-      basis is written over them. Under `jax.vmap` over independent trainings (not over an axis of
-      replicas) both phases and the basis are computed in every step. If the snapshots do not differ
-      (for `twa`: are zero) or are not finite, there is no subspace, and the first phase continues;
-      `subspace.is_set` in the state of the subspace optimizer is False then.
+      Both phases are one optimizer, whose state has a fixed structure. It runs in a `jax.lax.scan`
+      through the switch, and resumes from a checkpoint at any step. Snapshots take the memory of m
+      copies of the params, and the basis overwrites them. Under `jax.vmap` over independent runs (not
+      over an axis of replicas), every step computes both phases and the basis. If all snapshots are
+      equal (for `twa`: zero) or not finite, there is no subspace, and the first phase continues.
+      `subspace.is_set` in the state of the subspace optimizer is then False.
 
-      With `restart="last"` the second phase continues from the params at the last snapshot, in the same
-      step. Otherwise this step places the params at the other point, exactly (with
+      With `restart="last"`, the second phase continues from the params at the last snapshot, in the same
+      step. Otherwise this step places the params exactly at the restart point (with
       `optperm.apply_updates`), and the state holds a copy of the params until then.
 
-      If the gradient is not finite, the step is skipped, in both phases. If the subspace optimizer has
-      an `axis_name`, gradients are averaged over it in both phases, all replicas record snapshots, and
-      each holds its rows of the basis; call `init` within the mapped function.
+      If the gradient is not finite, both phases skip the step. If the subspace optimizer has an
+      `axis_name`, both phases average gradients over it, all replicas record snapshots, and each replica
+      holds its own rows of the basis. Call `init` within the mapped function.
 
-      The paper's setting for CIFAR takes one snapshot per epoch by SGD, 81 in all, and then 20 epochs
-      with batches of 1024 (for ImageNet m = 121, k = 120 and 4 epochs):
+      For CIFAR, the paper takes one snapshot per epoch of SGD, 81 in all, and then trains for 20 epochs
+      with batches of 1024 (for ImageNet, m = 121, k = 120, and 4 epochs):
 
       .. code-block:: python
 
@@ -161,14 +162,14 @@ def dldr(
             every=steps_per_epoch, num_snapshots=81, restart="first",
         )
 
-      If none of the 20 trials is accepted, the authors take the last of them, 1e-8 of the step; this
-      function takes none.
+      If none of the 20 trials is accepted, the authors' code takes the last one, 1e-8 of the step. This
+      function takes no step.
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, the subspace optimizer does not hold one subspace,
-        there are too few snapshots for it, an extra argument is missing, its `axis_name` is not bound
-        where `init` or `update` is called, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, the subspace optimizer does not hold exactly one
+        subspace, there are too few snapshots for it, an extra argument is missing, its `axis_name` is
+        not bound in `init` or `update`, or the trees passed to `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
@@ -259,7 +260,6 @@ def dldr(
         update,
         method="dldr",
         like=lambda state: one_row(_find_subspaces(state.second)[0].rows),
-        dtypes=False,
     )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core.control import both
+from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.subspace._quasi_newton import (
     QuasiNewtonState,
@@ -229,4 +230,4 @@ def _where(condition: jax.Array, state: QuasiNewtonState, other: Any) -> QuasiNe
 
 def _over_square(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return a / b^2, where b^2 may overflow or underflow; XLA would merge the two divisions."""
-    return jax.lax.optimization_barrier(a / b) / b
+    return computed_once(a / b) / b

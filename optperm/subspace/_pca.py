@@ -39,27 +39,26 @@ def pca_basis(
     *,
     num_snapshots: int | jax.Array | None = None,
 ) -> optax.Params:
-    r"""Compute the first principal components of the snapshots, as orthonormal rows.
+    r"""Compute the first principal components of the snapshots as orthonormal rows.
 
-    With :math:`X` the matrix of the snapshots :math:`\theta_1, \dots, \theta_m` as rows, less their
-    mean:
+    Let the rows of :math:`X` be the snapshots :math:`\theta_1, \dots, \theta_m` minus their mean. Then
 
     .. math::
       X X^\top = U \Lambda U^\top, \qquad P = \Lambda_k^{-1/2} U_k^\top X
 
-    with the :math:`k` largest eigenvalues, in descending order. The inner products :math:`X X^\top` are
-    sums over all leaves. Each row points towards the snapshot that is furthest out along it.
+    with the :math:`k` largest eigenvalues in descending order. The inner products :math:`X X^\top` are
+    sums over all leaves. Each row points toward the snapshot that is farthest out along it.
 
     Args:
-      snapshots: A tree like params whose leaves have a leading axis of m snapshots, of any real floating
+      snapshots: A tree like params whose leaves have a leading axis of m snapshots and any real floating
         dtypes, such as the result of `optperm.subspace.trajectory`.
-      n_components: k, at most m - 1, since the mean is subtracted.
-      num_snapshots: The number of valid snapshots, from the first; None for all.
+      n_components: k, at most m - 1, because the mean is subtracted.
+      num_snapshots: The number of valid snapshots, which come first, or None for all.
 
     Returns:
-      A tree like `snapshots` whose leaves have a leading axis of k rows, in float32 or the leaf's dtype
-      if wider. The rows of all leaves together are orthonormal. In a traced call, where Python cannot
-      see the rank, rows that the snapshots do not determine are zero.
+      A tree like `snapshots` whose leaves have a leading axis of k rows, in float32 or in the leaf's
+      dtype if it is wider. The rows of all leaves together are orthonormal. In a traced call, where
+      Python cannot see the rank, rows that the snapshots do not determine are zero.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -69,9 +68,10 @@ def pca_basis(
       ([0.7071, 0.7071], [0.0])
 
     Notes:
-      The products are summed over slices of the leaves, so that the snapshots are not copied. The same
-      snapshots give the same signs; of two equally distant snapshots the later one decides. In
-      float64, rows whose singular values are below 3e-5 of the largest are orthonormal to float32 only.
+      The products are summed over slices of the leaves, which avoids a copy of the snapshots. The same
+      snapshots give the same signs; if two snapshots are equally far out, the later one decides. In
+      float64, rows whose singular values are below 3e-5 of the maximum are orthonormal only to float32
+      precision.
 
     Raises:
       TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.

@@ -43,21 +43,20 @@ def project(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run an optimizer on the part of the gradient in a subspace.
 
-    :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.subspace.set_basis` or by
-    `optperm.dldr`. With :math:`u` the step of `inner`:
+    The :math:`k` rows of :math:`P` are orthonormal over all params; `optperm.subspace.set_basis` or
+    `optperm.dldr` sets them. With the step :math:`u` of `inner`,
 
     .. math::
       \theta \leftarrow \theta + u(P^\top P g)
 
-    With SGD, with or without momentum, the params stay in the subspace through their current values:
-    this is P-SGD. Until a basis is set `inner` sees a gradient of zero.
+    With SGD, with or without momentum, the params stay in the subspace through their current values.
+    This is P-SGD. Until a basis is set, `inner` sees a zero gradient.
 
     Args:
       inner: :math:`u`, any optimizer.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
-      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
-        the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
-        single replica.
+      axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the
+        basis and the batch are distributed, as in `optperm.dim_reduce`. None for a single replica.
 
     Returns:
       A transformation whose state is a `ProjectState`. Its `update` needs `params`.
@@ -72,14 +71,14 @@ def project(
       [2.0, 2.0]
 
     Notes:
-      An optimizer that is not linear in the gradient leaves the subspace; `optperm.twa` trains the
-      coordinates themselves, by any optimizer. If the gradient or its projection is not finite, the step
-      is skipped.
+      An optimizer that is not linear in the gradient leaves the subspace. `optperm.twa` trains the
+      coordinates themselves, with any optimizer. If the gradient or its projection is not finite, the
+      step is skipped.
 
     Raises:
       TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
-        called, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, `axis_name` is not bound in `init` or `update`, or the
+        trees passed to `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
@@ -110,6 +109,5 @@ def project(
         update,
         method="project",
         like=lambda state: one_row(state.subspace.rows),
-        dtypes=False,
         axis_name=axis_name,
     )

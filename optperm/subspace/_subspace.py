@@ -252,18 +252,19 @@ def step_where(
 
 
 def set_basis(opt_state: Any, basis: optax.Params) -> Any:
-    r"""Return the optimizer state with a basis for `dim_reduce`, `project` or `twa`.
+    r"""Set the basis of `dim_reduce`, `project` or `twa` in an optimizer state.
 
-    `dim_reduce` forgets the curvature in an earlier basis, and keeps its residual.
+    `dim_reduce` resets the curvature of an earlier basis, and keeps its residual.
 
     Args:
-      opt_state: The state of an optimizer with one of these anywhere in it. It is not changed.
-      basis: A tree like params whose leaves have a leading axis of all `n_components` rows, orthonormal
-        over all leaves together, of any real floating dtypes, such as the result of
-        `optperm.subspace.pca_basis`. Rows of zeros stand for missing components.
+      opt_state: The state of an optimizer with one of these methods anywhere in it. This function does
+        not change it.
+      basis: A tree like params whose leaves have a leading axis of all `n_components` rows, such as the
+        result of `optperm.subspace.pca_basis`. The rows are orthonormal over all leaves together, and
+        have any real floating dtypes. Zero rows stand for missing components.
 
     Returns:
-      The optimizer state, of the same structure, shapes and dtypes.
+      The optimizer state, with the same structure, shapes and dtypes.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -275,9 +276,9 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
       True
 
     Notes:
-      For a state of many replicas map this function over them, with the same basis for all:
-      `jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))`, the same with `jax.vmap`, or call
-      it within the function given to `jax.shard_map`. Each replica takes its own rows.
+      For a state of many replicas, map this function over them with the same basis for all:
+      `jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))`, or the same with `jax.vmap`. Within
+      `jax.shard_map`, call it in the mapped function. Each replica takes its own rows.
 
     Raises:
       TypeError: If a leaf is not of a real floating dtype.
@@ -288,9 +289,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     subspace = find_state(opt_state, Subspace, method=_METHODS)
     for accumulating in find_states(opt_state, optax.MultiStepsState):
         if find_states(accumulating, QuasiNewtonState):
-            message = (
-                "dim_reduce inside optax.MultiSteps would search by the loss of one batch alone"
-            )
+            message = "dim_reduce inside optax.MultiSteps would use the loss of one batch only"
             raise ValueError(
                 f"{message}: use optperm.evaluate with the mean loss over all batches."
             )
@@ -326,7 +325,7 @@ def _multiply_rows(basis: optax.Params, k: int) -> jax.Array:
 def _check_orthonormal(products: np.ndarray, basis: optax.Params) -> None:
     """Raise a ValueError unless the rows that are not zero are finite and orthonormal."""
     if not products.any():
-        raise ValueError("basis has rows of zeros alone: take it from params that have moved.")
+        raise ValueError("basis has only zero rows: take it from params that have moved.")
     gaps = np.abs(products - np.where(np.diag(products.diagonal() > 0), 1, 0))
     i, j = np.unravel_index(np.argmax(gaps), gaps.shape)
     # Rounding to a dtype changes an inner product of two unit vectors by at most its epsilon.

@@ -34,7 +34,7 @@ class TrajectoryState(NamedTuple):
     snapshots: PyTree[Float[Array, "num_snapshots ?*shape"], "Params"]
 
     def changes_updates(self) -> bool:
-        """Return that the updates pass unchanged."""
+        """Return False, because the updates pass through unchanged."""
         return False
 
 
@@ -43,14 +43,14 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
     """Record snapshots of the params, and return the updates unchanged.
 
-    The params passed to `update` at steps 0, every, 2 * every, ... are recorded; the last
-    `num_snapshots` of them are kept.
+    This transformation records the params passed to `update` at steps 0, every, 2 * every, ..., and
+    keeps the last `num_snapshots` of them.
 
     Args:
       every: The number of steps from one snapshot to the next, at least 1.
       num_snapshots: The maximum number of snapshots, at least 1. Each takes the memory of the params.
-      dtype: The dtype of the snapshots; None for float32, and float64 for float64 params. With
-        `jnp.bfloat16` they take half the memory, and changes below about 0.4 % of a weight are lost.
+      dtype: The dtype of the snapshots. None for float32, or float64 for float64 params. With
+        `jnp.bfloat16`, snapshots take half the memory, and lose changes below about 0.4% of a weight.
 
     Returns:
       A transformation whose state is a `TrajectoryState`. Its `update` needs `params`.
@@ -68,9 +68,8 @@ def record_trajectory(
       [[8.0], [2.0]]
 
     Notes:
-      Steps without a snapshot cost nothing if the state is donated
-      (`jax.jit(step, donate_argnums=...)`) or carried by a `jax.lax.scan`: snapshots are then written
-      in place.
+      If the state is donated (`jax.jit(step, donate_argnums=...)`) or carried by a `jax.lax.scan`,
+      snapshots are written in place, and steps without a snapshot cost nothing.
 
     Raises:
       TypeError: If a count is not an integer, or `dtype` or a parameter is not real floating.
@@ -109,7 +108,6 @@ def record_trajectory(
         update,
         method="record_trajectory",
         like=lambda state: one_row(state.snapshots),
-        dtypes=False,
         updates_like="updates",
     )
 
@@ -130,17 +128,16 @@ def write_row(
 def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
     """Return the snapshots of `optperm.record_trajectory`, oldest first, and their number.
 
-    `optperm.subspace.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To use
-    them in another run, save them with Orbax like any tree of arrays, in bfloat16 if memory is short.
+    `optperm.subspace.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To use them
+    in another run, save them with Orbax like any tree of arrays, in bfloat16 if memory is scarce.
 
     Args:
       opt_state: The optimizer state, in any nesting.
 
     Returns:
       A tree like params whose leaves have a leading axis of `num_snapshots`, with the valid rows first
-      and zeros after them, and the number of valid rows, int32 (). The results of a state that
-      `jax.vmap` or `jax.pmap` has made for many trainings have the leading axes of the state, as if the
-      function had been mapped:
+      and zeros after them, and the number of valid rows, int32 (). If `jax.vmap` or `jax.pmap` has made
+      the state for many runs, the results have its leading axes, as if this function had been mapped:
       `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
 
     Example:

@@ -44,14 +44,14 @@ def twa(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train the weights of an average of snapshots, as coordinates in their span.
 
-    :math:`P` has :math:`k` orthonormal rows over all params, which span the snapshots
+    The :math:`k` rows of :math:`P` are orthonormal over all params. They span the snapshots
     :math:`\theta_1, \dots, \theta_m` themselves (completely for :math:`k = m`), not their differences.
     The coordinates and the step of `inner` on them are
 
     .. math::
       \beta = P \theta, \qquad \theta \leftarrow \theta + P^\top u(P g, \beta)
 
-    so that any optimizer stays in the span, with a state for :math:`k` numbers. Trainable weight
+    Any optimizer therefore stays in the span, with a state for :math:`k` numbers. Trainable weight
     averaging starts at the mean of the snapshots:
 
     .. code-block:: python
@@ -61,15 +61,14 @@ def twa(
           every=100, num_snapshots=10, restart="mean",
       )
 
-    where a schedule starts with the second phase.
+    In this example, the schedule starts with the second phase.
 
     Args:
       inner: :math:`u`, any optimizer of an array of shape (k,), in float32, or float64 if any
         parameter is. `value` is its only extra argument.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`, at most the number of snapshots.
-      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
-        the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
-        single replica.
+      axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the
+        basis and the batch are distributed, as in `optperm.dim_reduce`. None for a single replica.
 
     Returns:
       A transformation whose state is a `TwaState`. Its `update` needs `params`.
@@ -95,13 +94,13 @@ def twa(
       [1.0, 2.0, 0.0]
 
     Notes:
-      `optperm.subspace.set_basis` sets any orthonormal rows. Until a basis is set nothing moves. If
+      `optperm.subspace.set_basis` accepts any orthonormal rows. Until a basis is set, nothing moves. If
       the gradient or its projection is not finite, the step is skipped.
 
     Raises:
       TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
-        called, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, `axis_name` is not bound in `init` or `update`, or the
+        trees passed to `update` do not match.
 
     References:
       Li et al., `Trainable Weight Averaging: Efficient Training by Optimizing Historical Solutions
@@ -135,6 +134,5 @@ def twa(
         update,
         method="twa",
         like=lambda state: one_row(state.subspace.rows),
-        dtypes=False,
         axis_name=axis_name,
     )

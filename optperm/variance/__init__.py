@@ -1,9 +1,9 @@
-"""Variance reduction: SVRG and its kin.
+"""Variance reduction: SVRG and its relatives.
 
-SVRG and the full gradients that it needs, Katyusha, recursive estimators (STORM, SARAH, SPIDER, PAGE),
-MARS, and proximal steps for penalties and bounds.
-They solve convex problems accurately. On networks SGD with a good rate is better after the same
-number of gradients: `benchmarks/svrg.py` has the tables. See ``examples/svrg.py``.
+This package contains SVRG, the full gradients that SVRG needs, Katyusha, recursive estimators (STORM,
+SARAH, SPIDER, PAGE), MARS, and proximal steps for penalties and bounds. These methods solve convex
+problems accurately. On networks, SGD with a tuned learning rate is better after the same number of
+gradients: `benchmarks/variance.py` prints the tables. See ``examples/svrg.py``.
 """
 
 from optperm.core.public import show_names as _show_names

@@ -1,7 +1,6 @@
 """Gradients on the batch of a step at other params, and the order in which they are computed."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,6 @@ def evaluate_gradient(
     grads = mask_like(grad_fn(params), params)
     checks.check_same_tree(f"{name}(params)", grads, params, source="params", dtypes=False)
     return grads
-
-
-def compute_in_order(first: Any, second: Any) -> tuple[Any, Any]:
-    """Return both trees; the first is computed, once, before the second is used.
-
-    Otherwise XLA computes the first again wherever it is used, from copies of the state.
-    """
-    return jax.lax.optimization_barrier((first, second))
 
 
 def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:

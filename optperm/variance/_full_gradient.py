@@ -47,22 +47,22 @@ def full_gradient(
     .. math::
       \mu = \frac{\sum_i w_i \nabla \ell(\theta, x_i)}{\sum_i w_i}
 
-    where :math:`i` runs over examples, not over batches: batches of unequal size count by their size.
+    where :math:`i` runs over examples, not over batches. Larger batches therefore have a larger weight.
 
     Args:
-      loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
-        axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
+      loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
+        leading axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
       params: The parameters at which the gradient is evaluated.
-      batches: Any iterable of batches: a list, a generator, the iterator of a data loader; `[batch]` for
-        one batch. A list `[x, y]` of arrays is two batches. A batch is a tree of arrays, or of objects
-        that NumPy can convert to arrays. Leaves of rank 0, such as a typed random key, are shared by all
-        examples of a batch. Empty batches are skipped.
-      weights: One array of shape (batch,) for each batch: 1 for an example that counts, 0 for padding,
-        or any fraction. The loss of each example is then evaluated separately, as a batch of one, with
-        its own random key (see `optperm.evaluate`), and the values of an example of weight 0, such as
-        NaN, do not matter. `loss_fn` must be the plain mean: a loss that divides by its own weights,
-        per example or per token, has other gradients in each batch than its part of the whole; pass
-        those weights here instead. BatchNorm needs its running averages.
+      batches: Any iterable of batches, such as a list, a generator, or the iterator of a data loader.
+        Pass `[batch]` for one batch; a list `[x, y]` of arrays is two batches. A batch is a tree of
+        arrays, or of objects that NumPy can convert to arrays. All examples of a batch share leaves of
+        rank 0, such as a typed random key. Empty batches are skipped.
+      weights: One array of shape (batch,) for each batch, with 1 for an example that counts, 0 for
+        padding, or any fraction. The loss of each example is then evaluated separately, as a batch of
+        one, with its own random key (see `optperm.evaluate`). An example with weight 0 may have any
+        values, such as NaN. `loss_fn` must be the plain mean. If your loss divides by its own weights,
+        per example or per token, pass those weights here instead. BatchNorm has to use its running
+        averages.
       axis_name: A mapped axis, or a tuple of axes, over which sums and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
       progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
@@ -85,36 +85,35 @@ def full_gradient(
       5.0
 
     Notes:
-      The sums keep track of their own rounding errors (Knuth's TwoSum), so that a million batches lose
-      no more than one batch. The gradient of one batch is rounded once to the dtype of the params, as
-      `jax.grad` does.
+      The sums track their own rounding errors (Knuth's TwoSum), so a million batches lose no more
+      accuracy than one batch. The gradient of one batch is rounded once to the dtype of the params, as
+      in `jax.grad`.
 
-      Each call traces the loss once for each batch shape, so that values that `loss_fn` reads from
-      outside (a global, an attribute, batch statistics) are the current ones; but JAX itself keeps what
-      a function read that it gets in `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`. A program is
-      compiled only where it differs from earlier programs, and in each call if the loss calls functions
-      of the host or captures an array of more than 2**18 entries. Bind arrays that are large, or change
-      from call to call, by `jax.tree_util.Partial`: as arguments of the program they need no new
-      compilation.
+      Each call traces the loss once for each batch shape, so `loss_fn` sees the current values of
+      globals, attributes and batch statistics. Functions that the loss passes to `jax.lax.scan`,
+      `jax.lax.cond` or `jax.checkpoint` are an exception, because JAX caches their traces. A call
+      compiles only new programs, unless the loss calls functions of the host or captures an array of
+      more than 2**18 entries. Bind large or changing arrays with `jax.tree_util.Partial`: as arguments
+      of the program, they need no new compilation.
 
-      Random numbers of a loss, such as dropout masks, are drawn once: the result is the gradient of
-      that draw, unbiased over draws, and not the mean over masks. For a mean over several masks pass
+      Random numbers of a loss, such as dropout masks, are drawn once. The result is the gradient for
+      this draw, not the mean over masks; it is unbiased over draws. For a mean over several masks, pass
       each batch several times, each time with another key.
 
-      There are two ways to use many devices. Under `jax.jit` batches may be arrays sharded over a mesh,
-      of one process or of many (`jax.make_array_from_process_local_data`), with params replicated over
-      it. Inside `jax.pmap` or `jax.shard_map` each device has its own batches, and `axis_name` sums
-      over devices. In both all processes need the same number of batches of the same shapes: pad the
-      missing ones, with weight 0.
+      There are two ways to use many devices. Under `jax.jit`, batches can be arrays sharded over a mesh
+      of one process or many (`jax.make_array_from_process_local_data`), with params replicated over the
+      mesh. Inside `jax.pmap` or `jax.shard_map`, each device has its own batches, and `axis_name` sums
+      over devices. In both cases, all processes need the same number of batches with the same shapes.
+      Pad missing batches with weight 0.
 
     Raises:
       TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, or
         `batches` or `weights` is not an iterable of arrays.
-      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
-        their leading axis, weights do not match the batches in number or length, are negative, not
-        finite, or all zero, or with weights the loss is not the mean of the losses of its examples.
+      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch have
+        different leading axes, weights do not match the batches in number or length, weights are
+        negative, nonfinite or all zero, or the loss with weights is not the mean over its examples.
         Traced values are not checked: if traced weights are wrong, the gradient is NaN.
-      ImportError: If `progress` is on and `rich` is not installed.
+      ImportError: If `progress` is True and `rich` is not installed.
 
     References:
       Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B
@@ -140,7 +139,7 @@ def full_gradient(
         if total is None and of_batch is not None:
             gap = _measure_gap(bound, params, batch, of_batch, has_aux=has_aux)
             if gap:
-                wanted = "the mean of what each example loses by itself (without BatchNorm)"
+                wanted = "the mean of the losses of single examples (without BatchNorm)"
                 raise ValueError(f"With weights loss_fn must be {wanted}: it differs by {gap:.3g}.")
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
         sums = sum_batch(params, batch, of_batch, arrays)

@@ -27,7 +27,7 @@ class KatyushaState(NamedTuple):
     """State of `katyusha`.
 
     Attributes:
-      svrg: The number of steps, the key of the coins, and the snapshot: w and the full gradient there.
+      svrg: The number of steps, the random key, and the snapshot (w and the full gradient there).
       y: The point that a gradient step leads to, in float32 or the parameter's dtype if wider.
       z: The point that the sum of all gradients leads to, in the same dtype.
     """
@@ -44,7 +44,7 @@ class KatyushaState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation stands in an optax.chain after katyusha, which is a whole optimizer: "
-            "steps that it changes lead away from the optimum. Leave it out, or take optperm.svrg and "
+            "steps that it changes lead away from the optimum. Remove it, or use optperm.svrg and "
             "optax.sgd."
         )
 
@@ -56,7 +56,7 @@ def katyusha(
     *,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Minimize a strongly convex loss by loopless Katyusha, an accelerated SVRG.
+    r"""Minimize a strongly convex loss with loopless Katyusha, an accelerated SVRG.
 
     With the params :math:`x`, the learning rate :math:`\alpha`, the strong convexity :math:`\mu` and the
     probability p of a snapshot,
@@ -70,27 +70,27 @@ def katyusha(
       x_{t+1} &= \tau z_{t+1} + \tfrac12 w_{t+1} + \left(\tfrac12 - \tau\right) y_{t+1}
 
     from :math:`x_0 = y_0 = z_0 = w_0`. This is the paper's method with :math:`\theta_1 = \tau`,
-    :math:`\theta_2 = 1/2`, :math:`\eta = 1 / 3 \tau` and :math:`\alpha = 1 / 3 L`: a step moves y by
-    :math:`-\alpha g`, as a step of SGD would, so that the rates of SVRG suit it. Where the condition
-    number :math:`L / \mu` is above the number of examples, as with an L2 penalty of 1/n, it needs fewer
-    passes than `optperm.svrg`.
+    :math:`\theta_2 = 1/2`, :math:`\eta = 1 / 3 \tau` and :math:`\alpha = 1 / 3 L`. A step moves y by
+    :math:`-\alpha g`, as a step of SGD would, so the learning rates of SVRG suit it. If the condition
+    number :math:`L / \mu` is above the number of examples, as with an L2 penalty of 1/n, Katyusha needs
+    fewer passes than `optperm.svrg`.
 
-    It is a whole optimizer: nothing that changes its updates may follow it, and params that something
-    else changes need a new state.
+    Katyusha is a complete optimizer. No transformation that changes its updates may follow it. If
+    something else changes the params, make a new state.
 
     Args:
-      learning_rate: :math:`\alpha > 0`. Take it from `optperm.variance.svrg_learning_rate`, and keep it
-        constant: the params are averages whose weights depend on it.
+      learning_rate: :math:`\alpha > 0`. Use `optperm.variance.svrg_learning_rate` to find it, and keep
+        it constant: the params are averages whose weights depend on it.
       strong_convexity: :math:`\mu > 0`, such as the weight of a penalty :math:`\mu |x|^2 / 2` that is
         part of a convex loss.
-      probability: p, in (0, 1]: b / 2n, for batches of b of n examples, is a full gradient for
-        two passes of steps. All replicas draw the same.
-      key: The random key of the coins: an int or a `jax.random.key`.
+      probability: p, in (0, 1]. With n examples in batches of b, p = b / 2n gives one full gradient for
+        every two passes of steps. All replicas draw the same random numbers.
+      key: The random key of the snapshots: an int or a `jax.random.key`.
 
     Returns:
-      A transformation whose state is a `KatyushaState`. Its `update` needs `params` and the extra
-      arguments `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes
-      it, and `full_grad_fn(params)`, the gradient over all examples.
+      A transformation whose state is a `KatyushaState`. Its `update` needs `params` and two extra
+      arguments. `grad_fn(params)` is the gradient on this batch at given params, which
+      `optperm.evaluate` makes. `full_grad_fn(params)` is the gradient over all examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -114,18 +114,18 @@ def katyusha(
       True
 
     Notes:
-      `benchmarks/convex.py` compares it with SVRG and L-BFGS. On small problems L-BFGS is better. A rate
-      that is too large ends in a loss that is finite, but high.
+      `benchmarks/variance.py` compares Katyusha with SVRG and L-BFGS. On small problems, L-BFGS is
+      better. If the learning rate is too large, the final loss is finite, but high.
 
-      A step takes two gradients. The state holds two trees beside those of `optperm.svrg`. Params of 16
-      bits are x, rounded; y and z are not rounded.
+      A step needs two gradients. The state holds two more trees than the state of `optperm.svrg`. If the
+      params have 16 bits, only x is rounded; y and z are not.
 
-      Inside `optax.MultiSteps` only the last of the accumulated gradients would be corrected: take
-      larger batches instead. Inside `optax.partition` or `optax.masked` it is exact only while the other
-      params do not change.
+      Inside `optax.MultiSteps`, only the last of the accumulated gradients would be corrected. Use
+      larger batches instead. Inside `optax.partition` or `optax.masked`, Katyusha is exact only while
+      the other params do not change.
 
-      If an entry of the gradient is not finite, that entry of z stays where it is. A snapshot is not
-      taken if its params or its full gradient are not finite.
+      If an entry of the gradient is not finite, this entry of z does not change. No snapshot is taken if
+      its params or its full gradient are not finite.
 
     Raises:
       TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
@@ -205,5 +205,6 @@ def katyusha(
         update,
         method="katyusha",
         like=lambda state: state.svrg.snapshot.params,
+        dtypes=True,
         needs=BATCH_GRADIENT | FULL_GRADIENT,
     )

@@ -1,4 +1,4 @@
-"""Find a learning rate for SVRG by the curvature of the loss and by short trials.
+"""Find a learning rate for SVRG from the curvature of the loss and from short trials.
 
 O. Sebbouh, N. Gazagnadou, S. Jelassi, F. Bach and R. M. Gower, "Towards closing the gap between the
 theory and practice of SVRG", NeurIPS 2019.
@@ -38,35 +38,36 @@ def svrg_learning_rate(
 ) -> float:
     r"""Find a learning rate for `optax.sgd` after `optperm.svrg`, or for `optperm.katyusha`.
 
-    With :math:`L` the largest curvature of the mean loss of n examples and :math:`L_{\max}` the largest
-    curvature of a single example, batches of b without replacement have the expected smoothness
+    Let :math:`L` be the maximum curvature of the mean loss over n examples, and :math:`L_{\max}` the
+    maximum curvature of a single example. Batches of b drawn without replacement have the expected
+    smoothness
 
     .. math::
       \mathcal{L}_b = \frac{n (b - 1)}{b (n - 1)} L + \frac{n - b}{b (n - 1)} L_{\max}
 
-    Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often far above: the
-    curvature along the way is less than at `params`, or is in other directions. So SVRG runs for some
-    passes at :math:`\eta = 1 / \mathcal{L}_b`. The rate is halved until the loss at the end is no higher
-    than at `params`. Then it is doubled for as long as the loss at the end falls, and halved in the same
-    way if the first doubling does not help.
+    Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often far higher,
+    because the curvature along the way is lower than at `params` or is in other directions. So this
+    function runs SVRG for some passes, first at :math:`\eta = 1 / \mathcal{L}_b`. It halves the rate
+    until the final loss is no higher than at `params`. Then it doubles the rate as long as the final
+    loss falls. If the first doubling does not help, it halves the rate in the same way.
 
     Args:
-      loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
-        axis of the batch's leaves. A penalty belongs to the loss of each example.
-      params: Where the training begins.
-      data: All examples, or a sample of them: a tree of arrays of shape (n, ...). Bind what examples
-        share, such as a random key, to `loss_fn`.
-      batch_size: b, the number of examples of a step.
-      num_passes: Passes of a trial over the examples, with a full gradient every two passes. With 0
-        the rate is :math:`1 / \mathcal{L}_b`, which may be a tenth too large: the curvatures come from
-        eight steps of power iteration.
-      chunk_size: The number of single examples that are evaluated together; the mean loss is evaluated
-        on all examples together.
-      key: The random key of the batches, and of the start vectors of power iterations: an int or a
+      loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
+        leading axis of the batch's leaves. A penalty is part of the loss of each example.
+      params: The initial params.
+      data: All examples, or a sample of them, as a tree of arrays of shape (n, ...). Bind arguments that
+        all examples share, such as a random key, to `loss_fn`.
+      batch_size: b, the number of examples per step.
+      num_passes: Passes over the examples per trial, with a full gradient every two passes. With 0, the
+        rate is :math:`1 / \mathcal{L}_b`. This rate may be a tenth too large, because eight steps of
+        power iteration estimate the curvatures.
+      chunk_size: The number of per-example losses that are evaluated together. The mean loss is
+        evaluated on all examples together.
+      key: The random key of the batches and of the initial vectors of power iterations: an int or a
         `jax.random.key`.
 
     Returns:
-      The rate, a Python float.
+      The learning rate, a Python float.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -80,23 +81,23 @@ def svrg_learning_rate(
       0.25
 
     Notes:
-      On five problems with batches of 1 and 16 the best rate of a grid was 1 or 2 times the rate that
-      this function found, and 4 times in one of the ten cases, with raw features
-      (`benchmarks/convex.py`).
+      On five problems with batches of 1 and 16, the best rate of a grid was 1 or 2 times the rate that
+      this function found. In one of the ten cases, with unscaled features, it was 4 times this rate
+      (`benchmarks/variance.py`).
 
-      Each call traces the loss, so that values that `loss_fn` reads from outside are the current ones,
-      but for functions that it gives to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`, whose
-      traces JAX keeps.
+      Each call traces the loss, so `loss_fn` sees current values from outside. Functions that it passes
+      to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint` are an exception, because JAX caches their
+      traces.
 
     Raises:
       TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, a number
-        is not an integer, or it is called under `jax.jit`.
-      ValueError: If the examples' arrays disagree in length, there are fewer examples than in a batch,
-        the loss or its curvature at `params` is not finite, the curvature is zero, the loss is a sum
-        over examples, or no rate lowers the loss.
+        is not an integer, or this function is called under `jax.jit`.
+      ValueError: If the examples' arrays have different lengths, there are fewer examples than in a
+        batch, the loss or its curvature at `params` is not finite, the curvature is zero, the loss is a
+        sum over examples, or no rate lowers the loss.
 
     Warns:
-      RuntimeWarning: If the largest curvature is negative: the loss is not convex at these params.
+      RuntimeWarning: If the maximum curvature is negative, so the loss is not convex at these params.
 
     References:
       Sebbouh et al., `Towards closing the gap between the theory and practice of SVRG
@@ -110,7 +111,7 @@ def svrg_learning_rate(
     n = checks.count_examples("data", data)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
         raise TypeError(
-            "svrg_learning_rate runs trials one after another: call it outside of jax.jit."
+            "svrg_learning_rate runs trials one after another: call it outside jax.jit."
         )
     data = jax.tree.map(jnp.asarray, data)
     if n < batch_size:
@@ -122,7 +123,7 @@ def svrg_learning_rate(
     curvature, largest = jit_current(measure)(params, data, key)
     if curvature < 0:
         message = (
-            f"The loss is not convex here, of curvature {float(curvature):.2g}: rates may be wrong."
+            f"The loss is not convex here (curvature {float(curvature):.2g}): rates may be wrong."
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     smoothness = _expect_smoothness(abs(float(curvature)), float(largest), n, batch_size)
@@ -162,7 +163,7 @@ def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
         float(checked_loss(loss_fn, params, batch, has_aux=False)[0]) for batch in (few, twice)
     )
     if abs(two - one) > 0.01 * abs(one):
-        found = f"it is {one:.6g} for a batch, and {two:.6g} where each example is repeated"
+        found = f"it is {one:.6g} for a batch, and {two:.6g} if each example is repeated"
         raise ValueError(f"loss_fn must be a mean over examples: {found}.")
 
 

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import accumulation_dtype, zero_if_not_finite
+from optperm.core.dtypes import accumulation_dtype, compute_in_order, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     BATCH_GRADIENT,
     GradFn,
-    compute_in_order,
     evaluate_gradient,
     keep_finite,
 )
@@ -33,8 +31,8 @@ class MarsState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      last: The last finite gradient, in float32 or wider, and infinity before the first; with `exact`
-        the last params.
+      last: The last finite gradient, in float32 or wider, or infinity before the first one. With
+        `exact`, the last params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -53,22 +51,22 @@ def mars(
       c_t = g_t + \gamma \frac{\beta_1}{1 - \beta_1} (g_t - g_{t-1}), \qquad
       \tilde c_t = c_t \min(1, \text{max\_norm} / \|c_t\|)
 
-    with the norm of each leaf, as in the authors' code, and :math:`c_0 = g_0`. In the approximate form
-    :math:`g_{t-1}` is the gradient of the last step, on its own batch; with `exact` it is the gradient
+    with the norm of each leaf, as in the authors' code, and :math:`c_0 = g_0`. In the approximate form,
+    :math:`g_{t-1}` is the gradient of the last step on its own batch. With `exact`, it is the gradient
     of this step's batch at the last params. The paper's MARS-AdamW is
-    `optax.chain(optperm.mars(), optax.adamw(3e-3, b1=0.95, b2=0.99))`; with `optax.lion` in place of
-    AdamW it is MARS-Lion.
+    `optax.chain(optperm.mars(), optax.adamw(3e-3, b1=0.95, b2=0.99))`. With `optax.lion` instead of
+    AdamW, it is MARS-Lion.
 
     Args:
       gamma: :math:`\gamma \ge 0`, a number or a schedule of the step.
-      b1: :math:`\beta_1 \in [0, 1)`, best the value of the optimizer: with :math:`\gamma = 1` the
+      b1: :math:`\beta_1 \in [0, 1)`, usually the optimizer's own value. With :math:`\gamma = 1`, the
         optimizer's momentum of :math:`c_t` is then STORM's estimate of the gradient.
-      max_norm: The maximum norm of a leaf; infinite for no clipping.
+      max_norm: The maximum norm of a leaf, or infinity for no clipping.
       exact: Whether :math:`g_{t-1}` is the gradient on this batch at the last params.
 
     Returns:
-      A transformation whose state is a `MarsState`. With `exact` its `update` needs the extra argument
-      `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it.
+      A transformation whose state is a `MarsState`. With `exact`, its `update` needs the extra argument
+      `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -81,33 +79,31 @@ def mars(
       [2.5, 2.0]
 
     Notes:
-      The approximate form costs only its memory. The exact form costs a second gradient per step, and
-      only it reduces the variance between batches.
+      The approximate form costs only its memory. The exact form also costs a second gradient per step,
+      and is the only one that reduces the variance between batches.
 
-      Put it before the optimizer, with `exact` also before clipping of gradients, since the gradients
-      at the last params are not clipped. Put it after averaging of gradients: inside
-      `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)` the approximate form sees the mean
-      gradient, as it should, while `exact` would compare the mean with the gradient of the last batch.
-      Draw random numbers from a key in the batch, so that both gradients use the same ones.
+      Put `mars` before the optimizer. With `exact`, also put it before gradient clipping, because the
+      gradients at the last params are not clipped. Put it after averaging of gradients: inside
+      `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)`, the approximate form sees the mean
+      gradient, as it should, but `exact` would compare the mean with the gradient of the last batch.
+      Draw random numbers from a key in the batch, which gives both gradients the same numbers.
 
-      An entry whose correction is not finite passes through uncorrected, and does not count in the
-      norm. Put a transformation that makes zeros of such entries, such as `optax.zero_nans`, after this
-      one: otherwise the next gradient is compared with zero. The authors' code gives biases and scales
-      to plain AdamW by default, as does `optax.masked(optperm.mars(), mask)`.
+      An entry whose correction is not finite passes through uncorrected, and does not count in the norm.
+      Put `optax.zero_nans` and similar transformations after `mars`; otherwise the next gradient is
+      compared with zero. By default, the authors' code trains biases and scales with plain AdamW, as
+      `optax.masked(optperm.mars(), mask)` does.
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, an extra argument that is needed is missing, or the
-        trees passed to `update` do not match.
+      ValueError: If an argument is out of range, a needed extra argument is missing, or the trees passed
+        to `update` do not match.
 
     References:
       Yuan et al., `MARS: Unleashing the Power of Variance Reduction for Training Large Models
       <https://arxiv.org/abs/2411.10438>`_, ICML 2025
     """
     checks.check_in_range("gamma", gamma, 0.0, float("inf"))
-    checks.check_in_range("b1", b1, 0.0, 1.0, may_be_schedule=False)
-    if checks.is_concrete_number(b1) and np.float32(b1) == 1.0:
-        raise ValueError(f"b1 must be in [0, 1), got {b1!r}.")
+    checks.check_decay("b1", b1)
     checks.check_positive("max_norm", max_norm)
 
     def init(params: optax.Params) -> MarsState:

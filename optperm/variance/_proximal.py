@@ -41,9 +41,9 @@ def proximal(
     lower: float | jax.Array | None = None,
     upper: float | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Take the step of an optimizer, then the proximal step of a penalty.
+    r"""Take the step of an optimizer, then a proximal step for a penalty.
 
-    With :math:`u_t` the incoming updates and :math:`\eta_t` the learning rate, the new params are
+    For incoming updates :math:`u_t` and the learning rate :math:`\eta_t`, the new params are
 
     .. math::
       \theta_{t+1} = \arg\min_\theta \; \tfrac{1}{2} \lVert \theta - (\theta_t + u_t) \rVert^2
@@ -52,23 +52,23 @@ def proximal(
       + \lambda_g \sum_g \sqrt{|g|} \, \lVert \theta_g \rVert_2
       \quad \text{within the bounds.}
 
-    Entries and groups that the penalty takes to zero are exactly 0.0. After SGD this is proximal
-    gradient descent (ISTA), after `optperm.svrg` and SGD it is ProxSVRG::
+    Entries and groups that the penalty sets to zero are exactly 0.0. After SGD, this is proximal
+    gradient descent (ISTA). After `optperm.svrg` and SGD, it is ProxSVRG::
 
       optax.chain(optperm.svrg(every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
 
     Args:
-      learning_rate: :math:`\eta_t`, the length of a step in units of the gradient: the learning rate of
-        SGD, and :math:`\eta / (1 - \beta)` after SGD with momentum :math:`\beta`. A number or a schedule
-        of the step.
-      l1: :math:`\lambda_1 \ge 0` of the lasso; with `l2` the elastic net.
+      learning_rate: :math:`\eta_t`, the length of a step in units of the gradient. This is the learning
+        rate of SGD, or :math:`\eta / (1 - \beta)` for SGD with momentum :math:`\beta`. A number or a
+        schedule of the step.
+      l1: :math:`\lambda_1 \ge 0` of the lasso, or of the elastic net with `l2`.
       l2: :math:`\lambda_2 \ge 0` of ridge.
-      group: :math:`\lambda_g \ge 0` of the group lasso, or None for no groups. A group is weighted by
-        the root of its size. Leaves of one axis, such as biases, have no groups: to shrink a vector as
-        one group give it the shape (d, 1).
+      group: :math:`\lambda_g \ge 0` of the group lasso, or None for no groups. The weight of a group is
+        the square root of its size. Leaves with one axis, such as biases, have no groups. To shrink a
+        vector as one group, give it the shape (d, 1).
       group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
         of a dense kernel, (1,) for the outgoing weights of each input.
-      lower: The minimum value of an entry; 0.0 for non-negative params.
+      lower: The minimum value of an entry, such as 0.0 for nonnegative params.
       upper: The maximum value of an entry.
 
     Returns:
@@ -88,16 +88,16 @@ def proximal(
       [1.75, 0.0]
 
     Notes:
-      It must be the last of its chain, after SGD. With momentum the updates settle at
-      :math:`-\eta / (1 - \beta)` times the gradient, so with the bare learning rate the penalty would
-      be smaller by the factor :math:`1 - \beta`. After Adam and similar optimizers it converges to
-      another point, since each entry has its own learning rate there. To accumulate gradients put the
-      chain into `optax.MultiSteps`: after `optax.MultiSteps(...).gradient_transformation()` it would
-      shrink in each micro-step.
-      The gradient must not contain the penalty. Biases are usually left out, by `optax.masked`.
+      `proximal` must come last in its chain, after SGD. With momentum, the updates approach
+      :math:`-\eta / (1 - \beta)` times the gradient, so with the plain learning rate the penalty would
+      be smaller by the factor :math:`1 - \beta`. After Adam and similar optimizers, it converges to
+      another point, because each entry has its own learning rate. To accumulate gradients, put the whole
+      chain into `optax.MultiSteps`; after `optax.MultiSteps(...).gradient_transformation()`, it would
+      shrink the params in each micro-step. The gradient must not contain the penalty. Biases usually
+      have no penalty; exclude them with `optax.masked`.
 
-      Params are at a bound up to the rounding of `params + updates`, and at 0.0 to the bit. A NaN in the
-      updates is passed on to the params.
+      Params reach a bound up to the rounding of `params + updates`, and reach 0.0 exactly. A NaN in the
+      updates propagates to the params.
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.

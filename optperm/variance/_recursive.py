@@ -8,12 +8,11 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond
-from optperm.core.dtypes import cast_like
+from optperm.core.dtypes import cast_like, compute_in_order
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     GradFn,
-    compute_in_order,
     evaluate_gradient,
     keep_finite,
 )
@@ -34,34 +33,34 @@ def recursive_gradient(
     *,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Estimate the gradient by the last estimate and the change of the batch's gradient since then.
+    r"""Estimate the gradient as the last estimate plus the change of the batch's gradient since then.
 
     .. math::
       d_t = \nabla f_{B_t}(\theta_t) + (1 - a_t) (d_{t-1} - \nabla f_{B_t}(\theta_{t-1})), \qquad
       d_0 = \nabla f_{B_0}(\theta_0)
 
-    In some steps it may restart from the gradient over all examples, :math:`d_t = \nabla f(\theta_t)`.
-    The family includes
+    In some steps, the estimate may restart from the gradient over all examples,
+    :math:`d_t = \nabla f(\theta_t)`. The family includes
 
     - SGD: `recursive_gradient(1.0)`;
-    - STORM: `recursive_gradient(a)` with a between 0 and 1, in the paper a multiple of the square of the
+    - STORM: `recursive_gradient(a)` with a between 0 and 1; in the paper, a is a multiple of the squared
       learning rate;
-    - SARAH and SPIDER: `recursive_gradient(0.0, every=m)`; the steps of SPIDER have a given
-      length, by `optax.normalize_by_update_norm()` after it;
-    - PAGE: `recursive_gradient(0.0, probability=p)`. All replicas draw the same.
+    - SARAH and SPIDER: `recursive_gradient(0.0, every=m)`; for SPIDER's steps of a given length, add
+      `optax.normalize_by_update_norm()` after it;
+    - PAGE: `recursive_gradient(0.0, probability=p)`. All replicas draw the same random numbers.
 
     Args:
       a: :math:`a_t` in [0, 1], a number or a schedule of the step.
-      probability: p, of a restart in a step, in [0, 1], a number or a schedule of the step. The first
-        step restarts.
+      probability: p, the probability of a restart in a step, in [0, 1]. A number or a schedule of the
+        step. The first step restarts.
       every: m, the number of steps from one restart to the next: steps 0, m, 2m, ... restart.
-      key: The random key of the coins: an int or a `jax.random.key`.
+      key: The random key of the restarts: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `SvrgState`, with the last params and the last estimate as its
-      snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)`, the gradient on the
-      batch at other params, as `optperm.evaluate` makes it; to restart also `full_grad_fn(params)`, the
-      gradient over all examples.
+      snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)`, the gradient on
+      this batch at given params, which `optperm.evaluate` makes. To restart, it also needs
+      `full_grad_fn(params)`, the gradient over all examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -86,23 +85,23 @@ def recursive_gradient(
       True
 
     Notes:
-      If the gradients of examples have errors of variance :math:`\sigma^2` that do not depend on the
-      params, the variance of STORM's estimate goes to :math:`\sigma^2 a / (2 - a)`. With a = 0 and
-      without restarts the error of the first gradient stays forever.
+      If the errors of the gradients have the variance :math:`\sigma^2` and do not depend on the params,
+      the variance of STORM's estimate approaches :math:`\sigma^2 a / (2 - a)`. With a = 0 and no
+      restarts, the error of the first gradient remains forever.
 
-      An estimate is biased by earlier ones, unlike SVRG's, and after a large step it is worse than the
-      plain gradient. A step costs two gradients; a step that restarts costs the full gradient in place
-      of the second one. The state holds the last params and a float32 estimate. The notes of `svrg` on
-      dropout, on other transformations of gradients, on `optax.MultiSteps`, `optax.masked` and
+      Unlike SVRG's estimate, this one is biased by earlier estimates, and after a large step it is worse
+      than the plain gradient. A step costs two gradients. A step that restarts costs the full gradient
+      instead of the second one. The state holds the last params and a float32 estimate. The notes of
+      `svrg` on dropout, on other gradient transformations, and on `optax.MultiSteps`, `optax.masked` and
       `optax.partition` apply here too. `optperm.variance.take_snapshot` sets the estimate between steps.
 
-      An entry of the estimate that is not finite is replaced by the entry of the batch's gradient; if
-      that is not finite either, the next step restarts there.
+      The gradient of the batch replaces a nonfinite entry of the estimate. If the gradient's entry is
+      not finite either, the next step restarts this entry.
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both `every` and `probability` are given, an extra
-        argument that is needed is missing, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, both `every` and `probability` are given, a needed
+        extra argument is missing, or the trees passed to `update` do not match.
 
     References:
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
@@ -168,5 +167,6 @@ def recursive_gradient(
         update,
         method="recursive_gradient",
         like=lambda state: state.snapshot.params,
+        dtypes=True,
         needs=needs,
     )

@@ -1,4 +1,4 @@
-"""SVRG: gradients with less variance, by a snapshot of the params and its full gradient.
+"""SVRG: gradients with less variance, using a snapshot of the params and its full gradient.
 
 R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance Reduction",
 NeurIPS 2013.
@@ -18,7 +18,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state, replace_state, without_variables
@@ -59,8 +59,8 @@ class SvrgState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      key: Data of the threefry key from which the coins of `probability` are drawn.
-      snapshot: The snapshot that the next step uses; for `recursive_gradient` the last params and the
+      key: Data of the threefry key for the random draws of `probability`.
+      snapshot: The snapshot that the next step uses. For `recursive_gradient`, the last params and the
         estimate of the full gradient there.
     """
 
@@ -93,33 +93,36 @@ def svrg(
       g_t = \nabla f_{B_t}(\theta_t) - c_t (\nabla f_{B_t}(\tilde\theta) - \mu), \qquad
       \mu = \nabla f(\tilde\theta)
 
-    with :math:`\tilde\theta` the params at the snapshot and :math:`\mu` the full gradient there. The
-    correction has mean zero over batches, so that the gradient stays unbiased, and its variance goes to
-    zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. So SGD with a constant rate,
-    with or without momentum, converges to the rounding of the params, for example
-    `optax.chain(optperm.svrg(), optax.sgd(0.025))`. Before the first snapshot gradients pass through.
+    where :math:`\tilde\theta` are the params at the snapshot and :math:`\mu` is the full gradient there.
+    The correction has mean zero over batches, so the gradient stays unbiased. Its variance goes to zero
+    as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. Therefore SGD with a constant
+    learning rate, with or without momentum, converges up to the rounding of the params, for example
+    `optax.chain(optperm.svrg(), optax.sgd(0.025))`. Before the first snapshot, gradients pass through
+    unchanged.
 
-    There are three ways to take snapshots:
+    You can take snapshots in three ways:
 
-    - between steps, every few epochs, by `optperm.variance.full_gradient` and
+    - between steps, every few epochs, with `optperm.variance.full_gradient` and
       `optperm.variance.take_snapshot`;
     - `every` m: inside the compiled step, at the start of steps 0, m, 2m, ...;
-    - `probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
-      else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
+    - `probability` p: loopless SVRG, with :math:`\tilde\theta_{t+1} = \theta_t` with probability p, else
+      :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same random
+      numbers.
 
     Args:
-      coefficient: :math:`c_t \ge 0`, a number or a schedule of the step. It is 1 in SVRG, and falls
-        linearly over the training in :math:`\alpha`-SVRG, for instance from 0.75 to 0.
+      coefficient: :math:`c_t \ge 0`, a number or a schedule of the step. It is 1 in SVRG. In
+        :math:`\alpha`-SVRG, it falls linearly during training, for example from 0.75 to 0.
       every: m, the number of steps from one snapshot to the next.
-      probability: p, of a snapshot in a step, in [0, 1], a number or a schedule of the step.
-      key: The random key of the coins: an int or a `jax.random.key`.
+      probability: p, the probability of a snapshot in a step, in [0, 1]. A number or a schedule of the
+        step.
+      key: The random key of the snapshots: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `SvrgState`. Its `update` needs `params` and the extra argument
-      `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it; to
-      take snapshots inside the step also `full_grad_fn(params)`, the gradient over all examples:
-      `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`,
-      which evaluates all examples in each step outside of `jax.jit`.
+      `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes. To
+      take snapshots inside the step, it also needs `full_grad_fn(params)`, the gradient over all
+      examples. You can pass `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`;
+      outside `jax.jit`, this call evaluates all examples in each step.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -144,40 +147,39 @@ def svrg(
       True
 
     Notes:
-      SVRG pays on convex problems that are to be solved accurately. On networks it *hurts*, on small
-      ones too: the gradient soon differs from its value at the snapshot, the correction adds variance,
+      SVRG pays off on convex problems that need high accuracy. On networks, even on small ones, it
+      *hurts*. The gradient soon differs from its value at the snapshot, the correction adds variance,
       and plain SGD takes more than twice as many steps for the same number of gradients.
       :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
-      step without SVRG. `benchmarks/svrg.py` compares all of them. Any optimizer may follow, but Adam
-      with a constant rate does not converge to the optimum, since it divides by a running average of
-      the size of the gradients.
+      step without SVRG. `benchmarks/variance.py` compares these methods. Any optimizer may follow, but
+      Adam with a constant learning rate does not converge to the optimum, because it divides by a
+      running average of the size of the gradients.
 
-      Both gradients of a step are on the same batch, its random key included: draw random numbers, such
-      as dropout masks, from a key in the batch, so that both gradients use the same ones. :math:`\mu`
-      holds one draw of masks, so that the corrected gradient has the error of this draw until the next
-      snapshot; it is unbiased only over snapshots. `optperm.variance.full_gradient` says how to
-      average over several draws.
+      Both gradients of a step use the same batch. Draw random numbers, such as dropout masks, from a key
+      in the batch, which gives both gradients the same numbers. :math:`\mu` holds one draw of masks, so
+      the corrected gradient has the error of this draw until the next snapshot; it is unbiased only over
+      snapshots. The notes of `optperm.variance.full_gradient` explain how to average over several draws.
 
-      Put it before other transformations of gradients, such as clipping and weight decay, since it
-      subtracts gradients that are not transformed, and before accumulation. Inside `optax.MultiSteps`
-      only the last of the accumulated gradients would be corrected: chain it with
+      Put `svrg` before accumulation and before other gradient transformations, such as clipping and
+      weight decay, because it subtracts untransformed gradients. Inside `optax.MultiSteps`, only the
+      last of the accumulated gradients would be corrected; chain `svrg` with
       `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
-      `optax.masked` it sees its own part of the params, and the functions of `optperm.evaluate` use the
-      current values of the other params: that is exact only while those do not change. A `full_grad_fn`
-      of another kind has to fill in the other params itself.
+      `optax.masked`, it sees only its own part of the params, and the functions of `optperm.evaluate`
+      use the current values of the other params. This is exact only while the other params do not
+      change. Your own `full_grad_fn` has to fill in the other params itself.
 
-      An entry whose correction is not finite passes through uncorrected. A snapshot is not taken if its
+      An entry whose correction is not finite passes through uncorrected. No snapshot is taken if its
       params or its full gradient are not finite.
 
-      A learning rate beyond stability need not end in NaN: where gradients are bounded, as in logistic
-      regression, the loss stays finite, above its first value. `svrg` does not know the rate and cannot
-      warn: compare the loss over all examples with its value before the first step, and take the rate
-      from `optperm.variance.svrg_learning_rate`, above all for features on their raw scales.
+      An unstable learning rate does not always produce NaNs. If gradients are bounded, as in logistic
+      regression, the loss stays finite, above its first value. `svrg` does not know the learning rate
+      and cannot warn. Compare the loss over all examples with its value before the first step, and find
+      the rate with `optperm.variance.svrg_learning_rate`, especially for unscaled features.
 
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both `every` and `probability` are given, an extra
-        argument that is needed is missing, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, both `every` and `probability` are given, a needed
+        extra argument is missing, or the trees passed to `update` do not match.
 
     References:
       Johnson and Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
@@ -236,7 +238,12 @@ def svrg(
         return new_grads, SvrgState(count, state.key, snapshot)
 
     return transformation(
-        init, update, method="svrg", like=lambda state: state.snapshot.params, needs=needs
+        init,
+        update,
+        method="svrg",
+        like=lambda state: state.snapshot.params,
+        dtypes=True,
+        needs=needs,
     )
 
 
@@ -315,7 +322,7 @@ def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
         count=jnp.zeros([], jnp.int32),
         key=key_data(key),
         snapshot=Snapshot(
-            is_taken=mark_varying(jnp.zeros([], bool), varying_axes(params)),
+            is_taken=varying_zeros(params, bool),
             params=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             full_grad=jax.tree.map(
                 lambda leaf: jnp.zeros_like(leaf, accumulation_dtype(leaf)), params
@@ -375,21 +382,21 @@ def missing_snapshot(snapshot: Snapshot, advice: str = _ADVICE) -> list[str]:
 
 
 def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:
-    r"""Return the optimizer state with a new snapshot of `svrg`, or estimate of `recursive_gradient`.
+    r"""Set a new snapshot of `svrg`, or a new estimate of `recursive_gradient`, in an optimizer state.
 
     .. math::
       \tilde\theta \leftarrow \theta, \qquad \mu \leftarrow \nabla f(\theta)
 
     Args:
       opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
-        in it: chained, masked, partitioned, injected into, or kept as variables by
-        `flax.nnx.Optimizer`. It is not changed.
-      params: All current params, also where svrg is masked. They are copied. States of many trainings
-        are mapped, with their params and gradients: `jax.vmap(optperm.variance.take_snapshot)`.
+        in it: chained, masked, partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`.
+        This function does not change it.
+      params: All current params, including masked ones. They are copied. For the states of many training
+        runs, use `jax.vmap(optperm.variance.take_snapshot)`.
       full_grad: The full gradient at these params, from `optperm.variance.full_gradient`.
 
     Returns:
-      The optimizer state, of the same structure, shapes and dtypes. If the params or the full gradient
+      The optimizer state, with the same structure, shapes and dtypes. If the params or the full gradient
       are not finite, the old snapshot stays, with a warning where Python can see it.
 
     Example:
@@ -402,7 +409,7 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       [0.5, 0.0]
 
     Raises:
-      ValueError: If there is not exactly one such state, or the trees do not match it.
+      ValueError: If there is not exactly one such state, or if the trees do not match it.
     """
     state = find_state(opt_state, SvrgState, method="svrg")
     snapshot, is_finite = install_snapshot(

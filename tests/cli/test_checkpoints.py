@@ -56,7 +56,11 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(train, files, tmp_path):
     # There is something to go on from: the first epoch left another state.
     pairs = map(jax.tree.leaves, (state(whole, steps // 3), state(whole, steps)))
     assert any(np.any(a != b) for a, b in zip(*pairs, strict=True))
-    assert files(resumed).summary["resumed_from"] == str(part)
+    assert files(resumed).summary["resume"] == str(part)
+
+
+def test_as_many_checkpoints_are_kept_as_asked_for(train):
+    assert kept(train("sgd", "--checkpoint-every", "1", "--checkpoint-keep", "2")) == [24, 36]
 
 
 @pytest.mark.chains

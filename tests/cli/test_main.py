@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -17,10 +18,10 @@ import jax
 import numpy as np
 import pytest
 import support
+from cyclopts import Token
 
 import optperm
 from optperm.cli import commands, methods, models, report, run_folder, training
-from optperm.cli.flags import Run
 from optperm.cli.main import main
 
 # Either kernel may be the one installed here; the slow one says so.
@@ -163,12 +164,12 @@ def test_a_network_of_ones_own_is_trained_and_rebuilt(
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
     flags[flags.index("--out") + 1] = str(tmp_path / "other")
     for name, says in [
-        ("own_networks:Normed", "has batch_stats: the command trains params alone"),
-        ("own_networks:Dropping", "needs more than params (InvalidRngError: Dropout_0 needs PRNG"),
+        ("own_networks:Normed", "of params alone (ScopeCollectionNotFound: Tried to access"),
+        ("own_networks:Dropping", "of params alone (InvalidRngError: Dropout_0 needs PRNG"),
         ("own_networks:Narrow", "must map a batch to (batch, 3) logits, got [1, 2]"),
         ("own_networks:Nothing", "AttributeError: module 'own_networks' has no attribute"),
         ("no_such_module:Net", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("json:loads", "nor a module:Class that can be built (TypeError: loads() missing"),
+        ("json:loads", "nor a module:Class of params alone (TypeError: loads() missing"),
     ]:
         assert main(["train", "adam", *flags, "--model", name]) == 2
         assert says in error_line()
@@ -308,16 +309,6 @@ def test_the_phases_of_dldr_are_shown_and_kept(flags, files, tmp_path, capsys):
     assert any(line.split() == ["phase", "subspace"] for line in shown)
 
 
-def test_long_runs_print_few_lines(capsys):
-    reporter = report.Reporter(Run(epochs=95))
-    for epoch in range(96):
-        record = {"epoch": epoch, "phase": None, "fraction_moved": None, "train_loss": 1.0}
-        accuracies = dict.fromkeys(("train_accuracy", "valid_accuracy", "test_accuracy"), 0.5)
-        reporter.epoch(record | accuracies)
-    epochs = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert epochs == [f"{epoch}/95" for epoch in (*range(0, 95, 10), 95)]
-
-
 def test_results_are_never_overwritten(flags, data, tmp_path, monkeypatch, error_line):
     monkeypatch.chdir(tmp_path)
     flags = [*flags[:-2], "--epochs", "1", "--quiet"]
@@ -344,7 +335,7 @@ def test_default_folders_of_runs_that_begin_together_differ(tmp_path, monkeypatc
         make(path, *args, **options)
 
     monkeypatch.setattr(pathlib.Path, "mkdir", mkdir)
-    folder = run_folder._create(None, "sgd")
+    folder = run_folder.create(None, "sgd")
     assert (taken, folder) == ([pathlib.Path("runs/sgd")], pathlib.Path("runs/sgd-2"))
 
 
@@ -373,7 +364,7 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("adam --learning-rate fast", 'unable to convert "fast" into float'),
         ("adam --momentum 0.9", "--momentum. (see optperm train adam --help)"),
         ("adam --lear 0.9", "Unknown option: --lear"),
-        ("adam --model gpt", "neither mlp nor cnn, nor a module:Class that can be built"),
+        ("adam --model gpt", "neither mlp nor cnn, nor a module:Class of params alone"),
         ("agn --combine median", 'Choose from: "mean", "sum", "sequential"'),
         ("lion", "(see optperm train --help)"),
         ("sgd --devices 0", "--devices. Must be >= 1"),
@@ -391,8 +382,11 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("agn --every 0", "every must be at least 1"),
         ("diloco --weight-decay -1", "diloco: weight_decay must be at least 0"),
         ("dldr --num-snapshots 4 --n-components 4", "needs num_snapshots of at least 5"),
-        ("dldr --second adam", "second must be one of 'dim_reduce', 'project', 'twa', got 'adam'"),
-        ("constant-sgd --estimator single_example", "per_example or two_batches"),
+        ("dldr --second adam", 'Choose from: "dim_reduce", "project", "twa"'),
+        ("constant-sgd --estimator single_example", 'Choose from: "per_example", "two_batches"'),
+        ("low-rank --rank 1.0", "rank must be"),
+        ("low-rank --rank many", "Invalid value"),
+        ("sgd --checkpoint-keep 0", "--checkpoint-keep. Must be >= 1"),
         ("adam --model cnn", "--model cnn needs images"),
         ("sgd --devices 7", "is 70 examples a step, more than the 64 to train"),
     ]
@@ -443,13 +437,15 @@ def test_the_help_of_a_method_shows_what_it_takes_first_and_an_example(capsys):
             at = shown.index(f"--{name.replace('_', '-')}", places[0])
             assert at < places[1], name
         # The example is one that runs.
-        argv = shlex.split(f"train {method.name} {method.example}")
+        (example,) = re.findall(rf"Example: optperm (train {method.name} .*)", shown)
+        argv = shlex.split(example)
         commands._App.parse_args(argv, exit_on_error=False, print_error=False)
     assert main(["evaluate", "--help"]) == 0
     assert "Example: optperm evaluate " in capsys.readouterr().out
 
 
 def test_every_flag_has_a_type_a_default_and_help():
+    """The help has no markup, names no value that a flag cannot take, and no symbol by itself."""
     for method in methods.METHODS.values():
         for name, flag in method.flags.items():
             # None where the method chooses by itself; the flag then says what may be given.
@@ -457,7 +453,15 @@ def test_every_flag_has_a_type_a_default_and_help():
             of = typing.get_args(flag.kind) if flag.default is None else (type(flag.default),)
             assert set(of) & set(kinds), (method.name, name)
             assert len(flag.help) > 5, (method.name, name)
-            assert not set(flag.help) & set("\\`"), (method.name, name)
+            wrong = re.findall(r"[`\\:]|schedule|None|optperm|\b[B-Z]\b", flag.help)
+            assert not wrong, (method.name, name, flag.help)
+
+
+def test_rank_one_and_the_fraction_one_are_told_apart():
+    """`--rank 1` is a rank, `--rank 0.5` a fraction; the fraction 1.0 is refused above."""
+    read = methods._RANK.kind.__metadata__[0].converter
+    ranks = [read(float, [Token(value=text)]) for text in ("1", "0.5", "1.0")]
+    assert [(type(rank), rank) for rank in ranks] == [(int, 1), (float, 0.5), (float, 1.0)]
 
 
 def test_gradient_evaluations_count_the_full_gradient_of_an_unfinished_epoch():
@@ -481,9 +485,9 @@ def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():
         given.update(rate=rate, num_data=num_data, key=key, axis_name=axis_name)
         return optperm.svrg()
 
-    method = methods.Method("probe", build, "", (), {"rate": (0.5, "A rate.")})
+    method = methods.Method("probe", build, (), {"rate": methods.Flag(0.5, "A rate.")})
     facts = {"num_data": 7, "key": 3, "batch_size": 5, "axis_name": "replica"}
-    method.transformation({"rate": 0.25}, facts)
+    method.transformation({"rate": 0.25}, **facts)
     assert given == {"rate": 0.25, "num_data": 7, "key": 3, "axis_name": "replica"}
 
 

@@ -113,6 +113,7 @@ def assert_form_stays(tx, params, evaluate=loops.linear):
     assert support.signature(after) == support.signature((params, *start))
 
 
+@pytest.mark.spans("sgperm", "diloco-streaming", "dim_reduce", "mandt_sgd", "mask_elements")
 @pytest.mark.filterwarnings("ignore:The gradient is not the one of the extra arguments")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
 def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
@@ -180,6 +181,7 @@ def test_init_keeps_no_alias_of_the_params(ours):
     support.assert_same_bits(opt_state, before)
 
 
+@pytest.mark.spans("sgperm", "diloco-streaming", "mandt_sgd")
 def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
     """Params and state that went through Orbax after any of the first steps, alone or stacked, go on as
     they were bit for bit."""
@@ -224,6 +226,7 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     support.assert_same_bits(unchanged, opt_state)
 
 
+@pytest.mark.spans("sgperm", "laperm", "agn", "svrg", "mandt_sgd")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
 def test_narrow_and_wide_leaves_of_one_tree_move(ours):
     """Beside float64 a leaf of bfloat16 is trained too, and each keeps its dtype."""
@@ -277,21 +280,3 @@ def test_what_does_not_fit_is_refused_by_name(ours):
             of_params = r"^updates(\['\w+'\] is float32.*| has another tree structure) .*\bparams\b"
         with pytest.raises(ValueError, match=of_params):
             tx.update(params, opt_state, spoil(params))
-
-
-def test_vmap_trains_each_as_by_itself(ours):
-    """Three networks at once, each with a state of its own, end where they end one by one."""
-    each = [support.random_params(seed) for seed in range(3)]
-    tx = ours.make()
-
-    @jax.jit
-    @jax.vmap
-    def run(params):
-        step = loops.make_step(tx, loops.linear)
-        return loops.carry(step, params, tx.init(params), jnp.stack(loops.linear_batches(2)))
-
-    together = jax.device_get(run(replicas.stack(each)))
-    for index, params in enumerate(each):
-        chex.assert_trees_all_close(
-            replicas.take(together, index), train(ours, params, 2)[-1], rtol=1e-5, atol=1e-6
-        )

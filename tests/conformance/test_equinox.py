@@ -46,6 +46,7 @@ def loss_of_model(model, batch):
     return model(batch)
 
 
+@pytest.mark.spans("sgperm", "svrg")
 @pytest.mark.usefixtures("lenient")
 def test_a_whole_model_trains_as_its_params_do(ours):
     tx, model = ours.make(), model_of(START)

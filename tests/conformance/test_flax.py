@@ -19,7 +19,6 @@ from optperm.core.states import find_states
 TO_SGPERM = Transformation(
     optperm.switch_after,
     {"num_steps": 1, "first": optax.sgd(0.05), "then": optperm.sgperm(0.4)},
-    lenient=True,
     other_name="switch to sgperm",
 )
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -66,6 +65,7 @@ def assert_close_leaves(actual, expected):
     support.assert_close(*leaves, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.spans("sgperm", "svrg", "mandt_sgd", "mask_elements")
 def test_nnx_optimizer(ours):
     """Params and states are variables; they stay so through steps and through what is called between
     them, inside `nnx.jit` and outside, and hold what arrays do. In `optax.apply_if_finite`, a gradient
@@ -119,6 +119,7 @@ def test_nnx_optimizer(ours):
         support.assert_same_bits(model.kernel.get_value(), nnx.to_pure_dict(found)["kernel"])
 
 
+@pytest.mark.spans("sgperm", "agn")
 def test_linen_train_state(ours):
     """Flax's own, which adds the updates, goes within a rounding where placing does, pulls to a center
     included; and the exact weights are never lost."""

@@ -12,7 +12,7 @@ import pytest
 import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from transformations import SPANNING, TRANSFORMATIONS
+from transformations import ordinal
 
 import optperm
 
@@ -137,15 +137,12 @@ def check_sharded(ours, mesh, cut, how):
         assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
 
 
-# Those of the default tier first, which so take turns too.
-ORDER = sorted(TRANSFORMATIONS, key=lambda ours: ours.name not in SPANNING)
-
-
 def in_turn(ours, values, shift=0):
     """One of several values, another one for the next entry."""
-    return list(values)[(ORDER.index(ours) + shift) % len(values)]
+    return list(values)[(ordinal(ours) + shift) % len(values)]
 
 
+@pytest.mark.spans("sgperm", "laperm", "agn", "svrg", "mandt_sgd", "mask_elements")
 def test_params_cut_along_both_axes_train_compiled_as_whole_ones(ours):
     check_sharded(ours, in_turn(ours, MESHES), "both", "jit")
 
@@ -161,7 +158,8 @@ def test_sharded_params_train_on_every_mesh_as_whole_ones(ours, mesh, cut, how):
     check_sharded(ours, mesh, cut, how)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.spans("sgperm", "mask_elements")
+@pytest.mark.parametrize("mesh", support.every_night(MESHES, ["explicit"]))
 def test_params_on_other_devices_than_the_state_are_refused(ours, mesh):
     """By JAX. Where a step combines no arrays of the state with params, updates follow the params."""
     devices = jax.devices()

@@ -1,19 +1,24 @@
 """The door: a method that is nothing but its algorithm gets its checks and its types from there."""
 
+import pickle
+
 import chex
+import flax.serialization
 import jax
 import jax.numpy as jnp
+import loops
 import optax
 import pytest
 import replicas
 import support
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from transformations import TRANSFORMATIONS
 
 import optperm
 from optperm.core.dtypes import accumulation_dtype, all_finite
 from optperm.core.mapped_axes import varying_axes
-from optperm.core.transformation import transformation
+from optperm.core.transformation import transformation, wrapper
 
 
 def doubled_sums(**options):
@@ -170,3 +175,70 @@ def test_complex_params_get_the_advice_that_works():
     support.assert_close(updates["re"] + 1j * updates["im"], -params["w"], rtol=1e-6)
     with pytest.raises(TypeError, match=r"int32.*optax\.partition"):
         optperm.mars().init({"w": jnp.arange(2)})
+
+
+# What may stand in the place of a method's state: the state of an optimizer of Optax, what is left of a
+# chain, or a checkpoint that was restored without its types
+FOREIGN = {
+    "ScaleByAdamState": lambda params: optax.scale_by_adam().init(params),
+    "TraceState": lambda params: optax.trace(0.9).init(params),
+    "a tuple": lambda params: (),
+    "a dict": lambda params: {"count": jnp.zeros([])},
+    "a NoneType": lambda params: None,
+}
+
+
+@pytest.mark.parametrize("method", TRANSFORMATIONS, ids=str)
+def test_every_method_refuses_a_state_of_another_optimizer(method):
+    """Before anything reads it: one sentence says what is needed and what came."""
+    params, tx = support.random_params(), method.make()
+    own = tx.init(params)
+    for name, make in FOREIGN.items():
+        # A method that is a chain has a tuple of states, whose length Optax checks.
+        state = (make(params),) * len(own) if type(own) is tuple else make(params)
+        message = rf"^\w+ needs an? \w+, the state that its init makes, got {name}\.( .*)?$"
+        with pytest.raises(ValueError, match=message):
+            tx.update(params, state, params)
+
+
+def test_a_state_of_one_method_is_refused_by_the_next_and_the_way_to_convert_it_is_shown():
+    params = support.random_params()
+    state = optperm.apollo(rank=1).init(params)
+    with pytest.raises(
+        ValueError,
+        match=r"^low_rank needs a LowRankState, the state .*, got ApolloState, ScaleByAdamState\.$",
+    ):
+        optperm.low_rank(optax.scale_by_adam(), 1).update(params, state)
+    with pytest.raises(
+        ValueError, match=r"got ApolloState, .*\. optperm\.memory\.quantize\(opt_state"
+    ):
+        optperm.quantize_state(optax.adam(0.1), min_size=1).update(params, state)
+
+
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
+def test_own_states_are_taken_from_wherever_they_come(ours):
+    """Copies of a map over the tree, of a pickle and of Flax's serialization are the method's own."""
+    params, tx = support.random_params(), ours.make()
+    state = tx.init(params)
+    dictionary = flax.serialization.to_state_dict(state)
+
+    def step(state):
+        grads, extra_args = loops.linear(params, loops.linear_batches(1)[0])
+        return tx.update(grads, state, params, **extra_args)[1]
+
+    for copy in (
+        jax.tree.map(jnp.asarray, state),
+        pickle.loads(pickle.dumps(state)),
+        flax.serialization.from_state_dict(tx.init(params), dictionary),
+    ):
+        assert jax.tree.structure(jax.eval_shape(step, copy)) == jax.tree.structure(state)
+
+
+def test_a_method_whose_init_names_no_type_takes_any_state():
+    """A wrapper whose state is sometimes that of the optimizer in it."""
+
+    def init(params):
+        return {"count": 0}
+
+    tx = wrapper(init, lambda updates, state, params: (updates, state), method="any")
+    assert tx.update(PARAMS, {"count": 1}, PARAMS)[1] == {"count": 1}

@@ -119,11 +119,7 @@ def test_known_params_of_adam_without_betas():
 
 
 # Each rule, each optimizer and each size occur every time.
-USUAL = {
-    ("agn mean sgd", 4),
-    ("agn sum momentum", 2),
-    ("diloco by default", 4),
-}
+USUAL = {("agn mean sgd", 4), ("agn sum momentum", 2), ("diloco by default", 4)}
 
 
 @pytest.mark.parametrize(
@@ -144,10 +140,7 @@ def test_equals_simulated_workers_and_center(method, size):
 
 
 LINEAR = {"w": np.float32([2.0, 1.0]), "b": np.float32(1.0)}
-KNOWN_BATCH = (
-    np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]]),
-    np.float32([[1, 2], [2, 3]]),
-)
+KNOWN_BATCH = (np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]]), np.float32([[1, 2], [2, 3]]))
 
 
 def squared_error(params, batch):
@@ -155,8 +148,7 @@ def squared_error(params, batch):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
-@pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["shard_map"]))
-def test_known_trace(mapping):
+def test_known_trace():
     """DiLoCo's, of the specification: losses of replica 0, and the params after a synchronization."""
     tx = optperm.diloco(
         optax.sgd(0.1),
@@ -165,7 +157,7 @@ def test_known_trace(mapping):
         axis_name=replicas.AXIS,
     )
     evaluate = loops.gradient(squared_error)
-    trail = loops.train(tx, LINEAR, [KNOWN_BATCH] * 3, evaluate=evaluate, how=mapping, size=2)
+    trail = loops.train(tx, LINEAR, [KNOWN_BATCH] * 3, evaluate=evaluate, how="vmap", size=2)
     of_first = [LINEAR, *(replicas.take(jax.device_get(params), 0) for params, _ in trail)]
     losses = [squared_error(params, replicas.take(KNOWN_BATCH, 0)) for params in of_first]
     np.testing.assert_allclose(losses, [1, 0.49, 0.2401, 0.207544], rtol=0, atol=1e-6)
@@ -173,28 +165,6 @@ def test_known_trace(mapping):
     np.testing.assert_allclose(params["w"], [[1.5345, 1.0494]] * 2, rtol=0, atol=1e-4)
     np.testing.assert_allclose(params["b"], [0.5839] * 2, rtol=0, atol=1e-4)
     support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
-
-
-@pytest.mark.parametrize(
-    ("rule", "mapping"),
-    support.every_night(
-        itertools.product(RULES, ["pmap", "shard_map", "shard_map unchecked"]),
-        {("sequential", "shard_map")},
-    ),
-)
-def test_every_mapping_gives_the_same_numbers(mapping, rule):
-    """pmap and both modes of shard_map agree with vmap, and pull all replicas onto the same bits."""
-    tx = optperm.agn(optax.adam(0.05), every=PERIOD, axis_name=replicas.AXIS, combine=rule)
-    both = zip(run(tx, 4, mapping), run(tx, 4), strict=True)
-    for step, ((params, opt_state), (wanted, _)) in enumerate(both, start=1):
-        np.testing.assert_allclose(flat(params), flat(wanted), rtol=0, atol=1e-6)
-        if step % PERIOD == 0:
-            first = replicas.take(jax.device_get(params), 0)
-            for index in range(4):
-                support.assert_same_bits(replicas.take(jax.device_get(params), index), first)
-            support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
-        else:
-            assert len(np.unique(flat(params), axis=0)) == 4
 
 
 def test_several_axes_are_one_set_of_replicas():
@@ -241,17 +211,6 @@ def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
     assert params.tolist() == [-1.0, -1.0]
     with jax.enable_x64(True):
         assert tx.init(jnp.zeros(2, jnp.float64)).accumulator.dtype == jnp.float64
-
-
-def test_period_may_be_traced():
-    """`inject_hyperparams` keeps the period in its state, where it can be changed."""
-    tx = optax.inject_hyperparams(optperm.agn)(optax.sgd(0.1), every=2)
-    params = jnp.zeros(())
-    opt_state = tx.init(params)
-    opt_state.hyperparams["every"] = jnp.int32(3)
-    trail = loops.train(tx, params, [jnp.ones(())] * 6, opt_state=opt_state)
-    centers = [float(optperm.distributed.center_params(opt_state)) for _, opt_state in trail]
-    assert centers == pytest.approx([0, 0, -0.1, -0.1, -0.1, -0.2], abs=1e-7)
 
 
 def test_entries_that_are_not_finite_count_as_zero():

@@ -118,52 +118,20 @@ def test_replicas_count_by_their_weights():
             assert s.skipped.tolist()[:3] == skipped, name
 
 
-def test_weights_that_overflow_together_are_no_exchange():
-    """Nobody's contribution is in the center, which stays, and all count it."""
-    for factory, rule in (
-        (optperm.agn, "mean"),
-        (optperm.diloco, "mean"),
-        (optperm.diloco, "pairs"),
+def test_contributions_whose_weights_overflow_are_no_exchange():
+    """The center stays, and all count it; a small sum, divided by infinity, would pass for zero."""
+    for (factory, rule), size in itertools.product(
+        ((optperm.agn, "mean"), (optperm.diloco, "mean"), (optperm.diloco, "pairs")), (1e-3, 1.0)
     ):
         tx = factory(optax.sgd(1.0), every=9, axis_name=AXIS, combine=rule)
 
-        def step(p, s, tx=tx):
-            return tx.update(jnp.ones(1), s, p, commit=True, weight=jnp.float32(3e38))
+        def step(p, s, tx=tx, size=size):
+            return tx.update(jnp.full(1, size), s, p, commit=True, weight=jnp.float32(3e38))
 
         p = jnp.ones((SIZE, 1))
         updates, s = jax.jit(jax.vmap(step, axis_name=AXIS))(p, jax.vmap(tx.init)(p))
         np.testing.assert_array_equal(updates, np.zeros((SIZE, 1)))
         assert s.skipped.tolist() == [1] * SIZE
-
-
-def test_small_contributions_whose_weights_overflow_are_no_exchange():
-    """Their sum is finite; divided by infinite weights it would pass for a contribution of zero."""
-    for factory in (optperm.agn, optperm.diloco):
-        tx = factory(optax.sgd(1.0), every=9, axis_name=AXIS)
-
-        def step(p, s, tx=tx):
-            return tx.update(jnp.full(1, 1e-3), s, p, commit=True, weight=jnp.float32(3e38))
-
-        p = jnp.ones((SIZE, 1))
-        updates, s = jax.jit(jax.vmap(step, axis_name=AXIS))(p, jax.vmap(tx.init)(p))
-        np.testing.assert_array_equal(updates, np.zeros((SIZE, 1)))
-        assert s.skipped.tolist() == [1] * SIZE
-
-
-def test_weights_say_what_is_wrong():
-    params = jnp.ones(2)
-    for tx in (optperm.agn(optax.sgd(0.1)), optperm.diloco(optax.sgd(0.1), every=9)):
-        opt_state = tx.init(params)
-        for weight, error in (
-            (-1.0, ValueError),
-            (np.nan, ValueError),
-            (np.inf, ValueError),
-            (jnp.ones(2), ValueError),
-            (True, TypeError),
-            (1j, TypeError),
-        ):
-            with pytest.raises(error, match="weight"):
-                tx.update(params, opt_state, params, weight=weight)
 
 
 def test_weights_by_steps_are_federated_averaging():
@@ -220,8 +188,7 @@ def tricky(dtype):
 @pytest.mark.parametrize(
     ("method", "how"),
     support.every_night(
-        itertools.product(BEGUN, MAPPED),
-        {("agn", "shard_map"), ("diloco pairs", "pmap"), ("fragments", "vmap")},
+        itertools.product(BEGUN, MAPPED), {("agn", "shard_map"), ("fragments", "vmap")}
     ),
 )
 def test_replicas_that_are_alike_begin_from_a_center_of_their_bits(method, how):
@@ -237,8 +204,7 @@ def test_replicas_that_are_alike_begin_from_a_center_of_their_bits(method, how):
 @pytest.mark.parametrize(
     ("method", "how"),
     support.every_night(
-        itertools.product(BEGUN, MAPPED),
-        {("agn", "shard_map"), ("diloco", "vmap"), ("diloco pairs", "pmap")},
+        itertools.product(BEGUN, MAPPED), {("agn", "shard_map"), ("diloco pairs", "pmap")}
     ),
 )
 def test_replicas_that_are_apart_begin_from_the_mean(method, how):
@@ -258,7 +224,7 @@ def test_replicas_that_are_apart_begin_from_the_mean(method, how):
     ("method", "how"),
     support.every_night(
         itertools.product([m for m in BEGUN if "pairs" not in m], MAPPED),
-        {("agn", "vmap"), ("diloco", "shard_map"), ("fragments", "pmap")},
+        {("diloco", "shard_map"), ("fragments", "vmap")},
     ),
 )
 def test_after_a_switch_the_replicas_have_one_center(method, how):
@@ -274,7 +240,7 @@ def test_after_a_switch_the_replicas_have_one_center(method, how):
     assert trail[-1][1].then.count.tolist() == [6] * SIZE
 
 
-@pytest.mark.parametrize("method", BEGUN)
+@pytest.mark.parametrize("method", support.every_night(BEGUN, ["agn", "fragments"]))
 def test_a_run_under_strict_promotion(method):
     """From an init on the mapped axis to a commit alone, with weights: no types or ranks are mixed."""
     tx = BEGUN[method](axis_name=AXIS)

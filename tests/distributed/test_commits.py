@@ -54,19 +54,14 @@ def run_flagged(tx, grads, flags, how="vmap"):
     return trail
 
 
-@pytest.mark.parametrize(
-    ("method", "how"),
-    support.every_night(
-        itertools.product(replicas.METHODS, ["vmap", "pmap", "shard_map"]), {("diloco", "vmap")}
-    ),
-)
-def test_explicit_and_counted_commits_agree(method, how):
+@pytest.mark.parametrize("method", support.every_night(replicas.METHODS, ["diloco"]))
+def test_explicit_and_counted_commits_agree(method):
     """Flags at the period's multiples, and a mixture of flags and counts, give what counting gives."""
     tx = replicas.METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
     grads = grads_of(7)
-    counted = run_flagged(tx, grads, [None] * 7, how)
-    explicit = run_flagged(tx, grads, [False, False, True] * 2 + [False], how)
-    mixed = run_flagged(tx, grads, [None, False, None, None, None, True, None], how)
+    counted = run_flagged(tx, grads, [None] * 7)
+    explicit = run_flagged(tx, grads, [False, False, True] * 2 + [False])
+    mixed = run_flagged(tx, grads, [None, False, None, None, None, True, None])
     for wanted, one, other in zip(counted, explicit, mixed, strict=True):
         support.assert_close(one[0], wanted[0], atol=1e-6)
         support.assert_close(other[0], wanted[0], atol=1e-6)
@@ -139,7 +134,7 @@ def test_flags_travel_through_chain_and_multi_steps():
         assert every
 
 
-def test_a_flag_may_be_traced_and_others_are_refused():
+def test_a_flag_may_be_traced():
     """A scalar bool that is known on the device decides as a Python bool does."""
     for method in (optperm.agn, optperm.diloco):
         tx = method(optax.sgd(0.1), every=9)
@@ -148,11 +143,6 @@ def test_a_flag_may_be_traced_and_others_are_refused():
         for flag in (True, False):
             explicit = tx.update(START, opt_state, START, commit=flag)
             support.assert_close(step(flag), explicit, atol=1e-6)
-        for wrong in (1, "yes", jnp.zeros(2, bool), jnp.int32(1)):
-            with pytest.raises(
-                TypeError, match=r"commit of .* must be True, False, .only. or None"
-            ):
-                tx.update(START, opt_state, START, commit=wrong)
 
 
 @pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
@@ -252,7 +242,7 @@ def _on_two_by_four(tx, types, *, manual, checked, flag):
 
 @pytest.mark.parametrize(
     ("method", "types", "axes", "checked"),
-    support.in_pairs(
+    support.in_turns(
         ["agn mean", "agn sequential", "diloco"],
         [AxisType.Auto, AxisType.Explicit],
         ["manual", "partial"],
@@ -337,29 +327,11 @@ def test_a_bad_batch_does_not_lose_a_replica():
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state.local_state))
 
 
-def _counts(tx, *, steps, period):
-    params = jnp.zeros(2)
-    opt_state = tx.init(params)
-    trail = loops.train(tx, params, [jnp.ones(2)] * steps, opt_state=opt_state)
-    return [s.center[0] for _, s in trail][period - 1 :: period], trail[-1][1]
-
-
-def test_schedules_of_the_center_count_local_steps():
-    """A rate that falls to zero in six steps has fallen to zero for the center, too."""
+def test_schedules_of_an_outer_optimizer_count_its_own_steps():
     fall = optax.linear_schedule(1.0, 0.0, 6)
-    centers, opt_state = _counts(optperm.agn(optax.sgd(fall), every=2), steps=8, period=2)
-    # Commits in the steps 1, 3, 5 and 7, counted from 0, have the rates of these steps.
-    np.testing.assert_allclose(centers, -np.cumsum([5 / 6, 3 / 6, 1 / 6, 0.0]), atol=1e-6)
-    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=fall)
-    again, _ = _counts(optperm.agn(injected, every=2), steps=8, period=2)
-    np.testing.assert_allclose(again, centers, atol=1e-6)
-    # Bias correction counts what its moments have seen.
-    _, opt_state = _counts(optperm.agn(optax.adam(fall), every=2), steps=8, period=2)
-    adam, schedule = opt_state.center_state[0], opt_state.center_state[-1]
-    assert (int(adam.count), int(schedule.count)) == (4, 8)
-    # An optimizer of the center's own counts its own steps.
     own = optperm.agn(optax.sgd(0.1), every=2, outer=optax.sgd(fall))
-    centers, _ = _counts(own, steps=8, period=2)
+    trail = loops.train(own, jnp.zeros(2), [jnp.ones(2)] * 8)
+    centers = [s.center[0] for _, s in trail[1::2]]
     np.testing.assert_allclose(centers, np.cumsum([-1.0, -5 / 6, -4 / 6, -3 / 6]), atol=1e-6)
 
 
@@ -377,58 +349,28 @@ def test_in_turn_all_replicas_together_advance_a_schedule_by_one_period():
     assert optax.tree.get_all_with_path(opt_state.center_state, "count")[0][1].tolist() == [4] * 4
 
 
-@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
-def test_multi_steps_of_the_center_are_refused(factory):
-    accumulating = optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
-    tx = (
-        optperm.agn(accumulating)
-        if factory is optperm.agn
-        else optperm.diloco(optax.sgd(0.1), accumulating, every=9)
-    )
-    with pytest.raises(
-        ValueError, match=r"write (optax\.MultiSteps\(agn|diloco\(optax\.MultiSteps)\("
-    ):
-        tx.init(START)
-    optperm.diloco(accumulating, every=9).init(START)
-    optperm.agn(accumulating, outer=optax.sgd(0.1)).init(START)
-
-
-LAID_OUT = {
-    "agn sequential": replicas.METHODS["agn sequential"],
-    "streaming": functools.partial(
-        optperm.diloco, every=optperm.distributed.Every(3, 2, 1), mixing=0.5
-    ),
-    "compressed": functools.partial(
-        optperm.diloco, every=3, compress=optperm.distributed.Compression(bits=8)
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("method", "where"),
-    support.every_night(
-        itertools.product(LAID_OUT, [(1, True), (2, False), (1, False)]),
-        {("streaming", (2, False))},
-    ),
-)
-def test_replicas_laid_out_by_shard_map_of_vmap(method, where):
-    """One or two replicas on each of four devices, checked or not, give what as many under vmap give."""
-    on_each, checked = where
-    size, axes = 4 * on_each, ("device", "each") if on_each > 1 else "device"
+def test_two_replicas_on_each_of_four_devices_are_eight():
+    """By `jax.vmap` within `jax.shard_map`; a step without a flag has no collective."""
+    axes, spec, plan = ("device", "each"), P("device"), optperm.distributed.Every(3, 2, 1)
     mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
-    tx = LAID_OUT[method](optax.adam(0.1), axis_name=axes)
-    single = LAID_OUT[method](optax.adam(0.1), axis_name=replicas.AXIS)
-    grads, flags = grads_of(3, size=size), [False, True, False]
-
-    def make(flag):
-        block = jax.vmap(flagged_step(tx, flag), axis_name="each")
-        spec = P("device")
-        return jax.jit(
-            jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+    tx, single = (
+        optperm.diloco(optax.adam(0.1), every=plan, mixing=0.5, axis_name=name)
+        for name in (axes, replicas.AXIS)
+    )
+    grads, flags = grads_of(3, size=8), [False, True, False]
+    steps = {
+        flag: jax.jit(
+            jax.shard_map(
+                jax.vmap(flagged_step(tx, flag), axis_name="each"),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
+                check_vma=False,
+            )
         )
-
-    steps = {flag: make(flag) for flag in set(flags)}
-    params, opt_state = (replicas.stack([tree] * size) for tree in (START, tx.init(START)))
+        for flag in set(flags)
+    }
+    params, opt_state = (replicas.stack([tree] * 8) for tree in (START, tx.init(START)))
     expected = run_flagged(single, grads, flags)
     for flag, each, (wanted, _) in zip(flags, grads, expected, strict=True):
         params, opt_state = steps[flag](params, opt_state, each)
@@ -457,7 +399,7 @@ EVERYWHERE = ["vmap", "pmap", "shard_map", "shard_map unchecked"]
     ("method", "how"),
     support.every_night(
         itertools.product(COMMITTED_ALONE, EVERYWHERE),
-        {("agn mean", "shard_map"), ("diloco", "pmap"), ("delayed", "vmap")},
+        {("agn mean", "shard_map"), ("delayed", "vmap")},
     ),
 )
 def test_a_commit_alone_equals_a_commit_with_the_last_step(method, how):

@@ -82,7 +82,7 @@ RIGHT = {name: getattr(optax, name) for name in NAMES} | {
     "sgld": lambda r: optperm.sgld(r, num_data=10**9),
     "low_rank": lambda r: optperm.low_rank(optax.adam(r), 1, every=2),
 }
-USUAL = {"adamw", "adamw whose decay is scheduled", "mars", "injected", "adafactor"}
+USUAL = {"adamw whose decay is scheduled", "mars", "injected"}
 
 
 def gradients():

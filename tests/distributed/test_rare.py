@@ -20,11 +20,10 @@ pytestmark = pytest.mark.usefixtures("lenient")
 SIZE, AXIS = 4, replicas.AXIS
 START = {"w": np.float32(np.arange(12.0).reshape(3, 4)), "b": np.float32([1.0, -1.0])}
 METHODS = replicas.METHODS | {
+    "agn sum": functools.partial(optperm.agn, every=3, combine="sum"),
     "plan": functools.partial(optperm.diloco, every=optperm.distributed.Every(3, 2, 1), mixing=0.5),
     "slices": functools.partial(
-        optperm.diloco,
-        every=optperm.distributed.Every(3, 2),
-        fragment_of={"w": [0, 1, 0], "b": 1},
+        optperm.diloco, every=optperm.distributed.Every(3, 2), fragment_of={"w": [0, 1, 0], "b": 1}
     ),
     "pairs": functools.partial(optperm.diloco, every=3, combine="pairs"),
     "compressed": functools.partial(
@@ -41,16 +40,20 @@ def layout(name, step):
     """The mapped step, and the mesh on which its stacked arguments lie."""
     kind = AxisType.Explicit if "explicit" in name else AxisType.Auto
     mesh = jax.make_mesh((SIZE,), (AXIS,), axis_types=(kind,))
-    if name == "pmap":
-        return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:SIZE]), mesh
+    if name in replicas.MAPPINGS:
+        return replicas.MAPPINGS[name](step, SIZE), mesh
     if "spmd" in name:
         return jax.vmap(step, axis_name=AXIS, spmd_axis_name=AXIS), mesh
     unnamed = jax.vmap(step)
     return jax.shard_map(unnamed, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), mesh
 
 
-LAYOUTS = ["vmap in shard_map", "spmd auto", "spmd explicit", "pmap"]
+LAYOUTS = [
+    *("vmap in shard_map", "spmd auto", "spmd explicit"),
+    *("pmap", "shard_map", "shard_map unchecked"),
+]
 USUAL = {
+    ("shard_map", "agn sequential"),
     ("spmd explicit", "plan"),
     ("vmap in shard_map", "diloco"),
     ("spmd auto", "agn mean"),
@@ -59,8 +62,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
-    support.every_night([(a, b) for a in LAYOUTS for b in METHODS], USUAL),
+    ("name", "method"), support.every_night([(a, b) for a in LAYOUTS for b in METHODS], USUAL)
 )
 def test_counted_steps_exchange_within_a_conditional(name, method):
     """No collective of more than a count is outside, and the params are those of a plain vmap."""
@@ -79,7 +81,7 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
     with jax.set_mesh(mesh):
         placed = given if name == "pmap" else jax.device_put(given, NamedSharding(mesh, P(AXIS)))
         compiled = (mapped if name == "pmap" else jax.jit(mapped)).lower(*placed).compile()
-        params, _ = compiled(*placed)
+        params, state = compiled(*placed)
     large = [each for each in replicas.collectives(compiled.as_text()) if each.bytes > 16]
     assert large
     assert all(each.is_conditional for each in large)
@@ -87,6 +89,9 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
         assert {each.operation for each in large} == {"collective-permute"}
     expected, _ = jax.jit(jax.vmap(four_steps, axis_name=AXIS))(*given)
     support.assert_close(jax.device_get(params), expected, atol=1e-5)
+    center = jax.device_get(state.center)
+    for index in range(SIZE if method != "pairs" else 0):
+        support.assert_same_bits(replicas.take(center, index), replicas.take(center, 0))
 
 
 def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import support
 
 import optperm
 
@@ -40,7 +41,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", support.every_night(METHODS, ["sequential", "fragments", "top k", "pairs"])
+)
 def test_traffic_of_each_option_is_what_the_compiled_program_sends(name):
     """The operands in the HLO of a step whose conditionals are entered once a period."""
     tx = METHODS[name]
@@ -83,7 +86,7 @@ def test_traffic_of_a_plan_is_a_line_for_each_fragment():
     assert "s/commit" not in lines[0].split()
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("replicas", support.every_night([2, 3, 8], [3]))
 def test_seconds_are_the_bits_of_a_ring_over_the_bandwidth(replicas):
     """2 (k - 1) / k of an all-reduce, k - 1 of an all-gather, and 1 of a pair."""
     multiples = {"diloco": 2 * (replicas - 1) / replicas, "4 bits": replicas - 1, "pairs": 1}
@@ -121,22 +124,6 @@ def test_traffic_over_two_axes_and_sharded_replicas_is_that_of_one_axis():
         assert report(tx, PARAMS, 1e6, replicas=4) == report(PLAIN, PARAMS, 1e6, replicas=4)
 
 
-def test_traffic_of_a_schedule_needs_its_mean_period():
+def test_traffic_of_a_schedule_is_by_its_mean_period():
     tx = optperm.agn(SGD, every=lambda commits: 5 + commits, axis_name=AXIS)
-    with pytest.raises(ValueError, match=r"period of agn is not a known number: pass every="):
-        report(tx, PARAMS)
     assert report(tx, PARAMS, every=7.5).all.bytes_per_step == (4 * NUMBERS + 4) / 7.5
-
-
-def test_traffic_of_no_exchange_raises():
-    with pytest.raises(ValueError, match=r"one optperm.agn or optperm.diloco, .* got 0"):
-        report(SGD, PARAMS)
-    with pytest.raises(ValueError, match=r"got 2"):
-        report(optax.chain(PLAIN, METHODS["agn"]), PARAMS)
-    with pytest.raises(ValueError, match=r"diloco without axis_name is a single replica"):
-        report(optperm.diloco(SGD, every=PERIOD), PARAMS)
-    with pytest.raises(TypeError, match="tx"):
-        report(None, PARAMS)
-    for options in ({"bandwidth": 0.0}, {"every": float("nan")}, {"replicas": 1}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            report(PLAIN, PARAMS, **options)

@@ -456,7 +456,7 @@ def test_a_program_of_many_leaves_has_few_kernels():
 
 def test_a_state_of_the_plain_optimizer_is_refused_with_the_way_to_convert_it():
     plain, params = optax.adamw(1e-3), {"w": jnp.ones((64, 64))}
-    with pytest.raises(ValueError, match=r"no QuantizedState.*optperm\.memory\.quantize"):
+    with pytest.raises(ValueError, match=r"needs a QuantizedState.*optperm\.memory\.quantize"):
         optperm.quantize_state(plain).update(params, plain.init(params), params)
 
 

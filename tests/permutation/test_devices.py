@@ -1,6 +1,5 @@
 """SGPerm on many devices and inside what Optax and Flax wrap around it: always the same bits."""
 
-import functools
 import itertools
 import os
 import re
@@ -14,7 +13,6 @@ import loops
 import numpy as np
 import optax
 import pytest
-import replicas
 import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,87 +20,11 @@ from jax.sharding import PartitionSpec as P
 import optperm
 from optperm.permutation import _library as library
 
-STEPS = 3
-
 
 def make(**arguments):
     """SGPerm whose recommendations are exact sums, so that no program rounds them otherwise."""
     exact = {"learning_rate": 1.0, "momentum": 0.5}
     return optperm.sgperm(0.4, partition_ratio=0.7, **{**exact, **arguments})
-
-
-def params():
-    return support.random_params()
-
-
-def grads(step):
-    """Small integers: their mean over devices is exact, in whatever order it is taken."""
-    return jax.tree.map(lambda g: jnp.round(4 * g), support.random_like(params(), step))
-
-
-@functools.cache
-def alone():
-    """The weights after each step of one device, with nothing around it."""
-    trail = loops.train(make(), params(), [grads(step) for step in range(STEPS)])
-    trail = [p for p, _ in trail]
-    assert not np.array_equal(trail[0]["kernel"], trail[-1]["kernel"])
-    support.assert_permutes(trail[-1], params())
-    return trail
-
-
-def loss_fn(p, batch):
-    """Linear, so that the gradient of a batch is the mean of its examples."""
-    parts = jax.tree.map(lambda w, x: jnp.sum(w[None] * x), p, batch)
-    return sum(jax.tree.leaves(parts)) / batch["bias"].shape[0]
-
-
-def shares(step):
-    """An example for each of four replicas, of which the mean, and only that, is the step's gradient."""
-    noise = [grads(100 * (step + 1) + pair) for pair in range(2)]
-    examples = [
-        jax.tree.map(lambda g, x, sign=sign: (g + sign * x)[None], grads(step), x)
-        for x in noise
-        for sign in (1, -1)
-    ]
-    return replicas.stack(examples)
-
-
-@pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["shard_map"]))
-def test_replicas_that_average_their_gradients_agree_with_one_device(mapping):
-    """Four hold the bits of the single-device run, whether params and state are said to be the same on
-    all of them or not."""
-    tx = make()
-    step = loops.make_step(tx, loops.evaluation(loss_fn, axis_name=replicas.AXIS))
-    own = replicas.MAPPINGS[mapping](step, 4)
-    same = replicas.share(lambda shared, batch: (step(*shared, batch), ()), mapping, 4)
-    p, opt_state = params(), tx.init(params())
-    each = replicas.stack([p] * 4), replicas.stack([opt_state] * 4)
-    for index, expected in enumerate(alone()):
-        got, _ = jax.device_get(same((p, opt_state), shares(index)))
-        each = jax.device_get(own(*each, shares(index)))
-        for replica in range(4):
-            support.assert_same_bits(replicas.take(got[0], replica), expected)
-            support.assert_same_bits(replicas.take(each[0], replica), expected)
-        p, opt_state = replicas.take(got, 0)
-
-
-@pytest.mark.parametrize(
-    "mapping", support.every_night(["vmap", "shard_map", "shard_map unchecked"], ["shard_map"])
-)
-def test_networks_and_keys_of_their_own_train_as_in_a_loop(mapping):
-    """A mapped axis of networks gives what each gives by itself, bit for bit; the key makes a
-    difference."""
-
-    drawn = replicas.stack([grads(step) for step in range(STEPS)])
-
-    def run(p, key):
-        tx = make(key=key)
-        return loops.carry(loops.make_step(tx), p, tx.init(p), drawn)[0]
-
-    starts = [support.random_params(seed) for seed in (0, 1, 0)]
-    got = replicas.MAPPINGS[mapping](run, 3)(replicas.stack(starts), jnp.array([0, 1, 1]))
-    support.assert_same_bits(replicas.take(got, 1), jax.jit(run, static_argnums=1)(starts[1], 1))
-    assert not np.array_equal(got["kernel"][0], got["kernel"][2])
 
 
 def test_program_for_gpus_calls_python():
@@ -184,8 +106,9 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
         assert array.sharding.is_equivalent_to(w.sharding, w.ndim)
 
 
-@pytest.mark.parametrize("spec", [P("x", None), P("x", "y")], ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "spec"), support.in_turns(METHODS, [P("x", None), P("x", "y")]), ids=str
+)
 def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method, spec):
     """Where weights cross devices XLA may add them to zeros: -0.0 becomes 0.0, a subnormal number 0.0.
 

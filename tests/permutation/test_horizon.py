@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import loops
 import numpy as np
 import optax
-import pytest
 import support
 
 import optperm
@@ -92,18 +91,6 @@ def test_aggressiveness_of_long_weight_vectors_is_that_of_each_step():
             for tx in (build(schedule), build(falling(first, num_steps)))
         )
         support.assert_same_bits([w for w, _ in got], [w for w, _ in wanted])
-
-
-def test_only_one_rule_may_say_how_the_aggressiveness_falls():
-    both = "not both: .*falling"
-    for arguments, error, says in (
-        ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
-        ({"num_steps": 2.5}, TypeError, "num_steps must be an integer, got 2.5"),
-        ({"num_steps": 9, "aggressiveness": optax.constant_schedule(0.1)}, ValueError, both),
-        ({"num_steps": 9, "aggressiveness": 0.1}, ValueError, both),
-    ):
-        with pytest.raises(error, match=says):
-            optperm.sgperm(**arguments)
 
 
 def warned_of(tx, epochs, start=None, **options):

@@ -191,48 +191,6 @@ def test_export_between_two_synchronizations_rebuilds_the_weights():
         export(initial, opt_state, p | {"scale": jnp.ones(2)})
 
 
-def averaged(p, batch):
-    """The mean gradient of all replicas."""
-    del p
-    return jax.lax.pmean(batch, replicas.AXIS), {}
-
-
-@pytest.mark.parametrize("mapping", support.every_night(["shard_map", "pmap"], ["shard_map"]))
-def test_replicas_that_average_their_gradients_agree(mapping):
-    """Four replicas hold the same bits after each step, permutations of the start when synchronized."""
-    tx = optperm.laperm(optax.adam(0.3), 2)
-    batches = [replicas.stack([grads(4 * index + r) for r in range(4)]) for index in range(4)]
-    trail = loops.train(tx, params(), batches, evaluate=averaged, how=mapping, size=4)
-    means = [jax.tree.map(lambda g: g.mean(axis=0), batch) for batch in batches]
-    both = zip(trail, loops.train(tx, params(), means), strict=True)
-    for index, ((p, _), (alone, _)) in enumerate(both):
-        got = replicas.take(p, 0)
-        for replica in range(1, 4):
-            support.assert_same_bits(replicas.take(p, replica), got)
-        support.assert_close(got, alone, atol=1e-5, rtol=1e-7)
-        if index % 2:
-            support.assert_permutes(got, params())
-
-
-def test_scan_in_checked_shard_map_keeps_its_types():
-    """Networks of their own, initialized inside: what varies does from the start, the count never."""
-    tx = optperm.laperm(optax.adam(0.3), 2)
-
-    def run(_, part):
-        p, opt_state = loops.carry(loops.make_step(tx), part[0], tx.init(part[0]), part[1])
-        return opt_state.count, p
-
-    starts = [support.random_params(seed) for seed in range(2)]
-    xs = [replicas.stack([grads(9 * r + index) for index in range(4)]) for r in range(2)]
-    counts, p = replicas.share(run, "shard_map", 2)(
-        (), (replicas.stack(starts), replicas.stack(xs))
-    )
-    assert counts.tolist() == [4, 4]
-    for index, start in enumerate(starts):
-        support.assert_permutes(replicas.take(p, index), start)
-        assert not np.array_equal(p["kernel"][index], start["kernel"])
-
-
 def test_row_with_a_nan_goes_back_to_its_last_order():
     """The rows beside it are synchronized; of gradients what is not finite counts as zero."""
     tx = optperm.laperm(optax.sgd(1.0), 1)

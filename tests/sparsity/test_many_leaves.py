@@ -1,11 +1,14 @@
 """Leaves of any number, rank, dtype and sharding are masked as each would be by itself."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import replicas
+import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,8 +60,13 @@ def part_of(state, name):
     return jax.tree.map(choose, state, is_leaf=lambda node: isinstance(node, dict))
 
 
-@pytest.mark.parametrize("num_leaves", [0, 1, 48])
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "set"])
+@pytest.mark.parametrize(
+    ("name", "num_leaves"),
+    support.every_night(
+        itertools.product([name for name in METHODS if name != "set"], [0, 1, 48]),
+        [("rigl", 48), ("saliency", 0), ("movement", 48)],
+    ),
+)
 def test_each_leaf_is_masked_as_by_itself(name, num_leaves):
     """With a fraction for each leaf, in the steps before and of the second event; SET draws by place."""
     params = make_leaves(num_leaves, seed=0)
@@ -81,8 +89,10 @@ def test_each_leaf_is_masked_as_by_itself(name, num_leaves):
     ]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("name", ["rigl", "set", "magnitude"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    support.in_turns(["rigl", "set", "magnitude"], [AxisType.Explicit, AxisType.Auto]),
+)
 def test_leaves_cut_in_other_ways_are_not_moved(name, kind):
     """Leaves of one shape, each on the mesh in its own way, have the masks of whole ones in an event.
 

@@ -215,6 +215,27 @@ def test_only_included_leaves_are_touched():
         optperm.sparsity.freeze(opt_state, 0.5, scores=params, include=include)
 
 
+def test_a_given_mask_is_a_tree_a_prefix_or_a_function():
+    """It stands from the first step; each boolean is for one entry, one leaf or a part of the tree."""
+    start = {"a": {"w": support.normal((2, 3), 0), "b": support.bias(3, 1)}, "c": jnp.ones(2)}
+    whole = np.array([[True, False, True], [False, True, False]])
+    for mask, expected in (
+        (None, (True, True, True)),
+        (False, (False, False, False)),
+        ({"a": {"w": whole, "b": False}, "c": True}, (False, whole, True)),
+        ({"a": False, "c": jnp.array([True, False])}, (False, False, [True, False])),
+        (
+            lambda p: {"a": {"w": p["a"]["w"] > 0, "b": True}, "c": False},
+            (True, start["a"]["w"] > 0, False),
+        ),
+    ):
+        tx = optax.chain(optax.sgd(0.1), optperm.mask_elements(mask))
+        params, _ = loops.train(tx, start, [start, start], how="eager")[-1]
+        leaves = zip(jax.tree.leaves(params), jax.tree.leaves(start), expected, strict=True)
+        for after, before, wanted in leaves:
+            assert np.array_equal(after != before, np.broadcast_to(wanted, before.shape))
+
+
 def test_masks_accumulate_and_are_reset():
     """All entries stand for election each time; none becomes free but by `reset_masks`."""
     params = jnp.array([[5.0], [1.0], [-2.0], [4.0], [-3.0]])
@@ -267,36 +288,6 @@ def strange():
     return jnp.array(np.float32(numbers * 2))
 
 
-SHARED = {"w": jnp.ones((4, 4)), "deep": {"v": jnp.ones((4, 4)), "b": jnp.ones(4)}}
-REFUSES_SHARES = {
-    "prune": lambda fraction: optperm.sparsity.prune(
-        SHARED, optperm.mask_elements().init(SHARED), fraction
-    )[0],
-    "freeze": lambda fraction: optperm.sparsity.freeze(
-        optperm.mask_elements().init(SHARED), fraction, scores=SHARED
-    ),
-    "keep_top": lambda fraction: optperm.sparsity.keep_top(SHARED, fraction),
-    "prune_gradually": lambda fraction: optperm.prune_gradually(optax.sgd(0.1), fraction, 1.0).init(
-        SHARED
-    ),
-    "rigl": lambda fraction: optperm.rigl(
-        optax.sgd(0.1), fraction, end=200, key=jax.random.key(0)
-    ).init(SHARED),
-}
-
-
-@pytest.mark.parametrize("name", REFUSES_SHARES)
-def test_a_share_of_a_leaf_that_is_not_included_is_refused(name):
-    """A fraction of a branch is a fraction of its included leaves, and 0 of another one is right."""
-    call = REFUSES_SHARES[name]
-    for fraction in ({"w": 0.5, "deep": 0.5}, {"w": 0.5, "deep": {"v": 0.25, "b": 0.0}}):
-        call(fraction)
-    with pytest.raises(
-        ValueError, match=r"\['deep'\]\['b'\] is 0.5, but that leaf is not inc.*include="
-    ):
-        call({"w": 0.5, "deep": {"v": 0.25, "b": 0.5}})
-
-
 @pytest.mark.parametrize("name", ["prune", "keep_top", "erk_sparsity"])
 def test_a_whole_equinox_model_is_refused_with_the_filter(name):
     model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
@@ -337,87 +328,6 @@ def followed(tx):
     return optax.chain(tx, optperm.mask_elements())
 
 
-def adam():
-    return followed(optax.adam(0.1))
-
-
-def partitioned(ours, other):
-    return optax.partition({"ours": ours, "other": other}, {"kernel": "ours", "bias": "other"})
-
-
-def masked(tx):
-    return optax.masked(tx, {"kernel": True, "bias": False})
-
-
-# Optimizers with `mask_elements` somewhere in them.
-NESTINGS = {
-    "named_chain": lambda: optax.named_chain(
-        ("adam", optax.adam(0.1)), ("mask", optperm.mask_elements())
-    ),
-    "masked": lambda: optax.chain(optax.adam(0.1), masked(optperm.mask_elements())),
-    "partition": lambda: partitioned(adam(), optax.sgd(0.1)),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(
-        lambda rate: followed(optax.adamw(rate))
-    )(0.1),
-    "apply_if_finite": lambda: optax.apply_if_finite(adam(), 3),
-    "MultiSteps": lambda: optax.MultiSteps(adam(), 2).gradient_transformation(),
-    "around MultiSteps": lambda: followed(
-        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
-    ),
-    "agn of sgperm": lambda: followed(optperm.agn(optperm.sgperm(0.5), every=2)),
-    "diloco": lambda: followed(optperm.diloco(optax.sgd(0.1), every=2)),
-    "dim_reduce": lambda: followed(optperm.dim_reduce(n_components=2)),
-}
-KERNEL_ALONE = {"masked", "partition"}
-# What the others hold, these hold together or around it.
-USUAL = NESTINGS.keys() - {"agn of sgperm", "dim_reduce", "around MultiSteps", "named_chain"}
-
-
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("name", support.every_night(NESTINGS, USUAL))
-def test_held_under_whatever_it_is_composed_with(name):
-    """In a scan through a first training, pruning and freezing: what is held keeps its bits, -0.0
-    included, the rest trains on, and the state keeps its form."""
-    tx = optax.with_extra_args_support(NESTINGS[name]())
-    start = support.random_params()
-    start = start | {"kernel": start["kernel"].at[0, 0].set(-0.0)}
-    pulls = support.random_like(start, 5)
-
-    def evaluate(params, scale):
-        extras = {"value": jnp.float32(0.0), "value_fn": lambda at: jnp.float32(0.0)}
-        return jax.tree.map(lambda p, g: p + scale * g, params, pulls), extras
-
-    @jax.jit
-    def train(params):
-        step, scales = loops.make_step(tx, evaluate), jnp.array([1.0, -2.0, 3.0])
-        params, opt_state = loops.carry(step, params, tx.init(params), scales)
-        params = params | {"kernel": params["kernel"].at[0, 0].set(-0.0)}
-        options = {"scope": "leaf", "include": True}
-        before, opt_state = optperm.sparsity.prune(params, opt_state, 0.4, **options)
-        opt_state = optperm.sparsity.freeze(opt_state, 0.5, scores=pulls, **options)
-        before = before | {"kernel": before["kernel"].at[0, 0].set(-0.0)}
-        after, last = loops.carry(step, before, opt_state, scales)
-        return params, before, after, opt_state, last
-
-    params, before, after, opt_state, last = train(start)
-    form = support.signature(tx.init(start))
-    assert support.signature(opt_state) == support.signature(last) == form
-    mask = mask_of(last)
-    for leaf in start:
-        free = np.ones(start[leaf].shape, bool)
-        if leaf == "kernel" or name not in KERNEL_ALONE:
-            size = start[leaf].size
-            pruned = lowest(params[leaf], nearest_count(0.4, size))
-            held = pruned | lowest(pulls[leaf], nearest_count(0.5, size))
-            np.testing.assert_array_equal(~mask[leaf], held)
-            assert (np.asarray(before[leaf])[pruned] == 0).all()
-            support.assert_same_bits(after[leaf][held], before[leaf][held])
-            free = ~held
-        # A permutation does not move every weight in three steps.
-        fraction = np.mean(np.asarray(after[leaf])[free] != np.asarray(before[leaf])[free])
-        assert fraction > (0.2 if "sgperm" in name else 0.95)
-
-
 @pytest.mark.usefixtures("lenient")
 def test_a_step_that_is_not_finite_leaves_negative_zero_alone():
     """`optax.apply_if_finite` turns the whole update into 0.0, which would make 0.0 of -0.0."""
@@ -434,25 +344,6 @@ def test_held_zeros_keep_their_sign_under_optax_apply_updates():
     params = jnp.array([-0.0, 0.0, 1.0])
     updates, _ = tx.update(jnp.ones(3), tx.init(params), params)
     support.assert_same_bits(optax.apply_updates(params, updates), jnp.array([-0.0, 0.0, 2.0]))
-
-
-def away_from(params, target):
-    """The gradient of half the squared distance."""
-    return params - target, {}
-
-
-def test_a_model_per_device():
-    """Under shard_map each device prunes its own params, and the choice is that of a single one."""
-    tx = followed(optax.sgd(0.1))
-    stacked = support.normal((4, 9), 0)
-
-    def train(params):
-        params, opt_state = optperm.sparsity.prune(params, tx.init(params), 0.5, **EVERYWHERE)
-        return loops.carry(loops.make_step(tx, away_from), params, opt_state, -jnp.ones(2))[0]
-
-    got = replicas.MAPPINGS["shard_map"](train, 4)(stacked)
-    np.testing.assert_allclose(got, jax.vmap(train)(stacked), rtol=1e-6)
-    assert ((np.asarray(got) == 0).sum(axis=1) == 5).all()
 
 
 def test_every_dtype_keeps_its_own():

@@ -310,20 +310,3 @@ def test_an_int_seeds_the_key():
         optperm.rigl(optax.sgd(0.1), key=key, **options).init(w) for key in (7, jax.random.key(7))
     ]
     support.assert_same_bits(*states)
-
-
-def test_bad_arguments():
-    w = {"a": jnp.ones((6, 4))}
-    for error, message, options in (
-        (ValueError, "end must be above every=100, or drop_fraction 0, got 100", {"end": 100}),
-        (ValueError, r"sparsity must be in \[0, 1\], got 1.5", {"sparsity": 1.5}),
-        (ValueError, "grow must be one of", {"grow": "momentum"}),
-        (ValueError, "sparsity does not fit", {"sparsity": [0.5, 0.5]}),
-        (TypeError, r"key must be an int or a random key, .*, got '0'", {"key": "0"}),
-        (TypeError, "must be an optax.GradientTransformation", {"inner": optax.sgd}),
-        (ValueError, "no leaf of rank 2 or more: pass include=", {"params": jnp.ones(3)}),
-    ):
-        arguments = {"inner": optax.sgd(0.1), "sparsity": 0.5, "end": 200, "key": KEY} | options
-        params = arguments.pop("params", w)
-        with pytest.raises(error, match=message):
-            optperm.rigl(**arguments).init(params)

@@ -217,39 +217,16 @@ def test_a_share_of_what_enters_each_unit():
         np.testing.assert_array_equal(column != 0, highest(scores, 3))
 
 
-def test_what_does_not_fit_a_structure_is_named():
-    w = {"a": jnp.ones((6, 4)), "b": jnp.ones(3)}
-    state = optperm.mask_elements().init(w)
-    for message, fraction, structure, options in (
-        (
-            r"NOfM\(.*\) does not fit \['a'\] of shape \(6, 4\)",
-            None,
-            optperm.sparsity.NOfM(2, 4),
-            {},
-        ),
-        (
-            r"Blocks\(.*\) does not fit \['b'\]",
-            0.5,
-            optperm.sparsity.Blocks(2, 2),
-            {"include": True},
-        ),
-        ("sparsity must be None with NOfM", 0.5, optperm.sparsity.NOfM(2, 3), {}),
-        ("scope 'unit' needs structure=None", 0.5, optperm.sparsity.Units(), {"scope": "unit"}),
-        ("single number with scope 'global'", {"a": 0.5, "b": 0.0}, None, {"scope": "global"}),
-        ("sparsity does not fit", {"a": 0.5}, None, {}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optperm.sparsity.prune(w, state, fraction, structure=structure, **options)
-    for error, make in (
-        (TypeError, lambda: optperm.sparsity.Blocks(True, 2)),
-        (ValueError, lambda: optperm.sparsity.Blocks(0, 2)),
-        (ValueError, lambda: optperm.sparsity.NOfM(3, 2)),
-        (TypeError, lambda: optperm.sparsity.NOfM(1, 2, "x")),
-        *((TypeError, lambda axis=axis: optperm.sparsity.Units(axis)) for axis in ("a", 1.0, True)),
-        (
-            TypeError,
-            lambda: optperm.sparsity.prune(w, state, 0.5, structure=optperm.sparsity.Units),
-        ),
-    ):
-        with pytest.raises(error):
-            make()
+@pytest.mark.parametrize(
+    ("error", "make", "arguments"),
+    [
+        (TypeError, optperm.sparsity.Blocks, (True, 2)),
+        (ValueError, optperm.sparsity.Blocks, (0, 2)),
+        (ValueError, optperm.sparsity.NOfM, (3, 2)),
+        (TypeError, optperm.sparsity.NOfM, (1, 2, "x")),
+        *((TypeError, optperm.sparsity.Units, (axis,)) for axis in ("a", 1.0, True)),
+    ],
+)
+def test_structure_of_wrong_numbers_is_refused(error, make, arguments):
+    with pytest.raises(error):
+        make(*arguments)

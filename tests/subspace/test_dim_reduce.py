@@ -413,14 +413,6 @@ def test_residual_that_its_dtype_cannot_hold_keeps_what_it_was():
     assert opt_state.residual.tolist() == [40_000, 3]
 
 
-def test_multi_steps_around_it_is_refused():
-    """It would search along the mean gradient with the loss of the last batch."""
-    tx = optperm.dim_reduce(n_components=3)
-    for outer in (optax.MultiSteps(tx, 2), optax.MultiSteps(optax.chain(optax.clip(1e6), tx), 2)):
-        with pytest.raises(ValueError, match=r"optax\.MultiSteps would search by the loss"):
-            optperm.subspace.set_basis(outer.init(start()), rows(3))
-
-
 def test_injected_number_that_changes_is_that_of_a_schedule():
     """Numbers may be schedules of the step, or be changed between steps."""
     make = optax.inject_hyperparams(optperm.dim_reduce, static_args=("n_components",))
@@ -448,23 +440,6 @@ def test_set_basis_in_any_nesting_forgets_the_old_curvature():
     support.assert_same_bits(again[1].residual, opt_state[1].residual)
     assert {leaf.dtype for leaf in jax.tree.leaves(again[1].subspace.rows)} == {np.dtype("float32")}
     support.assert_close(again[1].subspace.rows, rows(3, 1), atol=5e-3, rtol=1e-7)
-
-
-@pytest.mark.exhaustive
-def test_set_basis_mapped_over_replicas_gives_each_its_rows():
-    """A state of 4 replicas takes the full basis; each keeps its own rows, those past k are zero."""
-    tx = optperm.dim_reduce(n_components=5, axis_name=replicas.AXIS)
-    opt_state = jax.pmap(tx.init, axis_name=replicas.AXIS, devices=jax.devices()[:4])(
-        replicas.stack([start()] * 4)
-    )
-    for set_basis in (
-        jax.vmap(optperm.subspace.set_basis, in_axes=(0, None)),
-        jax.pmap(optperm.subspace.set_basis, in_axes=(0, None), devices=jax.devices()[:4]),
-    ):
-        held = set_basis(opt_state, rows(5)).subspace.rows["a"]
-        assert held.shape == (4, 2, 5, 1)
-        np.testing.assert_array_equal(np.concatenate(held)[:5], rows(5)["a"])
-        assert not np.any(np.concatenate(held)[5:])
 
 
 def test_basis_without_orthonormal_rows_is_refused():

@@ -245,11 +245,12 @@ def test_settings_of_jax_are_seen():
 
 @pytest.mark.programs
 def test_a_run_that_is_killed_goes_on_bit_for_bit(monkeypatch, capsys):
-    """The short form of `benchmarks/kills.py`, whose programs are processes of their own."""
-    flags = "--epochs 2 --seconds 3 --devices 2 --kills 1"
-    monkeypatch.setattr(sys, "argv", ["kills.py", *flags.split()])
+    """The short form of `benchmarks/training.py --only kills`, whose programs are processes."""
+    flags = "--only kills --epochs 2 --life 3 --devices 2 --kills 1"
+    monkeypatch.setattr(sys, "argv", ["training.py", *flags.split()])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("XLA_FLAGS", xla_flags())
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # it has devices here
-    runpy.run_path(str(ROOT / "benchmarks" / "kills.py"))["main"]()
-    assert "the same bits: True" in capsys.readouterr().out
+    runpy.run_path(str(ROOT / "benchmarks" / "training.py"))["main"]()
+    assert "same bits True" in capsys.readouterr().out

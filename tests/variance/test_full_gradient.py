@@ -198,7 +198,7 @@ def test_weighted_loss_that_is_no_mean_is_refused():
 
     for wrong in (normalized, summed):
         optperm.variance.full_gradient(wrong, params, [data])
-        with pytest.raises(ValueError, match="mean of what each example loses"):
+        with pytest.raises(ValueError, match="mean of the losses of single examples"):
             optperm.variance.full_gradient(wrong, params, [data], weights=[np.ones(8)])
 
 

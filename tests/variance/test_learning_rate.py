@@ -92,44 +92,10 @@ def test_a_rate_at_which_trials_diverge_is_halved_until_the_loss_falls():
         optperm.variance.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8)
 
 
-def test_misuse_is_named():
-    data, w = {"x": X, "y": np.ones(N)}, jnp.ones(5)
-    calls = [
-        (
-            lambda: optperm.variance.svrg_learning_rate(loss_fn, jnp.ones(5), data, N + 1),
-            "at least",
-        ),
-        (
-            lambda: optperm.variance.svrg_learning_rate(
-                loss_fn, jnp.ones(5), {**data, "y": 1.0}, 1
-            ),
-            "axis",
-        ),
-        (
-            lambda: optperm.variance.svrg_learning_rate(lambda w, _: w.sum(), jnp.ones(5), X, 1),
-            "curvature",
-        ),
-        (
-            lambda: optperm.variance.svrg_learning_rate(
-                lambda w, x: jnp.sum((x @ w) ** 2), w, X, 1
-            ),
-            "mean over",
-        ),
-        # Orthogonal rows have the same curvature in a sum as alone
-        (
-            lambda: optperm.variance.svrg_learning_rate(
-                lambda w, x: jnp.sum((x @ w - 3) ** 2), w, np.eye(5), 2
-            ),
-            "where each example is repeated",
-        ),
-    ]
-    for call, message in calls:
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(TypeError, match="real scalar"):
-        optperm.variance.svrg_learning_rate(lambda w, _: w, jnp.ones(5), X, 1)
-    with pytest.raises(TypeError, match=r"outside of jax\.jit"):
-        jax.jit(lambda w: optperm.variance.svrg_learning_rate(loss_fn, w, data, 1))(w)
+def test_a_rate_is_found_outside_of_jit_alone():
+    data = {"x": X, "y": np.ones(N)}
+    with pytest.raises(TypeError, match=r"outside (of )?jax\.jit"):
+        jax.jit(lambda w: optperm.variance.svrg_learning_rate(loss_fn, w, data, 1))(jnp.ones(5))
 
 
 def test_curvatures_of_any_size_are_found():

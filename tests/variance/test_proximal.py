@@ -150,19 +150,3 @@ def test_inside_of_multi_steps_it_acts_on_the_mean_gradient_once():
         after = optax.apply_updates(after, updates)
     np.testing.assert_allclose(after, optax.apply_updates(params, once), rtol=1e-6)
     assert after[2] == 0.0
-
-
-def test_what_cannot_be_is_refused():
-    for arguments, message in (
-        ({"group": 0.1, "lower": 0.0}, "cannot be combined"),
-        ({"lower": 1.0, "upper": 0.0}, "upper must be at least 1, got 0.0"),
-        ({"l1": -1.0}, "l1 must be at least 0"),
-        ({"group": float("nan")}, "group must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optperm.proximal(0.1, **arguments)
-    with pytest.raises(TypeError, match="learning_rate"):
-        optperm.proximal(l1=0.1)
-    for wrong, message in (((2,), r"lacks group_axes=\(2,\)"), ((0, -2), "[Dd]uplicate")):
-        with pytest.raises(ValueError, match=message):
-            proximal_step({"w": jnp.ones((2, 3))}, 0.1, group=0.1, group_axes=wrong)

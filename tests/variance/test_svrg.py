@@ -10,6 +10,7 @@ import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
 from least_squares import (
     RATE,
@@ -348,3 +349,38 @@ def test_part_of_the_params_is_corrected_by_its_own_loss():
         support.assert_close(params["full"], expected["full"], rtol=1e-6)
         assert params["bias_full"] == frozen
     assert np.abs(alone[-1]["full"]).max() > 0.1
+
+
+# Many devices.
+
+
+def nearby_starts():
+    """Params of four models."""
+    return replicas.stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 1}])
+def test_params_that_leave_a_snapshot_that_devices_share_are_corrected(options):
+    """In checked shard_map a replicated state serves params that differ from device to device."""
+    tx, data = optperm.svrg(**options), to_dtype(make_data(), np.float32)
+    opt_state = optperm.variance.take_snapshot(
+        tx.init(start()), start(), jax.grad(loss_fn)(start(), data)
+    )
+
+    def update(params):
+        grads, extra_args = evaluation(data)(params, part(data, 0))
+        return tx.update(grads, opt_state, params, **extra_args)
+
+    got = replicas.MAPPINGS["shard_map"](update, 4)(nearby_starts())
+    expected = jax.jit(jax.vmap(update))(nearby_starts())
+    support.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_states_of_replicas_take_a_snapshot_at_once():
+    """A state with a leading axis of replicas, as pmap keeps it, takes params with the same axis."""
+    fresh = optperm.svrg().init(start())
+    three = (replicas.stack([tree] * 3) for tree in (fresh, start(), start()))
+    one = optperm.variance.take_snapshot(fresh, start(), start())
+    support.assert_same_bits(
+        optperm.variance.take_snapshot(*three), jax.tree.map(jnp.asarray, replicas.stack([one] * 3))
+    )
