@@ -59,7 +59,8 @@ def evaluate(
         has its own dropout mask. Keys that `jax.tree_util.Partial` binds to `loss_fn` are folded too.
       has_aux: Whether `loss_fn` returns a pair.
       axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
-        averaged. Works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, in its checked mode as well.
+        averaged. This works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, including `shard_map`'s
+        checked mode.
       example: A batch of one example, drawn independently of `batch`, for a method that compares them.
 
     Returns:
