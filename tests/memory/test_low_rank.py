@@ -452,7 +452,7 @@ def test_arguments_that_cannot_work_are_refused():
                 params, optperm.low_rank(adam, 2).init(params)
             ),
             ValueError,
-            r"params\['w'\] has a basis of shape \(6, 2\) in the state, not \(6, 3\)",
+            r"params\['w'\] has a basis of shape \(6, 2\) in the state, but .* give \(6, 3\): do not",
         ),
         (
             update(optax.adamw(1e-3)),
