@@ -51,7 +51,7 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
     if drift < _LEAST_DRIFT:
         found.append(
             f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times that "
-            "of the window before, so draws are too narrow. Start nearer to an optimum, or raise burn_in."
+            "of the window before, so draws are too narrow. Start nearer an optimum, or raise burn_in."
         )
     too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())
     if max(too_small, too_large) > _LARGEST_ERROR:

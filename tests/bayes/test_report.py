@@ -134,7 +134,7 @@ def test_what_a_state_of_constant_sgd_tells():
         ({"steps": 0}, "No step has sampled"),
         ({"drift": 0.5}, "The warm-up has not converged"),
         ({"stability": 0.8}, "about 1.7 times what it should be"),
-        ({"correlation": [0.1, 1.7]}, "up to 64% too large, along others up to 82% too small"),
+        ({"correlation": [0.1, 1.7]}, "up to 64% too large, in others up to 82% too small"),
         ({"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98}, "up to 21% too large"),
         ({"uneven": 900}, "not the mean of its examples' gradients"),
         ({"left_out": 3}, "In 3 steps some gradients were not finite"),
