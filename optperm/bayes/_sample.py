@@ -23,7 +23,7 @@ from optperm.bayes._report import SAMPLERS, warn_of_draws
 from optperm.bayes._sampling import Samples, make_runner, steps_to_learn
 from optperm.core import checks
 from optperm.core.current import jit_current
-from optperm.core.dtypes import all_finite, cast_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
 from optperm.core.shardings import explicit_sharding
@@ -416,7 +416,7 @@ def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: 
 def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
     """Return an optimum by L-BFGS, or the start if its loss is not higher."""
     # Optax's line search needs losses and params of one dtype of more than 16 bits
-    dtype, given, tx = jnp.result_type(jnp.float32, *jax.tree.leaves(params)), params, optax.lbfgs()
+    dtype, given, tx = accumulation_dtype(params), params, optax.lbfgs()
     params = optax.tree.cast(params, dtype)
 
     def loss(params: Any) -> jax.Array:

@@ -165,7 +165,7 @@ def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
             jax.random.key(1), sampler=sampler, starts=jnp.stack([w, w]), **QUICK,
         )  # fmt: skip
     draws = np.asarray(samples.params)
-    assert np.abs(draws - np.mean(x, axis=0)).max() < 5 / np.sqrt(N)
+    assert np.abs(draws - np.mean(np.asarray(x), axis=0)).max() < 5 / np.sqrt(N)
     assert np.all(np.ptp(draws, axis=1) > 0)
 
 

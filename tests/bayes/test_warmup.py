@@ -17,6 +17,7 @@ from optperm.bayes._warmup import begin, hand_over
 from optperm.bayes._window import learn
 from optperm.core.states import find_state
 
+pytestmark = pytest.mark.usefixtures("lenient")
 N, S, D = 500, 8, 3
 NUMBERS = {"noise_ratio": 10.0, "num_data": N, "batch_size": S, "momentum": 0.0}
 HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
@@ -246,7 +247,6 @@ def test_bad_arguments():
         optperm.constant_sgd(N, N)
 
 
-@pytest.mark.usefixtures("lenient")  # MultiSteps is Optax's
 def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
     w = jnp.zeros(D)
     rows = jnp.ones((S, D))
