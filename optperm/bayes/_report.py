@@ -31,7 +31,7 @@ _LARGEST_BIAS = 0.05
 # A stationary chain does not spread so many times wider in its later half, nor this far.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
-DIVERGED = "The chains diverge: take smaller steps, or see that the loss is finite."
+DIVERGED = "The chains diverge: take smaller steps, or check that the loss is finite."
 NOT_CHECKED = "That batches are drawn with replacement, and nothing changes updates behind."
 
 
@@ -48,7 +48,7 @@ class PosteriorReport(NamedTuple):
       drift: The noise in the last window of the warm-up over the noise in the window before.
       step_bias: The maximum fraction by which the length of SGLD's or SGHMC's steps widens a variance.
       batch_bias: The maximum fraction by which the noise of SGLD's or SGHMC's batches widens a variance.
-      unmoved: Number of entries that have not moved in any chain.
+      unmoved: The number of entries that have not moved in any chain.
       not_checked: Sentences on conditions that were not checked.
       warnings: Sentences on conditions that do not hold.
     """
