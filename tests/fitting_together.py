@@ -83,7 +83,7 @@ def mistakes(index, folder):
     odd = [jax.tree.map(lambda leaf: leaf[:3], batch) for batch in part(1)]
     plain = fitting.linen_state(fitting.method("adam"))
     says = refusal(ValueError, plain, odd, epochs=1)
-    assert "3 examples in each of 2 processes, which 4 devices do not" in says, says
+    assert "3 examples in each of 2 processes, which 4 devices cannot" in says, says
     # Without a mesh they train on all devices of all processes.
     by_default = training.fit(state, fitting.linen_loss, part, epochs=1, axis_name="replica")
     on_mesh = training.fit(state, fitting.linen_loss, part, epochs=1, **on)
