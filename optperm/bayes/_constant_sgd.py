@@ -237,7 +237,7 @@ def constant_sgd(
     checks.check_key("key", key)
     _check_stable(stability, learning_rate)
     mu = _momentum(batch_size) if momentum is None else momentum
-    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
+    checks.check_decay("momentum", mu)
     numbers = {"num_data": num_data, "batch_size": batch_size, "momentum": mu}
     schedule = make_schedule(burn_in, freeze_after, batch_size, estimator, preconditioner)
     learns = kernel is None

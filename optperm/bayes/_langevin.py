@@ -248,6 +248,7 @@ def sghmc(
     """
     _check(step_size, num_data, temperature, key)
     checks.check_positive("friction", friction, 1.0)
+    checks.check_decay("1 - friction, the decay of the momentum,", 1 - friction)
     most = float(friction) if checks.is_concrete_number(friction) else 1.0
     checks.check_in_range("noise_estimate", noise_estimate, 0.0, most, may_be_schedule=False)
     numbers = friction, noise_estimate

@@ -145,6 +145,8 @@ def test_bad_arguments():
     w = jnp.ones(2)
     with pytest.raises(ValueError, match=r"noise_estimate must be in \[0, 0.1\], got 0.2"):
         optperm.sghmc(1e-3, N, 0.1, noise_estimate=0.2)
+    with pytest.raises(ValueError, match=r"1 - friction.* must be in \[0, 1\) in float32"):
+        optperm.sghmc(1e-3, N, 1e-9)
     with pytest.raises(ValueError, match="preconditioner must be above 0"):
         optperm.sgld(1e-3, N, preconditioner=jnp.array([1.0, 0.0]))
     with pytest.raises(ValueError, match=r"preconditioner is float32\[3\]"):
