@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,8 @@ from optperm.bayes._convergence import convergence, r_hat_limits, split_r_hats
 from optperm.bayes._faults import COLD
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
+from optperm.bayes._samples import Samples, check_samples
 from optperm.core.states import check_runs, find_running_states
-
-if TYPE_CHECKING:
-    from optperm.bayes._sampling import Samples
 
 # NOISY samplers have a key, and every chain needs a key of its own.
 NOISY = (ConstantSgdState, SgldState, SghmcState)
@@ -89,7 +87,7 @@ class PosteriorReport(NamedTuple):
 
 
 def posterior_report(
-    samples: Any, opt_state: Any = None, *, batch_noise: Any = None
+    samples: Samples, opt_state: Any = None, *, batch_noise: Any = None
 ) -> PosteriorReport:
     r"""Return whether draws can be trusted, from the chains and their optimizer states.
 
@@ -114,7 +112,8 @@ def posterior_report(
     that have not mixed. `print` shows the report, and what was not checked.
 
     Args:
-      samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`.
+      samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. Of draws from
+        elsewhere, (4, 500, ...), make `Samples(draws, draws[:, -1], (), 500, 1)`.
       opt_state: The optimizer states at the end, with or without an axis of chains; None for those in
         `samples`.
       batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for that of `samples`,
@@ -147,12 +146,14 @@ def posterior_report(
       ()
 
     Raises:
+      TypeError: If `samples` are no `Samples`.
       ValueError: If steps were not taken because they would diverge, or `samples` holds no draws.
 
     References:
       Vehtari et al., `Rank-Normalization, Folding, and Localization: An Improved R-hat
       <https://arxiv.org/abs/1903.08008>`_, 2021
     """
+    check_samples(samples)
     opt_state = samples.last_opt_state if opt_state is None else opt_state
     check_runs(opt_state, SAMPLERS, method="The sampler")
     states: list[Any] = find_running_states(opt_state, SAMPLERS)

@@ -20,7 +20,8 @@ from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._masters import MasterState
 from optperm.bayes._report import SAMPLERS, warn_of_draws
-from optperm.bayes._sampling import Samples, make_runner, steps_to_learn
+from optperm.bayes._samples import Samples
+from optperm.bayes._sampling import make_runner, steps_to_learn
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like

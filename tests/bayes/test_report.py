@@ -229,6 +229,20 @@ def test_bad_arguments():
         optperm.bayes.posterior_report(samples_of(np.ones((2, 5)))._replace(params=()))
 
 
+def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
+    """The message makes the Samples that the report takes."""
+    draws = np.float32(autoregressive(0.3, (4, 500, 3)))
+    for wrong in (draws, {"w": draws}, [draws], optperm.bayes.Ensemble(draws)):
+        name = type(wrong).__name__
+        with pytest.raises(TypeError, match=f"must be Samples, got {name}.*Samples\\(draws, "):
+            optperm.bayes.posterior_report(wrong)
+    tree = {"w": draws, "b": draws[..., 0]}
+    last = jax.tree.map(lambda x: x[:, -1], tree)
+    report = optperm.bayes.posterior_report(optperm.bayes.Samples(tree, last, (), 500, 1))
+    assert report.warnings == ()
+    assert "there is no state of a sampler here" in " ".join(report.not_checked)
+
+
 def test_bias_of_langevin_steps_is_half_of_reach_over_the_minimum_variance():
     """1 / (1 - h lambda / 2) is 1 + h lambda / 2 to first order, and h lambda is reach / Var."""
     values = np.random.default_rng(0).normal(size=(2, 50, 2)) * [1.0, 3.0]
