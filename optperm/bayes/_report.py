@@ -78,9 +78,7 @@ class PosteriorReport(NamedTuple):
             "entries that never moved": self.unmoved or None,
         }
         lines = [
-            f"{name:30} {value:.4g}" if value >= 10 else f"{name:30} {value:.3f}"
-            for name, value in figures.items()
-            if value is not None
+            f"{name:30} {_rounded(value)}" for name, value in figures.items() if value is not None
         ]
         lines += [f"not checked: {text}" for text in self.not_checked]
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
@@ -202,6 +200,13 @@ def warn_of_draws(samples: Samples) -> None:
         warnings.warn(text, stacklevel=3)
 
 
+def _rounded(value: float) -> str:
+    """Return a figure for the table: of a count all digits, else three or four."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}" if value >= 10 else f"{value:.3f}"
+
+
 def _measure(values: np.ndarray) -> tuple[float, float, float, float]:
     """Return the maximum R-hat, the minimum effective sizes and the maximum error, of finite entries."""
     sound = values[..., ~find_unmoved(values) & np.all(np.isfinite(values), axis=(0, 1))]
@@ -214,6 +219,8 @@ def _judge_mixing(values: np.ndarray, figures: tuple[float, float, float, float]
     r_hat, bulk, tail, _ = figures
     if values.shape[1] < _FEWEST:
         return [f"There are {values.shape[1]} draws a chain, and R-hat needs {_FEWEST}."]
+    if np.isnan([r_hat, bulk, tail]).any():
+        return ["R-hat and effective sample sizes are not known: too few draws differ."]
     found = [_describe_r_hat(r_hat, values)] if r_hat > _LARGEST_R_HAT else []
     if min(bulk, tail) < _LEAST_ESS:
         found.append(
@@ -310,7 +317,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
             "draws of these entries do not follow the posterior."
         )
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
-    if np.any(unmoved) and COLD not in found and states:
+    if np.any(unmoved) and COLD not in found:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: see that "
             "their gradients are finite, and that sampling had begun."

@@ -101,6 +101,21 @@ def test_figures_and_limits():
         assert report_of(samples_of(held))[1].unmoved == unmoved
 
 
+def test_stuck_draws_of_any_kind_are_warned_of():
+    """Without a state of a sampler too, and no figure that is not a number is read as a good one."""
+    draws = autoregressive(0.3, (4, 500, 3))
+    draws[..., 1] = np.arange(4.0)[:, None]  # each chain stands still, at a place of its own
+    text, report = report_of(samples_of(draws))
+    assert "1 of 3 entries have not moved in any chain" in text
+    assert "entries that never moved       1\n" in str(report)
+    text, report = report_of(samples_of(np.ones((4, 500, 3))))
+    assert "3 of 3 entries have not moved" in text
+    assert "R-hat and effective sample sizes are not known" in text
+    assert np.isnan(report.r_hat)
+    for figures in ((np.nan, 900.0, 900.0, 0.1), (1.0, np.nan, 900.0, 0.1), (1.0, 900.0, np.nan, 0.1)):
+        assert "are not known" in " ".join(_report._judge_mixing(draws, figures))
+
+
 def test_starts_are_told():
     """At one point R-hat certifies one mode alone, which is said; from several nothing is."""
     draws = autoregressive(0.3, (4, 1000, 3))
