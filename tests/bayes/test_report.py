@@ -112,7 +112,11 @@ def test_stuck_draws_of_any_kind_are_warned_of():
     assert "3 of 3 entries have not moved" in text
     assert "R-hat and effective sample sizes are not known" in text
     assert np.isnan(report.r_hat)
-    for figures in ((np.nan, 900.0, 900.0, 0.1), (1.0, np.nan, 900.0, 0.1), (1.0, 900.0, np.nan, 0.1)):
+    for figures in (
+        (np.nan, 900.0, 900.0, 0.1),
+        (1.0, np.nan, 900.0, 0.1),
+        (1.0, 900.0, np.nan, 0.1),
+    ):
         assert "are not known" in " ".join(_report._judge_mixing(draws, figures))
 
 
