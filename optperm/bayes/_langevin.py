@@ -105,6 +105,8 @@ def sgld(
       num_data: N, the number of training examples.
       temperature: T, a number or a schedule of the step.
       preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
+        `optperm.bayes.posterior_report` does not check what steps and batches add to variances with a
+        preconditioner.
       key: A random key of the noise, or an int. The state holds it.
 
     Returns:

@@ -45,7 +45,9 @@ class PosteriorReport(NamedTuple):
       noise_ratio: The maximum ratio of the batches' noise to the injected noise, chosen by the warm-up.
       drift: The noise in the last window of the warm-up over the noise in the window before.
       step_bias: The maximum fraction by which the length of SGLD's or SGHMC's steps widens a variance.
-      batch_bias: The maximum fraction by which the noise of SGLD's or SGHMC's batches widens a variance.
+      batch_bias: A bound of the fraction by which the noise of SGLD's or SGHMC's batches widens the
+        variance of any linear function of the params, by the maximum eigenvalue of R where it is known,
+        else by the trace of R.
       unmoved: Number of entries that have not moved in any chain.
       not_checked: Sentences on conditions that were not checked.
       warnings: Sentences on conditions that do not hold.
@@ -74,7 +76,7 @@ class PosteriorReport(NamedTuple):
             "lambda_max(H A)": self.stability,
             "noise of last two windows": self.drift,
             "variance added by the steps": self.step_bias,
-            "variance added by the batches": self.batch_bias,
+            "variance batches add, at most": self.batch_bias,
             "entries that never moved": self.unmoved or None,
         }
         lines = [
@@ -100,22 +102,27 @@ def posterior_report(
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
       \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
 
-    or the noise of the batches, of covariance R,
+    widens a variance by more than 5 %, or if the noise of the batches, of covariance R, can widen the
+    variance of a linear function of the params by more than 5 %: to first order all of them by at most
 
     .. math::
-      \frac{\epsilon N^2 M_{kk} R_{kk}}{4 T} \quad \text{or} \quad \frac{\eta N^2 R_{kk}}{2 \alpha T}
+      \frac{\epsilon N^2}{4 T} \lambda_{\max}(R) \quad \text{or} \quad
+      \frac{\eta N^2}{2 \alpha T} \lambda_{\max}(R)
 
-    widens a variance by more than 5 %. An R-hat that chains which have mixed may have too, by the number
-    of their draws and by their autocorrelation, is one of too few draws; a larger one is one of chains
-    that have not mixed. `print` shows the report, and what was not checked.
+    The trace of R takes the place of its maximum eigenvalue where only the diagonal of R is known. Both
+    are not checked with a preconditioner.
+
+    An R-hat that chains which have mixed may have too, by the number of their draws and by their
+    autocorrelation, is one of too few draws; a larger one is one of chains that have not mixed. `print`
+    shows the report, and what was not checked.
 
     Args:
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. Of draws from
         elsewhere, (4, 500, ...), make `Samples(draws, draws[:, -1], (), 500, 1)`.
       opt_state: The optimizer states at the end, with or without an axis of chains; None for those in
         `samples`.
-      batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for that of `samples`,
-        which `optperm.bayes.sample` measures.
+      batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for the noise in
+        `samples`, which `optperm.bayes.sample` measures, with the maximum eigenvalue of R.
 
     Returns:
       A `PosteriorReport`.
@@ -158,8 +165,9 @@ def posterior_report(
     values = entries_of(samples.params)
     figures = _measure(values)
     is_moving = ~find_unmoved(values)
-    noise = samples.batch_noise if batch_noise is None else batch_noise
-    step_bias, batch_bias = langevin_biases(values, states, noise)
+    if batch_noise is not None:
+        samples = samples._replace(batch_noise=batch_noise, batch_noise_norm=None)
+    step_bias, batch_bias = langevin_biases(values, states, samples)
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)
@@ -248,14 +256,14 @@ def _describe_r_hat(value: float, values: np.ndarray) -> str:
 
 
 def langevin_biases(
-    values: np.ndarray, states: list[Any], batch_noise: Any
+    values: np.ndarray, states: list[Any], samples: Samples
 ) -> tuple[float | None, float | None]:
     """Return the fractions by which steps and batches of SGLD or SGHMC widen variances, where known.
 
     Args:
       values: The draws, (chain, draw, entry).
       states: The states of samplers at the end.
-      batch_noise: The diagonal of R, a tree like params, or None.
+      samples: The samples, for the noise of the batches.
     """
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if len(langevin) != 1 or not np.all(np.isfinite(values)):
@@ -267,8 +275,12 @@ def langevin_biases(
     if reach > 0 and variances.size:
         # h lambda = reach / Var, since Var = T / (N lambda), and it widens Var by 1 / (1 - h lambda / 2)
         steps = reach / float(np.min(variances)) / 2
-    if gain > 0 and batch_noise is not None:
-        batches = gain * max(float(np.max(np.asarray(r))) for r in jax.tree.leaves(batch_noise))
+    if gain > 0 and samples.batch_noise is not None:
+        # The noise R of a batch's gradient and 1 / gain of the injected noise: along any direction the
+        # ratio is at most the maximum eigenvalue of R, which is at most its trace
+        diagonal = (np.asarray(r, np.float64) for r in jax.tree.leaves(samples.batch_noise))
+        norm = samples.batch_noise_norm
+        batches = gain * (sum(float(r.sum()) for r in diagonal) if norm is None else float(norm))
     return steps, batches
 
 
@@ -282,8 +294,9 @@ def _judge_biases(steps: float | None, batches: float | None) -> list[str]:
         )
     if batches is not None and batches > _LARGEST_BIAS:
         found.append(
-            f"The noise of the batches makes the variance of a parameter about {batches:.1%} too "
-            "large: lower step_size, take larger batches, or put optperm.svrg in front."
+            "The noise of the batches makes the variance of some linear function of the params up to "
+            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg in "
+            "front."
         )
     return found
 
@@ -380,11 +393,20 @@ def describe_unchecked(
         found.append("That the steps sample this posterior: there is no state of a sampler here.")
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
         found.append(f"Other entries than {_MOST_ENTRIES}, spread evenly.")
-    if any(isinstance(state, SgldState | SghmcState) for state in states):
+    langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
+    if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
+        found.append(
+            "What steps and batches add to variances: it is not checked with a preconditioner."
+        )
+    elif langevin:
         if step_bias is None:
-            found.append("The variance that the length of the steps adds, with a preconditioner.")
+            found.append("The variance that the length of the steps adds: it is not known here.")
         if batch_bias is None:
             found.append("The variance that the noise of the batches adds: it is not known here.")
+        elif samples.batch_noise_norm is None:
+            found.append(
+                "The maximum eigenvalue of the noise of the batches: its trace bounds what it adds."
+            )
     return found
 
 

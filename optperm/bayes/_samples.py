@@ -11,7 +11,7 @@ import numpy as np
 from optperm.core.states import without_variables
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, PyTree, Shaped
+    from jaxtyping import Array, Float, Int32, PyTree, Shaped
 
 
 class Samples(NamedTuple):
@@ -26,6 +26,8 @@ class Samples(NamedTuple):
       starts: The first params of the chains, on a leading axis of chains.
       batch_noise: The variances of a batch's gradient over draws of `optperm.bayes.sample` by SGLD or
         SGHMC, a tree like params; else None.
+      batch_noise_norm: The maximum eigenvalue of the covariance R that has these variances; None where
+        it was not measured.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
@@ -35,6 +37,7 @@ class Samples(NamedTuple):
     thinning: Int32[Array, ""]
     starts: PyTree[Shaped[Array, "chain ..."]] = None
     batch_noise: PyTree[Shaped[Array, "..."]] = None
+    batch_noise_norm: Float[Array, ""] | None = None
 
     def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
         """Return the draws as a flat dictionary of arrays, which every version of ArviZ takes.

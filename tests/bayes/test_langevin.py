@@ -174,8 +174,13 @@ def test_the_noise_of_the_batches_is_reported(friction):
     _, state = tx.update(w, tx.init(w), w)
     values = np.random.default_rng(0).normal(size=(2, 50, 2))
     np.testing.assert_allclose(state.gain, gain, rtol=1e-6)
-    np.testing.assert_allclose(langevin_biases(values, [state], r)[1], gain * 0.3, rtol=1e-6)
-    assert langevin_biases(values, [state], None)[1] is None
+    samples = optperm.bayes.Samples(values, values[:, -1], state, 50, 1)
+    assert langevin_biases(values, [state], samples)[1] is None
+    for norm, wanted in ((0.35, 0.35), (None, 0.4)):  # without the maximum eigenvalue by the trace
+        given = samples._replace(batch_noise=r, batch_noise_norm=norm)
+        np.testing.assert_allclose(
+            langevin_biases(values, [state], given)[1], gain * wanted, rtol=1e-6
+        )
 
 
 def test_states_hold_no_numbers_of_a_report():

@@ -193,15 +193,20 @@ def test_small_batches_of_langevin_dynamics_are_named():
     tx = optperm.sgld(1e-3, 100)
     samples = langevin_samples(tx, rows=8.0)
     assert report_of(samples)[1].batch_bias is None
-    samples = samples._replace(batch_noise=jnp.full(2, 8.0**2 / 8))
+    samples = samples._replace(batch_noise=jnp.full(2, 8.0), batch_noise_norm=jnp.float32(8.0))
     text, report = report_of(samples)
     assert "The noise of the batches makes the variance" in text
     ratio = np.asarray(samples.params, np.float64).var(axis=(0, 1)) * 100
     np.testing.assert_allclose(ratio, 1 + report.batch_bias, rtol=0.2)
-    samples = langevin_samples(tx, rows=0.3)._replace(batch_noise=jnp.full(2, 0.3**2 / 8))
+    noise = jnp.full(2, 0.3**2 / 8)
+    samples = langevin_samples(tx, rows=0.3)._replace(batch_noise=noise, batch_noise_norm=noise[0])
     text, report = report_of(samples)
     assert "batches" not in text
     assert report.batch_bias < 0.05
+    # The diagonal alone bounds the variance of linear functions by its sum
+    given = optperm.bayes.posterior_report(samples, batch_noise=noise)
+    np.testing.assert_allclose(given.batch_bias, 2 * report.batch_bias, rtol=1e-5)
+    assert any("its trace bounds" in line for line in given.not_checked)
 
 
 @pytest.mark.chains
@@ -212,6 +217,7 @@ def test_langevin_dynamics_that_diverge_or_never_move_are_named():
     text, report = report_of(samples)
     assert text.startswith("The chains diverge")
     assert "R-hat" not in text
+    assert any("not checked with a preconditioner" in line for line in report.not_checked)
     tx = optperm.sgld(1e-3, 100)
     text, report = report_of(langevin_samples(tx, scale=(1.0, np.nan), num_draws=60))
     assert "1 of 2 entries have not moved" in text
@@ -267,7 +273,7 @@ def test_bias_of_langevin_steps_is_half_of_reach_over_the_minimum_variance():
     values = np.random.default_rng(0).normal(size=(2, 50, 2)) * [1.0, 3.0]
     state = optperm.sgld(0.1, 10).init(jnp.zeros(2))._replace(reach=jnp.float32(0.02))
     minimum = values.var(axis=(0, 1)).min()
-    found = _report.langevin_biases(values, [state], None)[0]
+    found = _report.langevin_biases(values, [state], samples_of(values))[0]
     np.testing.assert_allclose(found, 0.02 / (2 * minimum), rtol=1e-5)
 
 
