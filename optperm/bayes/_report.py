@@ -159,21 +159,38 @@ def posterior_report(
       <https://arxiv.org/abs/1903.08008>`_, 2021
     """
     check_samples(samples)
-    opt_state = samples.last_opt_state if opt_state is None else opt_state
-    check_runs(opt_state, SAMPLERS, method="The sampler")
-    states: list[Any] = find_running_states(opt_state, SAMPLERS)
-    values = entries_of(samples.params)
-    figures = _measure(values)
-    is_moving = ~find_unmoved(values)
+    if opt_state is not None:
+        samples = samples._replace(last_opt_state=opt_state)
     if batch_noise is not None:
         samples = samples._replace(batch_noise=batch_noise, batch_noise_norm=None)
+    return judge(samples, most_ranked=_MOST_ENTRIES)
+
+
+def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
+    """Return the report on draws.
+
+    Args:
+      samples: The samples.
+      most_ranked: Of more entries, the figures of mixing, which rank draws, are those of as many whose
+        split R-hat without ranks is the largest.
+
+    Raises:
+      ValueError: If steps were not taken because they would diverge.
+    """
+    check_runs(samples.last_opt_state, SAMPLERS, method="The sampler")
+    states: list[Any] = find_running_states(samples.last_opt_state, SAMPLERS)
+    values = entries_of(samples.params)
+    slowest = _find_slowest(values, most_ranked)
+    figures = _measure(slowest)
+    is_moving = ~find_unmoved(values)
     step_bias, batch_bias = langevin_biases(values, states, samples)
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)
     # Chains that diverge, or of so few draws, are not judged by their mixing
     if found[:1] != [DIVERGED]:
-        found += _judge_mixing(values, figures) + _judge_biases(step_bias, batch_bias)
+        found += _judge_mixing(slowest, figures, values.shape[2])
+        found += _judge_biases(step_bias, batch_bias)
     return PosteriorReport(
         *figures,
         stability=None if one is None else float(np.max(one.stability)),
@@ -201,7 +218,8 @@ def warn_of_draws(samples: Samples) -> None:
         found = judge_chains(samples, values, states)
         if not found and values.shape[1] >= _LEAST_DRAWS:
             largest = float(np.nanmax(split_r_hats(values), initial=0.0))
-            found = [_describe_r_hat(largest, values)] if largest > _NOT_MIXED else []
+            is_large = largest > _NOT_MIXED
+            found = [_describe_r_hat(largest, values, values.shape[2])] if is_large else []
     else:
         found = [] if is_finite(samples.params) else [DIVERGED]
     for text in found:
@@ -222,14 +240,25 @@ def _measure(values: np.ndarray) -> tuple[float, float, float, float]:
     return convergence(sound) if is_enough else (float("nan"),) * 4
 
 
-def _judge_mixing(values: np.ndarray, figures: tuple[float, float, float, float]) -> list[str]:
-    """Return whether chains have mixed, and have enough draws."""
+def _find_slowest(values: np.ndarray, most: int) -> np.ndarray:
+    """Return draws of the entries whose chains have mixed least, by the split R-hat without ranks."""
+    if values.shape[2] <= most or values.shape[1] < _FEWEST:
+        return values
+    with np.errstate(invalid="ignore", over="ignore"):
+        order = np.argsort(np.nan_to_num(split_r_hats(values)))
+    return np.asarray(values[..., order[-most:]])
+
+
+def _judge_mixing(
+    values: np.ndarray, figures: tuple[float, float, float, float], entries: int
+) -> list[str]:
+    """Return whether chains have mixed, and have enough draws; values are those of some entries."""
     r_hat, bulk, tail, _ = figures
     if values.shape[1] < _FEWEST:
         return [f"There are {values.shape[1]} draws a chain, and R-hat needs {_FEWEST}."]
     if np.isnan([r_hat, bulk, tail]).any():
         return ["R-hat and effective sample sizes are not known: too few draws differ."]
-    found = [_describe_r_hat(r_hat, values)] if r_hat > _LARGEST_R_HAT else []
+    found = [_describe_r_hat(r_hat, values, entries)] if r_hat > _LARGEST_R_HAT else []
     if min(bulk, tail) < _LEAST_ESS:
         found.append(
             f"The minimum effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} "
@@ -238,11 +267,11 @@ def _judge_mixing(values: np.ndarray, figures: tuple[float, float, float, float]
     return found
 
 
-def _describe_r_hat(value: float, values: np.ndarray) -> str:
+def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
     """Return the sentence on a maximum R-hat that is too large: whether draws are enough to say why."""
     sound = values[..., ~find_unmoved(values)]
     with np.errstate(invalid="ignore"):
-        excess = split_r_hats(sound) - r_hat_limits(sound)
+        excess = split_r_hats(sound) - r_hat_limits(sound, entries)
     if not np.nanmax(excess) > 0:
         return (
             f"The maximum split R-hat is {value:.3g}: there are too few draws to tell whether the "

@@ -15,6 +15,11 @@ from optperm.bayes import _sample
 from optperm.core import current
 from optperm.core.states import find_state, replace_state
 
+# Draws that are few enough for tests are too few for figures
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The maximum split R-hat", "ignore:The minimum effective", "ignore:There are .* draws",
+    "ignore:The length of the steps", "ignore:The noise of the batches",
+)  # fmt: skip
 N, S = 200, 8
 X = np.float32(np.random.default_rng(0).normal(size=(N, 3)))
 STATE = optperm.bayes.ConstantSgdState

@@ -117,7 +117,7 @@ def test_stuck_draws_of_any_kind_are_warned_of():
         (1.0, np.nan, 900.0, 0.1),
         (1.0, 900.0, np.nan, 0.1),
     ):
-        assert "are not known" in " ".join(_report._judge_mixing(draws, figures))
+        assert "are not known" in " ".join(_report._judge_mixing(draws, figures, 3))
 
 
 def test_starts_are_told():
@@ -286,17 +286,29 @@ def test_split_r_hats_of_right_chains_are_below_their_limits(decay, draws, entri
     above = 0
     for seed in range(runs):
         values = autoregressive(decay, (4, draws, entries), seed)
-        above += np.any(split_r_hats(values) > r_hat_limits(values))
+        above += np.any(split_r_hats(values) > r_hat_limits(values, entries))
     assert above <= most
 
 
 def test_chains_in_two_modes_are_above_their_limits_and_short_ones_are_not_told_of():
     apart = autoregressive(0.5, (4, 200, 3)) + np.array([0, 0, 3.0, 3.0]).reshape(4, 1, 1)
-    assert np.all(split_r_hats(apart) > r_hat_limits(apart))
+    assert np.all(split_r_hats(apart) > r_hat_limits(apart, 3))
     assert "have not mixed, or are in several modes" in report_of(samples_of(apart))[0]
     slow = autoregressive(0.98, (4, 60, 3))
-    assert np.all(np.isinf(r_hat_limits(slow)))
+    assert np.all(np.isinf(r_hat_limits(slow, 3)))
     assert "too few draws to tell whether the chains have mixed" in report_of(samples_of(slow))[0]
+
+
+def test_of_many_entries_the_ones_that_have_mixed_least_are_ranked():
+    """The sentences are those of all entries: one that drifts among many, and the effective draws."""
+    draws = autoregressive(0.3, (4, 400, 60))
+    draws[..., 17] = autoregressive(0.99, (4, 400))
+    draws[..., 40] = 1.0
+    samples = samples_of(draws)
+    report = _report.judge(samples, most_ranked=5)
+    assert report.warnings == optperm.bayes.posterior_report(samples).warnings
+    assert len(report.warnings) == 3
+    assert report.unmoved == 1
 
 
 def test_a_report_prints_its_figures():
