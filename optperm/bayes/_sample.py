@@ -405,7 +405,11 @@ def _add_prior(
     """Return the loss of a batch less the log prior over the number of examples."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return loss_fn(params, batch) - log_prior(params) / num_data
+        log_p = log_prior(params)
+        if isinstance(log_p, tuple | list | dict) or jnp.shape(log_p):
+            came = jax.tree.map(jax.typeof, log_p)
+            raise TypeError(f"log_prior must return a real scalar, got {came}.")
+        return loss_fn(params, batch) - log_p / num_data
 
     return loss
 

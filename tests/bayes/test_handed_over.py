@@ -130,6 +130,19 @@ def test_kernels_of_other_models_are_refused_by_what_differs():
     optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(wide)
 
 
+def test_kernels_of_several_chains_and_restored_dicts_are_refused_in_words():
+    _, w, _, kernel = warmed_up("diagonal")
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), kernel)
+    for wrong, error, message in (
+        (stacked, ValueError, r"axis of 3 chains.*jax.tree.map\(lambda a: a\[0\], kernel\)"),
+        (kernel._asdict(), TypeError, "must be a NoiseKernel, got dict.*adapted_kernel"),
+    ):
+        with pytest.raises(error, match=message):
+            optperm.constant_sgd(N, S, kernel=wrong, momentum=0.5).init(w)
+    one = jax.tree.map(lambda a: a[0], stacked)
+    optperm.constant_sgd(N, S, kernel=one, momentum=0.5).init(w)
+
+
 @pytest.mark.chains
 def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     """Where the sampler takes `kernel=`; the report of its draws speaks of the whole warm-up."""

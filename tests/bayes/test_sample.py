@@ -168,7 +168,8 @@ def test_bad_arguments():
         ({"params": jnp.int32(1)}, TypeError, "params"),
         ({"num_draws": 0}, ValueError, "num_draws"),
         ({"sampler": optperm.sgld(1e-5, N)}, TypeError, "sampler must be a function"),
-        ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, "real scalar"),
+        ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, r"^log_prior .* got float32\[2\]"),
+        ({"log_prior": lambda w: (w, w)}, TypeError, "^log_prior must return a real scalar"),
         # All examples drawn with replacement are not warned of.
         ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
         ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
