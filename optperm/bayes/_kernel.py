@@ -204,7 +204,7 @@ def check_kernel(
     """
     if not isinstance(kernel, NoiseKernel):
         raise TypeError(
-            f"kernel must be a NoiseKernel, got {type(kernel).__name__}. Give Orbax a target to restore: "
+            f"kernel must be a NoiseKernel, got {type(kernel).__name__}. Orbax needs a target, such as "
             "optperm.bayes.adapted_kernel(tx.init(params)) of a tx without kernel=."
         )
     if jnp.ndim(kernel.is_ready):
