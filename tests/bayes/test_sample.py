@@ -15,8 +15,9 @@ from optperm.bayes._sample import _add_prior, _search, _spread
 
 # Draws that are few enough for tests are too few for figures
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The maximum split R-hat", "ignore:The minimum effective", "ignore:There are .* draws"
-)
+    "ignore:The maximum split R-hat", "ignore:The minimum effective", "ignore:There are .* draws",
+    "ignore:The noise of the batches",
+)  # fmt: skip
 N = 300
 QUICK = {"num_chains": 2, "num_draws": 20, "thinning": 2}
 
