@@ -26,6 +26,8 @@ _FEWEST, _LEAST_DRAWS = 4, 40
 # Of more entries, as many are judged, spread evenly.
 _MOST_ENTRIES = 20_000
 _LARGEST_BIAS = 0.05
+# A fifth as of a kernel that was learned, and half of that for the errors of both estimates
+_LARGEST_KERNEL_BIAS = 0.3
 # A stationary chain does not spread so many times wider in its later half, nor this far.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
@@ -95,7 +97,9 @@ def posterior_report(
     chains diverge, or entries never move. For constant SGD it warns if draws were taken before the end
     of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above 0.5, if
     gradients are not the mean of the examples' gradients, or if the noise is so correlated that the
-    diagonal or scalar preconditioner changes a variance by more than a fifth. For SGLD and SGHMC it
+    diagonal or scalar preconditioner changes a variance by more than a fifth. Of a kernel that was
+    passed it warns if the noise in `samples.batch_noise`, which `optperm.bayes.sample` measures, changes
+    variances by more than 30 % on average. For SGLD and SGHMC it
     warns if the length of the steps, to first order
 
     .. math::
@@ -184,13 +188,14 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     figures = _measure(slowest)
     is_moving = ~find_unmoved(values)
     step_bias, batch_bias = langevin_biases(values, states, samples)
+    kernel_bias = _measure_kernel_bias(states, samples.batch_noise)
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)
     # Chains that diverge, or of so few draws, are not judged by their mixing
     if found[:1] != [DIVERGED]:
         found += _judge_mixing(slowest, figures, values.shape[2])
-        found += _judge_biases(step_bias, batch_bias)
+        found += _judge_biases(step_bias, batch_bias, kernel_bias)
     return PosteriorReport(
         *figures,
         stability=None if one is None else float(np.max(one.stability)),
@@ -313,9 +318,44 @@ def langevin_biases(
     return steps, batches
 
 
-def _judge_biases(steps: float | None, batches: float | None) -> list[str]:
-    """Return which of the fractions by which SGLD and SGHMC widen variances is too large."""
+def is_given(state: Any) -> bool:
+    """Return whether the kernel of constant SGD was passed: then no step of its own learns."""
+    return isinstance(state, ConstantSgdState) and not np.any(np.asarray(state.freeze_after))
+
+
+def _measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
+    r"""Return by which fraction the noise of batches makes variances larger than a given kernel's would.
+
+    The mean over the directions of :math:`h_i (C_{ii} - \Lambda_i) / s`, of a covariance
+    :math:`(2 T / N) H + H (C - \Lambda) H / S` of the steps' noise; None where C is not known.
+    """
+    if len(states) != 1 or not is_given(states[0]) or batch_noise is None:
+        return None
+    state = states[0]
+    one = jax.tree.map(lambda leaf: leaf[0], state) if jnp.ndim(state.count) else state
+    h = one.kernel.step_sizes(one.scale, one.limit)
+    size, scale = float(one.kernel.batch_size), float(one.scale)
+    if not scale > 0:
+        return None
+
+    def excess(h: Any, r: Any, noise: Any) -> np.ndarray:
+        h, r, noise = (np.asarray(x, np.float64) for x in (h, r, noise))
+        # h (C - Lambda) / s
+        return np.ravel(h * (size * r - noise) / scale)
+
+    found = jax.tree.leaves(jax.tree.map(excess, h, batch_noise, one.kernel.noise))
+    return float(np.mean(np.concatenate(found)))
+
+
+def _judge_biases(steps: float | None, batches: float | None, kernel: float | None) -> list[str]:
+    """Return which of the fractions by which they change variances is too large."""
     found = []
+    if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
+        found.append(
+            "The noise of the batches is not that of the kernel: variances are on average about "
+            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel is one of other "
+            "data or of another loss: learn it anew."
+        )
     if steps is not None and steps > _LARGEST_BIAS:
         found.append(
             f"The length of the steps makes the variance of a parameter about {steps:.1%} too "
@@ -418,6 +458,9 @@ def describe_unchecked(
     starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
     if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
         found.append("All chains began at one point, so R-hat cannot tell of other modes.")
+    if any(map(is_given, states)):
+        what = "noise and curvature" if samples.batch_noise is None else "curvature"
+        found.append(f"That the kernel, which was passed, is one of the {what} of these data.")
     if not states:
         found.append("That the steps sample this posterior: there is no state of a sampler here.")
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:

@@ -14,12 +14,12 @@ import numpy as np
 import optax
 
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
-from optperm.bayes._covariance import BatchGradients, per_example
-from optperm.bayes._forms import Diagonal, inner
+from optperm.bayes._covariance import BatchGradients, Outer, per_example
+from optperm.bayes._forms import Diagonal, Form, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._masters import MasterState
-from optperm.bayes._report import SAMPLERS, judge
+from optperm.bayes._report import SAMPLERS, is_given, judge
 from optperm.bayes._samples import Samples
 from optperm.bayes._sampling import make_runner, steps_to_learn
 from optperm.core import checks
@@ -41,6 +41,8 @@ _BURN_IN = 1000
 _LOOKS = 32
 # Entries whose draws are ranked, which takes 5 ms each, to judge 4,000 draws.
 _MOST_RANKED = 200
+# Examples at which it is measured at least, where it is compared with the noise of a kernel.
+_EXAMPLES = 2000
 # Products of the power iteration for the maximum eigenvalue of that noise.
 _PRODUCTS = 16
 _UNSEEN = (
@@ -206,9 +208,9 @@ def sample(
     drawn, draws = _collect(draw, drawn, num_draws, on_draws)
     opt_state, _, unseen = drawn.last_opt_state
     samples = drawn._replace(params=draws, starts=begun, last_opt_state=opt_state)
-    if batch_size > 1 and _is_langevin_alone(opt_state):
-        noise, norm = _measure_batch_noise(loss, data, draws, num_data, batch_size, keys[0])
-        samples = samples._replace(batch_noise=noise, batch_noise_norm=norm)
+    if batch_size > 1:
+        covariance_fn = functools.partial(_batch_covariance, loss, data, num_data, batch_size)
+        samples = _measure_batch_noise(covariance_fn, samples, batch_size, keys[0])
     for text in judge(samples, most_ranked=_MOST_RANKED).warnings:
         warnings.warn(text, stacklevel=2)
     if np.any(unseen):
@@ -347,47 +349,90 @@ def _is_langevin_alone(opt_state: Any) -> bool:
 
 
 def _measure_batch_noise(
+    covariance_fn: Callable[..., Any], samples: Samples, batch_size: int, key: jax.Array
+) -> Samples:
+    """Return samples with the noise of the batches, where a report asks for it."""
+    opt_state = samples.last_opt_state
+    if _is_langevin_alone(opt_state):
+        some = _choose_draws(samples.params, _LOOKS, key)
+        measure = functools.partial(_diagonal_and_maximum, covariance_fn)
+        diagonal, norm = jit_current(measure)(*some)
+        return samples._replace(batch_noise=diagonal, batch_noise_norm=norm)
+    kernel = _given_kernel(opt_state)
+    if kernel is None:
+        return samples
+
+    def in_basis(basis: Form, draws: Any, keys: jax.Array) -> Any:
+        return basis.variances(covariance_fn(draws, keys, basis.covariance))
+
+    some = _choose_draws(samples.params, max(_LOOKS, _EXAMPLES // batch_size), key)
+    return samples._replace(batch_noise=jit_current(in_basis)(kernel.basis, *some))
+
+
+def _batch_covariance(
     loss: Callable[[Any, Any], jax.Array],
     data: Any,
-    draws: Any,
     num_data: int,
     batch_size: int,
-    key: jax.Array,
-) -> tuple[Any, jax.Array]:
-    """Return the diagonal and the maximum eigenvalue of R, the covariance of a batch's gradient.
+    draws: Any,
+    keys: jax.Array,
+    outer: Outer,
+) -> Any:
+    """Return a part of R, the covariance of a batch's gradient: the mean over draws, of a batch each."""
 
-    R is the mean over some draws, each with one batch. It has few examples for many params, so its
-    maximum eigenvalue is above the right one rather than below.
-    """
-
-    def of_draw(params: Any, key: jax.Array, v: Any) -> Any:
+    def of_draw(params: Any, key: jax.Array) -> Any:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
         e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
         batch = BatchGradients(params, e.grad, e.extra_args, batch_size, None, None)
-        c_hat, _ = per_example(batch, functools.partial(_diagonal_and_product, v=v))
+        c_hat, _ = per_example(batch, outer)
         return jax.tree.map(lambda c: c / batch_size, c_hat)
 
-    def measure(draws: Any, keys: jax.Array) -> tuple[Any, jax.Array]:
-        def step(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
-            # v <- R v / |R v|, and |R v| tends to the maximum eigenvalue
-            v = carry[2]
-            found = jax.lax.map(lambda each: of_draw(each[0], each[1], v), (draws, keys))
-            diagonal, product = jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
-            norm = jnp.sqrt(inner(product, product))
-            scale = jnp.where(norm > 0, norm, 1.0)
-            v = jax.tree.map(lambda x: x / scale.astype(x.dtype), product)
-            return (diagonal, norm, v), None
+    found = jax.lax.map(lambda each: of_draw(*each), (draws, keys))
+    return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
 
-        one = jax.tree.map(lambda leaf: leaf[0].astype(accumulation_dtype(leaf)), draws)
-        z = normal_like(jax.random.key_data(key), one)
-        start = one, jnp.zeros([], accumulation_dtype(one)), z
-        (diagonal, norm, _), _ = jax.lax.scan(step, start, length=_PRODUCTS)
-        return diagonal, norm
 
+def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array]:
+    """Return at most so many draws of all chains on one axis, and a key for each."""
     size = int(np.prod(jax.tree.leaves(draws)[0].shape[:2]))
-    chosen = np.linspace(0, size - 1, min(size, _LOOKS)).astype(np.int32)
+    chosen = np.linspace(0, size - 1, min(size, most)).astype(np.int32)
     some = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[chosen], draws)
-    return jit_current(measure)(some, jax.random.split(key, len(chosen)))
+    return some, jax.random.split(key, len(chosen))
+
+
+def _diagonal_and_maximum(
+    covariance_fn: Callable[..., Any], draws: Any, keys: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Return the diagonal and the maximum eigenvalue of R.
+
+    R is that of few examples for many params, so its maximum eigenvalue is rather above the right one
+    than below.
+    """
+
+    def step(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+        # v <- R v / |R v|, and |R v| tends to the maximum eigenvalue
+        outer = functools.partial(_diagonal_and_product, v=carry[2])
+        diagonal, product = covariance_fn(draws, keys, outer)
+        norm = jnp.sqrt(inner(product, product))
+        scale = jnp.where(norm > 0, norm, 1.0)
+        v = jax.tree.map(lambda x: x / scale.astype(x.dtype), product)
+        return (diagonal, norm, v), None
+
+    one = jax.tree.map(lambda leaf: leaf[0].astype(accumulation_dtype(leaf)), draws)
+    start = (
+        one,
+        jnp.zeros([], accumulation_dtype(one)),
+        normal_like(jax.random.key_data(keys[0]), one),
+    )
+    (diagonal, norm, _), _ = jax.lax.scan(step, start, length=_PRODUCTS)
+    return diagonal, norm
+
+
+def _given_kernel(opt_state: Any) -> NoiseKernel | None:
+    """Return the kernel from which all steps have sampled, if it was passed and is one of all params."""
+    states = find_states(opt_state, ConstantSgdState)
+    if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
+        return None
+    return jax.tree.map(lambda leaf: leaf[0], states[0].kernel)
 
 
 def _diagonal_and_product(deviations: Any, v: Any) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Samples(NamedTuple):
-    """The draws of `draw_samples`, and the state from which the chains continue.
+    r"""The draws of `draw_samples`, and the state from which the chains continue.
 
     Attributes:
       params: The draws; in float32 where a sampler of this library keeps a copy of 16-bit params.
@@ -25,7 +25,8 @@ class Samples(NamedTuple):
       thinning: Steps from one draw to the next.
       starts: The first params of the chains, on a leading axis of chains.
       batch_noise: The variances of a batch's gradient over draws of `optperm.bayes.sample` by SGLD or
-        SGHMC, a tree like params; else None.
+        SGHMC, a tree like params; by constant SGD with `kernel=`, those of
+        :math:`w_i^\top g`, of the form of the kernel's noise; else None.
       batch_noise_norm: The maximum eigenvalue of the covariance R that has these variances; None where
         it was not measured.
     """

@@ -143,6 +143,27 @@ def test_kernels_of_several_chains_and_restored_dicts_are_refused_in_words():
     optperm.constant_sgd(N, S, kernel=one, momentum=0.5).init(w)
 
 
+@pytest.mark.parametrize("form", ["full", "diagonal", "scalar"])
+def test_kernel_of_other_data_is_warned_of(form):
+    """Data three times as wide have nine times the noise, and as much of it too much in the draws."""
+    kernel = warmed_up(form)[3]
+    for scale in (1.0, 3.0):
+        samples = optperm.bayes.sample(
+            loss_fn, jnp.asarray(scale * X), start(), 0, batch_size=S, num_chains=2, num_draws=20,
+            thinning=2, burn_in=20, starts=jax.tree.map(lambda p: jnp.stack([p, p]), start()),
+            sampler=lambda n, s: optperm.constant_sgd(n, s, kernel=kernel, momentum=0.5),
+        )  # fmt: skip
+        report = optperm.bayes.posterior_report(samples)
+        found = [text for text in report.warnings if "not that of the kernel" in text]
+        assert len(found) == int(scale > 1)
+        assert any(
+            line.endswith("is one of the curvature of these data.") for line in report.not_checked
+        )
+    assert "too large" in found[0]
+    report = optperm.bayes.posterior_report(samples._replace(batch_noise=None))
+    assert "noise and curvature of these data" in " ".join(report.not_checked)
+
+
 @pytest.mark.chains
 def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     """Where the sampler takes `kernel=`; the report of its draws speaks of the whole warm-up."""
