@@ -81,19 +81,19 @@ def with_loss(
       True
 
     Notes:
-      Extra arguments with the names of those of `optperm.evaluate` are replaced: a method needs all of
-      them for one function and one batch. Two more are added: `full_grad_fn`, the gradient over all
-      data, for methods that take snapshots within a step, and `example_grad_fn`, the gradient of one
-      more example.
+      Extra arguments that `optperm.evaluate` also makes are replaced, because a method needs all of them
+      for the same function and batch. Two more are added: `full_grad_fn`, the gradient over all data,
+      for methods that take snapshots within a step, and `example_grad_fn`, the gradient of one more
+      example.
 
-      A step costs one more gradient than the loop's own. The data stay in memory as long as the result
-      does, and are constants of a program that calls `update`. Replicas and chains whose states have the
-      same key draw the same batches.
+      Each step computes one gradient in addition to the loop's own. The data stay in memory as long as
+      the transformation does, and are constants of each program that calls `update`. Replicas and chains
+      whose states have the same key draw the same batches.
 
     Raises:
       TypeError: If the loss is not a real scalar, `batch_size` is not an integer, or `key` is neither an
         int nor a random key.
-      ValueError: If `batch_size` is below 1, or the leaves of `data` are not equally long.
+      ValueError: If `batch_size` is below 1, or the leaves of `data` differ in length.
     """
     inner = checks.as_optimizer("inner", inner)
     data = jax.tree.map(jnp.asarray, data)

@@ -44,7 +44,7 @@ def evaluate(
     axis_name: AxisName | None = None,
     example: Any = None,
 ) -> Evaluation:
-    r"""Evaluate a loss on one batch, and bind the closures that methods may ask for to the batch.
+    r"""Evaluate a loss on one batch, and make the closures on this batch that methods may need.
 
     .. math::
       L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i), \qquad g = \nabla L_B(\theta)
@@ -55,11 +55,12 @@ def evaluate(
       params: The parameters at which to evaluate. In a model made of dataclasses, as in Equinox, the
         floating arrays are the parameters; the gradient is None for every other leaf.
       batch: A tree of arrays. Leaves of rank 0, such as a typed random key, are shared by all examples.
-        For gradients of single examples a key is folded with the index of the example, so each example
+        For gradients of single examples, a key is folded with the index of the example, so each example
         has its own dropout mask. Keys that `jax.tree_util.Partial` binds to `loss_fn` are folded too.
       has_aux: Whether `loss_fn` returns a pair.
       axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
-        averaged. Works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, in its checked mode as well.
+        averaged. This works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, including `shard_map`'s
+        checked mode.
       example: A batch of one example, drawn independently of `batch`, for a method that compares them.
 
     Returns:
@@ -89,16 +90,16 @@ def evaluate(
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
 
     Notes:
-      A closure costs nothing unless it is called. `optax.contrib.sam` takes no other extra argument than
+      A closure costs nothing unless it is called. `optax.contrib.sam` takes no extra argument except
       `grad_fn`: `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
 
-      Inside `optax.masked` or `optax.partition` a method sees only its part of the params. Where the
+      Inside `optax.masked` or `optax.partition`, a method sees only its part of the params. Where the
       params given to a closure are an `optax.MaskedNode`, the closure uses the params of this evaluation
       and returns no gradient for them.
 
     Raises:
       TypeError: If the loss is not a real scalar.
-      ValueError: If `axis_name` is not bound where this is called, or params are masked.
+      ValueError: If `axis_name` is not bound where `evaluate` is called, or params are masked.
     """
     here, params = params, trained_part(params)
     checks.check_axis_is_bound(axis_name)
@@ -197,10 +198,10 @@ def _check_is_whole(params: optax.Params) -> None:
     """Raise a ValueError where a part of the params is masked, for which a loss has no value."""
     if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
         raise ValueError(
-            "The loss got params with an optax.MaskedNode, as methods see them in optax.masked and "
-            "optax.partition. There closures come from an evaluation at all params: full_grad_fn="
-            'optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], and '
-            "optperm.with_loss is the outermost transformation."
+            "The loss got params with an optax.MaskedNode, because methods in optax.masked and "
+            "optax.partition see only their part. Make closures from an evaluation at all params: "
+            'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], and '
+            "put optperm.with_loss outside of all other transformations."
         )
 
 

@@ -24,8 +24,8 @@ _MOVING_WRAPPERS = {
     "optax.lookahead": optax.LookaheadState,
 }
 _OVERRIDDEN = (
-    "A transformation stands in an optax.chain after a method that places weights: its changes of the "
-    "updates are not applied. Put it in front, or give it other params (optax.partition)."
+    "A transformation follows a method that places weights in an optax.chain, so its changes to the "
+    "updates are not applied. Put it before that method, or give it other params (optax.partition)."
 )
 _STATE = (
     "the optimizer state (around a method that places or holds params, optax.flatten and "
@@ -224,19 +224,19 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
       [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
 
     Notes:
-      A method that places weights is the last one of its chain, but for `optperm.mask_elements`: what
-      follows it changes updates, not targets. A `UserWarning` says so for a transformation that follows
-      it, or follows `optperm.dim_reduce` or `optperm.katyusha`, whose states belong to their own steps.
-      (Optax does not say whether `optax.masked` is for the same leaves: where the method leaves out
-      some, there is no warning.) A wrapper such as `optax.contrib.sam` returns updates of its own
-      between the updates of the method. So a target is applied only where the update leads to it, up to
-      rounding.
+      A method that places weights must come last in its chain; only `optperm.mask_elements` may follow.
+      Any other transformation after it changes the updates, but not the targets, and a `UserWarning`
+      says so. There is also a warning about a transformation after `optperm.dim_reduce` or
+      `optperm.katyusha`, whose states belong to their own steps. (Optax does not say which leaves
+      `optax.masked` covers, so there is no warning if the method leaves some leaves out.) Between the
+      updates of the method, a wrapper such as `optax.contrib.sam` returns updates of its own. A target
+      is therefore applied only where the update leads to it, up to rounding.
 
     Raises:
       TypeError: If a leaf is not an array.
       ValueError: If the trees do not match, two methods in `opt_state` place the same leaf, or a method
         with exact entries is inside `optax.lookahead`, `optax.contrib.schedule_free` or
-        `optax.contrib.mechanize`, whose own params do not have them.
+        `optax.contrib.mechanize`, which keep params of their own without these entries.
     """
     # States hold plain arrays where params may hold variables of flax.nnx.
     whole, params = params, trained_part(params)
@@ -266,8 +266,8 @@ def check_no_averages(opt_state: Any, method: str) -> None:
     for name, state_type in _MOVING_WRAPPERS.items():
         if find_states(opt_state, state_type):
             raise ValueError(
-                f"{name} inside {method} keeps params of its own, which {method} does not reach: the "
-                f"params to evaluate would not be those that {method} makes. Take another optimizer."
+                f"{name} inside {method} keeps params of its own, which {method} does not reach, so the "
+                f"params to evaluate would not be those of {method}. Use another optimizer."
             )
 
 
@@ -276,8 +276,8 @@ def _check_wrappers(opt_state: Any) -> None:
     for name, state_type in _MOVING_WRAPPERS.items():
         if any(map(exact_entries, find_states(opt_state, state_type))):
             raise ValueError(
-                f"{name} may not wrap a method that places weights, holds them or keeps zeros: its own "
-                "params would not. A method that takes it as its optimizer may stand around it instead."
+                f"{name} may not wrap a method that places weights, holds them or keeps zeros, because "
+                "its own params would not follow. Put it inside the method, as its optimizer."
             )
 
 
@@ -289,7 +289,7 @@ def _check_disjoint(opt_state: Any) -> None:
         own = {path for tree in targets for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
         if own & taken:
             raise ValueError(
-                "Two methods place the same parameter: separate them by optax.partition."
+                "Two methods place the same parameter: separate them with optax.partition."
             )
         taken |= own
 

@@ -78,11 +78,11 @@ def switch_after(
       u_t = \begin{cases} \text{first}(g_t) & t < T \\ \text{then}(g_t) & t \ge T \end{cases}
 
     Args:
-      num_steps: :math:`T \ge 0`, in steps. Once the second optimizer has taken a step, a larger number
-        does not bring the first one back.
+      num_steps: :math:`T \ge 0`, the number of steps of the first optimizer. Once the second optimizer
+        has taken a step, a larger number does not bring the first one back.
       first: The optimizer of steps 0 to T - 1. Both optimizers get the extra arguments.
       then: The optimizer of all further steps.
-      track: Whether to update `then` in the first phase as well, at the cost of its time.
+      track: Whether to update `then` in the first phase as well, which takes the time of both.
 
     Returns:
       A transformation whose state is a `SwitchAfterState`. Its `update` needs `params`.
@@ -101,15 +101,15 @@ def switch_after(
       [1.0, 2.0]
 
     Notes:
-      Each step computes only the optimizer whose turn it is; under `jax.vmap` it computes both. The
-      switch is in the state, whose form never changes: training resumes on either side of the switch,
-      and a `jax.lax.scan` runs through it.
+      Each step computes only the optimizer whose turn it is; under `jax.vmap`, it computes both. The
+      state holds the switch, and its structure never changes, so training can resume on either side of
+      the switch, and one `jax.lax.scan` can run across it.
 
-      Without `track` the second optimizer starts cold, on the params at the switch, which its state may
-      hold (the weights of `optperm.sgperm`, the center of `optperm.agn`, a snapshot). Anything put into
-      its state before, such as a mask, is lost. With `track` the second optimizer sees every gradient of
-      the first phase, and its updates are dropped: its moments are warm at the switch. In either case it
-      places params from where they are at the switch.
+      Without `track`, the second optimizer starts cold at the switch. Its state may hold the params of
+      that moment (the weights of `optperm.sgperm`, the center of `optperm.agn`, a snapshot). Anything
+      put into this state before, such as a mask, is lost. With `track`, the second optimizer gets every
+      gradient of the first phase and its updates are dropped, so its moments are warm at the switch. In
+      both cases, the weights that it places are those at the switch.
 
     Raises:
       TypeError: If `num_steps` is not an integer.

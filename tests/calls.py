@@ -488,6 +488,7 @@ REFUSED = {
         dict(sparsity=optax.constant_schedule(0.5)),
         dict(sparsity=1.5),
         dict(sparsity={"w": 0.5}),
+        dict(sparsity={"w": 0.5, "b": np.ones(2)}, says=r"\['b'\] must be a single number"),
         dict(sparsity=NOT_INCLUDED),
         dict(sparsity=0.5, structure=NOfM(2, 3)),
         dict(sparsity=None, structure=NOfM(2, 4), says=r"NOfM\(.* does not fit \['w'\]"),

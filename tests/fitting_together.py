@@ -71,10 +71,10 @@ def mistakes(index, folder):
     assert "the number of batches [5, 0]" in says, says
     none = (lambda _: []) if index == "1" else part
     says = refusal(ValueError, state, none, epochs=1, **on)
-    assert "no further batch in the processes [1], and one in the others" in says, says
+    assert "no further batch in the processes [1], but one in the others" in says, says
     fewer = (lambda epoch: itertools.islice(part(epoch), 2)) if index == "0" else part
     says = refusal(ValueError, state, fewer, epochs=1, **on)
-    assert "no further batch in the processes [0], and one in the others" in says, says
+    assert "no further batch in the processes [0], but one in the others" in says, says
     nothing = (
         jax.tree.map(lambda leaf: leaf[:0], fitting.data()) if index == "1" else fitting.data()
     )

@@ -119,7 +119,9 @@ def test_loss_of_a_part_of_the_params_is_refused_with_the_way_out(name):
         "full_gradient": lambda: optperm.variance.full_gradient(loss_fn, masked, [batch]),
         "with_loss": lambda: tx.update(params, tx.init(params), params),
     }
-    with pytest.raises(ValueError, match=r'extra_args\["grad_fn"\], and optperm.with_loss is'):
+    with pytest.raises(
+        ValueError, match=r'extra_args\["grad_fn"\], and put optperm.with_loss outside'
+    ):
         calls[name]()
 
 

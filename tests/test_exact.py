@@ -81,7 +81,7 @@ def test_what_follows_a_method_that_places_is_warned_of(transform):
             updates, state = tx.update(params, state, params)
             return optperm.apply_updates(params, updates, state)
 
-        with pytest.warns(UserWarning, match="after a method that places weights.*not applied"):
+        with pytest.warns(UserWarning, match="follows a method that places weights.*not applied"):
             placed = transform(step)(KERNEL, tx.init(KERNEL))
         support.assert_same_bits(np.sort(placed["kernel"], 0), np.sort(KERNEL["kernel"], 0))
 
@@ -105,7 +105,7 @@ def test_what_follows_dim_reduce_is_warned_of():
     ):
         tx = optax.chain(*parts)
         updates, state = tx.update(KERNEL, tx.init(KERNEL), KERNEL, **loss)
-        context = pytest.warns(UserWarning, match="after dim_reduce.*curvature")
+        context = pytest.warns(UserWarning, match="follows dim_reduce.*curvature")
         with context if is_wrong else contextlib.nullcontext():
             optperm.apply_updates(KERNEL, updates, state)
 
@@ -266,7 +266,7 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
         else:
             support.assert_same_bits(jnp.sort(placed[1::2]), jnp.tile(jnp.sort(start), (4, 1)))
     # A transformation that follows does not make its ascents placements.
-    with pytest.warns(UserWarning, match="stands in an optax.chain after"):
+    with pytest.warns(UserWarning, match="follows a method that places weights in an optax.chain"):
         followed = descend(optax.chain(tx, optax.identity()), optperm.apply_updates, 9)[1]
     np.testing.assert_allclose(followed, placed, atol=1e-6)
 

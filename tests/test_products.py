@@ -225,7 +225,7 @@ USUAL += [("prune_gradually", wrapper) for wrapper in ("first", "then", "agn", "
     ("name", "wrapper"),
     support.every_night(itertools.product(METHODS, WRAPPERS), USUAL, mark=pytest.mark.entries),
 )
-@pytest.mark.filterwarnings("ignore:.*stands in an optax.chain after")
+@pytest.mark.filterwarnings("ignore:A transformation follows .* in an optax.chain")
 def test_every_entry_is_exact_or_the_product_is_refused(name, wrapper):
     """By the promises of the method that runs, bit for bit, and nobody else's."""
     method = METHODS[name]

@@ -124,8 +124,8 @@ def constant_sgd(
     With :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`, the loss
     :math:`L = \frac{1}{N} \sum_n \ell_n` (the prior is in it, `optperm.bayes.normal_prior`), batches of
     :math:`S` examples, :math:`C` the covariance of one example's gradient and :math:`A` the Hessian of
-    :math:`L`, injected noise :math:`\xi` shortens the step of each direction as far as stability asks
-    for:
+    :math:`L`, injected noise :math:`\xi` shortens the step of each direction as far as stability
+    requires:
 
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top, \qquad
@@ -154,8 +154,8 @@ def constant_sgd(
       estimator: How C is estimated: "per_example", from the extra argument `per_example_grad_fn`;
         "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
         examples.
-      learning_rate: Factor on `stability` and `noise_ratio`, a number or a schedule; the law stays the
-        same.
+      learning_rate: A factor on `stability` and `noise_ratio`, a number or a schedule. The stationary
+        distribution stays the same.
       momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. Steps are
         :math:`(1 + \mu) / (1 - \mu)` times as long at the same stability.
       temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
@@ -163,8 +163,8 @@ def constant_sgd(
         too large by up to half of it.
       noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
         The warm-up lowers :math:`\rho` where the noise varies from place to place.
-      burn_in: Steps before the first step that samples. With 0 the params stay where they are for the
-        first half of `freeze_after`, in which the noise and the curvature are learned.
+      burn_in: The number of steps before the first step that samples. With 0, the params stay where they
+        are for the first half of `freeze_after`, in which the noise and the curvature are learned.
       freeze_after: Steps after which nothing is learned. None for twice `burn_in`, at least 1,000 steps
         after it.
       burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
@@ -209,16 +209,16 @@ def constant_sgd(
       draws are too narrow by a fifth or more. The loss must be a mean over examples: a loss that sums,
       or mixes examples as BatchNorm does, has other noise, which the state's `uneven` counts. Put
       nothing that changes gradients in front (clipping, `optperm.svrg`, weight decay) and nothing that
-      scales updates behind. The diagonal and the scalar preconditioner take shorter steps the more the
-      noise is correlated, so that all variances are within a fifth, or warn: see
-      `optperm.bayes.NoiseKernel` for the bound. Correlated features take them many steps.
+      scales updates behind. The more the noise is correlated, the shorter are the steps of the
+      diagonal and the scalar preconditioner. They keep all variances within a fifth of the right ones,
+      or warn (see `optperm.bayes.NoiseKernel` for the bound). With correlated features, they need many
+      steps.
 
       The full preconditioner keeps two D x D matrices (one with `kernel`), decomposes two at the end of
-      each window, and multiplies by two per step. The state of the diagonal one has three numbers a
-      parameter with `kernel`. Params of 16 bits have a copy in float32. To sample again another day,
-      save the kernel, a tree of arrays, by Orbax or pickle.
-      `optperm.bayes.sample` owns the loop, and `optperm.bayes.posterior_report` says whether draws
-      can be trusted.
+      each window, and multiplies by two per step. The state of the diagonal one has three numbers
+      per parameter with `kernel`. 16-bit params have a copy in float32. To sample again later, save the
+      kernel, a tree of arrays, with Orbax or pickle. `optperm.bayes.sample` runs the loop for you, and
+      `optperm.bayes.posterior_report` says whether draws can be trusted.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.

@@ -27,20 +27,20 @@ def sample_params(
       \theta = \bar\theta + \sqrt{\tfrac12 \Sigma_{\mathrm{diag}}}\, z_1
       + \frac{1}{\sqrt{2 (K - 1)}} D z_2
 
-    with :math:`z` standard normal numbers, which follow from the key and from the path of each leaf:
-    sharded params draw the same numbers.
+    where the :math:`z` are standard normal numbers. They depend on the key and on the path of each leaf,
+    so sharded params get the same numbers.
 
     Args:
       opt_state: The state of an optimizer with `optperm.ivon` or `optperm.swag` anywhere in it.
       params: The current params: the mean :math:`m` of `ivon`.
       key: A random key, or an int. For replicas that draw independently, pass each its own key, for
         instance `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
-      num_draws: Draws to stack along a leading axis; None for one without such an axis.
+      num_draws: The number of draws to stack along a leading axis; None for one draw without this axis.
 
     Returns:
-      A tree like params, of their dtypes, but in float32 for params of 16 bits, which would round the
-      noise. A mask's other params are as in params. Traced draws of `swag` are NaN before the first
-      collection.
+      A tree like params with their dtypes, except that 16-bit params become float32, because 16 bits
+      would round the noise. Params that a mask leaves out are those of `params`. Traced draws of `swag`
+      are NaN before the first collection.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -51,16 +51,16 @@ def sample_params(
       ((100, 1000), 0.1)
 
     Notes:
-      Each replica in `jax.shard_map` needs its own key, or all of them draw the same noise.
+      Each replica in `jax.shard_map` needs its own key; otherwise all of them draw the same noise.
 
-      Of a model of `flax.nnx` pass `nnx.state(model, nnx.Param)`; the draws are of this form too.
+      For a model of `flax.nnx`, pass `nnx.state(model, nnx.Param)`; the draws have the same form.
 
-      Of two of them in `optax.partition` draw one after the other: pass the state of one part, then the
-      state of the other part with the first draw as the params.
+      If `optax.partition` holds two of these methods, draw from one after the other: pass the state of
+      one part, then the state of the other part with the first draw as the params.
 
-      `swag` has min(n, K) deviations after n collections, and no spread after a single one.
+      After n collections, `swag` has min(n, K) deviations; after a single one, all draws are equal.
 
-      Before the first step of `ivon` the draws have the variance
+      Before the first step of `ivon`, the draws have the variance
       :math:`1 / (\lambda (h_0 + \delta))`.
 
     Raises:
@@ -112,9 +112,9 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
 
     Returns:
-      A tree like the params that `optperm.swag` sees, in float32 or wider: of other params, as of
-      another part of `optax.partition`, it has `optax.MaskedNode`. Traced, it is NaN before the first
-      collection.
+      A tree like the params that `optperm.swag` sees, in float32 or wider. Other params, such as those
+      of another part of `optax.partition`, are an `optax.MaskedNode`. A traced mean is NaN before the
+      first collection.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -125,7 +125,7 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       [1.0, 2.0]
 
     Raises:
-      ValueError: If there is no such state, or more than one, or nothing was collected yet.
+      ValueError: If there is no such state, or more than one, or nothing has been collected yet.
     """
     state = find_state(opt_state, SwagState, method="swag")
     _check_one_model(state)
@@ -136,14 +136,14 @@ def posterior_mean(opt_state: Any) -> optax.Params:
 def _check_one_model(state: IvonState | SwagState) -> None:
     if jnp.ndim(state.count):
         raise ValueError(
-            "opt_state has an axis of models: call this under jax.vmap, as it was trained."
+            "opt_state has an axis of models: call this function under jax.vmap, as in training."
         )
 
 
 def _check_collected(state: SwagState) -> None:
     if can_be_seen(state.num_models) and not state.num_models:
         raise ValueError(
-            "swag has collected no params yet: its update does at steps start, start + every, ..."
+            "swag has collected no params yet: update collects them at steps start, start + every, ..."
         )
 
 

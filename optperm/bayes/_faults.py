@@ -30,7 +30,7 @@ def judge_stability(stability: Any, steps: Any) -> list[str]:
     ratio = 1 / max(1 - stability / 2, 1e-3)
     return [
         f"lambda_max(H A) is {stability:.3g}: in that direction the variance of the draws is about "
-        f"{ratio:.2g} times what it should be. Lower stability, or take smaller batches."
+        f"{ratio:.2g} times what it should be. Lower stability, or use smaller batches."
     ]
 
 
@@ -39,9 +39,9 @@ def judge_mean(uneven: Any, estimates: Any) -> list[str]:
     if not np.max(np.asarray(uneven) / np.maximum(estimates, 1)) > _LARGEST_UNEVEN:
         return []
     return [
-        "The gradient of the batch is not the mean of those of its examples: the loss sums, has "
-        "weights, or mixes examples, as predictions (n,) less labels (n, 1) do. Use jnp.mean and equal "
-        "shapes, or estimator='two_batches' for a loss that has to mix examples."
+        "The gradient of the batch is not the mean of its examples' gradients: the loss sums, has "
+        "weights, or mixes examples (as predictions (n,) minus labels (n, 1) do). Use jnp.mean and "
+        "equal shapes, or estimator='two_batches' for a loss that has to mix examples."
     ]
 
 
@@ -50,14 +50,14 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
     found, drift = [], float(np.mean(kernel.drift))
     if drift < _LEAST_DRIFT:
         found.append(
-            f"The warm-up has not arrived: in its last window the noise was {drift:.2g} times the noise "
-            "before, and draws are too narrow. Begin nearer to an optimum, or burn in longer."
+            f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times that "
+            "of the window before, so draws are too narrow. Start nearer an optimum, or raise burn_in."
         )
     too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())
     if max(too_small, too_large) > _LARGEST_ERROR:
         found.append(
-            "The noise of the gradients is correlated: along some directions the variance of the draws "
-            f"is up to {too_large:.0%} too large, along others up to {too_small:.0%} too small. Use "
+            "The noise of the gradients is correlated: in some directions the variance of the draws is "
+            f"up to {too_large:.0%} too large, in others up to {too_small:.0%} too small. Use "
             "preconditioner='full', or a smaller noise_ratio."
         )
     estimates = int(np.min(kernel.estimates))

@@ -1,4 +1,4 @@
-"""IVON: variational learning of a normal distribution with a diagonal covariance, at the cost of Adam.
+"""IVON: variational learning of a normal distribution with a diagonal covariance, in the memory of Adam.
 
 Y. Shen, N. Daheim, B. Cong, P. Nickl, G. M. Marconi, C. Bazan, R. Yokota, I. Gurevych, D. Cremers,
 M. E. Khan and T. Moellenhoff, "Variational Learning is Effective for Large Deep Networks", ICML 2024,
@@ -94,8 +94,8 @@ class IvonState(NamedTuple):
         return [
             f"The first draws of ivon deviate by {deviation:.2g} = 1 / sqrt(num_data (hess_init + "
             f"weight_decay)), more than half of the root mean square of the weights in {wide} of "
-            f"{len(scales)} leaves (median {np.median(scales):.2g}), so that training learns little. "
-            "Leave hess_init out, or take a larger one."
+            f"{len(scales)} leaves (median {np.median(scales):.2g}), so the network would learn little. "
+            "Leave hess_init out, or use a larger one."
         ]
 
 
@@ -112,7 +112,7 @@ def ivon(
     rescale_lr: bool = True,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Learn a normal distribution over the params, whose mean the params are.
+    r"""Learn a normal distribution over the params; its mean is the params themselves.
 
     Each step takes the gradient :math:`\hat g` of the batch's mean loss at a draw
     :math:`\theta = m + \epsilon`, :math:`\epsilon \sim \mathcal{N}(0, 1 / (\lambda (h + \delta)))`. With
@@ -130,28 +130,28 @@ def ivon(
     term of the third line keeps :math:`h + \delta` positive.
 
     Args:
-      learning_rate: :math:`\alpha`, a number or a schedule of the step. With `rescale_lr`, the rate of
-        SGD with momentum is a good first guess.
-      num_data: :math:`\lambda > 0`, the number of training examples: the effective sample size. A larger
-        number makes the distribution that is learned narrower ("cold"), but not the first draws of
+      learning_rate: The number or schedule from which :math:`\alpha` follows (see `rescale_lr`). Tune
+        it. With the other defaults, 0.3 and 1 are good first guesses.
+      num_data: :math:`\lambda > 0`, the number of training examples (the effective sample size). A
+        larger number makes the learned distribution narrower ("cold"), but not the first draws with
         `hess_init=None`.
       hess_init: :math:`h_0 > 0`. None for first draws that deviate by a tenth of the root mean square
-        :math:`w` of the weights in all leaves of two axes and more,
+        :math:`w` of the weights in all leaves with two or more axes,
         :math:`1 / \sqrt{\lambda h_0} = 0.1\, w`, or for 1 if these are zero. A smaller :math:`h_0` makes
-        wider draws; at draws as wide as the weights a network does not learn.
+        the draws wider; with draws as wide as the weights, a network does not learn.
       b1: :math:`\beta_1 \in [0, 1)`.
-      b2: :math:`\beta_2 \in [0, 1)`. After T steps the share :math:`\beta_2^T` of :math:`h` is still
-        :math:`h_0`: see Notes. With a small :math:`\beta_2` training diverges, since a single draw says
-        little of the Hessian.
+      b2: :math:`\beta_2 \in [0, 1)`. After T steps, the fraction :math:`\beta_2^T` of :math:`h` is still
+        :math:`h_0`: see Notes. With a :math:`\beta_2` as small as 0.9, the draws of a network can become
+        so wide that it hardly learns.
       weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
-      mc_samples: Draws per step. With more than one, `updates` and `draw` have a leading axis of that
-        length.
+      mc_samples: The number of draws per step. With more than one, `updates` and `draw` have a leading
+        axis of that length.
       clip_radius: :math:`\xi > 0`, the maximum entry of the direction. None for
         :math:`\xi = \sigma_0 / (h_0 + \delta)` with the deviation
-        :math:`\sigma_0 = 1 / \sqrt{\lambda (h_0 + \delta)}` of the first draws: with `rescale_lr` no
+        :math:`\sigma_0 = 1 / \sqrt{\lambda (h_0 + \delta)}` of the first draws: with `rescale_lr`, no
         entry moves by more than `learning_rate` times :math:`\sigma_0` per step. `inf` for no limit.
-      rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, so that the first
-        step is a step of SGD.
+      rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, which makes the
+        first step a step of SGD, or `learning_rate` itself.
       axis_name: A mapped axis, or several, over which :math:`\hat g` and :math:`\hat h` are averaged.
         Each replica has its own part of the batch and its own draw, from its own key.
 
@@ -176,32 +176,32 @@ def ivon(
       True
 
     Notes:
-      With the default of `b2` the Hessian is learned in some 100,000 steps. In a shorter training the
-      deviations stay those of the first draws, a tenth of the weights, for all weights alike: the noise
-      regularizes, but draws say little about what the data leave open. `b2=1 - 3 / steps` widens the
-      draws by :math:`e^{3/2}`. A smaller one learns :math:`h`; a network of more weights than examples
-      then ends with a wide distribution, since `weight_decay` is a weak prior.
+      With the default `b2`, learning the Hessian takes about 100,000 steps. In a shorter run, all
+      weights keep the deviation of the first draws, a tenth of the weights' root mean square. The noise
+      regularizes, but the draws say little about what the data leave open. `b2=1 - 3 / steps` makes the
+      draws :math:`e^{3/2} = 4.5` times as wide by the end. A smaller `b2` learns :math:`h`. If there are
+      more weights than examples, the distribution then becomes wide, because `weight_decay` is a weak
+      prior, and the likelihood is worse.
 
-      The params are the mean, so an evaluation at the params needs nothing else.
+      The params are the mean, so an evaluation at the mean needs nothing else.
       `optperm.bayes.posterior_predictive` averages predictions over draws of
       `optperm.bayes.sample_params`.
 
       `optperm.training.fit` and `optperm.with_loss` make a draw in each step, with `mc_samples=1`.
       `optax.inject_hyperparams` needs `static_args=("mc_samples",)`.
 
-      `optax.masked` passes the raw gradients of the other params through: to hold them, use
-      `optax.partition` with `optax.set_to_zero()`. An entry whose gradient is NaN keeps :math:`g` and
-      :math:`h`, though `count` rises, and the mean moves along :math:`g`.
+      `optax.masked` passes the raw gradients of the other params through: to hold these params, use
+      `optax.partition` with `optax.set_to_zero()`. If the gradient of an entry is NaN, the entry keeps
+      its :math:`g` and :math:`h`, and its mean moves along :math:`g`; `count` rises.
 
-      For params of 16 bits the distribution is about a copy in float32, and the draws are in float32.
+      For 16-bit params, the mean of the distribution is a copy in float32, and draws are in float32.
 
-      On a quadratic with Hessian :math:`H`, if the prior is weak and the batches' noise small, the
-      variances are
-      :math:`1 / (\lambda (\mathrm{diag} H + \delta))`: the best normal approximation with a diagonal
-      covariance.
+      On a quadratic with Hessian :math:`H`, if the prior is weak and the noise of the batches is small,
+      the variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`, those of the best normal
+      approximation with a diagonal covariance.
 
-      The state has two entries per parameter, as the state of Adam. A step makes one normal number per
-      parameter besides, which counts where a batch is small for the network.
+      Like Adam's, the state has two numbers per parameter. In addition, each step draws one normal
+      number per parameter, which takes time if the batch is small for the network.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.

@@ -61,9 +61,9 @@ class NoiseKernel(NamedTuple):
       1 - \varphi (1 - r_{\min}) \;\le\; \frac{u^\top \Sigma u}{u^\top T (N A)^{-1} u} \;\le\;
       1 + \varphi (r_{\max} - 1) \quad \text{for all } u
 
-    The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` 0.015.
+    The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` is 0.015.
 
-    It is a tree of arrays, which Orbax and pickle save.
+    It is a tree of arrays, which Orbax and pickle can save.
 
     Attributes:
       basis: The form: `Full`, whose `w` is :math:`W`, (D, D); `Diagonal` or `Scalar`, where
@@ -79,7 +79,7 @@ class NoiseKernel(NamedTuple):
       correlation: Bounds of the extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
         :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`, two standard errors beyond what the last window has
         found; 1 and 1 of the full form.
-      estimates: Number of estimates of C in the last window.
+      estimates: The number of estimates of C in the last window.
       is_ready: Whether noise and curvature are known; until then no step is taken.
       num_data: N.
       batch_size: S.
@@ -226,8 +226,8 @@ def check_kernel(
         if not (checks.is_concrete_number(number) and can_be_seen(found)):
             continue
         if jnp.ndim(found) or not np.isclose(float(found), float(number), rtol=1e-6):
-            raise ValueError(f"kernel is one of {name} {found}, but {name} is {number}.")
+            raise ValueError(f"kernel is for {name}={found}, but {name} is {number}.")
     if can_be_seen(kernel.is_ready) and not np.all(np.asarray(kernel.is_ready)):
         raise ValueError(
-            "kernel is not ready: the warm-up that it is from has not seen noise and curvature yet."
+            "kernel is not ready: its warm-up has not measured the noise and the curvature yet."
         )

@@ -127,10 +127,11 @@ def sgld(
 
     Notes:
       With `optperm.svrg` in front, :math:`R` is small near a snapshot (the control variates of Baker et
-      al.). Do not put clipping, momentum or Adam's moments in front, which change the mean of the
-      gradients too, nor anything that scales updates behind, which changes the temperature. Entries with
-      a gradient that is not finite do not move. Each chain needs noise of its own:
-      `optperm.bayes.draw_samples` gives it; for your own chains, initialize states with different keys.
+      al.). Do not put clipping, momentum or Adam's moments in front, because they also change the mean
+      of the gradients, and put nothing behind that scales updates and thus changes the temperature.
+      Entries with a gradient that is not finite do not move. Each chain needs its own noise:
+      `optperm.bayes.draw_samples` provides it; for your own chains, initialize states with different
+      keys.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
@@ -213,8 +214,8 @@ def sghmc(
     Args:
       step_size: :math:`\eta`, a number or a schedule of the step: the square of the leapfrog step.
       num_data: N, the number of training examples.
-      friction: :math:`\alpha`, in (0, 1]: 1 less the decay of the momentum. Without any there is no
-        stationary distribution.
+      friction: :math:`\alpha`, in (0, 1]: 1 minus the decay rate of the momentum. Without friction,
+        there is no stationary distribution.
       temperature: T, a number or a schedule of the step.
       noise_estimate: :math:`\hat\beta`, at most `friction`.
       key: A random key of the noise, or an int. The state holds it.
@@ -237,8 +238,8 @@ def sghmc(
 
     Notes:
       Entries with a gradient that is not finite do not move, and keep their velocity. Each chain needs
-      noise of its own: `optperm.bayes.draw_samples` gives it; for your own chains, initialize
-      states with different keys.
+      its own noise: `optperm.bayes.draw_samples` provides it; for your own chains, initialize states
+      with different keys.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.

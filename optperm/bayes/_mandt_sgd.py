@@ -104,7 +104,7 @@ class MandtSgdState(NamedTuple):
             return []
         if np.any(np.asarray(self.unstable) > 0):
             raise ValueError(
-                "These steps do not sample, they diverge: lambda_max(H A) is "
+                "These steps do not sample but diverge: lambda_max(H A) is "
                 f"{float(np.max(self.stability)):.3g}, 2 or more, so none was taken. Use "
                 "constant_sgd, smaller batches, a smaller max_step or more damping."
             )
@@ -141,15 +141,16 @@ def mandt_sgd(
       H_{kk} = \frac{2 S T}{N C_{kk}} \quad (\text{diagonal}), \qquad
       H = \frac{2 S T}{N} C^{-1} \quad (\text{full})
 
-    Of all matrices of its kind each brings the stationary distribution closest to the posterior near an
-    optimum, :math:`N(\theta^*, T (N A)^{-1})` with :math:`A` the Hessian of the mean loss; the full H
+    Each is the matrix of its kind that brings the stationary distribution closest to the posterior near
+    an optimum, :math:`N(\theta^*, T (N A)^{-1})` with :math:`A` the Hessian of the mean loss; the full H
     makes them equal, to first order in :math:`\lambda_{\max}(H A)`. This eigenvalue must be well below
-    2, which `optperm.constant_sgd` ensures and this method does not. A diagonal H is not always better
+    2, which `optperm.constant_sgd` ensures, but this method does not. A diagonal H is not always better
     than a scalar H.
 
-    C is the mean of all estimates, one per step; with "per_example" and without the full preconditioner
-    one per four steps after the first thousand. A step uses the C of the previous step. The full
-    preconditioner decomposes C when the number of estimates is :math:`2^k` or :math:`3 \cdot 2^k`.
+    C is the mean of all estimates. There is one per step; with "per_example" and without the full
+    preconditioner, there is one per four steps after the first thousand. A step uses the C of the
+    previous step. The full preconditioner decomposes C when the number of estimates is :math:`2^k` or
+    :math:`3 \cdot 2^k`.
 
     Args:
       num_data: N, the number of training examples.
@@ -191,9 +192,9 @@ def mandt_sgd(
 
     Notes:
       Estimates that are not finite are ignored, and entries with a gradient that is not finite do not
-      move. An entry without noise takes a step of `max_step`; without a limit, none. Where the noise
-      vanishes, as in a network that fits its data, step sizes diverge: set `max_step`. The full
-      preconditioner takes no step before 2 D examples. Draw batches with replacement.
+      move. An entry without noise takes a step of `max_step`; without a limit, it does not move. Where
+      the noise vanishes, as in a network that fits its data, step sizes diverge: set `max_step`. The
+      full preconditioner takes no step until it has seen 2 D examples. Draw batches with replacement.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.

@@ -60,7 +60,7 @@ class Predictions(NamedTuple):
 
         Raises:
           ValueError: If there are not two classes on the last axis, or, unless they are traced, the
-            predictions are no probabilities.
+            predictions are not probabilities.
         """
         shape = self.mean.shape
         if not shape or shape[-1] < 2:
@@ -131,14 +131,15 @@ def posterior_predictive(
       The mean of class probabilities is the posterior predictive; the mean of logits is not. One draw
       is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn`
       returns the log likelihood of each example, ArviZ takes `draws` as its group `log_likelihood`, for
-      PSIS-LOO. Each call traces `predict_fn`, so that values that it reads from outside, such as a
-      temperature, are the current ones, but for functions that `predict_fn` gives to `jax.lax.scan`,
-      `jax.lax.cond` or `jax.checkpoint`, whose traces JAX keeps. A program is compiled only if it
-      differs from earlier programs.
+      PSIS-LOO. Each call traces `predict_fn`, so values that it reads from outside, such as a
+      temperature, are current; but JAX keeps the traces of functions that `predict_fn` passes to
+      `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`. A program is compiled only if it differs from
+      earlier programs.
 
     Raises:
-      TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
-        `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not say which axes are chains.
+      TypeError: If `predict_fn` is not a function or does not return one array of real floating dtype,
+        or `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not say which axes are
+        chains.
     """
     if not isinstance(samples, Samples | Ensemble):
         raise TypeError(f"samples must be Samples or an Ensemble, got {type(samples).__name__}.")

@@ -23,8 +23,8 @@ def normal_prior(
             losses = negative_log_likelihood(params, batch)  # one for each example
             return jnp.mean(losses) + optperm.bayes.normal_prior(params, precision, num_data)
 
-    So the gradient of a batch, the gradients of its examples and the curvature include the prior, which
-    leaves the covariance of the examples' gradients as it is.
+    The gradient of a batch, the gradients of its examples and the curvature then include the prior. The
+    covariance of the examples' gradients does not change.
 
     Args:
       params: The params, a tree.
@@ -40,7 +40,7 @@ def normal_prior(
       0.25
 
     Notes:
-      The mean must have equal weights: a weighted mean over a batch of one forgets the weight.
+      Use an unweighted mean: a weighted mean over a batch of one example loses the weight.
 
     Raises:
       TypeError: If an argument is of the wrong type.

@@ -31,7 +31,7 @@ _LARGEST_KERNEL_BIAS = 0.3
 # A stationary chain does not spread so many times wider in its later half, nor this far.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
-DIVERGED = "The chains diverge: take smaller steps, or see that the loss is finite."
+DIVERGED = "The chains diverge: take smaller steps, or check that the loss is finite."
 NOT_CHECKED = "That batches are drawn with replacement, and nothing changes updates behind."
 
 
@@ -50,7 +50,7 @@ class PosteriorReport(NamedTuple):
       batch_bias: A bound of the fraction by which the noise of SGLD's or SGHMC's batches widens the
         variance of any linear function of the params, by the maximum eigenvalue of R where it is known,
         else by the trace of R.
-      unmoved: Number of entries that have not moved in any chain.
+      unmoved: The number of entries that have not moved in any chain.
       not_checked: Sentences on conditions that were not checked.
       warnings: Sentences on conditions that do not hold.
     """
@@ -91,7 +91,7 @@ class PosteriorReport(NamedTuple):
 def posterior_report(
     samples: Samples, opt_state: Any = None, *, batch_noise: Any = None
 ) -> PosteriorReport:
-    r"""Return whether draws can be trusted, from the chains and their optimizer states.
+    r"""Judge from chains and their optimizer states whether draws can be trusted.
 
     It warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below 400,
     chains diverge, or entries never move. For constant SGD it warns if draws were taken before the end
@@ -116,9 +116,9 @@ def posterior_report(
     The trace of R takes the place of its maximum eigenvalue where only the diagonal of R is known. Both
     are not checked with a preconditioner.
 
-    An R-hat that chains which have mixed may have too, by the number of their draws and by their
-    autocorrelation, is one of too few draws; a larger one is one of chains that have not mixed. `print`
-    shows the report, and what was not checked.
+    The number of draws and their autocorrelation determine which R-hat chains may have although they
+    have mixed. Up to this limit, the report asks for more draws; above it, it says that the chains have
+    not mixed. `print` shows the report, and what was not checked.
 
     Args:
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. Of draws from
@@ -148,7 +148,7 @@ def posterior_report(
       effective draws, tail, minimum ...
       Monte Carlo error over sd      0.01...
       variance added by the steps    0.02...
-      not checked: All chains began at one point, so R-hat cannot tell of other modes.
+      not checked: All chains began at one point, so R-hat cannot reveal other modes.
       not checked: The variance that the noise of the batches adds: it is not known here.
       not checked: That batches are drawn with replacement, and nothing changes updates behind.
       >>> report.warnings
@@ -260,7 +260,7 @@ def _judge_mixing(
     """Return whether chains have mixed, and have enough draws; values are those of some entries."""
     r_hat, bulk, tail, _ = figures
     if values.shape[1] < _FEWEST:
-        return [f"There are {values.shape[1]} draws a chain, and R-hat needs {_FEWEST}."]
+        return [f"There are {values.shape[1]} draws per chain, but R-hat needs {_FEWEST}."]
     if np.isnan([r_hat, bulk, tail]).any():
         return ["R-hat and effective sample sizes are not known: too few draws differ."]
     found = [_describe_r_hat(r_hat, values, entries)] if r_hat > _LARGEST_R_HAT else []
@@ -280,12 +280,11 @@ def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
     if not np.nanmax(excess) > 0:
         return (
             f"The maximum split R-hat is {value:.3g}: there are too few draws to tell whether the "
-            "chains have mixed. Draw longer ones."
+            "chains have mixed. Run longer chains."
         )
     return (
-        f"The maximum split R-hat is {value:.3g}, above that of chains which have mixed: the chains "
-        "have not mixed, or are in several modes (a parameter and its mirror image). Look at their "
-        "means."
+        f"The maximum split R-hat is {value:.3g}, above that of chains that have mixed: the chains have "
+        "not mixed, or are in several modes (a parameter and its mirror image). Compare their means."
     )
 
 
@@ -401,8 +400,8 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
     if np.any(unmoved) and COLD not in found:
         found.append(
-            f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: see that "
-            "their gradients are finite, and that sampling had begun."
+            f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
+            "that their gradients are finite, and that sampling had begun."
         )
     return found + _judge_rounding(samples)
 
@@ -413,7 +412,7 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if not np.any(np.asarray(state.steps)) and np.all(np.asarray(state.count) > 0):
         return [
-            "No step has sampled: it was the burn-in, or noise and curvature are not known. See that "
+            "No step has sampled: all were burn-in, or noise and curvature are not known. Check that "
             "gradients are finite, and pass a longer burn_in to draw_samples."
         ]
     if isinstance(state, ConstantSgdState):
@@ -457,14 +456,14 @@ def describe_unchecked(
     found = []
     starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
     if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
-        found.append("All chains began at one point, so R-hat cannot tell of other modes.")
+        found.append("All chains began at one point, so R-hat cannot reveal other modes.")
     if any(map(is_given, states)):
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
         found.append(f"That the kernel, which was passed, is one of the {what} of these data.")
     if not states:
         found.append("That the steps sample this posterior: there is no state of a sampler here.")
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
-        found.append(f"Other entries than {_MOST_ENTRIES}, spread evenly.")
+        found.append(f"All entries but {_MOST_ENTRIES}, which are spread evenly.")
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
         found.append(

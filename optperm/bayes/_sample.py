@@ -46,8 +46,8 @@ _EXAMPLES = 2000
 # Products of the power iteration for the maximum eigenvalue of that noise.
 _PRODUCTS = 16
 _UNSEEN = (
-    "In {:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds is, and "
-    "the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)), and "
+    "In {:.2%} of the steps the loss or the log prior was infinite, as beyond the bounds of a prior, "
+    "but the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)) and "
     "add the log of the Jacobian (u) to log_prior."
 )
 
@@ -78,9 +78,10 @@ def sample(
 
     Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin in pairs on
     either side of `params`, about 2 away in each entry, and L-BFGS on all examples takes each to an
-    optimum. After the burn-in, twice the standard deviation of its first draws displaces each chain, and
-    as many steps are discarded: so R-hat judges chains that began too far apart, not too near. The first
-    draws are a tenth of `num_draws`, rounded up. Up to 10 draws there is no displacement.
+    optimum. After the burn-in, each chain makes its first draws, a tenth of `num_draws`, rounded up. It
+    is then displaced by twice their standard deviation, and as many draws again are discarded. R-hat
+    thus judges chains that began too far apart rather than too near. Up to 10 draws, there is no
+    displacement.
 
     The draws are judged as by `optperm.bayes.posterior_report`, whose warnings are given at once. Of
     more than 200 entries, the 200 that have mixed least are ranked.
@@ -99,16 +100,16 @@ def sample(
         `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
         `lambda n, s: optperm.sgld(1e-5, n)`. One that takes `kernel=` is called again after the warm-up,
         and samples in a second, smaller program.
-      num_chains: Chains.
-      num_draws: Draws of each chain.
-      thinning: Steps from one draw to the next.
-      burn_in: Steps of each chain before the draws; None for the steps in which the sampler learns, or
-        1,000.
-      starts: Params with a leading axis of chains, or a function from a key to params, where the chains
-        begin without a search and a displacement.
-      on_draws: Called after each tenth of the draws (rounded up, so at most ten times), with the number
-        of draws so far and a tree of the new ones as NumPy arrays `(chain, draw, ...)`: to show
-        progress, or to write them to disk.
+      num_chains: The number of chains.
+      num_draws: The number of draws of each chain.
+      thinning: The number of steps from one draw to the next.
+      burn_in: The number of steps of each chain before the draws. None for the steps in which the
+        sampler learns, or for 1,000 if it does not learn.
+      starts: Params with a leading axis of chains, or a function from a key to params. The chains begin
+        there, without a search and without a displacement.
+      on_draws: A function to show progress or to write draws to disk. It is called after each tenth of
+        the draws (rounded up, so at most ten times), with the number of draws so far and a tree of the
+        new ones as NumPy arrays `(chain, draw, ...)`.
 
     Returns:
       `Samples`, whose `params` have leaves `(chain, draw, ...)`, for
@@ -142,10 +143,10 @@ def sample(
       (True, True)
 
     Notes:
-      Below some thousand examples, and where all of them are cheap to evaluate, NUTS (NumPyro, BlackJAX)
-      is faster. A leaf of `data` is indexed on the device in each step. Each call traces its
-      functions, and compiles a program only if it differs from earlier programs: none for another key,
-      unless a leaf of `data` has more than 2**18 entries.
+      If each step can use all examples, NUTS (NumPyro, BlackJAX) samples the exact posterior. Each leaf
+      of `data` is indexed on the device in each step. Each call traces its functions, and compiles a
+      program only if it differs from earlier programs: none for another key, unless a leaf of `data` has
+      more than 2**18 entries.
 
     Raises:
       TypeError: If an argument is of the wrong type.

@@ -85,7 +85,8 @@ def check_draws(params: Any) -> None:
     axes = {shape[:2] for shape in shapes}
     if len(axes) != 1 or any(len(shape) < 2 or 0 in shape[:2] for shape in shapes):
         raise ValueError(
-            f"The params of samples must be arrays with the same axes of chains and draws, got {shapes}."
+            "The params of samples must be arrays whose first two axes are (chains, draws), the same in "
+            f"all leaves, and not empty; got shapes {shapes}."
         )
 
 

@@ -44,7 +44,8 @@ def draw_samples(
 
     Draw i, from 0, of a chain is :math:`\theta_{w + (i + 1) k}` with k the `thinning` and w the
     `burn_in`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
-    chains and draws. So a run in two parts, the second from the end of the first, is the run in one::
+    chains and draws. A run in two parts, the second from the end of the first, therefore equals one
+    run::
 
         first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
         second = draw_samples(step, first.last_params, first.last_opt_state, key,
@@ -52,15 +53,15 @@ def draw_samples(
 
     Args:
       step: `step(params, opt_state, key) -> (params, opt_state)`, one step on a batch that it draws with
-        the key. It must be traceable, and keep the form of its arguments.
+        the key. It must be traceable, and keep the structure, shapes and dtypes of its arguments.
       params: The start of all chains; with `stacked`, of each chain, on a leading axis.
       opt_state: The optimizer state to start from; with `stacked`, of each chain, on a leading axis.
       key: A random key, or an int.
-      num_chains: Chains.
-      num_draws: Draws of each chain.
-      thinning: Steps from one draw to the next.
-      burn_in: Steps of each chain before the first draw's. None for the steps in which
-        `optperm.constant_sgd` still learns, and 0 for other samplers.
+      num_chains: The number of chains.
+      num_draws: The number of draws of each chain.
+      thinning: The number of steps from one draw to the next.
+      burn_in: The number of steps of each chain before those of the first draw. None for the steps in
+        which `optperm.constant_sgd` still learns, and for 0 with other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
       first_step: The t of the first step: 0, or `next_step` of the earlier `Samples` to continue.
 
@@ -81,18 +82,17 @@ def draw_samples(
 
     Notes:
       `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once. Each call traces `step`,
-      so that values that it reads from outside are the current ones (functions that it gives to
-      `jax.lax.scan` and the like keep what they read), and compiles a program only if it differs from
-      earlier programs. Draws of 16-bit params are the sampler's copy in float32
-      (`optperm.bayes.MasterState`), without the variance of rounding. `optperm.bayes.sample` owns
-      the loop.
+      so values that it reads from outside are current (but functions that it passes to `jax.lax.scan`
+      and the like keep what they have read), and compiles a program only if it differs from earlier
+      programs. Draws of 16-bit params are the sampler's copy in float32 (`optperm.bayes.MasterState`),
+      without the variance of rounding. `optperm.bayes.sample` runs such a loop for you.
 
     Raises:
       TypeError: If an argument is of the wrong type.
       ValueError: If a count is below 1, or `burn_in` or `first_step` below 0; if a sampler is in a phase
-        of `optperm.switch_after` that is not running; if leaves have an axis of
-        chains without `stacked`, or none of `num_chains` with it; if `step` changes the form of its
-        arguments.
+        of `optperm.switch_after` that is not running; if leaves have an axis of chains without
+        `stacked`, or no axis of length `num_chains` with it; if `step` changes the structure, shapes or
+        dtypes of its arguments.
     """
     checks.check_key("key", key)
     checks.check_static_count("num_chains", num_chains)

@@ -52,8 +52,8 @@ def stationary_covariance(
       continuous: Whether to take the limit of small steps.
 
     Returns:
-      :math:`\Sigma`, (D, D), in float64 if an argument is and that is enabled, else in float32. Traced,
-      where Python cannot see the matrices, it is NaN where no stationary distribution exists.
+      :math:`\Sigma`, (D, D), in float64 if an argument is and it is enabled, otherwise in float32. If
+      the matrices are traced, it is NaN where no stationary distribution exists.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -65,8 +65,8 @@ def stationary_covariance(
       True
 
     Notes:
-      It has derivatives in forward mode (`jax.jacfwd`), but none in reverse mode: it loops until the sum
-      has converged.
+      This function has derivatives in forward mode (`jax.jacfwd`), but none in reverse mode, because it
+      loops until a sum has converged.
 
     Raises:
       TypeError: If an argument is not an array of numbers.

@@ -65,7 +65,7 @@ def swag(
     or, with rank 0, :math:`\mathcal{N}(\bar\theta, \Sigma_{\mathrm{diag}})`.
 
     Args:
-      every: Steps from one collection to the next, for instance an epoch.
+      every: The number of steps from one collection to the next, such as those of an epoch.
       rank: :math:`K`, the number of deviations, 0 or at least 2. Each takes the memory of the params in
         float32.
       start: The step of the first collection.
@@ -84,10 +84,11 @@ def swag(
       ([2.0], [1.0])
 
     Notes:
-      In the covariance K is min(n, K), the number of deviations there are. One collection has no spread:
-      all draws are its params.
+      In the covariance, K is the number of deviations so far, min(n, K). After one collection, all draws
+      are its params.
 
-      Collect at the end of a training by SGD, with a constant rate that is large enough to move around.
+      Collect at the end of a training run with SGD, and with a constant learning rate that is large
+      enough to keep the params moving.
       `optperm.bayes.sample_params` draws params, and `optperm.bayes.posterior_mean` returns
       :math:`\bar\theta`. Models with BatchNorm need new running statistics for the mean and for
       each draw: one pass over training data.

@@ -36,7 +36,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
       labels: y, (n,), integers in [0, classes).
 
     Returns:
-      The temperature, a positive scalar of float32 or wider, above 1 for a classifier that is too sure.
+      The temperature, a positive scalar of float32 or wider, above 1 for an overconfident classifier.
       Then `jax.nn.softmax(logits / temperature)` are the calibrated probabilities.
 
     Example:
@@ -47,9 +47,9 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
       [0.75, 0.25]
 
     Notes:
-      Fit the temperature on a validation split of some hundred examples or more, of the distribution of
-      the examples to predict, and test on another. It is the first thing to try for calibrated
-      probabilities: it costs one number, and no training.
+      Fit the temperature on a validation split of at least a few hundred examples, from the distribution
+      of the examples to predict, and test on another split. It is the first thing to try for calibrated
+      probabilities, because it adds one number and needs no training.
 
       A classifier with one logit z for two classes has the logits (0, z).
 
@@ -98,7 +98,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
             if is_smallest
             else "the labels have no larger logits than other classes, so the largest is best"
         )
-        raise ValueError(f"No temperature is best: {why}. Pass more examples that are held out.")
+        raise ValueError(f"No temperature is best: {why}. Pass more held-out examples.")
     is_label = (y >= 0) & (y < z.shape[1])
     is_valid = jnp.all(is_label) & jnp.all(jnp.isfinite(fixed)) & ~is_smallest & ~is_largest
     return jnp.where(is_valid, unit * jnp.exp(-found), jnp.nan)

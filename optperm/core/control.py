@@ -23,10 +23,13 @@ def cond(
 
     A leaf varies over the axes over which it varies in either branch. On an explicit mesh it is sharded
     as in the branch that shards it, since zeros made of an array outside of `jax.jit` are not sharded.
-    A Python bool chooses the branch while tracing.
+    A Python bool chooses the branch while tracing. Outside of `jax.jit`, JAX compiles a conditional in
+    every call. There the false branch, which most steps take, is called as a function.
     """
     if isinstance(predicate, bool):
         return (true_fn if predicate else false_fn)(*operands)
+    if _is_known_to_be_false(predicate):
+        return jax.tree.map(jnp.asarray, false_fn(*operands))
     # Only in shard_map and on explicit meshes do types have more than shape and dtype.
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
@@ -46,12 +49,15 @@ def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree
     each leaf that it returns, in every step. Types are made equal as in `cond`.
 
     Args:
-      predicate: Whether to change the tree. A Python bool decides while tracing.
+      predicate: Whether to change the tree. A Python bool decides while tracing, and outside of
+        `jax.jit` nothing is compiled where it is false.
       change: A function of the tree, which returns a tree of the same form.
       tree: The tree.
     """
     if isinstance(predicate, bool):
         return change(tree) if predicate else tree
+    if _is_known_to_be_false(predicate):
+        return tree
     mesh, types, is_due = jax.sharding.get_abstract_mesh(), tree, jnp.asarray(predicate)
     if mesh.manual_axes or AxisType.Explicit in mesh.axis_types:
         types = jax.eval_shape(change, tree)
@@ -65,6 +71,10 @@ def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree
     start = is_due, jax.tree.map(place_like, tree, types)
     result: Tree = jax.lax.while_loop(lambda carry: carry[0], turn, start)[1]
     return result
+
+
+def _is_known_to_be_false(predicate: Any) -> bool:
+    return not isinstance(predicate, jax.core.Tracer) and not predicate
 
 
 def both(flag: jax.Array, other: jax.Array) -> jax.Array:

@@ -207,8 +207,8 @@ def diloco(
 
       With `combine="pairs"`, `optperm.distributed.center_params` returns the replica's own center, and
       `value_fn` and similar arguments use its own batch. An outer momentum without `nesterov` must be
-      below the learning rate; otherwise the centers may never converge. They differ by about the
-      rounding of their dtype.
+      below the learning rate; otherwise the centers may never converge. Converged centers still differ
+      by about one rounding error of their dtype.
 
       `benchmarks/distributed.py` compares outer optimizers with one replica alone at equal time, with
       10 and 100 commits. There, the default and averaging with `optax.sgd(1.0)` never lose to one
@@ -253,9 +253,9 @@ def diloco(
         local_state = local_optimizer.init(params)
         if placing_states(local_state) and not is_plain:
             # Its targets would disagree with a pull of a part of the params, or to other values.
-            allowed = "one fragment without delay, mixing, compress or center_dtype"
             raise ValueError(
-                f"The inner optimizer places params, which diloco only allows with {allowed}."
+                "The inner optimizer sets exact params (as sgperm does). diloco allows this only with "
+                "one fragment, and without delay, mixing, compress and center_dtype."
             )
         center = optax.tree.cast(replicas.make_center(params), center_dtype)
         parts = [fragments.take_rows(center, p) for p in range(plan.fragments)]
@@ -414,4 +414,7 @@ def _check_same_plan(state: DilocoState, plan: Every) -> None:
     has_delay = bool(jax.tree.leaves(state.in_flight)) or not jax.tree.leaves(state.center)
     if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
         fragments = len(state.center_state)
-        raise ValueError(f"The state is of another plan than {plan}, with {fragments} fragments.")
+        delay = "a delay" if jax.tree.leaves(state.in_flight) else "no delay"
+        raise ValueError(
+            f"The state belongs to a plan with fragments={fragments} and {delay}, not to {plan}."
+        )

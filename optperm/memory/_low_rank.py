@@ -384,7 +384,10 @@ def _refresh(
     for i, leaf in leaves.items():
         if leaf.basis.shape != (wanted := ms[i].basis_shape):
             found = f"{ms[i].name} has a basis of shape {leaf.basis.shape} in the state"
-            raise ValueError(f"{found}, not {wanted}: keep the rank, the side and the axes.")
+            raise ValueError(
+                f"{found}, but these arguments give {wanted}: do not change rank, side or "
+                "dimension_numbers."
+            )
 
     # Leaf i of L has its turn at i * every // L, modulo every, so that few have one in the same step.
     # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf.

@@ -250,7 +250,7 @@ def _find_unlike_params(inner_state: Any, low: Any) -> str | None:
     for state in find_carried_states(inner_state):
         for name in KNOWN[type(state)].roles:
             for moment, place, _ in match_params(getattr(state, name), low):
-                if place is None or moment.shape != lows[place].shape:
+                if place is None or moment.shape != jnp.shape(lows[place]):
                     return f"{type(state).__name__} whose {name} is not like params"
     return None
 

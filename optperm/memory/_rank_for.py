@@ -79,9 +79,9 @@ def rank_for(
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
         plans = zip(sizes, paths, plan(1 / _STEPS), strict=True)
         full = [(size, path) for size, path, m in plans if m is None]
-        where = f", of which params{max(full)[1]} at full rank has the most" if full else ""
+        where = f"; the largest leaf at full rank is params{max(full)[1]}" if full else ""
         raise ValueError(
-            f"words={words} cannot be reached: the smallest rank keeps {count(1 / _STEPS):.2f}{where}. "
-            "See matrix_axes(params)."
+            f"words={words} cannot be reached: the smallest rank keeps {count(1 / _STEPS):.2f} words "
+            f"per param{where}. See matrix_axes(params)."
         )
     return max(fitting) / _STEPS

@@ -135,7 +135,7 @@ def laperm(
 
       LaPerm must come last in its chain: a transformation after it changes updates, but not the weights
       that it places. `optperm.apply_updates` places the weights bit for bit. With `optax.apply_updates`,
-      they are within one rounding error, and never drift.
+      they stay within one rounding error of these values and never drift.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.

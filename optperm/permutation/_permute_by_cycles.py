@@ -146,8 +146,8 @@ def permute_by_cycles(
 
     Notes:
       This transformation computes updates from targets in its state, so nothing may follow it in a
-      chain. `optperm.apply_updates` places the weights bit for bit. With `optax.apply_updates`, they are
-      within one rounding error, and never drift. Scalars keep their values.
+      chain. `optperm.apply_updates` places the weights bit for bit. With `optax.apply_updates`, they
+      stay within one rounding error of these values and never drift. Scalars keep their values.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.

@@ -105,8 +105,10 @@ def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
     )
     for path, flag in jax.tree_util.tree_leaves_with_path(flags):
         fraction = given.get(path, 0) if path else 0
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        if np.ndim(fraction):
+            check_fraction(place, fraction)
         if not flag and checks.is_concrete_number(fraction) and fraction != 0:
-            place = f"{name}{jax.tree_util.keystr(path)}"
             raise ValueError(
                 f"{place} is {fraction}, but that leaf is not included: pass include=."
             )

@@ -108,9 +108,9 @@ def rigl(
 
     Notes:
       RigL needs the gradient of all entries. `jax.grad` computes it, because dead weights are ordinary
-      zeros in the params. Do not multiply by a mask in the model: these gradients would be zero, and the
-      first entries of a leaf would grow. To average gradients over batches, put `optax.MultiSteps`
-      outside.
+      zeros in the params. Do not multiply by a mask in the model: the gradients of dead weights would
+      then be zero, and RigL would regrow the first entries of each leaf. To average gradients over
+      batches, put `optax.MultiSteps` outside.
 
       The params are dense until the first update. To make them sparse earlier, call
       `params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)`.

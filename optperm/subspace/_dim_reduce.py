@@ -63,7 +63,7 @@ class DimReduceState(NamedTuple):
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
         return (
-            "A transformation stands in an optax.chain after dim_reduce: steps that it changes, or "
+            "A transformation follows dim_reduce in an optax.chain: steps that it changes, or "
             "entries that it fixes, spoil the curvature. Pass it as `inner`, with a basis that is "
             "zero at fixed entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
         )

@@ -242,7 +242,8 @@ def dldr(
         )
 
         def onwards() -> tuple[optax.Updates, Any, Any]:
-            return cond(subspace.is_set, in_subspace, in_full)
+            # In this order what the second phase lacks is refused in the first step outside of jit too
+            return cond(jnp.logical_not(subspace.is_set), in_full, in_subspace)
 
         branches = (is_restarted, at_restart, onwards)
         moves, new, second = onwards() if restart == "last" else cond(*branches)

@@ -259,9 +259,9 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     Args:
       opt_state: The state of an optimizer with one of these methods anywhere in it. This function does
         not change it.
-      basis: A tree like params whose leaves have a leading axis of all `n_components` rows, such as the
-        result of `optperm.subspace.pca_basis`. The rows are orthonormal over all leaves together, and
-        have any real floating dtypes. Zero rows stand for missing components.
+      basis: A tree like params, each leaf with an extra leading axis of length `n_components`, such as
+        the result of `optperm.subspace.pca_basis`. The rows are orthonormal over all leaves together,
+        and have any real floating dtypes. Zero rows stand for missing components.
 
     Returns:
       The optimizer state, with the same structure, shapes and dtypes.

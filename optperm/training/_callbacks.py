@@ -40,14 +40,15 @@ class Event:
 
     @functools.cached_property
     def metrics(self) -> Mapping[str, float]:
-        """The numbers of the moment. Reading them waits for the steps, so read them only if needed."""
+        """The metrics at this moment. Reading them waits for the steps, so read them only if needed."""
         return self._metrics()
 
     @functools.cached_property
     def state(self) -> Any:
         """What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`.
 
-        With `optperm.agn` and `optperm.diloco` all processes have to read it, as it takes a commit.
+        With `optperm.agn` and `optperm.diloco`, reading it makes a commit, so all processes have to do
+        so.
         """
         return self._trained()
 

@@ -65,7 +65,9 @@ class Checkpoints:
         if isinstance(resume, bool):
             return known[-1] if resume and known else None
         if (step := operator.index(resume)) not in known:
-            raise ValueError(f"resume={resume} is none of the steps {known} in {self.folder}.")
+            raise ValueError(
+                f"resume={resume}, but {self.folder} has checkpoints of steps {known}."
+            )
         return step
 
     def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,12 +132,12 @@ def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
         raise RuntimeError(f"{name}: another process could not load a batch, see its error.")
     if sizes.max() and not sizes.min():
         without = np.flatnonzero(sizes == 0).tolist()
-        says = f"{name} has no further batch in the processes {without}, and one in the others"
-        raise ValueError(f"{says}: all need equally many batches in an epoch.")
+        says = f"{name} has no further batch in the processes {without}, but one in the others"
+        raise ValueError(f"{says}: all need the same number of batches per epoch.")
     # Of unequal parts the mean over processes would not be the mean over examples.
     if sizes.min() and sizes.min() != sizes.max():
         says = f"A batch of {name} has {sizes.tolist()} examples in the processes"
-        raise ValueError(f"{says}: all need equally many.")
+        raise ValueError(f"{says}: all need the same number.")
     return batch if sizes.min() else END
 
 
@@ -252,7 +252,7 @@ class StreamFeed:
 
     def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
         if batch_size is not None:
-            raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
+            raise ValueError("batch_size is for arrays: these batches have sizes of their own.")
         self._source, self._layout = source, layout
         self._iterator: Any = None
         self._last: Any = None  # the batch of the last step

@@ -79,7 +79,7 @@ class History:
         `epoch`, from 1, and `step`, the steps done by then, are int64. The other columns are float64:
         `seconds` of wall time, the mean of each column of `steps` over the steps since the last row,
         and the metrics of the evaluation as `eval_<name>`. If `steps` ends training within an epoch,
-        the part has a row, which the row of the whole epoch replaces when training resumes. An epoch
+        this part has a row, which the row of the whole epoch replaces when training resumes. An epoch
         that a callback, a signal or an error cuts short has no row.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}

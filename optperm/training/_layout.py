@@ -112,7 +112,7 @@ class Layout:
             spec = self._spec(shape, several)
             if several > 1 and shape and not spec:
                 says = f"A batch has {shape[0]} examples in each of {several} processes"
-                raise ValueError(f"{says}, which {self.parts} devices do not divide equally.")
+                raise ValueError(f"{says}, which {self.parts} devices cannot divide equally.")
             return self.put(leaf, *spec, local=local)
 
         return jax.tree.map(put, batch)
@@ -241,7 +241,7 @@ def choose_layout(
     is_local, varies = _trace_init(tx, state, layout)
     if is_local and not mapped:
         known = " or ".join(map(repr, axes))
-        says = "The method takes local steps, and without axis_name replicas would never meet"
+        says = "The method takes local steps, and without axis_name replicas would never commit"
         raise ValueError(f"{says}: pass axis_name={known} to the method and to fit.")
     return dataclasses.replace(layout, own=bool(mapped) and (is_local or varies))
 

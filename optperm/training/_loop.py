@@ -85,10 +85,10 @@ def fit(
         `loss_fn(model, batch)`, which may change the model's state.
       train_data: A tree of arrays that agree in their leading axis, an iterable of batches (a list, a
         data loader; each process passes its part), or a function that takes the number of the epoch,
-        from 1, and returns an iterable. A batch must be new arrays: a buffer that a loader fills again
-        may change while it is still read. Mapped replicas need batches that they divide equally. See
-        Notes.
-      optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
+        from 1, and returns an iterable. Each batch must be new arrays: if a loader reuses a buffer, it
+        may change while it is still being read. Mapped replicas need batches that they divide equally.
+        See Notes.
+      optimizer: The `nnx.Optimizer` of the model. Any of them places weights exactly.
       epochs: The epoch after which to end, counted from the start of the first run.
       steps: The step after which to end, counted likewise. With both, training ends at the first.
       batch_size: For arrays, the number of examples per step of all devices together.
@@ -133,10 +133,10 @@ def fit(
       progress: If True, show a progress bar.
       steps_per_call: For arrays, the largest number of steps per call of a compiled program. Ctrl-C and
         SIGTERM take effect after a call; a second Ctrl-C takes effect at once.
-      on_signal: What follows Ctrl-C or SIGTERM, after the last checkpoint: `"raise"` prints a line on
+      on_signal: What happens on Ctrl-C or SIGTERM, after the last checkpoint: `"raise"` prints a line on
         stderr and sends the signal again, which ends a program that does not handle it. `"return"` is
         for a program that checks `result.ended`.
-      **unknown: None. An argument of another library is refused with its name here.
+      **unknown: Not allowed. If another library has this argument, the error names its equivalent.
 
     Returns:
       A `FitResult`.
@@ -167,14 +167,16 @@ def fit(
       devices, `mesh=NamedSharding(mesh, P(("host", "device")))` and `axis_name="host"` make local steps
       in which the devices of each host share a batch.
 
-      Each of several processes passes all arrays, the same ones, or its own part of each batch as an
-      iterable. All processes need equally many devices and batches, and parts of equal size.
+      With several processes, each passes either all arrays, the same in all processes, or an iterable of
+      its own part of each batch. All processes need the same number of devices and of batches, and parts
+      of equal size.
 
-      With these two, the params that `fit` returns, evaluates and passes to callbacks are the center
-      after a commit of the steps since the last one. The commit is made on a copy: training and
-      checkpoints do not change by it. In a phase of `optperm.switch_after` that does not commit, the
-      params are the mean over replicas, and a warning says so. The optimizer state that is returned
-      belongs to these params; to train as if nothing had happened, resume from a checkpoint.
+      With `optperm.agn` and `optperm.diloco`, the params that `fit` returns, evaluates and passes to
+      callbacks are the center after a commit of the steps since the last one. This commit is made on a
+      copy, so it changes neither training nor checkpoints. In a phase of `optperm.switch_after` that
+      does not commit, the params are the mean over replicas, and a warning says so. The optimizer state
+      that is returned belongs to these params; to train as if nothing had happened, resume from a
+      checkpoint.
 
       Arrays are shuffled in each epoch by `key` (`optperm.training.shuffled`), or drawn with
       replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`); examples at the end that fill
@@ -182,24 +184,25 @@ def fit(
       epoch, pass a new iterator: `fit` drops the batches that were taken, or restores the state of an
       iterator that has one.
 
-      A checkpoint is written after all else that is due at its step: a row, then callbacks. What an
-      error kept from being done is done first when training resumes; a callback that has raised is not
-      called again.
+      A checkpoint is written after everything else that is due at its step: first the row, then the
+      callbacks. Whatever an error prevented is done first when training resumes, but a callback that has
+      raised is not called again.
 
-      On the same devices a resumed run ends with the same bits as an uninterrupted run. With another
-      number of replicas, these take the kept carries in turn. `fit` does not check that `loss_fn` and
-      the method's hyperparameters are the same as in the earlier run: a number that the optimizer state
-      holds (`optax.inject_hyperparams`) is the earlier run's, and any other number is that of this run.
+      On the same devices, a resumed run ends with the same bits as an uninterrupted run. Another number
+      of replicas takes the saved states in turn. `fit` does not check that `loss_fn` and the method's
+      hyperparameters are the same as in the earlier run: a number that the optimizer state holds
+      (`optax.inject_hyperparams`) is the earlier run's, and any other number is that of this run.
 
-      Functions are traced in each call of `fit`, with the values that they read then; a value that
-      changes during the call has no effect. A program that an earlier call has compiled is used again.
+      Functions are traced in each call of `fit`, with the values that they read then; changes during the
+      call have no effect. Programs that an earlier call has compiled are reused.
 
     Raises:
       TypeError: If an argument has the wrong type, or a function returns something else than it must.
       ValueError: If an argument is out of range or does not fit another one, data hold no examples, a
         checkpoint is of another run, or several processes disagree on params, data or numbers.
-      CheckpointError: If a checkpoint cannot be read or written. `fit` tries to write before it trains.
-      ImportError: If an optional package is missing that the progress bar or checkpoints need.
+      CheckpointError: If a checkpoint cannot be read or written. `fit` tests that it can write before it
+        trains.
+      ImportError: If an optional package that the progress bar or checkpoints need is missing.
     """
     given = dict(locals())
     _check(given)
@@ -220,7 +223,7 @@ def fit(
         if layout.mesh is None and (idle := count_idle_devices(initial)):
             devices = jax.local_device_count()
             says = f"{idle} of {devices} devices stay idle: pass mesh=jax.make_mesh(({devices},), "
-            says += '("replica",)) to fit, or place the state on one device by jax.device_put.'
+            says += '("replica",)) to fit, or place the state on one device with jax.device_put.'
             warnings.warn(says, stacklevel=2)
         if epoch_start is not None and (layout.own or isinstance(train_data, Iterator)):
             why = "replicas have states of their own" if layout.own else "an iterator is read once"

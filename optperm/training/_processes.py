@@ -35,7 +35,7 @@ def check_devices() -> None:
     found = collections.Counter(device.process_index for device in jax.devices())
     counts = [found[index] for index in range(jax.process_count())]
     if len(set(counts)) > 1:
-        raise ValueError(f"The processes have {counts} devices: fit needs equally many in each.")
+        raise ValueError(f"The processes have {counts} devices: fit needs the same number in each.")
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ def _trace_step(
         return forms
     program, (_, forms) = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
     if not _find_axes(program.jaxpr) >= set(layout.mapped):
-        says = "The method takes local steps, but its replicas would never meet"
+        says = "The method takes local steps, but its replicas would never commit"
         name = _axis_name(layout)
         raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
     return forms

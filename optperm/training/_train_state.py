@@ -188,7 +188,7 @@ class TrainState(train_state.TrainState):
             None, `optperm.training.fit` initializes it on its devices.
 
         Raises:
-          TypeError: If `tx` is no transformation.
+          TypeError: If `tx` is not a transformation.
         """
         checks.check_transformation("tx", tx)
         if "opt_state" not in fields:

@@ -43,7 +43,7 @@ class KatyushaState(NamedTuple):
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
         return (
-            "A transformation stands in an optax.chain after katyusha, which is a whole optimizer: "
+            "A transformation follows katyusha, which is a whole optimizer, in an optax.chain: "
             "steps that it changes lead away from the optimum. Remove it, or use optperm.svrg and "
             "optax.sgd."
         )

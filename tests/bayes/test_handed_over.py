@@ -108,9 +108,9 @@ def test_kernels_of_other_models_are_refused_by_what_differs():
     for numbers, options, params, message in (
         ((N, S), {}, {"a": jnp.zeros(4), "b": jnp.ones(2)}, r"kernel.noise\['a'\] is float32\[3\]"),
         ((N, S), {}, {"a": jnp.zeros(3)}, "kernel.noise has another tree structure"),
-        ((N + 1, S), {}, w, "kernel is one of num_data 200, but num_data is 201"),
-        ((N, S + 1), {}, w, "kernel is one of batch_size 8, but batch_size is 9"),
-        ((N, S), {"momentum": 0.9}, w, "kernel is one of momentum 0.5, but momentum is 0.9"),
+        ((N + 1, S), {}, w, "kernel is for num_data=200, but num_data is 201"),
+        ((N, S + 1), {}, w, "kernel is for batch_size=8, but batch_size is 9"),
+        ((N, S), {"momentum": 0.9}, w, "kernel is for momentum=0.5, but momentum is 0.9"),
         ((N, S), {"preconditioner": "full"}, w, "kernel is diagonal, but preconditioner is 'full'"),
         ((N, S), {"kernel": unready, "momentum": None}, w, "kernel is not ready"),
     ):

@@ -205,7 +205,7 @@ def test_steps_that_would_diverge_are_not_taken():
         one = jnp.int32(1)
         draws = optperm.bayes.Samples(jnp.ones((2, 5)), jnp.ones(2), state, one, one)
         if not is_stable:
-            with pytest.raises(ValueError, match=r"they diverge: lambda_max\(H A\)"):
+            with pytest.raises(ValueError, match=r"but diverge: lambda_max\(H A\)"):
                 optperm.bayes.posterior_report(draws)
 
 

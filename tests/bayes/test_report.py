@@ -93,7 +93,7 @@ def test_figures_and_limits():
     wild = np.exp(np.linspace(0, 30, 100))[None, :, None] * np.ones((2, 1, 1))
     assert report_of(samples_of(wild))[0].startswith("The chains diverge")
     assert "R-hat" not in report_of(samples_of(wild))[0]
-    assert "There are 3 draws a chain" in report_of(samples_of(np.ones((2, 3, 1))))[0]
+    assert "There are 3 draws per chain" in report_of(samples_of(np.ones((2, 3, 1))))[0]
     assert report_of(samples_of(np.ones((2, 1, 3))))[1].unmoved == 0
     held = autoregressive(0.3, (4, 100, 2))
     for chains, unmoved in ((1, 0), (slice(4), 1)):  # an entry that any chain moves has moved
@@ -151,11 +151,11 @@ def test_what_a_state_of_constant_sgd_tells():
     for changes, says in (
         ({"count": 5000, "steps": 1000}, "first 4000 steps of the draws were taken while"),
         ({"steps": 0}, "No step has sampled"),
-        ({"drift": 0.5}, "The warm-up has not arrived"),
+        ({"drift": 0.5}, "The warm-up has not converged"),
         ({"stability": 0.8}, "about 1.7 times what it should be"),
-        ({"correlation": [0.1, 1.7]}, "up to 64% too large, along others up to 82% too small"),
+        ({"correlation": [0.1, 1.7]}, "up to 64% too large, in others up to 82% too small"),
         ({"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98}, "up to 21% too large"),
-        ({"uneven": 900}, "not the mean of those of its examples"),
+        ({"uneven": 900}, "not the mean of its examples' gradients"),
         ({"left_out": 3}, "In 3 steps some gradients were not finite"),
         ({"scale": 0.0}, "The temperature is 0"),
     ):

@@ -162,8 +162,8 @@ def test_names_of_the_draws():
     assert list(samples_of(jnp.ones((2, 5))).as_dict()) == ["params"]
     for params, message in (
         ({"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))}, r"Two leaves of params.*'a\.b'"),
-        ({}, "same axes of chains and draws"),
-        ({"a": jnp.ones((2, 5)), "b": jnp.ones(2)}, "same axes of chains and draws"),
+        ({}, r"first two axes are \(chains, draws\)"),
+        ({"a": jnp.ones((2, 5)), "b": jnp.ones(2)}, r"first two axes are \(chains, draws\)"),
     ):
         with pytest.raises(ValueError, match=message):
             samples_of(params).as_dict()

@@ -95,7 +95,7 @@ def test_state_of_models_side_by_side_is_read_under_vmap():
     ivon = jax.vmap(optperm.ivon(0.1, num_data=10.0).init)(w)
     draw = functools.partial(optperm.bayes.sample_params, params=w, key=jax.random.key(0))
     for read, one in ((optperm.bayes.posterior_mean, state), (draw, state), (draw, ivon)):
-        with pytest.raises(ValueError, match=r"axis of models: call this under jax\.vmap"):
+        with pytest.raises(ValueError, match=r"axis of models: call this function under jax\.vmap"):
             read(one)
     _, state = jax.vmap(tx.update)(w, state, w)
     np.testing.assert_array_equal(jax.vmap(optperm.bayes.posterior_mean)(state), w)

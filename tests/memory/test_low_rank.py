@@ -335,6 +335,12 @@ def test_an_int_seeds_the_key():
     assert not np.array_equal(bases[0], bases[2])
 
 
+def test_a_python_number_among_params_begins_as_an_array_does():
+    tx = optperm.low_rank(optax.scale_by_adam(), 1 / 2)
+    states = (tx.init({"a": a, "b": jnp.ones((4, 6))}) for a in (0.5, jnp.array(0.5)))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
 def test_moments_are_carried_over():
     """First ones by C, squares by those of its entries; the same basis changes nothing."""
     rng = np.random.default_rng(0)
@@ -452,7 +458,7 @@ def test_arguments_that_cannot_work_are_refused():
                 params, optperm.low_rank(adam, 2).init(params)
             ),
             ValueError,
-            r"params\['w'\] has a basis of shape \(6, 2\) in the state, not \(6, 3\)",
+            r"params\['w'\] has a basis of shape \(6, 2\) in the state, but .* give \(6, 3\): do not",
         ),
         (
             update(optax.adamw(1e-3)),

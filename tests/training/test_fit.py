@@ -274,9 +274,17 @@ def test_replicas_of_local_steps_part_and_meet():
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
     for axis_name, options, says in [
-        (None, fitting.on(4), "never meet: pass axis_name='replica' to the method and to fit"),
-        (None, fitting.on(4, mapped=True), "never meet: pass axis_name='replica' to the method as"),
-        ("replica", fitting.on(4), "never meet: pass axis_name='replica' to the method and to fit"),
+        (None, fitting.on(4), "never commit: pass axis_name='replica' to the method and to fit"),
+        (
+            None,
+            fitting.on(4, mapped=True),
+            "never commit: pass axis_name='replica' to the method as",
+        ),
+        (
+            "replica",
+            fitting.on(4),
+            "never commit: pass axis_name='replica' to the method and to fit",
+        ),
         ("replica", {}, "is not bound here.*in fit: pass axis_name='replica'"),
         ("other", fitting.on(4, mapped=True), "in fit: pass axis_name='other'"),
         ("other", {**fitting.on(4), "axis_name": "other"}, "mesh, whose axes are 'replica'"),
