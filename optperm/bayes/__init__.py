@@ -26,7 +26,7 @@ from optperm.bayes._prior import normal_prior as normal_prior
 from optperm.bayes._report import PosteriorReport as PosteriorReport
 from optperm.bayes._report import posterior_report as posterior_report
 from optperm.bayes._sample import sample as sample
-from optperm.bayes._sampling import Samples as Samples
+from optperm.bayes._samples import Samples as Samples
 from optperm.bayes._sampling import draw_samples as draw_samples
 from optperm.bayes._stationary import gaussian_kl as gaussian_kl
 from optperm.bayes._stationary import stationary_covariance as stationary_covariance

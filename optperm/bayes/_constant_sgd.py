@@ -172,9 +172,10 @@ def constant_sgd(
       key: A random key of the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
         noise of its own; chains of your own take states that were initialized with different keys.
       kernel: A kernel of `optperm.bayes.adapted_kernel`, of the same model, N, S and momentum. Then
-        every step samples, the state has no statistics of a warm-up, and the arguments of the warm-up
-        (`estimator`, `noise_ratio`, `burn_in`, `freeze_after`, `burn_in_optimizer`, `chunk_size`) have
-        no effect. None for a warm-up.
+        every step samples: start at draws of the posterior, or pass a `burn_in` to
+        `optperm.bayes.draw_samples`. The state has no statistics of a warm-up, and the arguments of the
+        warm-up (`estimator`, `noise_ratio`, `burn_in`, `freeze_after`, `burn_in_optimizer`,
+        `chunk_size`) do nothing. None for a warm-up.
       chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
         at least 8.
       axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
@@ -222,8 +223,8 @@ def constant_sgd(
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
-        than `batch_size`, the trees passed to `update` do not match, or `kernel` is not ready, of other
-        params, or of another preconditioner, N, S or momentum.
+        than `batch_size`, the trees passed to `update` do not match, or `kernel` is not ready, of
+        several chains, of other params, or of another preconditioner, N, S or momentum.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -237,7 +238,7 @@ def constant_sgd(
     checks.check_key("key", key)
     _check_stable(stability, learning_rate)
     mu = _momentum(batch_size) if momentum is None else momentum
-    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
+    checks.check_decay("momentum", mu)
     numbers = {"num_data": num_data, "batch_size": batch_size, "momentum": mu}
     schedule = make_schedule(burn_in, freeze_after, batch_size, estimator, preconditioner)
     learns = kernel is None

@@ -59,7 +59,7 @@ def effective_sizes(values: np.ndarray) -> np.ndarray:
     return chains * draws / _times(rho, chains * draws)
 
 
-def r_hat_limits(values: np.ndarray) -> np.ndarray:
+def r_hat_limits(values: np.ndarray, entries: int) -> np.ndarray:
     r"""Return for each entry the split R-hat that chains which have mixed seldom exceed, (entry,).
 
     .. math::
@@ -72,11 +72,12 @@ def r_hat_limits(values: np.ndarray) -> np.ndarray:
 
     Args:
       values: (chain, draw, entry), of at least four draws.
+      entries: k: how many entries there are, of which values may be some.
     """
     import scipy.stats  # noqa: PLC0415 - loads as long as all of JAX
 
     halves = _split(values)
-    m, n, k = halves.shape
+    m, n, _ = halves.shape
     with np.errstate(divide="ignore", invalid="ignore"):
         covariances = _autocovariances(halves)
         rho = np.nan_to_num(covariances / covariances[0])
@@ -87,7 +88,7 @@ def r_hat_limits(values: np.ndarray) -> np.ndarray:
         tau = _times((1 - share) * rho + share, m * n)
     tau = np.maximum(tau, np.median(tau))
     within = m * np.maximum(n / tau - 1, 1 / m)
-    quantile = scipy.stats.f.ppf(0.95 ** (1 / k), m - 1, within)
+    quantile = scipy.stats.f.ppf(0.95 ** (1 / entries), m - 1, within)
     return np.where(5 * tau > n, np.inf, np.sqrt((n - 1 + quantile * tau) / n))
 
 

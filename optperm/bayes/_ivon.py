@@ -219,9 +219,7 @@ def ivon(
     for name, number in {"num_data": num_data, "weight_decay": weight_decay, **chosen}.items():
         checks.check_positive(name, number, checks.LARGEST_FLOAT32)
     for name, number in {"b1": b1, "b2": b2}.items():
-        checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
-        if checks.is_concrete_number(number) and np.float32(number) == 1:
-            raise ValueError(f"{name} must be below 1 in float32, got {number!r}.")
+        checks.check_decay(name, number)
     checks.check_static_count("mc_samples", mc_samples)
     checks.check_axis_name("axis_name", axis_name)
 

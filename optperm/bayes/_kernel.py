@@ -163,7 +163,9 @@ def adapted_kernel(opt_state: Any) -> NoiseKernel:
       opt_state: The state of an optimizer that contains `optperm.constant_sgd`, in any nesting.
 
     Returns:
-      The `NoiseKernel`. Its `noise` is zero before the first window of the warm-up has ended.
+      The `NoiseKernel`. Its `noise` is zero before the first window of the warm-up has ended. Of the
+      state of several chains, as in `Samples.last_opt_state`, its leaves have an axis of chains:
+      `jax.tree.map(lambda a: a[0], kernel)` is the kernel of the first.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -188,14 +190,28 @@ def check_kernel(
     preconditioner: Preconditioner | None,
     **numbers: Any,
 ) -> None:
-    """Raise a ValueError unless a kernel is ready and one of these params and numbers.
+    """Raise unless a kernel is ready and one of these params and numbers.
 
     Args:
       kernel: The kernel.
       params: The params.
       preconditioner: The form that was asked for; None for any.
       **numbers: The values that the fields of these names must have, where Python can see both.
+
+    Raises:
+      TypeError: If it is no `NoiseKernel`.
+      ValueError: If it is that of several chains, is not ready, or differs.
     """
+    if not isinstance(kernel, NoiseKernel):
+        raise TypeError(
+            f"kernel must be a NoiseKernel, got {type(kernel).__name__}. Orbax needs a target, such as "
+            "optperm.bayes.adapted_kernel(tx.init(params)) of a tx without kernel=."
+        )
+    if jnp.ndim(kernel.is_ready):
+        raise ValueError(
+            f"kernel has an axis of {len(kernel.is_ready)} chains, each with a kernel of its own: pass "
+            "one of them, jax.tree.map(lambda a: a[0], kernel)."
+        )
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
         form = type(kernel.basis).__name__.lower()
         raise ValueError(f"kernel is {form}, but preconditioner is {preconditioner!r}.")

@@ -105,6 +105,8 @@ def sgld(
       num_data: N, the number of training examples.
       temperature: T, a number or a schedule of the step.
       preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
+        `optperm.bayes.posterior_report` does not check what steps and batches add to variances with a
+        preconditioner.
       key: A random key of the noise, or an int. The state holds it.
 
     Returns:
@@ -249,6 +251,7 @@ def sghmc(
     """
     _check(step_size, num_data, temperature, key)
     checks.check_positive("friction", friction, 1.0)
+    checks.check_decay("1 - friction, the decay of the momentum,", 1 - friction)
     most = float(friction) if checks.is_concrete_number(friction) else 1.0
     checks.check_in_range("noise_estimate", noise_estimate, 0.0, most, may_be_schedule=False)
     numbers = friction, noise_estimate

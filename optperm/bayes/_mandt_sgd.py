@@ -209,7 +209,7 @@ def mandt_sgd(
     for name, number in (("learning_rate", learning_rate), ("temperature", temperature)):
         checks.check_in_range(name, number, 0.0, float("inf"))
     mu: Any = 0.0 if momentum is None else momentum
-    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
+    checks.check_decay("momentum", mu)
     checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)
     if max_step is not None:
         checks.check_positive("max_step", max_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,8 @@ from optperm.bayes._convergence import convergence, r_hat_limits, split_r_hats
 from optperm.bayes._faults import COLD
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
+from optperm.bayes._samples import Samples, check_samples
 from optperm.core.states import check_runs, find_running_states
-
-if TYPE_CHECKING:
-    from optperm.bayes._sampling import Samples
 
 # NOISY samplers have a key, and every chain needs a key of its own.
 NOISY = (ConstantSgdState, SgldState, SghmcState)
@@ -28,6 +26,8 @@ _FEWEST, _LEAST_DRAWS = 4, 40
 # Of more entries, as many are judged, spread evenly.
 _MOST_ENTRIES = 20_000
 _LARGEST_BIAS = 0.05
+# A fifth as of a kernel that was learned, and half of that for the errors of both estimates
+_LARGEST_KERNEL_BIAS = 0.3
 # A stationary chain does not spread so many times wider in its later half, nor this far.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
@@ -47,7 +47,9 @@ class PosteriorReport(NamedTuple):
       noise_ratio: The maximum ratio of the batches' noise to the injected noise, chosen by the warm-up.
       drift: The noise in the last window of the warm-up over the noise in the window before.
       step_bias: The maximum fraction by which the length of SGLD's or SGHMC's steps widens a variance.
-      batch_bias: The maximum fraction by which the noise of SGLD's or SGHMC's batches widens a variance.
+      batch_bias: A bound of the fraction by which the noise of SGLD's or SGHMC's batches widens the
+        variance of any linear function of the params, by the maximum eigenvalue of R where it is known,
+        else by the trace of R.
       unmoved: The number of entries that have not moved in any chain.
       not_checked: Sentences on conditions that were not checked.
       warnings: Sentences on conditions that do not hold.
@@ -76,20 +78,18 @@ class PosteriorReport(NamedTuple):
             "lambda_max(H A)": self.stability,
             "noise of last two windows": self.drift,
             "variance added by the steps": self.step_bias,
-            "variance added by the batches": self.batch_bias,
+            "variance batches add, at most": self.batch_bias,
             "entries that never moved": self.unmoved or None,
         }
         lines = [
-            f"{name:30} {value:.4g}" if value >= 10 else f"{name:30} {value:.3f}"
-            for name, value in figures.items()
-            if value is not None
+            f"{name:30} {_rounded(value)}" for name, value in figures.items() if value is not None
         ]
         lines += [f"not checked: {text}" for text in self.not_checked]
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
 
 
 def posterior_report(
-    samples: Any, opt_state: Any = None, *, batch_noise: Any = None
+    samples: Samples, opt_state: Any = None, *, batch_noise: Any = None
 ) -> PosteriorReport:
     r"""Judge from chains and their optimizer states whether draws can be trusted.
 
@@ -97,28 +97,36 @@ def posterior_report(
     chains diverge, or entries never move. For constant SGD it warns if draws were taken before the end
     of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above 0.5, if
     gradients are not the mean of the examples' gradients, or if the noise is so correlated that the
-    diagonal or scalar preconditioner changes a variance by more than a fifth. For SGLD and SGHMC it
+    diagonal or scalar preconditioner changes a variance by more than a fifth. Of a kernel that was
+    passed it warns if the noise in `samples.batch_noise`, which `optperm.bayes.sample` measures, changes
+    variances by more than 30 % on average. For SGLD and SGHMC it
     warns if the length of the steps, to first order
 
     .. math::
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
       \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
 
-    or the noise of the batches, of covariance R,
+    widens a variance by more than 5 %, or if the noise of the batches, of covariance R, can widen the
+    variance of a linear function of the params by more than 5 %: to first order all of them by at most
 
     .. math::
-      \frac{\epsilon N^2 M_{kk} R_{kk}}{4 T} \quad \text{or} \quad \frac{\eta N^2 R_{kk}}{2 \alpha T}
+      \frac{\epsilon N^2}{4 T} \lambda_{\max}(R) \quad \text{or} \quad
+      \frac{\eta N^2}{2 \alpha T} \lambda_{\max}(R)
 
-    widens a variance by more than 5 %. The number of draws and their autocorrelation determine which
-    R-hat chains may have although they have mixed. Up to this limit, the report asks for more draws;
-    above it, it says that the chains have not mixed. `print` shows the report, and what was not checked.
+    The trace of R takes the place of its maximum eigenvalue where only the diagonal of R is known. Both
+    are not checked with a preconditioner.
+
+    The number of draws and their autocorrelation determine which R-hat chains may have although they
+    have mixed. Up to this limit, the report asks for more draws; above it, it says that the chains have
+    not mixed. `print` shows the report, and what was not checked.
 
     Args:
-      samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`.
+      samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. Of draws from
+        elsewhere, (4, 500, ...), make `Samples(draws, draws[:, -1], (), 500, 1)`.
       opt_state: The optimizer states at the end, with or without an axis of chains; None for those in
         `samples`.
-      batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for that of `samples`,
-        which `optperm.bayes.sample` measures.
+      batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for the noise in
+        `samples`, which `optperm.bayes.sample` measures, with the maximum eigenvalue of R.
 
     Returns:
       A `PosteriorReport`.
@@ -147,26 +155,47 @@ def posterior_report(
       ()
 
     Raises:
+      TypeError: If `samples` are no `Samples`.
       ValueError: If steps were not taken because they would diverge, or `samples` holds no draws.
 
     References:
       Vehtari et al., `Rank-Normalization, Folding, and Localization: An Improved R-hat
       <https://arxiv.org/abs/1903.08008>`_, 2021
     """
-    opt_state = samples.last_opt_state if opt_state is None else opt_state
-    check_runs(opt_state, SAMPLERS, method="The sampler")
-    states: list[Any] = find_running_states(opt_state, SAMPLERS)
+    check_samples(samples)
+    if opt_state is not None:
+        samples = samples._replace(last_opt_state=opt_state)
+    if batch_noise is not None:
+        samples = samples._replace(batch_noise=batch_noise, batch_noise_norm=None)
+    return judge(samples, most_ranked=_MOST_ENTRIES)
+
+
+def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
+    """Return the report on draws.
+
+    Args:
+      samples: The samples.
+      most_ranked: Of more entries, the figures of mixing, which rank draws, are those of as many whose
+        split R-hat without ranks is the largest.
+
+    Raises:
+      ValueError: If steps were not taken because they would diverge.
+    """
+    check_runs(samples.last_opt_state, SAMPLERS, method="The sampler")
+    states: list[Any] = find_running_states(samples.last_opt_state, SAMPLERS)
     values = entries_of(samples.params)
-    figures = _measure(values)
+    slowest = _find_slowest(values, most_ranked)
+    figures = _measure(slowest)
     is_moving = ~find_unmoved(values)
-    noise = samples.batch_noise if batch_noise is None else batch_noise
-    step_bias, batch_bias = langevin_biases(values, states, noise)
+    step_bias, batch_bias = langevin_biases(values, states, samples)
+    kernel_bias = _measure_kernel_bias(states, samples.batch_noise)
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)
     # Chains that diverge, or of so few draws, are not judged by their mixing
     if found[:1] != [DIVERGED]:
-        found += _judge_mixing(values, figures) + _judge_biases(step_bias, batch_bias)
+        found += _judge_mixing(slowest, figures, values.shape[2])
+        found += _judge_biases(step_bias, batch_bias, kernel_bias)
     return PosteriorReport(
         *figures,
         stability=None if one is None else float(np.max(one.stability)),
@@ -194,11 +223,19 @@ def warn_of_draws(samples: Samples) -> None:
         found = judge_chains(samples, values, states)
         if not found and values.shape[1] >= _LEAST_DRAWS:
             largest = float(np.nanmax(split_r_hats(values), initial=0.0))
-            found = [_describe_r_hat(largest, values)] if largest > _NOT_MIXED else []
+            is_large = largest > _NOT_MIXED
+            found = [_describe_r_hat(largest, values, values.shape[2])] if is_large else []
     else:
         found = [] if is_finite(samples.params) else [DIVERGED]
     for text in found:
         warnings.warn(text, stacklevel=3)
+
+
+def _rounded(value: float) -> str:
+    """Return a figure for the table: of a count all digits, else three or four."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}" if value >= 10 else f"{value:.3f}"
 
 
 def _measure(values: np.ndarray) -> tuple[float, float, float, float]:
@@ -208,12 +245,25 @@ def _measure(values: np.ndarray) -> tuple[float, float, float, float]:
     return convergence(sound) if is_enough else (float("nan"),) * 4
 
 
-def _judge_mixing(values: np.ndarray, figures: tuple[float, float, float, float]) -> list[str]:
-    """Return whether chains have mixed, and have enough draws."""
+def _find_slowest(values: np.ndarray, most: int) -> np.ndarray:
+    """Return draws of the entries whose chains have mixed least, by the split R-hat without ranks."""
+    if values.shape[2] <= most or values.shape[1] < _FEWEST:
+        return values
+    with np.errstate(invalid="ignore", over="ignore"):
+        order = np.argsort(np.nan_to_num(split_r_hats(values)))
+    return np.asarray(values[..., order[-most:]])
+
+
+def _judge_mixing(
+    values: np.ndarray, figures: tuple[float, float, float, float], entries: int
+) -> list[str]:
+    """Return whether chains have mixed, and have enough draws; values are those of some entries."""
     r_hat, bulk, tail, _ = figures
     if values.shape[1] < _FEWEST:
         return [f"There are {values.shape[1]} draws per chain, but R-hat needs {_FEWEST}."]
-    found = [_describe_r_hat(r_hat, values)] if r_hat > _LARGEST_R_HAT else []
+    if np.isnan([r_hat, bulk, tail]).any():
+        return ["R-hat and effective sample sizes are not known: too few draws differ."]
+    found = [_describe_r_hat(r_hat, values, entries)] if r_hat > _LARGEST_R_HAT else []
     if min(bulk, tail) < _LEAST_ESS:
         found.append(
             f"The minimum effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} "
@@ -222,11 +272,11 @@ def _judge_mixing(values: np.ndarray, figures: tuple[float, float, float, float]
     return found
 
 
-def _describe_r_hat(value: float, values: np.ndarray) -> str:
+def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
     """Return the sentence on a maximum R-hat that is too large: whether draws are enough to say why."""
     sound = values[..., ~find_unmoved(values)]
     with np.errstate(invalid="ignore"):
-        excess = split_r_hats(sound) - r_hat_limits(sound)
+        excess = split_r_hats(sound) - r_hat_limits(sound, entries)
     if not np.nanmax(excess) > 0:
         return (
             f"The maximum split R-hat is {value:.3g}: there are too few draws to tell whether the "
@@ -239,14 +289,14 @@ def _describe_r_hat(value: float, values: np.ndarray) -> str:
 
 
 def langevin_biases(
-    values: np.ndarray, states: list[Any], batch_noise: Any
+    values: np.ndarray, states: list[Any], samples: Samples
 ) -> tuple[float | None, float | None]:
     """Return the fractions by which steps and batches of SGLD or SGHMC widen variances, where known.
 
     Args:
       values: The draws, (chain, draw, entry).
       states: The states of samplers at the end.
-      batch_noise: The diagonal of R, a tree like params, or None.
+      samples: The samples, for the noise of the batches.
     """
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if len(langevin) != 1 or not np.all(np.isfinite(values)):
@@ -258,14 +308,53 @@ def langevin_biases(
     if reach > 0 and variances.size:
         # h lambda = reach / Var, since Var = T / (N lambda), and it widens Var by 1 / (1 - h lambda / 2)
         steps = reach / float(np.min(variances)) / 2
-    if gain > 0 and batch_noise is not None:
-        batches = gain * max(float(np.max(np.asarray(r))) for r in jax.tree.leaves(batch_noise))
+    if gain > 0 and samples.batch_noise is not None:
+        # The noise R of a batch's gradient and 1 / gain of the injected noise: along any direction the
+        # ratio is at most the maximum eigenvalue of R, which is at most its trace
+        diagonal = (np.asarray(r, np.float64) for r in jax.tree.leaves(samples.batch_noise))
+        norm = samples.batch_noise_norm
+        batches = gain * (sum(float(r.sum()) for r in diagonal) if norm is None else float(norm))
     return steps, batches
 
 
-def _judge_biases(steps: float | None, batches: float | None) -> list[str]:
-    """Return which of the fractions by which SGLD and SGHMC widen variances is too large."""
+def is_given(state: Any) -> bool:
+    """Return whether the kernel of constant SGD was passed: then no step of its own learns."""
+    return isinstance(state, ConstantSgdState) and not np.any(np.asarray(state.freeze_after))
+
+
+def _measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
+    r"""Return by which fraction the noise of batches makes variances larger than a given kernel's would.
+
+    The mean over the directions of :math:`h_i (C_{ii} - \Lambda_i) / s`, of a covariance
+    :math:`(2 T / N) H + H (C - \Lambda) H / S` of the steps' noise; None where C is not known.
+    """
+    if len(states) != 1 or not is_given(states[0]) or batch_noise is None:
+        return None
+    state = states[0]
+    one = jax.tree.map(lambda leaf: leaf[0], state) if jnp.ndim(state.count) else state
+    h = one.kernel.step_sizes(one.scale, one.limit)
+    size, scale = float(one.kernel.batch_size), float(one.scale)
+    if not scale > 0:
+        return None
+
+    def excess(h: Any, r: Any, noise: Any) -> np.ndarray:
+        h, r, noise = (np.asarray(x, np.float64) for x in (h, r, noise))
+        # h (C - Lambda) / s
+        return np.ravel(h * (size * r - noise) / scale)
+
+    found = jax.tree.leaves(jax.tree.map(excess, h, batch_noise, one.kernel.noise))
+    return float(np.mean(np.concatenate(found)))
+
+
+def _judge_biases(steps: float | None, batches: float | None, kernel: float | None) -> list[str]:
+    """Return which of the fractions by which they change variances is too large."""
     found = []
+    if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
+        found.append(
+            "The noise of the batches is not that of the kernel: variances are on average about "
+            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel is one of other "
+            "data or of another loss: learn it anew."
+        )
     if steps is not None and steps > _LARGEST_BIAS:
         found.append(
             f"The length of the steps makes the variance of a parameter about {steps:.1%} too "
@@ -273,8 +362,9 @@ def _judge_biases(steps: float | None, batches: float | None) -> list[str]:
         )
     if batches is not None and batches > _LARGEST_BIAS:
         found.append(
-            f"The noise of the batches makes the variance of a parameter about {batches:.1%} too "
-            "large: lower step_size, take larger batches, or put optperm.svrg in front."
+            "The noise of the batches makes the variance of some linear function of the params up to "
+            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg in "
+            "front."
         )
     return found
 
@@ -308,7 +398,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
             "draws of these entries do not follow the posterior."
         )
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
-    if np.any(unmoved) and COLD not in found and states:
+    if np.any(unmoved) and COLD not in found:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
             "that their gradients are finite, and that sampling had begun."
@@ -367,15 +457,27 @@ def describe_unchecked(
     starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
     if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
         found.append("All chains began at one point, so R-hat cannot reveal other modes.")
+    if any(map(is_given, states)):
+        what = "noise and curvature" if samples.batch_noise is None else "curvature"
+        found.append(f"That the kernel, which was passed, is one of the {what} of these data.")
     if not states:
         found.append("That the steps sample this posterior: there is no state of a sampler here.")
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
         found.append(f"All entries but {_MOST_ENTRIES}, which are spread evenly.")
-    if any(isinstance(state, SgldState | SghmcState) for state in states):
+    langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
+    if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
+        found.append(
+            "What steps and batches add to variances: it is not checked with a preconditioner."
+        )
+    elif langevin:
         if step_bias is None:
-            found.append("The variance that the length of the steps adds, with a preconditioner.")
+            found.append("The variance that the length of the steps adds: it is not known here.")
         if batch_bias is None:
             found.append("The variance that the noise of the batches adds: it is not known here.")
+        elif samples.batch_noise_norm is None:
+            found.append(
+                "The maximum eigenvalue of the noise of the batches: its trace bounds what it adds."
+            )
     return found
 
 

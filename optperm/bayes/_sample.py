@@ -14,13 +14,14 @@ import numpy as np
 import optax
 
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
-from optperm.bayes._covariance import BatchGradients, per_example
-from optperm.bayes._forms import Diagonal
+from optperm.bayes._covariance import BatchGradients, Outer, per_example
+from optperm.bayes._forms import Diagonal, Form, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._masters import MasterState
-from optperm.bayes._report import SAMPLERS, warn_of_draws
-from optperm.bayes._sampling import Samples, make_runner, steps_to_learn
+from optperm.bayes._report import SAMPLERS, is_given, judge
+from optperm.bayes._samples import Samples
+from optperm.bayes._sampling import make_runner, steps_to_learn
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
@@ -38,6 +39,12 @@ _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 _BURN_IN = 1000
 # Draws at which the noise of the batches is measured.
 _LOOKS = 32
+# Entries whose draws are ranked, which takes 5 ms each, to judge 4,000 draws.
+_MOST_RANKED = 200
+# Examples at which it is measured at least, where it is compared with the noise of a kernel.
+_EXAMPLES = 2000
+# Products of the power iteration for the maximum eigenvalue of that noise.
+_PRODUCTS = 16
 _UNSEEN = (
     "In {:.2%} of the steps the loss or the log prior was infinite, as beyond the bounds of a prior, "
     "but the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)) and "
@@ -75,6 +82,9 @@ def sample(
     is then displaced by twice their standard deviation, and as many draws again are discarded. R-hat
     thus judges chains that began too far apart rather than too near. Up to 10 draws, there is no
     displacement.
+
+    The draws are judged as by `optperm.bayes.posterior_report`, whose warnings are given at once. Of
+    more than 200 entries, the 200 that have mixed least are ranked.
 
     Args:
       loss_fn: `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the examples of a
@@ -198,13 +208,12 @@ def sample(
         drawn = draw(drawn.last_params, watched, drawn.next_step)
     drawn, draws = _collect(draw, drawn, num_draws, on_draws)
     opt_state, _, unseen = drawn.last_opt_state
-    noise = None
-    if batch_size > 1 and _is_langevin_alone(opt_state):
-        noise = _measure_batch_noise(loss, data, draws, num_data, batch_size, keys[0])
-    samples = drawn._replace(
-        params=draws, starts=begun, last_opt_state=opt_state, batch_noise=noise
-    )
-    warn_of_draws(samples)
+    samples = drawn._replace(params=draws, starts=begun, last_opt_state=opt_state)
+    if batch_size > 1:
+        covariance_fn = functools.partial(_batch_covariance, loss, data, num_data, batch_size)
+        samples = _measure_batch_noise(covariance_fn, samples, batch_size, keys[0])
+    for text in judge(samples, most_ranked=_MOST_RANKED).warnings:
+        warnings.warn(text, stacklevel=2)
     if np.any(unseen):
         warnings.warn(
             _UNSEEN.format(np.mean(unseen) / (-(-num_draws // part) * part * thinning)),
@@ -341,30 +350,99 @@ def _is_langevin_alone(opt_state: Any) -> bool:
 
 
 def _measure_batch_noise(
+    covariance_fn: Callable[..., Any], samples: Samples, batch_size: int, key: jax.Array
+) -> Samples:
+    """Return samples with the noise of the batches, where a report asks for it."""
+    opt_state = samples.last_opt_state
+    if _is_langevin_alone(opt_state):
+        some = _choose_draws(samples.params, _LOOKS, key)
+        measure = functools.partial(_diagonal_and_maximum, covariance_fn)
+        diagonal, norm = jit_current(measure)(*some)
+        return samples._replace(batch_noise=diagonal, batch_noise_norm=norm)
+    kernel = _given_kernel(opt_state)
+    if kernel is None:
+        return samples
+
+    def in_basis(basis: Form, draws: Any, keys: jax.Array) -> Any:
+        return basis.variances(covariance_fn(draws, keys, basis.covariance))
+
+    some = _choose_draws(samples.params, max(_LOOKS, _EXAMPLES // batch_size), key)
+    return samples._replace(batch_noise=jit_current(in_basis)(kernel.basis, *some))
+
+
+def _batch_covariance(
     loss: Callable[[Any, Any], jax.Array],
     data: Any,
-    draws: Any,
     num_data: int,
     batch_size: int,
-    key: jax.Array,
+    draws: Any,
+    keys: jax.Array,
+    outer: Outer,
 ) -> Any:
-    """Return the variances of a batch's gradient, a tree like params: the mean over some draws."""
+    """Return a part of R, the covariance of a batch's gradient: the mean over draws, of a batch each."""
 
     def of_draw(params: Any, key: jax.Array) -> Any:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
         e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
         batch = BatchGradients(params, e.grad, e.extra_args, batch_size, None, None)
-        c_hat, _ = per_example(batch, Diagonal().outer)
+        c_hat, _ = per_example(batch, outer)
         return jax.tree.map(lambda c: c / batch_size, c_hat)
 
-    def mean(draws: Any, keys: jax.Array) -> Any:
-        found = jax.lax.map(lambda each: of_draw(*each), (draws, keys))
-        return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
+    found = jax.lax.map(lambda each: of_draw(*each), (draws, keys))
+    return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
 
+
+def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array]:
+    """Return at most so many draws of all chains on one axis, and a key for each."""
     size = int(np.prod(jax.tree.leaves(draws)[0].shape[:2]))
-    chosen = np.linspace(0, size - 1, min(size, _LOOKS)).astype(np.int32)
+    chosen = np.linspace(0, size - 1, min(size, most)).astype(np.int32)
     some = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[chosen], draws)
-    return jit_current(mean)(some, jax.random.split(key, len(chosen)))
+    return some, jax.random.split(key, len(chosen))
+
+
+def _diagonal_and_maximum(
+    covariance_fn: Callable[..., Any], draws: Any, keys: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Return the diagonal and the maximum eigenvalue of R.
+
+    R is that of few examples for many params, so its maximum eigenvalue is rather above the right one
+    than below.
+    """
+
+    def step(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+        # v <- R v / |R v|, and |R v| tends to the maximum eigenvalue
+        outer = functools.partial(_diagonal_and_product, v=carry[2])
+        diagonal, product = covariance_fn(draws, keys, outer)
+        norm = jnp.sqrt(inner(product, product))
+        scale = jnp.where(norm > 0, norm, 1.0)
+        v = jax.tree.map(lambda x: x / scale.astype(x.dtype), product)
+        return (diagonal, norm, v), None
+
+    one = jax.tree.map(lambda leaf: leaf[0].astype(accumulation_dtype(leaf)), draws)
+    start = (
+        one,
+        jnp.zeros([], accumulation_dtype(one)),
+        normal_like(jax.random.key_data(keys[0]), one),
+    )
+    (diagonal, norm, _), _ = jax.lax.scan(step, start, length=_PRODUCTS)
+    return diagonal, norm
+
+
+def _given_kernel(opt_state: Any) -> NoiseKernel | None:
+    """Return the kernel from which all steps have sampled, if it was passed and is one of all params."""
+    states = find_states(opt_state, ConstantSgdState)
+    if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
+        return None
+    return jax.tree.map(lambda leaf: leaf[0], states[0].kernel)
+
+
+def _diagonal_and_product(deviations: Any, v: Any) -> tuple[Any, Any]:
+    """Return the diagonal of the sum of d d^T, and its product with v, from d on a leading axis."""
+    weights = jax.vmap(inner, in_axes=(0, None))(deviations, v)
+    product = jax.tree.map(
+        lambda d: jnp.tensordot(weights.astype(d.dtype), d, axes=1, precision="highest"), deviations
+    )
+    return Diagonal().outer(deviations), product
 
 
 def _add_prior(
@@ -373,7 +451,11 @@ def _add_prior(
     """Return the loss of a batch less the log prior over the number of examples."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return loss_fn(params, batch) - log_prior(params) / num_data
+        log_p = log_prior(params)
+        if isinstance(log_p, tuple | list | dict) or jnp.shape(log_p):
+            came = jax.tree.map(jax.typeof, log_p)
+            raise TypeError(f"log_prior must return a real scalar, got {came}.")
+        return loss_fn(params, batch) - log_p / num_data
 
     return loss
 

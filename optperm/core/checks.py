@@ -77,9 +77,11 @@ def check_decay(name: str, value: object) -> None:
       TypeError: If `value` is a bool or not a number at all.
       ValueError: If `value` is NaN or out of range: a bias correction 1 - 1^t would be 0.
     """
-    check_in_range(name, value, 0.0, 1.0, may_be_schedule=False)
-    if is_concrete_number(value) and np.float32(value) == 1:
-        raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = _as_scalar(name, value, "a number")
+    if not (0 <= number < 1 and np.float32(number) < 1):
+        raise ValueError(f"{name} must be in [0, 1) in float32, got {value!r}.")
 
 
 def check_positive(name: str, value: object, high: float = float("inf")) -> None:

@@ -158,6 +158,7 @@ def test_bounds_of_the_correlation_hold(form, size, seed, estimates, tails):
 
 @pytest.mark.chains
 @pytest.mark.parametrize("form", ["diagonal", "scalar"])
+@pytest.mark.filterwarnings("ignore:The maximum split R-hat", "ignore:The minimum effective")
 def test_chains_of_correlated_features_have_variances_within_a_fifth(form):
     """A regression on two features with a correlation of 0.9; noise of batches alone would give 0.3."""
     rng = np.random.default_rng(0)

@@ -239,8 +239,8 @@ def test_misuse_is_named():
     calls = [
         (lambda: optperm.ivon(0.1, num_data=0.0), "num_data must be"),
         (lambda: optperm.ivon(0.1, num_data=float("inf")), "num_data must be above 0 and at most"),
-        (lambda: optperm.ivon(0.1, num_data=1.0, b1=1.0), "b1 must be below 1"),
-        (lambda: optperm.ivon(0.1, num_data=1.0, b2=1.0), "b2 must be below 1"),
+        (lambda: optperm.ivon(0.1, num_data=1.0, b1=1.0), r"b1 must be in \[0, 1\) in float32"),
+        (lambda: optperm.ivon(0.1, num_data=1.0, b2=1.0), r"b2 must be in \[0, 1\) in float32"),
         (lambda: tx.update(m, tx.init(m), None, draw=m), "ivon needs params"),
         *(
             (lambda wrong=wrong: tx.update(m, tx.init(m), m, draw=wrong), "draw")

@@ -145,6 +145,8 @@ def test_bad_arguments():
     w = jnp.ones(2)
     with pytest.raises(ValueError, match=r"noise_estimate must be in \[0, 0.1\], got 0.2"):
         optperm.sghmc(1e-3, N, 0.1, noise_estimate=0.2)
+    with pytest.raises(ValueError, match=r"1 - friction.* must be in \[0, 1\) in float32"):
+        optperm.sghmc(1e-3, N, 1e-9)
     with pytest.raises(ValueError, match="preconditioner must be above 0"):
         optperm.sgld(1e-3, N, preconditioner=jnp.array([1.0, 0.0]))
     with pytest.raises(ValueError, match=r"preconditioner is float32\[3\]"):
@@ -172,8 +174,13 @@ def test_the_noise_of_the_batches_is_reported(friction):
     _, state = tx.update(w, tx.init(w), w)
     values = np.random.default_rng(0).normal(size=(2, 50, 2))
     np.testing.assert_allclose(state.gain, gain, rtol=1e-6)
-    np.testing.assert_allclose(langevin_biases(values, [state], r)[1], gain * 0.3, rtol=1e-6)
-    assert langevin_biases(values, [state], None)[1] is None
+    samples = optperm.bayes.Samples(values, values[:, -1], state, 50, 1)
+    assert langevin_biases(values, [state], samples)[1] is None
+    for norm, wanted in ((0.35, 0.35), (None, 0.4)):  # without the maximum eigenvalue by the trace
+        given = samples._replace(batch_noise=r, batch_noise_norm=norm)
+        np.testing.assert_allclose(
+            langevin_biases(values, [state], given)[1], gain * wanted, rtol=1e-6
+        )
 
 
 def test_states_hold_no_numbers_of_a_report():

@@ -241,6 +241,7 @@ def test_bad_arguments():
         ({"max_step": 0.0}, "max_step must be above 0"),
         ({"damping": -1.0}, "damping must be at least 0"),
         ({"momentum": 2.0}, "momentum must be in"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\) in float32, got 1.0"),
     ):
         with pytest.raises(ValueError, match=message):
             optperm.mandt_sgd(N, S, **options)

@@ -101,6 +101,25 @@ def test_figures_and_limits():
         assert report_of(samples_of(held))[1].unmoved == unmoved
 
 
+def test_stuck_draws_of_any_kind_are_warned_of():
+    """Without a state of a sampler too, and no figure that is not a number is read as a good one."""
+    draws = autoregressive(0.3, (4, 500, 3))
+    draws[..., 1] = np.arange(4.0)[:, None]  # each chain stands still, at a place of its own
+    text, report = report_of(samples_of(draws))
+    assert "1 of 3 entries have not moved in any chain" in text
+    assert "entries that never moved       1\n" in str(report)
+    text, report = report_of(samples_of(np.ones((4, 500, 3))))
+    assert "3 of 3 entries have not moved" in text
+    assert "R-hat and effective sample sizes are not known" in text
+    assert np.isnan(report.r_hat)
+    for figures in (
+        (np.nan, 900.0, 900.0, 0.1),
+        (1.0, np.nan, 900.0, 0.1),
+        (1.0, 900.0, np.nan, 0.1),
+    ):
+        assert "are not known" in " ".join(_report._judge_mixing(draws, figures, 3))
+
+
 def test_starts_are_told():
     """At one point R-hat certifies one mode alone, which is said; from several nothing is."""
     draws = autoregressive(0.3, (4, 1000, 3))
@@ -174,15 +193,20 @@ def test_small_batches_of_langevin_dynamics_are_named():
     tx = optperm.sgld(1e-3, 100)
     samples = langevin_samples(tx, rows=8.0)
     assert report_of(samples)[1].batch_bias is None
-    samples = samples._replace(batch_noise=jnp.full(2, 8.0**2 / 8))
+    samples = samples._replace(batch_noise=jnp.full(2, 8.0), batch_noise_norm=jnp.float32(8.0))
     text, report = report_of(samples)
     assert "The noise of the batches makes the variance" in text
     ratio = np.asarray(samples.params, np.float64).var(axis=(0, 1)) * 100
     np.testing.assert_allclose(ratio, 1 + report.batch_bias, rtol=0.2)
-    samples = langevin_samples(tx, rows=0.3)._replace(batch_noise=jnp.full(2, 0.3**2 / 8))
+    noise = jnp.full(2, 0.3**2 / 8)
+    samples = langevin_samples(tx, rows=0.3)._replace(batch_noise=noise, batch_noise_norm=noise[0])
     text, report = report_of(samples)
     assert "batches" not in text
     assert report.batch_bias < 0.05
+    # The diagonal alone bounds the variance of linear functions by its sum
+    given = optperm.bayes.posterior_report(samples, batch_noise=noise)
+    np.testing.assert_allclose(given.batch_bias, 2 * report.batch_bias, rtol=1e-5)
+    assert any("its trace bounds" in line for line in given.not_checked)
 
 
 @pytest.mark.chains
@@ -193,6 +217,7 @@ def test_langevin_dynamics_that_diverge_or_never_move_are_named():
     text, report = report_of(samples)
     assert text.startswith("The chains diverge")
     assert "R-hat" not in text
+    assert any("not checked with a preconditioner" in line for line in report.not_checked)
     tx = optperm.sgld(1e-3, 100)
     text, report = report_of(langevin_samples(tx, scale=(1.0, np.nan), num_draws=60))
     assert "1 of 2 entries have not moved" in text
@@ -229,12 +254,26 @@ def test_bad_arguments():
         optperm.bayes.posterior_report(samples_of(np.ones((2, 5)))._replace(params=()))
 
 
+def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
+    """The message makes the Samples that the report takes."""
+    draws = np.float32(autoregressive(0.3, (4, 500, 3)))
+    for wrong in (draws, {"w": draws}, [draws], optperm.bayes.Ensemble(draws)):
+        name = type(wrong).__name__
+        with pytest.raises(TypeError, match=f"must be Samples, got {name}.*Samples\\(draws, "):
+            optperm.bayes.posterior_report(wrong)
+    tree = {"w": draws, "b": draws[..., 0]}
+    last = jax.tree.map(lambda x: x[:, -1], tree)
+    report = optperm.bayes.posterior_report(optperm.bayes.Samples(tree, last, (), 500, 1))
+    assert report.warnings == ()
+    assert "there is no state of a sampler here" in " ".join(report.not_checked)
+
+
 def test_bias_of_langevin_steps_is_half_of_reach_over_the_minimum_variance():
     """1 / (1 - h lambda / 2) is 1 + h lambda / 2 to first order, and h lambda is reach / Var."""
     values = np.random.default_rng(0).normal(size=(2, 50, 2)) * [1.0, 3.0]
     state = optperm.sgld(0.1, 10).init(jnp.zeros(2))._replace(reach=jnp.float32(0.02))
     minimum = values.var(axis=(0, 1)).min()
-    found = _report.langevin_biases(values, [state], None)[0]
+    found = _report.langevin_biases(values, [state], samples_of(values))[0]
     np.testing.assert_allclose(found, 0.02 / (2 * minimum), rtol=1e-5)
 
 
@@ -247,17 +286,29 @@ def test_split_r_hats_of_right_chains_are_below_their_limits(decay, draws, entri
     above = 0
     for seed in range(runs):
         values = autoregressive(decay, (4, draws, entries), seed)
-        above += np.any(split_r_hats(values) > r_hat_limits(values))
+        above += np.any(split_r_hats(values) > r_hat_limits(values, entries))
     assert above <= most
 
 
 def test_chains_in_two_modes_are_above_their_limits_and_short_ones_are_not_told_of():
     apart = autoregressive(0.5, (4, 200, 3)) + np.array([0, 0, 3.0, 3.0]).reshape(4, 1, 1)
-    assert np.all(split_r_hats(apart) > r_hat_limits(apart))
+    assert np.all(split_r_hats(apart) > r_hat_limits(apart, 3))
     assert "have not mixed, or are in several modes" in report_of(samples_of(apart))[0]
     slow = autoregressive(0.98, (4, 60, 3))
-    assert np.all(np.isinf(r_hat_limits(slow)))
+    assert np.all(np.isinf(r_hat_limits(slow, 3)))
     assert "too few draws to tell whether the chains have mixed" in report_of(samples_of(slow))[0]
+
+
+def test_of_many_entries_the_ones_that_have_mixed_least_are_ranked():
+    """The sentences are those of all entries: one that drifts among many, and the effective draws."""
+    draws = autoregressive(0.3, (4, 400, 60))
+    draws[..., 17] = autoregressive(0.99, (4, 400))
+    draws[..., 40] = 1.0
+    samples = samples_of(draws)
+    report = _report.judge(samples, most_ranked=5)
+    assert report.warnings == optperm.bayes.posterior_report(samples).warnings
+    assert len(report.warnings) == 3
+    assert report.unmoved == 1
 
 
 def test_a_report_prints_its_figures():

@@ -1,16 +1,23 @@
 """`sample` on posteriors that are known, and what it owns: batches, starts, warm-up, draws."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import support
 
 import optperm
 from optperm.bayes._sample import _add_prior, _search, _spread
 
+# Draws that are few enough for tests are too few for figures
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The maximum split R-hat", "ignore:The minimum effective", "ignore:There are .* draws",
+    "ignore:The noise of the batches",
+)  # fmt: skip
 N = 300
 QUICK = {"num_chains": 2, "num_draws": 20, "thinning": 2}
 
@@ -54,6 +61,26 @@ def test_starts_draws_and_progress():
     assert np.ptp(np.asarray(drawn)) > 0.01
     with pytest.raises(ValueError, match="starts"):
         run(starts=jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "says"),
+    [
+        (lambda n, s: optperm.sgld(5e-3, n), "The noise of the batches makes the variance"),
+        (lambda n, s: optax.sgd(1e-4), "The minimum effective sample size"),
+    ],
+)
+def test_sample_warns_of_what_a_report_warns_of(sampler, says):
+    """In the same sentences: biases of SGLD, too few draws, and optimizers that are no samplers."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        samples = optperm.bayes.sample(
+            loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sampler, burn_in=50, batch_size=8,
+            starts=jnp.array([2.9, 3.1]), **QUICK,
+        )  # fmt: skip
+    found = [str(warning.message) for warning in caught]
+    assert any(text.startswith(says) for text in found)
+    assert tuple(found) == optperm.bayes.posterior_report(samples).warnings
 
 
 @pytest.mark.parametrize("is_bounded", [True, pytest.param(False, marks=pytest.mark.chains)])
@@ -142,7 +169,8 @@ def test_bad_arguments():
         ({"params": jnp.int32(1)}, TypeError, "params"),
         ({"num_draws": 0}, ValueError, "num_draws"),
         ({"sampler": optperm.sgld(1e-5, N)}, TypeError, "sampler must be a function"),
-        ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, "real scalar"),
+        ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, r"^log_prior .* got float32\[2\]"),
+        ({"log_prior": lambda w: (w, w)}, TypeError, "^log_prior must return a real scalar"),
         # All examples drawn with replacement are not warned of.
         ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
         ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
@@ -187,7 +215,6 @@ def test_equal_examples_are_sampled_with_injected_noise_alone():
     assert draws.mean() == pytest.approx(mean, abs=0.2 * deviation)
 
 
-@pytest.mark.filterwarnings("ignore:The maximum split R-hat", "ignore:The minimum effective")
 @pytest.mark.chains
 def test_both_modes_are_found_and_said():
     """y ~ N(w^2, 1) from one side: the chains are in both, and the report says that they disagree."""
@@ -208,7 +235,6 @@ def test_both_modes_are_found_and_said():
     assert not any("one point" in line for line in report.not_checked)
 
 
-@pytest.mark.filterwarnings("ignore:The maximum split R-hat", "ignore:The minimum effective")
 @pytest.mark.chains
 @pytest.mark.parametrize("which", ["collinear", "year"])
 def test_long_and_narrow_posteriors_are_sampled(which):

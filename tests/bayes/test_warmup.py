@@ -239,6 +239,7 @@ def test_bad_arguments():
         ({"stability": 2.0}, "stability times learning_rate must be below 2"),
         ({"noise_ratio": 0.0}, "noise_ratio must be above 0"),
         ({"momentum": 1.5}, "momentum must be in"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\) in float32, got 1.0"),
         ({"preconditioner": "half"}, "preconditioner must be one of"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -435,7 +435,7 @@ def test_arguments_that_cannot_work_are_refused():
         (init(dimension_numbers=Numbers(0, 0)), ValueError, r"different axes of params\['s'\]"),
         (init(dimension_numbers=Numbers(0, 2)), ValueError, r"different axes of params\['w'\]"),
         (init(residual="plain"), ValueError, "residual must be one of 'scaled'"),
-        (init(b1=1.0), ValueError, r"b1 must be in \[0, 1\), got 1.0"),
+        (init(b1=1.0), ValueError, r"b1 must be in \[0, 1\) in float32, got 1.0"),
         (init(b2=1 - 1e-9), ValueError, r"b2 must be in \[0, 1\)"),
         (init(b2=(0.9, 0.999)), ValueError, "b2 must be a single number"),
         (init(None), TypeError, "inner must be an optax.GradientTransformation, got None"),

@@ -1,0 +1,100 @@
+"""Draws of chains, and what is known about them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.core.states import without_variables
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree, Shaped
+
+
+class Samples(NamedTuple):
+    r"""The draws of `draw_samples`, and the state from which the chains continue.
+
+    Attributes:
+      params: The draws; in float32 where a sampler of this library keeps a copy of 16-bit params.
+      last_params: The iterates at the end, whose leaves have a leading axis of chains.
+      last_opt_state: The optimizer states at the end, with the same axis.
+      next_step: Steps that each chain has taken; the `first_step` of a later call.
+      thinning: Steps from one draw to the next.
+      starts: The first params of the chains, on a leading axis of chains.
+      batch_noise: The variances of a batch's gradient over draws of `optperm.bayes.sample` by SGLD or
+        SGHMC, a tree like params; by constant SGD with `kernel=`, those of
+        :math:`w_i^\top g`, of the form of the kernel's noise; else None.
+      batch_noise_norm: The maximum eigenvalue of the covariance R that has these variances; None where
+        it was not measured.
+    """
+
+    params: PyTree[Shaped[Array, "chain draw ..."]]
+    last_params: PyTree[Shaped[Array, "chain ..."]]
+    last_opt_state: PyTree[Shaped[Array, "chain ..."]]
+    next_step: Int32[Array, ""]
+    thinning: Int32[Array, ""]
+    starts: PyTree[Shaped[Array, "chain ..."]] = None
+    batch_noise: PyTree[Shaped[Array, "..."]] = None
+    batch_noise_norm: Float[Array, ""] | None = None
+
+    def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
+        """Return the draws as a flat dictionary of arrays, which every version of ArviZ takes.
+
+        `arviz.rhat` and `arviz.ess` take::
+
+            arviz.convert_to_dataset(samples.as_dict())
+
+        Args:
+          separator: Joins the parts of a path to a name. ArviZ refuses a slash from version 1 on.
+
+        Returns:
+          NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that
+          is one array is "params". 16-bit floats become float32.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optperm
+          >>> step = lambda params, opt_state, key: (params, opt_state)  # no sampler
+          >>> samples = optperm.bayes.draw_samples(
+          ...     step, {"dense": {"bias": jnp.zeros(3)}}, (), 0, num_chains=2, num_draws=1
+          ... )
+          >>> {name: draws.shape for name, draws in samples.as_dict().items()}
+          {'dense.bias': (2, 1, 3)}
+
+        Raises:
+          ValueError: If two leaves have the same name, or leaves differ in their axes of chains and
+            draws.
+        """
+        params = without_variables(self.params)
+        check_draws(params)
+        arrays: dict[str, np.ndarray] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
+            if name in arrays:
+                raise ValueError(f"Two leaves of params have the name {name!r}: rename a key.")
+            is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+            arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
+        return arrays
+
+
+def check_draws(params: Any) -> None:
+    """Raise unless every leaf has the same two leading axes, of chains and of draws."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+    axes = {shape[:2] for shape in shapes}
+    if len(axes) != 1 or any(len(shape) < 2 or 0 in shape[:2] for shape in shapes):
+        raise ValueError(
+            "The params of samples must be arrays whose first two axes are (chains, draws), the same in "
+            f"all leaves, and not empty; got shapes {shapes}."
+        )
+
+
+def check_samples(samples: Any) -> None:
+    """Raise a TypeError unless these are `Samples`: bare arrays do not say which axes are chains."""
+    if not isinstance(samples, Samples):
+        raise TypeError(
+            f"samples must be Samples, got {type(samples).__name__}. Of draws from elsewhere, a tree "
+            "of arrays (chain, draw, ...), make them: optperm.bayes.Samples(draws, jax.tree.map("
+            "lambda x: x[:, -1], draws), (), num_draws, 1)."
+        )
