@@ -137,7 +137,7 @@ def test_eigenvalues_of_the_correlation_are_found(form):
 
 @pytest.mark.parametrize(
     ("form", "size", "seed", "estimates", "tails"),
-    [("diagonal", 6, 1, 125, 4.0), ("scalar", 40, 2, 40, 2.0), ("diagonal", 300, 3, 30, 0.0)],
+    [("diagonal", 6, 1, 125, 4.0), ("scalar", 40, 2, 40, 2.0), ("diagonal", 80, 3, 30, 0.0)],
     ids=["heavy tails", "few batches", "more params than examples"],
 )
 def test_bounds_of_the_correlation_hold(form, size, seed, estimates, tails):
@@ -151,9 +151,8 @@ def test_bounds_of_the_correlation_hold(form, size, seed, estimates, tails):
     )
     assert is_right.mean() > 0.88  # of a binomial law with 0.95, in 99 of 100 tests
     fraction = np.asarray(kernels.noise_ratio / (1 + kernels.noise_ratio))
-    assert np.all(fraction * (np.asarray(kernels.correlation[:, 1]) - 1) < 0.2001) or np.any(
-        fraction < 0.01501
-    )
+    is_within = fraction * (np.asarray(kernels.correlation[:, 1]) - 1) < 0.2001
+    assert np.all(is_within | (fraction < 0.01501))
 
 
 @pytest.mark.chains
