@@ -24,7 +24,8 @@ def cond(
     A leaf varies over the axes over which it varies in either branch. On an explicit mesh it is sharded
     as in the branch that shards it, since zeros made of an array outside of `jax.jit` are not sharded.
     A Python bool chooses the branch while tracing. Outside of `jax.jit`, JAX compiles a conditional in
-    every call. There the false branch, which most steps take, is called as a function.
+    every call. There the false branch, which most steps take, is called as a function, and the other
+    branch refuses what it cannot take when it is due.
     """
     if isinstance(predicate, bool):
         return (true_fn if predicate else false_fn)(*operands)

@@ -197,23 +197,28 @@ def _sample_report(samples):
     return optperm.bayes.posterior_report(samples).warnings
 
 
+def _draw_of_means(sampler, burn_in=10):
+    return optperm.bayes.sample(
+        lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2,
+        jnp.asarray(X / X.std(axis=0, ddof=1)), jnp.zeros(3), 0,
+        batch_size=S, num_chains=2, num_draws=20, burn_in=burn_in, thinning=2, sampler=sampler,
+    )  # fmt: skip
+
+
+def test_noise_of_the_batches_of_constant_sgd_is_not_measured_by_sample():
+    """Its kernel knows it."""
+    samples = _draw_of_means(lambda n, s: optperm.constant_sgd(n, s, **ARGUMENTS), None)
+    assert samples.batch_noise is None
+
+
 def test_noise_of_the_batches_of_sgld_is_measured_by_sample():
     """R = C / S, with C = 1 of each entry of a mean; behind control variates it is not known."""
-    x = jnp.asarray(X / X.std(axis=0, ddof=1))
-
-    def draw(sampler, burn_in=10):
-        return optperm.bayes.sample(
-            lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, x, jnp.zeros(3), 0,
-            batch_size=S, num_chains=2, num_draws=20, burn_in=burn_in, thinning=2, sampler=sampler,
-        )  # fmt: skip
-
-    samples = draw(lambda n, s: optperm.sgld(1e-3, n))
+    samples = _draw_of_means(lambda n, s: optperm.sgld(1e-3, n))
     np.testing.assert_allclose(samples.batch_noise, 1 / S, rtol=0.35)
     report = optperm.bayes.posterior_report(samples)
     gain = 1e-3 * N**2 / 4
     np.testing.assert_allclose(report.batch_bias, gain * samples.batch_noise_norm, rtol=1e-5)
     np.testing.assert_allclose(samples.batch_noise_norm, 1 / S, rtol=0.5)
-    assert draw(lambda n, s: optperm.constant_sgd(n, s, **ARGUMENTS), None).batch_noise is None
     assert _sample._is_langevin_alone(optperm.sghmc(1e-3, N, 0.5).init(jnp.zeros(3, jnp.bfloat16)))
     assert not _sample._is_langevin_alone((optperm.sgld(1e-3, N).init(X), jnp.zeros(3)))
 
