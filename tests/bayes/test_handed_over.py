@@ -205,6 +205,7 @@ def _draw_of_means(sampler, burn_in=10):
     )  # fmt: skip
 
 
+@pytest.mark.chains
 def test_noise_of_the_batches_of_constant_sgd_is_not_measured_by_sample():
     """Its kernel knows it."""
     samples = _draw_of_means(lambda n, s: optperm.constant_sgd(n, s, **ARGUMENTS), None)

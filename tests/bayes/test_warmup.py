@@ -255,7 +255,7 @@ def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
     tx = optperm.constant_sgd(N, 9)
     state = tx.init(w)
     with pytest.raises(ValueError, match=r"batch_size is 9, but per_example_grad_fn gave .* 8"):
-        jax.eval_shape(lambda g: tx.update(g, state, w, **extras), w)
+        jax.eval_shape(lambda state: tx.update(w, state, w, **extras), state)
     tx = optperm.constant_sgd(N, S)
     with pytest.warns(UserWarning, match="not the one of the extra arguments.*no clipping"):
         jax.eval_shape(lambda g: tx.update(2 * g, tx.init(w), w, **extras), w)
