@@ -202,6 +202,7 @@ def _draw_of_means(sampler, burn_in=10):
         lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2,
         jnp.asarray(X / X.std(axis=0, ddof=1)), jnp.zeros(3), 0,
         batch_size=S, num_chains=2, num_draws=20, burn_in=burn_in, thinning=2, sampler=sampler,
+        starts=jnp.zeros((2, 3)),
     )  # fmt: skip
 
 
