@@ -503,7 +503,7 @@ TRANSFORMATIONS = (
             "freeze_after": 6,
             "burn_in_optimizer": optax.sgd(2e-3),
         },
-        limits={**NOISE_LIMITS, "momentum": SHARE},
+        limits={**NOISE_LIMITS, "momentum": SHARE | {"is_below": True}},
         knows="shapes",
         extra_args={"per_example_grad_fn": two_examples, "grad_fn": bowl},
         no_minimum="samples",
@@ -513,7 +513,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.mandt_sgd,
         {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
-        limits={**NOISE_LIMITS, "momentum": SHARE},
+        limits={**NOISE_LIMITS, "momentum": SHARE | {"is_below": True}},
         has_optax=True,
         knows="shapes",
         extra_args={"per_example_grad_fn": two_examples},
