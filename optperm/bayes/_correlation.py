@@ -41,7 +41,7 @@ class Extremes(NamedTuple):
       losses: The means of :math:`\gamma \| \hat R x - r x \|^2`.
     """
 
-    probes: tuple[PyTree[Float[Array, "..."]], ...]
+    probes: PyTree[Float[Array, "..."]]
     quotients: Float32[Array, "2"]
     squares: Float32[Array, "2"]
     losses: Float32[Array, "2"]
