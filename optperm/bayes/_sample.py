@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
+from optperm.bayes._correlation import times_rows
 from optperm.bayes._covariance import BatchGradients, Outer, per_example
 from optperm.bayes._forms import Diagonal, Form, inner
 from optperm.bayes._kernel import NoiseKernel
@@ -438,11 +439,7 @@ def _given_kernel(opt_state: Any) -> NoiseKernel | None:
 
 def _diagonal_and_product(deviations: Any, v: Any) -> tuple[Any, Any]:
     """Return the diagonal of the sum of d d^T, and its product with v, from d on a leading axis."""
-    weights = jax.vmap(inner, in_axes=(0, None))(deviations, v)
-    product = jax.tree.map(
-        lambda d: jnp.tensordot(weights.astype(d.dtype), d, axes=1, precision="highest"), deviations
-    )
-    return Diagonal().outer(deviations), product
+    return Diagonal().outer(deviations), times_rows(deviations, v)
 
 
 def _add_prior(
