@@ -53,6 +53,7 @@ def warmed_up(form):
     return tx, w, state, optperm.bayes.adapted_kernel(state)
 
 
+@pytest.mark.chains
 @pytest.mark.parametrize("form", ["full", "diagonal", "scalar"])
 def test_steps_are_those_of_the_program_that_estimated_the_kernel(form):
     """From one state: the same count, key and velocity; also of a kernel that was saved."""
@@ -143,6 +144,7 @@ def test_kernels_of_several_chains_and_restored_dicts_are_refused_in_words():
     optperm.constant_sgd(N, S, kernel=one, momentum=0.5).init(w)
 
 
+@pytest.mark.chains
 @pytest.mark.parametrize("form", ["full", "diagonal", "scalar"])
 def test_kernel_of_other_data_is_warned_of(form):
     """Data three times as wide have nine times the noise, and as much of it too much in the draws."""
