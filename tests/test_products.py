@@ -169,7 +169,7 @@ REFUSED |= {
     for wrapper in ("agn-other-center", "diloco", "diloco-plan", "prune_gradually", "rigl", "dldr")
 }
 REFUSED |= {("rigl", "agn"), ("prune_gradually", "agn")}
-SAYS = "places|placed|chooses zeros"
+SAYS = "places|placed|sets exact params|chooses zeros"
 NOTHING = contextlib.nullcontext()
 
 

@@ -74,7 +74,7 @@ def begin(
         direction=normal_like(key_data(0), params),
         stability=number(0),
         typical=number(0),
-        longest=number(jnp.inf),
+        longest=number(jnp.finfo(jnp.float32).max),
         extremes=restart(extremes, form, optax.tree.ones_like(kernel.noise)),
     )
     return kernel, window

@@ -23,6 +23,8 @@ ALIKE_AT_INIT = {
     *("dim_reduce", "dim_reduce-mindspore", "twa", "dldr", "dldr-twa"),
     *("constant_sgd", "mandt_sgd", "sgld", "sghmc"),
 }
+# The correlation of constant SGD's noise is a quotient by variances of two examples, which may be small.
+TOLERANCES = {"constant_sgd": 1e-4}
 
 
 def mean_gradient(params, batch, axis_name=replicas.AXIS):
@@ -48,7 +50,8 @@ def check_replicas_with_a_mean_gradient(ours, mapping):
     expected, _ = jax.jit(functools.partial(train, axis_name=None))(shared, batches)
     for index in range(4):
         support.assert_same_bits(replicas.take(got, index), replicas.take(got, 0))
-    chex.assert_trees_all_close(replicas.take(got, 0), expected, rtol=1e-5, atol=1e-6)
+    rtol = TOLERANCES.get(ours.name, 1e-5)
+    chex.assert_trees_all_close(replicas.take(got, 0), expected, rtol=rtol, atol=1e-6)
 
 
 def check_models_of_their_own(ours, mapping):
@@ -66,7 +69,8 @@ def check_models_of_their_own(ours, mapping):
     alone = jax.jit(run)
     for index, params in enumerate(starts):
         one = replicas.take(together, index)
-        chex.assert_trees_all_close(one, jax.device_get(alone(params)), rtol=1e-5, atol=1e-6)
+        rtol = TOLERANCES.get(ours.name, 1e-5)
+        chex.assert_trees_all_close(one, jax.device_get(alone(params)), rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.spans("sgperm", "agn", "svrg", "mask_elements")
