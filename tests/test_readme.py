@@ -83,15 +83,15 @@ def test_readme_ratios_follow_from_kept_cells():
 
 
 def test_readme_posteriors_are_those_of_the_table():
-    """Ten of twelve have deviations within 7%, and the report warns about the other two."""
+    """Ten of twelve have deviations within 8%, and the report warns about the other two."""
     path = ROOT / "benchmarks" / "results" / "posterior_defaults.json"
     table = json.loads(path.read_text(encoding="utf-8"))["tables"][1]
     at = [table["columns"].index(name) for name in ("sd", "warnings")]
     rows = [(re.findall(r"[\d.]+", row[at[0]]), row[at[1]]) for row in table["rows"]]
-    near = [all(abs(float(ratio) - 1) < 0.0701 for ratio in ratios) for ratios, _ in rows]
+    near = [all(abs(float(ratio) - 1) < 0.0801 for ratio in ratios) for ratios, _ in rows]
     assert (sum(near), len(near)) == (10, 12)
     assert [warning == "nothing" for _, warning in rows] == near
-    assert "within 7% of the exact ones on ten of twelve posteriors" in README
+    assert "within 8% of the exact ones on ten of twelve posteriors" in README
 
 
 def test_readme_is_at_most_120_lines_and_links_to_files_that_exist():
