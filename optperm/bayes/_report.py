@@ -509,7 +509,7 @@ def _is_widening(values: np.ndarray) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         distances = np.abs(values - np.median(values[:, :half], axis=1, keepdims=True))
         early, late = distances[:, :half].max(axis=1), distances[:, half:].max(axis=1)
-        return bool(np.any(late > _DIVERGES * np.maximum(early, 1e-30)))
+        return bool(np.any((late > _DIVERGES * early) & (early > 0)))
 
 
 def _floating(tree: Any) -> list[Any]:

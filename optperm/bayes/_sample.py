@@ -410,23 +410,17 @@ def _diagonal_and_maximum(
     than below.
     """
 
-    def step(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+    def step(v: Any, _: None) -> tuple[Any, jax.Array]:
         # v <- R v / |R v|, and |R v| tends to the maximum eigenvalue
-        outer = functools.partial(_diagonal_and_product, v=carry[2])
-        diagonal, product = covariance_fn(draws, keys, outer)
+        product = covariance_fn(draws, keys, functools.partial(times_rows, v=v))
         norm = jnp.sqrt(inner(product, product))
         scale = jnp.where(norm > 0, norm, 1.0)
-        v = jax.tree.map(lambda x: x / scale.astype(x.dtype), product)
-        return (diagonal, norm, v), None
+        return jax.tree.map(lambda x: x / scale.astype(x.dtype), product), norm
 
     one = jax.tree.map(lambda leaf: leaf[0].astype(accumulation_dtype(leaf)), draws)
-    start = (
-        one,
-        jnp.zeros([], accumulation_dtype(one)),
-        normal_like(jax.random.key_data(keys[0]), one),
-    )
-    (diagonal, norm, _), _ = jax.lax.scan(step, start, length=_PRODUCTS)
-    return diagonal, norm
+    start = normal_like(jax.random.key_data(keys[0]), one)
+    _, norms = jax.lax.scan(step, start, length=_PRODUCTS)
+    return covariance_fn(draws, keys, Diagonal().outer), norms[-1]
 
 
 def _given_kernel(opt_state: Any) -> NoiseKernel | None:
@@ -435,11 +429,6 @@ def _given_kernel(opt_state: Any) -> NoiseKernel | None:
     if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
         return None
     return jax.tree.map(lambda leaf: leaf[0], states[0].kernel)
-
-
-def _diagonal_and_product(deviations: Any, v: Any) -> tuple[Any, Any]:
-    """Return the diagonal of the sum of d d^T, and its product with v, from d on a leading axis."""
-    return Diagonal().outer(deviations), times_rows(deviations, v)
 
 
 def _add_prior(

@@ -93,6 +93,10 @@ def test_figures_and_limits():
     wild = np.exp(np.linspace(0, 30, 100))[None, :, None] * np.ones((2, 1, 1))
     assert report_of(samples_of(wild))[0].startswith("The chains diverge")
     assert "R-hat" not in report_of(samples_of(wild))[0]
+    # A chain that stands still, and then moves, has no width that could grow
+    late = autoregressive(0.3, (4, 100, 1))
+    late[:, :50] = 0.0
+    assert "diverge" not in report_of(samples_of(late))[0]
     assert "There are 3 draws per chain" in report_of(samples_of(np.ones((2, 3, 1))))[0]
     assert report_of(samples_of(np.ones((2, 1, 3))))[1].unmoved == 0
     held = autoregressive(0.3, (4, 100, 2))
