@@ -97,7 +97,7 @@ def measure(title: str, mesh: Mesh, found: results.Results) -> None:
             "leaves": case.leaves,
             "temporary_memory,_of_the_params": f"{program.temp_bytes / (4 * size):.2f}",
             "not_written_in_place,_bytes": program.not_donated,
-            "sent,_bytes_a_param": f"{each:.2f}" if sent else "nothing",
+            "sent,_bytes_per_param": f"{each:.2f}" if sent else "nothing",
             "by": ", ".join(operations) + where,
         }
         found.row(title, step=name, **cells)

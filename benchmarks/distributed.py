@@ -211,7 +211,7 @@ def show_traffic() -> None:
         _, size = traffic(hlo, PERIOD)
         synchronous = synchronous or size
         ratio = f"{size / synchronous:.6f}"
-        RESULTS.show("Traffic", method=name, bytes_a_step=f"{size:,.1f}", of_synchronous=ratio)
+        RESULTS.show("Traffic", method=name, bytes_per_step=f"{size:,.1f}", of_synchronous=ratio)
         for each in find_collectives(hlo):
             print(f"    {each}")
 
@@ -492,7 +492,7 @@ def train_bytes(name: str, tx: Any, plan: Every | None, params: Any, batches: An
 
 
 def compare_bytes(chosen: argparse.Namespace) -> None:
-    """Show nats a byte on what was held out, and the bytes that a step sends, on average and at most."""
+    """Show nats per byte on held-out bytes, and the bytes that a step sends, on average and at most."""
     (data, held), evaluate = library_bytes.load(chosen.data), jax.jit(library_bytes.loss_fn)
     test = windows(held, np.random.default_rng(2 if chosen.grid else 1), 256)
 
@@ -520,8 +520,8 @@ def compare_bytes(chosen: argparse.Namespace) -> None:
                 "Held-out loss and traffic of a byte transformer",
                 method=name,
                 **{"rate of the replicas, and of the center": ", ".join(map(str, point))},
-                nats_a_byte=f"{np.mean(losses):.3f}{deviation}",
-                bytes_a_step=f"{sum(sent) / len(sent):,.0f}",
+                nats_per_byte=f"{np.mean(losses):.3f}{deviation}",
+                bytes_per_step=f"{sum(sent) / len(sent):,.0f}",
                 most_in_one=f"{max(sent):,}",
             )
             RESULTS.write(chosen.json)

@@ -242,7 +242,7 @@ class Task:
         return jax.jit(jax.vmap(go_on, in_axes=(0, 0, 0, 0, None)))
 
     def run(self, name: str, program: Any, lanes: Sequence[Lane], steps: int, parts: int) -> Any:
-        """Return nats a byte on both halves of what is held out, of trainings that run at once.
+        """Return nats per byte on both halves of what is held out, of trainings that run at once.
 
         The steps are run in parts of one length, by the same compiled program.
         """
@@ -298,7 +298,7 @@ def train(title: str, task: Task, methods: Sequence[str], options: argparse.Name
             rate=f"{best[0]:g}",
             kernels=f"times {best[1]:g}",
             nats=f"{np.mean(of[name]):.3f} ± {np.std(of[name]):.3f}",
-            words_a_param=f"{task.words(name):.2f}",
+            words_per_param=f"{task.words(name):.2f}",
         )
         print(
             f"{name:30} {best} {np.mean(of[name]):.3f} {of[name]} {task.words(name):.2f}",
@@ -504,15 +504,15 @@ def memory(
         RESULTS.row(
             f"A compiled training step of a decoder of {size / 1e6:.0f} million params, float32{where}",
             method=name,
-            words_a_param=f"{of_state:.2f}",
+            words_per_param=f"{of_state:.2f}",
             arguments_MB=f"{arguments / 1e6:.0f}",
             temporary_MB=f"{temporary / 1e6:.0f}",
             both_MB=f"{(arguments + temporary) / 1e6:.0f}",
-            temporary_words_a_param=f"{temporary / 4 / size:.2f}",
+            temporary_words_per_param=f"{temporary / 4 / size:.2f}",
         )
         print(
             f"memory: {name:20} {of_state:.2f} words, {arguments / 1e6:.0f} + {temporary / 1e6:.0f} MB, "
-            f"{temporary / 4 / size:.2f} temporary words a param",
+            f"{temporary / 4 / size:.2f} temporary words per param",
             flush=True,
         )
 

@@ -212,7 +212,7 @@ def compare_bytes(options: argparse.Namespace, train: Any) -> None:
     }
     for name, size in rows.items():
         bits = f"{8 * size / count:.2f}"
-        RESULTS.show("A checkpoint", what=name, bytes=f"{size:,.0f}", bits_a_weight=bits)
+        RESULTS.show("A checkpoint", what=name, bytes=f"{size:,.0f}", bits_per_weight=bits)
 
 
 # (weight vectors, entries in each)
@@ -287,8 +287,8 @@ def measure(rows: int, n: int, ratio: float, repetitions: int) -> None:
         weight_vectors=f"{rows} of {n}",
         partition_ratio=ratio,
         **{f"{name}_ms": f"{taken:.2f}" for name, taken in least.items()},
-        processor_ns_a_weight=f"{min(processor[3:]) * 1e9 / (rows * n):.1f}",
-        bytes_a_weight=f"{memory / (rows * n):.1f}",
+        processor_ns_per_weight=f"{min(processor[3:]) * 1e9 / (rows * n):.1f}",
+        bytes_per_weight=f"{memory / (rows * n):.1f}",
     )
 
 

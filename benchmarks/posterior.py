@@ -724,7 +724,7 @@ def _cells(verdicts: list[Verdict], seconds: float) -> dict[str, str]:
         "sd": f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}",
         "mean": f"{max(v.found.mean_error for v in verdicts):.2f}",
         "ESS": f"{min(v.ess for v in verdicts):,.0f}",
-        "ESS_a_second": f"{sum(v.ess for v in verdicts) / seconds:.0f}",
+        "ESS_per_second": f"{sum(v.ess for v in verdicts) / seconds:.0f}",
     }
 
 

@@ -385,7 +385,7 @@ def compare_decoders(options: argparse.Namespace) -> None:
         RESULTS.show(
             f"Bytes of {name}: {steps} steps, {options.seeds} seeds",
             method=title,
-            nats_a_byte=f"{np.mean(losses):.3f} ± {np.std(losses, ddof=min(len(losses) - 1, 1)):.3f}",
+            nats_per_byte=f"{np.mean(losses):.3f} ± {np.std(losses, ddof=min(len(losses) - 1, 1)):.3f}",
             rate=f"{best:g}",
             zeros_of_the_kernels=f"{np.mean(sparsities):.2%}",
             most_nonzeros_in_four_inputs=max(most),

@@ -239,7 +239,7 @@ def outcome(run: Training, epochs: int) -> dict[str, Any]:
         raise SystemExit(128 + result.signal)
     times = [record["seconds"] for record in run.records[1:]]
     return {
-        "seconds_a_step": statistics.median(times) / run.steps_per_epoch,
+        "seconds_per_step": statistics.median(times) / run.steps_per_epoch,
         "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(result.state.opt_state)),
         "gradients": run.gradient_evaluations(result.step),
         "losses": [record["train_loss"] for record in run.records[1:]],
@@ -264,7 +264,7 @@ def compare_methods(chosen: argparse.Namespace) -> None:
             "All methods with their default hyperparameters",
             method=name,
             test_accuracy=f"{statistics.mean(ends):.4f}{spread}",
-            ms_a_step=f"{1e3 * statistics.median(run['seconds_a_step'] for run in runs):.3f}",
+            ms_per_step=f"{1e3 * statistics.median(run['seconds_per_step'] for run in runs):.3f}",
             optimizer_state=f"{runs[0]['state_bytes'] / 1024:,.1f} KiB",
             gradients=f"{runs[0]['gradients']:,}",
         )

@@ -497,7 +497,7 @@ def compare_mars(steps: int, seeds: int, rates: list[float], repetitions: int) -
         best = min(found, key=lambda rate: np.nan_to_num(found[rate], nan=np.inf).mean())
         losses = np.array(found[best])
         spread = f"{losses.mean():.4f} ({losses.min():.4f}, {losses.max():.4f})"
-        RESULTS.show("Byte transformer", method=name, nats_a_byte=spread, rate=f"{best:g}")
+        RESULTS.show("Byte transformer", method=name, nats_per_byte=spread, rate=f"{best:g}")
 
 
 # A softmax regression of the size of MNIST.

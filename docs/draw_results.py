@@ -126,8 +126,8 @@ _NATS = ("nats per byte", "lower")
 _NLL = ("negative log-likelihood in nats", "lower")
 _TO = ("processor seconds to 1e-3", "lower")
 _SHAKESPEARE = "tinyshakespeare"
-_WORDS = ("words a param", "words of state per weight")
-_BYTES = ("bytes a step", "bytes that a device sends per step")
+_WORDS = ("words per param", "words of state per weight")
+_BYTES = ("bytes per step", "bytes that a device sends per step")
 PICTURES = {
     "permuting": [
         Panel("MNIST", *_ACCURACY, "permutation_mnist", "test accuracy"),
@@ -137,14 +137,14 @@ PICTURES = {
         Panel("MNIST", "passes to 1e-3", "lower", "svrg_convex_60000_n", "to 0.001"),
         Panel("MNIST", *_TO, "svrg_convex_60000_n", "to 0.001", pattern=_SECONDS),
     ],
-    "rare_commits": [Panel(_SHAKESPEARE, *_NATS, "byte_transformer_text", "nats a byte")],
+    "rare_commits": [Panel(_SHAKESPEARE, *_NATS, "byte_transformer_text", "nats per byte")],
     "sparsity": [Panel("MNIST, 98 % zeros", *_ACCURACY, "sparse_mnist_tuned", "98%")],
     "low_rank": [
         Panel("Python's library", *_NATS, "low_rank_bytes", "nats", 1),
         Panel(_SHAKESPEARE, *_NATS, "low_rank_text", "nats", 1),
     ],
     "less_memory": [Panel(_SHAKESPEARE, *_NATS, "memory_text", "nats", 1, over=_WORDS)],
-    "bytes": [Panel("Python's library", *_NATS, "byte_transformer", "nats a byte", over=_BYTES)],
+    "bytes": [Panel("Python's library", *_NATS, "byte_transformer", "nats per byte", over=_BYTES)],
     "posterior": [
         Panel("MNIST", *_NLL, "uncertainty_mnist", "NLL"),
         Panel("CIFAR-10", *_NLL, "uncertainty_cifar10", "NLL"),

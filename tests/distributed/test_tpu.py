@@ -41,14 +41,14 @@ def test_counted_steps_sum_all_leaves_at_once_in_a_conditional():
 
 
 @pytest.mark.parametrize(
-    ("compress", "bytes_a_param"),
+    ("compress", "bytes_per_param"),
     [
         (optperm.distributed.Compression(bits=4), 4 / 8 + 1 / 64),
         (optperm.distributed.Compression(bits=1), 1 / 8 + 1 / 64),
         (optperm.distributed.Compression(1 / 32, bits=2), (2 / 8 + 2) / 32 + 1 / 1024),
     ],
 )
-def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param):
+def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_per_param):
     """Neither padded to lanes while they are packed, nor summed as everybody's rows."""
     program = accelerators.compiled(
         accelerators.Case(accelerators.DILOCO(compress=compress), True, leaves=1)
@@ -56,7 +56,7 @@ def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param)
     assert program.temp_bytes < 2 * 4 * 1024**2
     (found,) = program.collectives()
     assert found.operation == "all-gather"
-    assert found.bytes <= bytes_a_param * 1024**2 + 1024
+    assert found.bytes <= bytes_per_param * 1024**2 + 1024
 
 
 def test_contributions_in_turn_are_gathered():
