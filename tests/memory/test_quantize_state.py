@@ -162,7 +162,7 @@ def test_second_moments_are_unbiased_over_5000_steps():
     assert 0.1 < ratio.std() < 0.45
 
 
-@pytest.mark.chains
+@pytest.mark.exhaustive
 def test_second_moments_of_many_places_are_unbiased_over_10000_steps(capsys):
     ratio = second_moments(65536, 10_000)
     with capsys.disabled():
