@@ -633,7 +633,7 @@ def refusals():
     for function, trees in TREES.items():
         for tree, source in trees.items():
             for wrong, message in (
-                ({"w": PARAMS["w"]}, f"{tree} has another tree structure than {source}"),
+                ({"w": PARAMS["w"]}, f"{tree} has a different tree structure from {source}"),
                 (with_leaf(b=jnp.ones(3)), rf"{tree}\['b'\] is float32\[3\], but {source}.* has "),
             ):
                 yield function, {tree: wrong}, ValueError, message

@@ -42,9 +42,10 @@ jax.config.update("jax_enable_x64", False)  # whatever the environment says
 # What a shell starts in its background ignores Ctrl-C, which some tests raise.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Of processor time, for a test of the default tier, and the markers that leave a test out of it.
+# CI sets a limit in seconds of processor time for a test of the default tier; without it, a slow machine
+# fails nothing. The markers leave a test out of that tier.
 try:
-    LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or 5.0)
+    LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or "inf")
 except ValueError as error:
     raise pytest.UsageError(f"OPTPERM_TEST_LIMIT is a number of seconds: {error}.") from None
 TIERS = ("entries", "programs", "chains", "exhaustive")
@@ -148,8 +149,7 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = (
             f"{item.nodeid} took {seconds:.1f} s of processor time, and a test of the default tier "
-            f"may take {LIMIT:g} s: make it smaller, or mark it for another tier. On a slow "
-            "machine OPTPERM_TEST_LIMIT sets another limit, in seconds."
+            f"may take {LIMIT:g} s (OPTPERM_TEST_LIMIT): make it smaller, or mark it for another tier."
         )
     return report
 

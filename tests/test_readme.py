@@ -5,6 +5,7 @@ import pathlib
 import re
 import tomllib
 
+import jax.numpy as jnp
 import pytest
 from support import PUBLIC
 
@@ -28,14 +29,15 @@ def first_number(text):
 
 # The figures in the order of README, and the cells that they round.
 FIGURES = [
+    ("0.53 words", "memory_text", "AdamW, 8 bits", "words per param", 1),
+    ("(AdamW 2.00 words)", "memory_text", "AdamW", "words per param", 1),
     ("0.71 words", "low_rank_text", "random, carried, residual", "words per param", 1),
-    ("(AdamW 2.00)", "low_rank_text", "AdamW", "words per param", 1),
     ("2.23 nats per byte", "low_rank_text", "random, carried, residual", "nats", 1),
     ("(AdamW 2.29)", "low_rank_text", "AdamW", "nats", 1),
-    ("0.53 words", "memory_text", "AdamW, 8 bits", "words per param", 1),
     ("0.25 words", "memory_text", "low rank, 8 bits", "words per param", 1),
-    ("1.14 times", "low_rank_step", "low_rank, random", "ratio with a gradient of 512 tokens", 0),
+    ("2.23 nats (", "memory_text", "low rank, 8 bits", "nats", 1),
     ("1.06 times", "low_rank_step", "AdamW, 8 bits", "ratio with a gradient of 512 tokens", 0),
+    ("1.14 times", "low_rank_step", "low_rank, random", "ratio with a gradient of 512 tokens", 0),
     ("2.07 nats per byte", "byte_transformer_text", "diloco", "nats per byte", 0),
     ("with 2.09", "byte_transformer_text", "diloco, 4 bits", "nats per byte", 0),
     ("reach 1.80", "byte_transformer_text", "in step", "nats per byte", 0),
@@ -92,6 +94,18 @@ def test_readme_posteriors_are_those_of_the_table():
     assert (sum(near), len(near)) == (10, 12)
     assert [warning == "nothing" for _, warning in rows] == near
     assert "within 8% of the exact ones on ten of twelve posteriors" in README
+
+
+@pytest.mark.usefixtures("lenient")
+def test_readme_program_prints_what_stands_below_it(capsys):
+    program, shown = re.search(
+        r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL
+    ).groups()
+    exec(compile(program, "README.md", "exec"), {"__name__": "program"})
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
+    low_rank = optperm.memory.low_rank_adamw(3e-3, rank=1 / 8)
+    report = optperm.memory.state_report(low_rank, {"up": jnp.ones((64, 256))})
+    assert f"stores {report.words_per_param:.2f} words per weight" in README
 
 
 def test_readme_is_at_most_120_lines_and_links_to_files_that_exist():

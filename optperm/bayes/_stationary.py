@@ -155,8 +155,8 @@ def gaussian_kl(
         for name, each in (("covariance", factor), ("other_covariance", other_factor)):
             if not isinstance(each, jax.core.Tracer) and not np.all(np.isfinite(each)):
                 raise ValueError(
-                    f"{name} must be positive definite, as a sample covariance of few samples is not, "
-                    "nor one that float32 rounds with a condition number above 1e7: pass float64."
+                    f"{name} must be positive definite. A sample covariance of too few samples is not. "
+                    "float32 can lose it if the condition number is above 1e7: then pass float64."
                 )
 
         # tr K K^T - D - log det K K^T with K = L'^-1 L, entry by entry: no term is negative, so that a

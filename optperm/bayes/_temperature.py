@@ -37,7 +37,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
 
     Returns:
       The temperature, a positive scalar of float32 or wider, above 1 for an overconfident classifier.
-      Then `jax.nn.softmax(logits / temperature)` are the calibrated probabilities.
+      `jax.nn.softmax(logits / temperature)` gives the calibrated probabilities.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -112,8 +112,12 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
             f"logits must be floating and labels integers, got {dtype} and {label_dtype}."
         )
     if len(shape) != 2 or 0 in shape or shape[1] == 1 or jnp.shape(labels) != shape[:1]:
-        wanted = "logits must be (n, classes), of two classes or more, and labels (n,)"
-        advice = "Reshape several axes of examples to one; one logit z for two classes is (0, z)"
+        wanted = (
+            "logits must have the shape (n, classes), with two classes or more, and labels (n,)"
+        )
+        advice = (
+            "Flatten several axes of examples into one. Of one logit z for two classes, pass (0, z)"
+        )
         raise ValueError(f"{wanted}, got {shape} and {jnp.shape(labels)}. {advice}.")
     if isinstance(logits, jax.core.Tracer) or isinstance(labels, jax.core.Tracer):
         return

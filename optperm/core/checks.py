@@ -234,7 +234,7 @@ def check_same_tree(
     wanted_structure: Any = jax.tree.structure(expected)
     if structure != wanted_structure:
         difference = f"got {structure}, expected {wanted_structure}"
-        raise ValueError(f"{name} has another tree structure than {source}: {difference}.")
+        raise ValueError(f"{name} has a different tree structure from {source}: {difference}.")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
         place = f"{name}{jax.tree_util.keystr(path)}"

@@ -202,12 +202,12 @@ def agn(
       `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value` is the
       value at the center, and `grad` is the committed gradient.
 
-      Nonfinite entries of a gradient count as zero in the local step. The commit excludes this replica,
-      pulls it like the others, and counts this in its state (`skipped`). The same holds for a traced
-      weight that is negative or nonfinite. If no replica remains, or the sum of contributions overflows,
-      the center does not move. An optimizer that divides by the size of its gradient may produce NaNs
-      from zeros; `optax.apply_if_finite` around it skips such steps. All replicas must count the same
-      steps, so put such a wrapper around `inner`, not around `agn`.
+      Nonfinite entries of a gradient count as zero in the local step. The commit leaves out a replica
+      with such entries, still pulls it to the center, and counts the omission in its state (`skipped`).
+      The same holds for a traced weight that is negative or nonfinite. If no replica remains, or the sum
+      of contributions overflows, the center does not move. An optimizer that divides by the size of its
+      gradient may produce NaNs from zeros; `optax.apply_if_finite` around it skips such steps. All
+      replicas must count the same steps, so put such a wrapper around `inner`, not around `agn`.
 
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.

@@ -92,7 +92,10 @@ def resolve_flag(
         raise TypeError(f"commit of {method} must be {allowed}, or a traced bool, got {commit!r}.")
     if varying_axes(commit) & set(axis_names(axis_name)):
         # Some replicas would wait in a collective for the others.
-        raise ValueError(f"commit of {method} varies over the replicas: pass one flag with P().")
+        raise ValueError(
+            f"commit of {method} differs between replicas: pass one flag for all, in jax.shard_map with "
+            "in_specs P()."
+        )
     return largest(commit, axis_name)
 
 

@@ -205,7 +205,10 @@ def _make_matrix(
     rows, columns = (tuple(axis % len(shape) for axis in axes if axis in own) for axes in given)
     number = sum(map(len, given))
     if not rows or not columns or len({*rows, *columns}) < number:
-        raise ValueError(f"{numbers} must name different axes of {name} of shape {shape}.")
+        raise ValueError(
+            f"{numbers} must name distinct axes of {name}, which has shape {shape}: at least one for "
+            "rows and one for columns."
+        )
     batch = tuple(axis for axis in range(len(shape)) if axis not in rows + columns)
     m, n = (math.prod(shape[axis] for axis in axes) for axes in (rows, columns))
     # Of a square, with m = n, the columns are the smaller side.

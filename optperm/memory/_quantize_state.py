@@ -197,8 +197,8 @@ def quantize_state(
         forms = {name.split("_")[0] for each in names for name in each}
         if not forms.isdisjoint(("random",) if bits == 4 else ("odd", "even")):
             raise ValueError(
-                f"bits must be {8 if bits == 4 else 4}, as in the state, got {bits}: "
-                "optperm.memory.dequantize and optperm.memory.quantize make a state of other bits."
+                f"bits must be {8 if bits == 4 else 4}, as in the state, got {bits}. To change bits, "
+                "convert the state with optperm.memory.dequantize, then optperm.memory.quantize."
             )
         inner_state = _decode_state(state)
         updates, inner_state = optimizer.update(updates, inner_state, params, **extra_args)
@@ -220,7 +220,7 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
     Args:
       opt_state: A state of the optimizer without `optperm.quantize_state`.
       like: A state of the quantized optimizer, or its shapes from `jax.eval_shape`.
-      key: The random key of the rounding.
+      key: The random key of the rounding: an int or a `jax.random.key`.
 
     Returns:
       A state with the structure of `like` and the numbers of `opt_state`.
@@ -236,7 +236,7 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
       True
 
     Raises:
-      TypeError: If `key` is not a key.
+      TypeError: If `key` is neither an int nor a random key.
       ValueError: If the trees do not match.
     """
     checks.check_key("key", key)

@@ -187,8 +187,9 @@ def prune(
       params: All params. If the mask is inside `optax.masked` or `optax.partition`, the other params do
         not change.
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
-        `optperm.rigl` anywhere in it: chained, masked, partitioned, injected into, or kept as variables
-        by `flax.nnx.Optimizer`. This function does not change it.
+        `optperm.rigl` anywhere in it: in a chain, inside `optax.masked`, `optax.partition` or
+        `optax.inject_hyperparams`, or kept as variables by `flax.nnx.Optimizer`. This function does not
+        change it.
       sparsity: p, in [0, 1], or a tree of fractions like params, or a prefix of such a tree. Leaves that
         are not included need the fraction 0. None with `optperm.sparsity.NOfM`.
       criterion: `"magnitude"` or `"random"`. The random order depends only on the key, so with the same
@@ -286,9 +287,9 @@ def freeze(
     has learned. Counts and ties are as in `optperm.sparsity.prune`, and masks accumulate.
 
     Args:
-      opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: chained, masked,
-        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. This function does not
-        change it.
+      opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: in a chain,
+        inside `optax.masked`, `optax.partition` or `optax.inject_hyperparams`, or kept as variables by
+        `flax.nnx.Optimizer`. This function does not change it.
       fraction: p, in [0, 1], or a tree of fractions, as in `optperm.sparsity.prune`.
       scores: g, a tree like params, for example from `optperm.variance.full_gradient`. Criterion
         `"random"` ignores it.

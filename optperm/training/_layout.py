@@ -234,8 +234,8 @@ def choose_layout(
         raise ValueError(f"axis_name {axis_name!r} is not in the mesh, whose axes are {known}.")
     if not set(mapped) <= set(axis_names(layout.batch[0])):
         if isinstance(mesh, NamedSharding):
-            says = f"axis_name {axis_name!r} has to divide the examples of a batch"
-            raise ValueError(f"{says}, whose sharding is {mesh.spec}.")
+            says = f"axis_name {axis_name!r} must be one of the axes that shard the examples of a batch"
+            raise ValueError(f"{says}, but their sharding is {mesh.spec}.")
         layout = dataclasses.replace(layout, batch=(mapped,))
     layout = dataclasses.replace(layout, mapped=mapped)
     is_local, varies = _trace_init(tx, state, layout)

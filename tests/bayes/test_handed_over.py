@@ -108,7 +108,7 @@ def test_kernels_of_other_models_are_refused_by_what_differs():
     wide = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
     for numbers, options, params, message in (
         ((N, S), {}, {"a": jnp.zeros(4), "b": jnp.ones(2)}, r"kernel.noise\['a'\] is float32\[3\]"),
-        ((N, S), {}, {"a": jnp.zeros(3)}, "kernel.noise has another tree structure"),
+        ((N, S), {}, {"a": jnp.zeros(3)}, "kernel.noise has a different tree structure"),
         ((N + 1, S), {}, w, "kernel is for num_data=200, but num_data is 201"),
         ((N, S + 1), {}, w, "kernel is for batch_size=8, but batch_size is 9"),
         ((N, S), {"momentum": 0.9}, w, "kernel is for momentum=0.5, but momentum is 0.9"),

@@ -277,6 +277,8 @@ def test_what_does_not_fit_is_refused_by_name(ours):
         # Where the state cannot tell which of the two is wrong, it is that they do not match each other.
         of_params = f"^params.*{message}"
         if ours.knows == "nothing":
-            of_params = r"^updates(\['\w+'\] is float32.*| has another tree structure) .*\bparams\b"
+            of_params = (
+                r"^updates(\['\w+'\] is float32.*| has a different tree structure) .*\bparams\b"
+            )
         with pytest.raises(ValueError, match=of_params):
             tx.update(params, opt_state, spoil(params))

@@ -141,7 +141,7 @@ def test_the_first_leaf_that_differs_is_named():
     checks.check_same_tree("grads", params, params, source="params")
     cast = params | {"bias": params["bias"].astype(jnp.bfloat16)}
     for wrong, message in (
-        (list(params.values()), "grads has another tree structure than the state"),
+        (list(params.values()), "grads has a different tree structure from the state"),
         (
             params | {"kernel": params["kernel"][:3]},
             r"grads\['kernel'\] is float32\[3, 5\], but the state has float32\[12, 5\] there",

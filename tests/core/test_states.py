@@ -65,7 +65,7 @@ def test_only_a_state_of_the_same_form_takes_its_place():
     def replace(value, state=opt_state):
         return replace_state(state, Wanted, Wanted(value), method="wanted")
 
-    with pytest.raises(ValueError, match="the new Wanted has another tree structure"):
+    with pytest.raises(ValueError, match="the new Wanted has a different tree structure"):
         replace({"v": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"the new Wanted.*\['w'\] is float32\[2\].*float32\[3\]"):
         replace({"w": jnp.ones(2)})

@@ -496,5 +496,5 @@ def test_a_state_of_other_bits_is_refused(old, new):
     params = {"w": jnp.ones((64, 128))}
     state = optperm.quantize_state(optax.adam(0.1), bits=old).init(params)
     tx = optperm.quantize_state(optax.adam(0.1), bits=new)
-    with pytest.raises(ValueError, match=rf"^bits must be {old}, as in the state, got {new}: "):
+    with pytest.raises(ValueError, match=rf"^bits must be {old}, as in the state, got {new}\. "):
         tx.update(params, state, params)

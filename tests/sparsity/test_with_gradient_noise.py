@@ -74,5 +74,7 @@ def test_exactly_one_preconditioner_is_needed():
         freeze(optax.sgd(0.1))
     with pytest.raises(ValueError, match=wanted + "found 2"):
         freeze(noise, optax.chain(noise))
-    with pytest.raises(ValueError, match="the preconditioned scores has another tree structure"):
+    with pytest.raises(
+        ValueError, match="the preconditioned scores has a different tree structure"
+    ):
         freeze(kernel_alone(noise))

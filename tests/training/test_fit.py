@@ -512,7 +512,7 @@ def test_what_a_loss_function_returns_is_checked():
             lambda params, batch, *, model_state: (jnp.sum(params["w"]), {"a": 1.0}),
             plain,
             ValueError,
-            "model_state that loss_fn returned has another tree structure",
+            "model_state that loss_fn returned has a different tree structure",
         ),
     ]
     for aux in (3.0, {"logits": jnp.ones(3)}):
