@@ -12,8 +12,7 @@
 - speed: the least time of the whole jitted update with donated state, of its cycle search with XLA's
   call, with the C entry point without copies and in NumPy, of LaPerm's synchronization, and of
   `np.argsort` of the same weight vectors, in turns in one run; and the update's processor time and
-  temporary memory;
-- ties: the time of the search where many weights are tied.
+  temporary memory.
 
 Each method of the first two takes the number of a grid that is best on a validation split (5,000
 training images), with one seed and a third of the steps. The number is the aggressiveness, the momentum
@@ -38,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
-from timing import seconds, take_turns
+from timing import seconds
 
 import optperm
 from optperm.permutation import _cycles as cycles
@@ -220,14 +219,6 @@ SHAPES = ((1000, 1000), (512, 4608), (1, 1_000_000))
 PARTITION_RATIOS = (1.0, 0.1)
 AGGRESSIVENESS = 0.1
 IN_NUMPY = 2  # weight vectors, of not too many entries
-# What is made of normal weights, and of the gradients.
-TIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Any]] = {
-    "any": (lambda w: w, jnp.float32),
-    "bfloat16": (lambda w: w, jnp.bfloat16),
-    "16": (lambda w: np.digitize(w, np.linspace(-2.1, 2.1, 15)) / 8.0 - 1.0, jnp.float32),
-    "4": (lambda w: np.digitize(w, (-1.0, 0.0, 1.0)) / 2.0 - 1.0, jnp.float32),
-    "2": (np.sign, jnp.float32),
-}
 
 
 def measure(rows: int, n: int, ratio: float, repetitions: int) -> None:
@@ -292,34 +283,7 @@ def measure(rows: int, n: int, ratio: float, repetitions: int) -> None:
     )
 
 
-def measure_ties(rows: int, n: int, ratio: float, alpha: float, repetitions: int) -> None:
-    """Show the times of the search for weights of few values, beside that for any values."""
-    rng = np.random.default_rng(0)
-    normal, wishes = rng.normal(size=(2, n, rows)).astype(np.float32)
-    seeds = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
-
-    def searched(name: str) -> Callable[[], object]:
-        rounded, dtype = TIES[name]
-        m, w = jnp.asarray(wishes, dtype), jnp.asarray(rounded(normal), dtype)
-        rest = seeds, jnp.float32(alpha), jnp.int32(max(10, int(ratio * n)))
-        permute = functools.partial(cycles.permute_rows, drop_remainder=False)
-        # The tied ones have been permuted before, and are not in order of location any more.
-        _, ranks, _ = permute(m[::-1], w, sort_ranks(w), *rest)
-        w = jnp.take_along_axis(jnp.sort(w, axis=0), ranks, axis=0)
-        run = jax.jit(permute)
-        return lambda: run(m, w, ranks, *rest)
-
-    times = take_turns({name: searched(name) for name in TIES}, repetitions)
-    RESULTS.show(
-        "The search, by how many values the weights have",
-        weight_vectors=f"{rows} of {n}",
-        partition_ratio=ratio,
-        aggressiveness=alpha,
-        **{f"{name}_values": f"{1e3 * min(taken):.2f} ms" for name, taken in times.items()},
-    )
-
-
-PARTS = ("methods", "values", "bytes", "speed", "ties")
+PARTS = ("methods", "values", "bytes", "speed")
 
 
 def main() -> None:
@@ -356,10 +320,6 @@ def main() -> None:
     if "speed" in options.only:
         for (rows, n), ratio in itertools.product(SHAPES, PARTITION_RATIOS):
             measure(rows, n, ratio, options.repetitions)
-    if "ties" in options.only:
-        alphas = AGGRESSIVENESS, 1.0
-        for shape, ratio, alpha in itertools.product(SHAPES[:2], PARTITION_RATIOS, alphas):
-            measure_ties(*shape, ratio, alpha, options.repetitions)
     RESULTS.write(options.json)
 
 

@@ -62,7 +62,7 @@ USUAL = [
         "--only images --seeds 1 --steps 30 --labels wrong",
         {"METHODS": ("SWA", "dldr, dim_reduce")},
     ),
-    ("permutation.py", "--only speed ties --repetitions 1", {"SHAPES": ((10, 100),)}),
+    ("permutation.py", "--only speed --repetitions 1", {"SHAPES": ((10, 100),)}),
     (
         "variance.py",
         "--only table --examples 100 --lbfgs-passes 4 --saga-passes 2 --svrg-passes 5 --seeds 1 "
