@@ -272,11 +272,11 @@ def constant_sgd(
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
         count = state.count
-        s, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
+        size, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
         t = resolve_schedule("temperature", temperature, count)
         rate = resolve_schedule("learning_rate", learning_rate, count)
         # s = 2 S T / N
-        scale = (2 * s / n * t).astype(jnp.float32)
+        scale = (2 * size / n * t).astype(jnp.float32)
         kernel, uneven = state.kernel, state.uneven
         window: Any = state.window
         is_sampling = kernel.is_ready
@@ -295,7 +295,7 @@ def constant_sgd(
         # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S
         basis = kernel.basis
         z = basis.flat(three_point_like(fold(state.key, count), params))
-        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
+        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), z)
         noisy = optax.tree.add(basis.coordinates(g, h), xi)
         moves = computed_once(basis.params_of(basis.times(h, noisy), params))
         # A NaN that an entry took once would stay in its chain

@@ -341,7 +341,7 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
         over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
             f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size, or "
-            "axis_name= for a batch on several devices. In place of optax.MultiSteps use chunk_size=."
+            "axis_name= for a batch on several devices. Instead of optax.MultiSteps, use chunk_size=."
         )
 
 

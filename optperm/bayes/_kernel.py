@@ -40,9 +40,10 @@ class NoiseKernel(NamedTuple):
     So the noise of a step :math:`-H (g + \xi)` has the covariance
     :math:`W \operatorname{diag}(h (\Lambda + b) h / S) W^\top = (2 T / N) H` for any a and c.
 
-    Where :math:`W = I`, :math:`\Lambda` is the diagonal of C, or its mean, and the noise of a step has
-    the covariance :math:`(2 T / N) H + H E H / S` with :math:`E = C - \Lambda`. For small steps the
-    covariance of the draws is :math:`\Sigma = T (N A)^{-1} + \Delta` with (equation 13 of Mandt et al.)
+    Where :math:`W = I`, :math:`\Lambda` is the diagonal of C, or the mean of that diagonal, and the
+    noise of a step has the covariance :math:`(2 T / N) H + H E H / S` with :math:`E = C - \Lambda`. For
+    small steps the covariance of the draws is :math:`\Sigma = T (N A)^{-1} + \Delta` with (equation 13
+    of Mandt et al.)
 
     .. math::
       H A \Delta + \Delta A H = \tfrac{1}{S} H E H

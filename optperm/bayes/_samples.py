@@ -94,7 +94,7 @@ def check_samples(samples: Any) -> None:
     """Raise a TypeError unless these are `Samples`: bare arrays do not say which axes are chains."""
     if not isinstance(samples, Samples):
         raise TypeError(
-            f"samples must be Samples, got {type(samples).__name__}. Of draws from elsewhere, a tree "
-            "of arrays (chain, draw, ...), make them: optperm.bayes.Samples(draws, jax.tree.map("
-            "lambda x: x[:, -1], draws), (), num_draws, 1)."
+            f"samples must be Samples, got {type(samples).__name__}. To use draws from elsewhere, "
+            "a tree of arrays of shape (chain, draw, ...), wrap them: optperm.bayes.Samples(draws, "
+            "jax.tree.map(lambda x: x[:, -1], draws), (), num_draws, 1)."
         )

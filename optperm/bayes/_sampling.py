@@ -81,11 +81,12 @@ def draw_samples(
       True
 
     Notes:
-      `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once. Each call traces `step`,
-      so values that it reads from outside are current (but functions that it passes to `jax.lax.scan`
-      and the like keep what they have read), and compiles a program only if it differs from earlier
-      programs. Draws of 16-bit params are the sampler's copy in float32 (`optperm.bayes.MasterState`),
-      without the variance of rounding. `optperm.bayes.sample` runs such a loop for you.
+      `jax.vmap` maps over the chains, and `step` runs in a single `jax.lax.scan`, so it is compiled
+      once. Each call traces `step` again, so values that `step` reads from outside are current, except
+      in functions that it passes to `jax.lax.scan` and the like, which keep what they first read. A
+      program is compiled only if it differs from earlier ones. Draws of 16-bit params are the sampler's
+      copy in float32 (`optperm.bayes.MasterState`), without the variance of rounding.
+      `optperm.bayes.sample` runs such a loop for you.
 
     Raises:
       TypeError: If an argument is of the wrong type.

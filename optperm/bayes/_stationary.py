@@ -236,7 +236,9 @@ def _check_symmetric(name: str, matrix: Any, *shapes: tuple[int, ...]) -> int:
     _check_array(name, matrix, *shapes)
     shape = jnp.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
-        raise ValueError(f"{name} must be a square matrix, got shape {shape}: see jnp.diag.")
+        raise ValueError(
+            f"{name} must be a square matrix, got shape {shape}. Of a diagonal d, pass jnp.diag(d)."
+        )
     if not isinstance(matrix, jax.core.Tracer):
         values = np.asarray(matrix, np.float64)
         most = 1e-3 * np.abs(values).max()

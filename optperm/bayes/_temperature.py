@@ -18,7 +18,7 @@ _LOG_RANGE, _HALVINGS = 12.0, 40
 
 
 def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> jax.Array:
-    r"""Fit the temperature with which a classifier's probabilities have the best likelihood.
+    r"""Fit the temperature at which a classifier gives the labels the highest likelihood.
 
     .. math::
       T = \arg\min_T -\frac1n \sum_{i=1}^n \log \mathrm{softmax}(z_i / T)_{y_i}
@@ -51,7 +51,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
       of the examples to predict, and test on another split. It is the first thing to try for calibrated
       probabilities, because it adds one number and needs no training.
 
-      A classifier with one logit z for two classes has the logits (0, z).
+      For a binary classifier with a single logit z, pass the logits (0, z).
 
     Raises:
       TypeError: If the logits are not floating, or the labels not integers.

@@ -181,8 +181,9 @@ def _combine(
         if batch_axis is None:
             # The predicate would be batched, and the conditional a selection.
             raise ValueError(
-                f"Counted steps in an unnamed jax.vmap over {axis_size} would exchange at every step: "
-                "name its axis to the optimizer if it maps replicas, else pass commit=."
+                f"Under a jax.vmap without a name (over {axis_size}), an optimizer that counts its "
+                "steps would exchange in every step: if the vmap maps replicas, name its axis and pass "
+                "the name to the optimizer; otherwise pass commit=."
             )
         # Any other vmap maps independent trees: combine each, and move its axis back to the front.
         result = _combine(tree, names, of_rows, of_devices, batch_axis)

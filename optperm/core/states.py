@@ -192,8 +192,8 @@ def _is_running(flag: Any) -> bool:
     """Return the flag of a phase, one for all replicas."""
     if isinstance(flag, jax.core.Tracer):
         raise ValueError(
-            f"Which phase ({_PHASED}) is running is not known within jax.jit or jax.vmap: call this "
-            "outside of them, or pass the state of the phase."
+            f"Under jax.jit or jax.vmap, it is not known which phase ({_PHASED}) is running: call this "
+            "outside of them, or pass the state of the running phase."
         )
     # An array of several processes has values on this process as well.
     values = {bool(each) for each in local_values(flag).ravel()}

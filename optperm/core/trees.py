@@ -106,7 +106,7 @@ def spread_prefix(
     found, of_prefix = jax.tree.flatten(prefix, is_leaf=lambda node: node is not prefix)
     if of_prefix != structure or jax.tree_util.treedef_is_leaf(structure):
         got = f"got {prefix!r} for {structure}"
-        raise ValueError(f"{name}{path} does not fit the params: pass {values}, {got}.")
+        raise ValueError(f"{name}{path} does not fit the params: expected {values}, {got}.")
     children = [
         spread_prefix(name, value, part, is_value, values, path + jax.tree_util.keystr(at))
         for value, (at, part) in zip(found, parts, strict=True)

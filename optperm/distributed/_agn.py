@@ -148,9 +148,9 @@ def agn(
 
       - `commit=`: False takes only the local step, and True commits after it. A Python bool is known
         while tracing, so a local step compiles to the optimizer and one addition. A traced bool must be
-        the same on all replicas. None counts the steps on the device. `"only"` commits the steps since
-        the last commit without a local step. It ignores the gradient, and changes nothing if there was
-        no step since the last commit.
+        the same on all replicas. None counts the steps on the device. `"only"` takes no local step: it
+        commits the steps since the last commit. It ignores the gradient, and changes nothing if there
+        was no step since the last commit.
       - `weight=`: :math:`w_i \ge 0` of this replica. The mean is :math:`\sum w_i n_i / \sum w_i`. For
         `"sum"` and `"sequential"`, each :math:`n_i` is multiplied by :math:`w_i`.
 

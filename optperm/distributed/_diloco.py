@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps of an inner optimizer, and rare steps of an outer optimizer on their sum.
+"""DiLoCo: many local steps of an inner optimizer, then an outer step on the replicas' mean move.
 
 A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
 arXiv 2311.08105, 2023; in fragments that may arrive some steps later, "Streaming DiLoCo with
@@ -302,7 +302,8 @@ def diloco(
         def find_theta() -> optax.Params:
             return apply_updates(params, *(known or step(state.local_state)))
 
-        # Delta_p = c_p - theta_p, c_p <- c_p + u(Delta_p; s_c), for each fragment p that is due
+        # Delta_p = c_p - theta_p, n_p its mean over the replicas, and c_p <- c_p + u(n_p; s_c), for each
+        # fragment p that is due: `Exchanger.send` and `Exchanger.receive`
         fragments = Fragments(params, plan.fragments, fragment_of)
         now = Step(
             fragments=fragments,
@@ -315,7 +316,7 @@ def diloco(
             count=state.count,
         )
         exchanged, outcomes = exchanger.exchange(now, state, due)
-        # The exchange reads the local state, which the step writes over.
+        # The exchange reads the local state, which the step writes over: the step waits for it.
         moves, local_state = known or step(
             compute_in_order(exchanged.weights, state.local_state)[1]
         )
@@ -338,8 +339,9 @@ def diloco(
             moves,
             params,
         )
-        # With mixing, only params that were replaced are on the center.
+        # With mixing, only params that were not finite, and so were replaced, land on the center.
         pulled = [a & b for a, b in zip(arrived, is_bad, strict=True)] if is_mixed else arrived
+        # Whether all fragments are both sent and received in this step
         is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
         new_state = DilocoState(
             count=optax.safe_increment(state.count) if has_step else state.count,

@@ -55,7 +55,9 @@ class Every:
         checks.check_static_count("fragments", self.fragments)
         checks.check_count("delay", self.delay, minimum=0)
         if self.fragments > self.period or self.delay >= self.period:
-            raise ValueError(f"fragments must be at most period and delay below it, got {self}.")
+            raise ValueError(
+                f"fragments must be at most period, and delay must be below period, got {self}."
+            )
 
     def due(self, step: int | jax.Array) -> list[Due]:
         """Return whether a step sends and whether it receives each fragment.

@@ -120,8 +120,9 @@ def low_rank(
       U = \text{scale} \, (P N + S), \qquad
       S_j = (G - P R)_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert}
 
-    for each column j. The part outside the subspace is scaled like the part inside it (Fira), and the
-    norm of S grows by at most the factor `limit` per step. At a new basis,
+    for each column j. The part outside the subspace is scaled like the part inside it (Fira), with the
+    sign of the optimizer's steps, and S is divided by a number L so that its norm grows by at most the
+    factor `limit` per step. At a new basis,
     :math:`C = P_{new}^\top P_{old}` carries the moments over. First moments become
     :math:`M \leftarrow C M`. With :math:`c_i = 1 - \beta_i^t`, LDAdam's estimate gives Adam's second
     moment,
@@ -153,8 +154,8 @@ def low_rank(
         schedules outside, because the limiter would limit a warm-up.
       rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
       every: The number of steps from one basis to the next, at least 1, or a schedule of this number.
-        All matrices get their first basis in step 0. Later, leaf i of L changes its basis at step i *
-        every // L, modulo every.
+        All matrices get their first basis in step 0. Later, the j-th of J projected leaves changes
+        its basis at step j * every // J, modulo every.
       projection: "random" for uniformly distributed bases, "svd" for the first singular vectors of the
         gradient, or "power". "power" also starts with singular vectors, and then takes one step of
         subspace iteration from the last basis; use it with `every` from 1 to 20.
@@ -284,7 +285,7 @@ def low_rank(
     ) -> tuple[optax.Updates, LowRankState]:
         plans = plan_matrices(updates, rank, side, dimension_numbers)
 
-        # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
+        # P <- another basis, and M <- C M with C = P_new' P_old, for each matrix that is due
         formulas = None
         if carry:
             formulas = find_formulas(
@@ -324,7 +325,7 @@ def low_rank(
                 norm = jnp.sqrt(jnp.where(is_seen, whole - inside, 0.0))
                 # |S / L| <= limit q
                 quotient, q = limit_growth(norm, q, limit)
-                # P N + S / L = P (N - a R) + a G, with a = f / L, by one product instead of two
+                # P N + S / L = P (N - a R) + a G, with a = sign f / L, by one product instead of two
                 a = sign.astype(r.dtype) * f / quotient[..., None, None]
                 u = lift(m, basis, n - a * r, g) + a * g
             return m.leaf(m.turn(jnp.asarray(scale, u.dtype) * u)), q
@@ -340,7 +341,7 @@ def low_rank(
             inner_state=inner_state,
         )
 
-    # An update needs the gradients alone; params only give the dtypes.
+    # `update` takes params to check the dtypes of the gradients, and needs none.
     return transformation(init, update, method="low_rank", needs_params=False)
 
 
@@ -389,11 +390,12 @@ def _refresh(
                 "dimension_numbers."
             )
 
-    # Leaf i of L has its turn at i * every // L, modulo every, so that few have one in the same step.
+    # The j-th of J projected leaves has its turn at j * every // J, modulo every, so that few have one
+    # in the same step; below, the first such step after t.
     # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf.
     turns = []
-    for place in computed_once(list(np.arange(len(leaves), dtype=np.int32))):
-        offset = place * period // len(leaves)
+    for j in computed_once(list(np.arange(len(leaves), dtype=np.int32))):
+        offset = j * period // len(leaves)
         turns.append(t + 1 + (offset - t - 1) % period)
 
     def refresh_leaf(m: Matrix, g: Any, leaf: _Leaf, number: Any, turn: Any, words: Any) -> _Leaf:

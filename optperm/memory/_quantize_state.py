@@ -78,7 +78,7 @@ def quantize_state(
 
     where e is such that the maximum of :math:`|m|` or :math:`\sqrt{v}` over the block, divided by
     :math:`2^e`, is in (128, 256]. With :math:`\beta_2` near 1, a step changes v by less than half the
-    distance of two codes, so rounding to the nearest code would never change v. Therefore the root
+    distance of two codes, so rounding to the nearest code would hardly ever change v. Therefore the root
     :math:`r = \sqrt{v} / 2^e` is rounded at random to one of its neighbors :math:`r_0 \le r < r_1`. It
     is rounded up with the probability
 

@@ -115,14 +115,16 @@ def rigl(
       The params are dense until the first update. To make them sparse earlier, call
       `params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)`.
 
-      Products and gradients are dense, so training is not faster. At the same cost, gradual pruning has
-      a higher accuracy. With Adam, a new weight moves farther than an old one, because its moments are
-      new but their step count is not: 3.2 times as far at first and at most 6.6 times, for decay rates
-      of 0.9 and 0.999. If this hurts, use b2=0.99.
+      Products and gradients are dense, so training is not faster. At the same cost, gradual pruning had
+      a higher accuracy on MNIST, and a lower one on CIFAR-10 at 90 % zeros. With Adam, a new weight
+      moves farther than an old one, because its moments are new but their step count is not: 3.2 times
+      as far at first and at most 6.6 times, for decay rates of 0.9 and 0.999. If this hurts, use
+      b2=0.99.
 
       Under `jax.vmap`, every step costs a selection. Within `jax.lax.scan`, a step that does not change
-      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. A program of a
-      single step allocates the memory of a selection, four times the bytes of the params, in every call.
+      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. In
+      every call, a program of a single step allocates the memory of a selection, four times the bytes of
+      the params.
 
     Raises:
       TypeError: If an argument has another type, or a parameter is not of a real floating dtype.

@@ -119,8 +119,8 @@ class Safeguarded:
         s, y, ys = pair = compute_pair(state, gk)
         is_positive = ys > jnp.finfo(ys.dtype).eps * norm(y) * norm(s)
         initial = _over_square(ys, norm(y)) * jnp.eye(s.size, dtype=s.dtype)
-        hessian = jnp.where(state.has_pair, state.inverse_hessian, initial)
-        return add_pair(state, hessian, pair, is_positive)
+        b = jnp.where(state.has_pair, state.inverse_hessian, initial)
+        return add_pair(state, b, pair, is_positive)
 
     def search(
         self, line: Line, previous: QuasiNewtonState, current: QuasiNewtonState

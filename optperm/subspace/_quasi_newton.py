@@ -57,17 +57,17 @@ def compute_pair(state: QuasiNewtonState, gk: jax.Array) -> tuple[jax.Array, jax
 
 def add_pair(
     state: QuasiNewtonState,
-    hessian: jax.Array,
+    b: jax.Array,
     pair: tuple[jax.Array, jax.Array, jax.Array],
     is_positive: jax.Array,
 ) -> QuasiNewtonState:
-    """Return the state with B updated from the given matrix by the pair (s, y), if it is positive."""
+    """Return the state with B from an inverse Hessian b and the pair (s, y), if y's is positive."""
     s, y, ys = pair
     is_used = state.has_last & is_positive
     # T = I - y s' / y's, B <- T' B T + s s' / y's
     ys = jnp.where(is_used, ys, jnp.ones_like(ys))
     t = jnp.eye(s.size, dtype=s.dtype) - jnp.outer(y / ys, s)
-    new = dot(dot(t.T, hessian), t) + jnp.outer(s / ys, s)
+    new = dot(dot(t.T, b), t) + jnp.outer(s / ys, s)
     return state._replace(
         inverse_hessian=jnp.where(is_used, new, state.inverse_hessian),
         has_pair=state.has_pair | is_used,

@@ -298,7 +298,7 @@ def _count_batch(batch: Any) -> int:
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1:
         raise ValueError(
-            f"batches must agree in their leading axis, got leaves of shapes {shapes}."
+            f"The leaves of a batch in batches must agree in their leading axis, got shapes {shapes}."
         )
     return int(sizes.pop())
 

@@ -83,9 +83,9 @@ def mars(
       and is the only one that reduces the variance between batches.
 
       Put `mars` before the optimizer. With `exact`, also put it before gradient clipping, because the
-      gradients at the last params are not clipped. Put it after averaging of gradients: inside
-      `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)`, the approximate form sees the mean
-      gradient, as it should, but `exact` would compare the mean with the gradient of the last batch.
+      gradients at the last params are not clipped. Put it after any averaging of gradients. Inside
+      `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)`, the approximate form correctly sees
+      the mean gradient, but `exact` would compare the mean with the gradient of the last batch.
       Draw random numbers from a key in the batch, which gives both gradients the same numbers.
 
       An entry whose correction is not finite passes through uncorrected, and does not count in the norm.

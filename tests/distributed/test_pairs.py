@@ -194,5 +194,5 @@ def test_pairs_under_a_vmap_without_a_name_are_refused():
     tx = optperm.diloco(optax.sgd(0.1), every=PERIOD, axis_name=AXIS, combine="pairs")
     opt_state = jax.vmap(jax.vmap(tx.init))(jnp.ones((2, 2, 1)))
     update = jax.vmap(lambda p, s: tx.update(p, s, p)[0], axis_name=AXIS)
-    with pytest.raises(ValueError, match="would exchange at every step"):
+    with pytest.raises(ValueError, match="would exchange in every step"):
         jax.vmap(update)(jnp.ones((2, 2, 1)), opt_state)

@@ -336,7 +336,9 @@ def test_fragments_are_sent_at_even_distances():
 
 def test_exchanges_that_are_in_no_plan_are_refused():
     for wrong in ({"fragments": 4}, {"delay": 3}):
-        with pytest.raises(ValueError, match="fragments must be at most period and delay below it"):
+        with pytest.raises(
+            ValueError, match="fragments must be at most period, and delay must be below period"
+        ):
             optperm.distributed.Every(3, **wrong)
     tx = optperm.diloco(optax.sgd(0.1), every=optperm.distributed.Every(4, fragments=2))
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
