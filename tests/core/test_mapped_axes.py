@@ -1,11 +1,13 @@
-"""`when`: a change under a condition, whatever maps it."""
+"""`when`, a change under a condition, and `reflect`, an exchange in pairs, whatever maps them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import replicas
 
 from optperm.core.control import when
+from optperm.core.mapped_axes import reflect
 
 
 def double(tree):
@@ -58,3 +60,13 @@ def test_what_is_not_due_is_not_computed():
 
     assert float(steps(jnp.float32(2))) == 6
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+@pytest.mark.parametrize("shift", [0, 3])
+def test_reflection_gives_each_replica_the_tree_of_its_partner(mapping, shift):
+    """Index i gets that of (shift - i) modulo the number of replicas, whatever maps them."""
+    step = lambda x: reflect({"a": x}, replicas.AXIS, shift)["a"]  # noqa: E731
+    found = replicas.MAPPINGS[mapping](step, 4)(jnp.arange(8.0).reshape(4, 2))
+    partners = [(shift - i) % 4 for i in range(4)]
+    np.testing.assert_array_equal(found, np.arange(8.0).reshape(4, 2)[partners])
