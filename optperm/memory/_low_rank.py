@@ -391,11 +391,12 @@ def _refresh(
             )
 
     # The j-th of J projected leaves has its turn at j * every // J, modulo every, so that few have one
-    # in the same step; below, the first such step after t.
-    # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf.
+    # in the same step. XLA compiles equal kernels once: a number that it knows would make a
+    # kernel for each leaf.
     turns = []
     for j in computed_once(list(np.arange(len(leaves), dtype=np.int32))):
         offset = j * period // len(leaves)
+        # The first of its steps after t
         turns.append(t + 1 + (offset - t - 1) % period)
 
     def refresh_leaf(m: Matrix, g: Any, leaf: _Leaf, number: Any, turn: Any, words: Any) -> _Leaf:

@@ -77,8 +77,8 @@ def mask_elements(
 
     Each entry has its own boolean :math:`m_i`, while `optax.masked` has one per leaf.
     `optperm.sparsity.prune`, `optperm.sparsity.freeze` and `optperm.sparsity.reset_masks` change the
-    booleans between steps, also inside `jax.jit`, without a new compilation. The incoming
-    update of a masked entry may be any number, even NaN: it is replaced.
+    booleans between steps, also inside `jax.jit`, without a new compilation. The incoming update of a
+    masked entry may be any number, even NaN: it is replaced.
 
     Args:
       mask: The entries that may move initially. A tree of booleans like params, each for a whole leaf or

@@ -122,9 +122,9 @@ def rigl(
       b2=0.99.
 
       Under `jax.vmap`, every step costs a selection. Within `jax.lax.scan`, a step that does not change
-      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. In
-      every call, a program of a single step allocates the memory of a selection, four times the bytes of
-      the params.
+      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. In every
+      call, a program of a single step allocates the memory of a selection, four times the bytes of the
+      params.
 
     Raises:
       TypeError: If an argument has another type, or a parameter is not of a real floating dtype.

@@ -63,7 +63,7 @@ def full_gradient(
         values, such as NaN. `loss_fn` must be the plain mean. If your loss divides by its own weights,
         per example or per token, pass those weights here instead. BatchNorm has to use its running
         averages.
-      axis_name: A mapped axis, or a tuple of axes, over which sums of losses and of weights add up.
+      axis_name: A mapped axis, or a tuple of axes, over which losses and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
       progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
 
