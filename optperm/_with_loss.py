@@ -24,7 +24,7 @@ class WithLossState(NamedTuple):
     """State of `with_loss`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       key: Data of the threefry key from which every batch is drawn.
       inner_state: State of `inner`.
     """

@@ -30,7 +30,7 @@ class SwitchAfterState(NamedTuple):
     """State of `switch_after`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       switched: Whether the second optimizer took the last step, or will take the first.
       first: State of the first optimizer; constant after the switch.
       then: State of the second optimizer.

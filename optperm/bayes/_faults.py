@@ -1,4 +1,4 @@
-"""Signs, in the states of constant SGD, that its steps do not sample."""
+"""Find signs in the states of constant SGD that its steps do not sample the posterior."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The leaves of a tree as matrices: which leaves are projected, along which axes, and to what rank.
 
-All functions see matrices of shape (..., d, k), with the basis on the side of length d.
+All functions take matrices of shape (..., d, k) and project the side of length d.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class LapermState(NamedTuple):
     It holds the sorted values of each weight vector: the value with rank k is where `ranks` is k.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       inner_state: State of `inner`, which moves the weights.
       weights: The weights of the last synchronization, a permutation of the initial weights in each
         weight vector.
@@ -138,7 +138,7 @@ def laperm(
       they stay within one rounding error of these values and never drift.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If `every` is below 1, the inner optimizer places params, fixes entries or keeps zeros,
         or the trees passed to `update` do not match.
 

@@ -48,7 +48,7 @@ class PermuteByCyclesState(NamedTuple):
     """State of `permute_by_cycles`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       key: Data of the threefry key for the random partitions.
       weights: The exact weights, a permutation of the initial weights in each weight vector.
       ranks: The rank of each weight in its weight vector.
@@ -150,7 +150,7 @@ def permute_by_cycles(
       stay within one rounding error of these values and never drift. Scalars keep their values.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or the trees passed to `update` do not match.
 
     References:

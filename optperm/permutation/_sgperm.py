@@ -36,7 +36,7 @@ class RecommendationState(NamedTuple):
     """State of the first half of `sgperm`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       recommendation: m, the running recommendation at each location.
       steps_past_end: Steps taken after `num_steps`, all with the last aggressiveness; 0 without it.
     """
@@ -155,7 +155,7 @@ def sgperm(
       :math:`1 / \sqrt{1 + t / 30}` has 0.970 on the digits.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or both `aggressiveness` and `num_steps` are given.
 
     References:

@@ -194,7 +194,7 @@ def dim_reduce(
         opt_state = jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))(opt_state, basis)
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument, or a value of a schedule where Python can see it, is out of range, an
         extra argument is missing, `axis_name` is not bound in `init` or `update`, or the trees passed to
         `update` do not match.

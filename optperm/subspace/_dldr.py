@@ -166,7 +166,7 @@ def dldr(
       function takes no step.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, the subspace optimizer does not hold exactly one
         subspace, there are too few snapshots for it, an extra argument is missing, its `axis_name` is
         not bound in `init` or `update`, or the trees passed to `update` do not match.

@@ -74,7 +74,7 @@ def pca_basis(
       precision.
 
     Raises:
-      TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.
+      TypeError: If a leaf does not have a real floating dtype, or `n_components` is not an integer.
       ValueError: If there are too few snapshots, the leaves hold different numbers of snapshots, or the
         snapshots are not finite or span fewer than k directions about their mean.
     """

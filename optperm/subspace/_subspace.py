@@ -281,7 +281,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
       `jax.shard_map`, call it in the mapped function. Each replica takes its own rows.
 
     Raises:
-      TypeError: If a leaf is not of a real floating dtype.
+      TypeError: If a leaf does not have a real floating dtype.
       ValueError: If there is not exactly one such state, `dim_reduce` is inside `optax.MultiSteps`, the
         basis does not match the params in the state, or (where Python can see it) its rows are not
         finite, not orthonormal to within 1e-3 or the rounding of their dtype, or all zero.

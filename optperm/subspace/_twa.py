@@ -98,7 +98,7 @@ def twa(
       the gradient or its projection is not finite, the step is skipped.
 
     Raises:
-      TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
+      TypeError: If `n_components` is not an integer, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, `axis_name` is not bound in `init` or `update`, or the
         trees passed to `update` do not match.
 

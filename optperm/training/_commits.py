@@ -1,4 +1,4 @@
-"""The params of a run with replicas that train apart: those after a commit on a copy of the carry."""
+"""The params of a run whose replicas train apart: the params after a commit on a copy of the carry."""
 
 import functools
 import warnings

@@ -1,8 +1,8 @@
 """The placement of a run's arrays, and the mapping of its steps over devices.
 
-Without `axis_name` a method is compiled as one program for all devices: batches are sharded, params stay
-where the user placed them, and XLA inserts the communication. With `axis_name` the method runs in
-`jax.shard_map` over that axis of the mesh, and the other axes stay automatic.
+Without `axis_name`, a method is compiled as one program for all devices: batches are sharded, params
+stay where the user placed them, and XLA inserts the communication. With `axis_name`, the method runs in
+`jax.shard_map` over this axis of the mesh, and the other axes stay automatic.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Exchanges between the processes of a run. All processes have to call each of these functions."""
+"""Exchanges between the processes of a run. All processes must call each of these functions."""
 
 import collections
 import contextlib
