@@ -1,4 +1,4 @@
-"""Labeled data sets: scikit-learn's digits, npz files, and data sets of the library `datasets`."""
+"""Labeled data sets: scikit-learn's digits, .npz files, and data sets from the library `datasets`."""
 
 import dataclasses
 import importlib.util

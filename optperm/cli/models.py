@@ -1,4 +1,4 @@
-"""The networks of the command line, whose parameters can all be permuted, their loss and their test."""
+"""The networks of the command line, whose parameters can all be permuted, with loss and tests."""
 
 import dataclasses
 import functools

@@ -4,13 +4,13 @@
 - `summary.json`: the result, every flag and hyperparameter, versions;
 - `steps.npz`: loss and accuracy of each step, and the fraction of weights moved if the method counts it;
 - `curve.png`: loss, accuracy and fraction moved over the steps;
-- `checkpoints/` on request: the checkpoints of `optperm.training.fit`, named by their steps, and in
-  `run.json` what a run has to have in common with this one to resume from them;
+- `checkpoints/` on request: the checkpoints of `optperm.training.fit`, named by their steps; its
+  `run.json` lists what another run must share with this run to resume from them;
 - `permutation.npz` if the method permutes weights, else `params.npz`: the trained network.
 
-The network's file holds its spec (`models.NetworkSpec`), a digest of its trained weights, and for each
-parameter "params/<path>" its values or its permutation (`optperm.permutation.export_permutation`).
-A permutation needs no initial params in the file: they are drawn again from the seed.
+The network's file contains its spec (`models.NetworkSpec`), a digest of its trained weights, and for
+each parameter "params/<path>" its values or its permutation (`optperm.permutation.export_permutation`).
+With a permutation, the file needs no initial params: they are drawn again from the seed.
 """
 
 import dataclasses

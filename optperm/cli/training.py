@@ -1,4 +1,4 @@
-"""The command `train`: train a network with one method in `optperm.training.fit`, in a run folder."""
+"""The command `train`: train a network with one method with `optperm.training.fit`, in a run folder."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Check what users pass. Messages say what came, what is allowed and, where it helps, what to do.
+"""Check arguments. Messages state what came, what is allowed and, if it helps, what to do.
 
 Each check sees only what Python can see. Traced numbers and trees (under `jax.jit` or
 `optax.inject_hyperparams`) pass unchecked, as do schedules.

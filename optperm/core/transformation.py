@@ -1,7 +1,8 @@
 """Make every transformation of this library from two functions that hold its algorithm.
 
-The common promises are kept here, once: the state is the method's own, params are given and match it,
-needed extra arguments are given, the mapped axis is bound, and results have the types of the inputs.
+This file keeps the common promises in one place: the state belongs to the method, params are given and
+match the state, needed extra arguments are given, the mapped axis is bound, and results have the types
+of the inputs.
 """
 
 import inspect
