@@ -95,7 +95,7 @@ class IvonState(NamedTuple):
             f"The first draws of ivon deviate by {deviation:.2g} = 1 / sqrt(num_data (hess_init + "
             f"weight_decay)), more than half of the root mean square of the weights in {wide} of "
             f"{len(scales)} leaves (median {np.median(scales):.2g}), so the network would learn little. "
-            "Leave hess_init out, or use a larger one."
+            "Omit hess_init, or use a larger value."
         ]
 
 
@@ -356,7 +356,7 @@ def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
         like = jax.tree.map(lambda g: jax.ShapeDtypeStruct((mc_samples, *g.shape), g.dtype), like)
     checks.check_same_tree("draw", draw, like, source="the optimizer state")
     if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
-        raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
+        raise ValueError(f"draw is params itself, but params must stay the mean: {_STEP}.")
     return draw
 
 

@@ -210,8 +210,8 @@ def check_kernel(
         )
     if jnp.ndim(kernel.is_ready):
         raise ValueError(
-            f"kernel has an axis of {len(kernel.is_ready)} chains, each with a kernel of its own: pass "
-            "one of them, jax.tree.map(lambda a: a[0], kernel)."
+            f"kernel has an axis of {len(kernel.is_ready)} chains, each with its own kernel: pass "
+            "one kernel, jax.tree.map(lambda a: a[0], kernel)."
         )
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
         form = type(kernel.basis).__name__.lower()

@@ -352,19 +352,19 @@ def _judge_biases(steps: float | None, batches: float | None, kernel: float | No
     if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
         found.append(
             "The noise of the batches is not that of the kernel: variances are on average about "
-            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel is one of other "
-            "data or of another loss: learn it anew."
+            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel belongs to other "
+            "data or another loss: learn a new kernel."
         )
     if steps is not None and steps > _LARGEST_BIAS:
         found.append(
             f"The length of the steps makes the variance of a parameter about {steps:.1%} too "
-            "large, and along steep directions more: lower step_size, and draw longer chains."
+            "large, and more along steep directions: lower step_size, and draw longer chains."
         )
     if batches is not None and batches > _LARGEST_BIAS:
         found.append(
             "The noise of the batches makes the variance of some linear function of the params up to "
-            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg in "
-            "front."
+            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg before "
+            "the sampler."
         )
     return found
 
@@ -401,7 +401,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     if np.any(unmoved) and COLD not in found:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
-            "that their gradients are finite, and that sampling had begun."
+            "that their gradients are finite, and that sampling has begun."
         )
     return found + _judge_rounding(samples)
 
@@ -424,8 +424,8 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
             ]
     if idle > before:
         return [
-            f"Some draws are of steps that did not sample: {idle} steps did not, and only {before} came "
-            "before the first draw. Pass a longer burn_in."
+            f"Some draws come from steps that did not sample: {idle} steps did not, but only {before} "
+            "steps came before the first draw. Pass a longer burn_in."
         ]
     return []
 
@@ -461,17 +461,19 @@ def describe_unchecked(
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
         found.append(f"That the kernel, which was passed, is one of the {what} of these data.")
     if not states:
-        found.append("That the steps sample this posterior: there is no state of a sampler here.")
+        found.append(
+            "Whether the steps sample this posterior: there is no state of a sampler here."
+        )
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
-        found.append(f"All entries but {_MOST_ENTRIES}, which are spread evenly.")
+        found.append(f"All but {_MOST_ENTRIES} entries, which are spread evenly.")
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
         found.append(
-            "What steps and batches add to variances: it is not checked with a preconditioner."
+            "How much steps and batches increase variances: not checked with a preconditioner."
         )
     elif langevin:
         if step_bias is None:
-            found.append("The variance that the length of the steps adds: it is not known here.")
+            found.append("The variance that the step size adds: it is not known here.")
         if batch_bias is None:
             found.append("The variance that the noise of the batches adds: it is not known here.")
         elif samples.batch_noise_norm is None:

@@ -47,7 +47,7 @@ _EXAMPLES = 2000
 # Products of the power iteration for the maximum eigenvalue of that noise.
 _PRODUCTS = 16
 _UNSEEN = (
-    "In {:.2%} of the steps the loss or the log prior was infinite, as beyond the bounds of a prior, "
+    "In {:.2%} of the steps, the loss or the log prior was infinite, as outside the bounds of a prior, "
     "but the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)) and "
     "add the log of the Jacobian (u) to log_prior."
 )
@@ -191,7 +191,7 @@ def sample(
 
     draw = chains_of(tx)
     opt_state = jit_current(jax.vmap(tx.init))(begun)
-    check_runs(opt_state, SAMPLERS, method="The sampler, which has a burn_in_optimizer of its own,")
+    check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
     if burn_in is None:
         burn_in = steps_to_learn(opt_state) or _BURN_IN
     none = jnp.zeros(num_chains, jnp.int32)
@@ -452,7 +452,7 @@ def _search_starts(
 ) -> Any:
     """Return an optimum for each chain, or the params themselves where there are many of them."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
-        raise ValueError("params are on a mesh with explicit axes, where starts= must be passed.")
+        raise ValueError("params are on a mesh with explicit axes: pass starts=.")
     if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
     begun = _spread(params, key, num_chains)

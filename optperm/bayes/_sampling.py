@@ -245,7 +245,7 @@ def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[A
 def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
     """Return what a step returned, without weak types; raise if it changed the form."""
     new_params, new_state = without_variables(returned)
-    source = "what it was given"
+    source = "its arguments"
     checks.check_same_tree("the params that step returns", new_params, params, source=source)
     checks.check_same_tree("the opt_state that step returns", new_state, opt_state, source=source)
     return cast_like(new_params, params), cast_like(new_state, opt_state)

@@ -156,8 +156,8 @@ def gaussian_kl(
         for name, each in (("covariance", factor), ("other_covariance", other_factor)):
             if not isinstance(each, jax.core.Tracer) and not np.all(np.isfinite(each)):
                 raise ValueError(
-                    f"{name} must be positive definite. A sample covariance of too few samples is not. "
-                    "float32 can lose it if the condition number is above 1e7: then pass float64."
+                    f"{name} must be positive definite, unlike a sample covariance of too few samples. "
+                    "If the condition number is above 1e7, float32 may not suffice: pass float64."
                 )
 
         # tr K K^T - D - log det K K^T with K = L'^-1 L, entry by entry: no term is negative, so that a
@@ -238,7 +238,7 @@ def _check_symmetric(name: str, matrix: Any, *shapes: tuple[int, ...]) -> int:
     shape = jnp.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise ValueError(
-            f"{name} must be a square matrix, got shape {shape}. Of a diagonal d, pass jnp.diag(d)."
+            f"{name} must be a square matrix, got shape {shape}. For a diagonal d, pass jnp.diag(d)."
         )
     if not isinstance(matrix, jax.core.Tracer):
         values = np.asarray(matrix, np.float64)

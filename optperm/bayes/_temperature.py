@@ -97,7 +97,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
         why = (
             "each label has the largest logit, so the smallest temperature is best"
             if is_smallest
-            else "the labels have no larger logits than other classes, so the largest is best"
+            else "the labels have no larger logits than other classes, so the largest one is best"
         )
         raise ValueError(f"No temperature is best: {why}. Pass more held-out examples.")
     is_label = (y >= 0) & (y < z.shape[1])
@@ -117,7 +117,7 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
             "logits must have the shape (n, classes), with two classes or more, and labels (n,)"
         )
         advice = (
-            "Flatten several axes of examples into one. Of one logit z for two classes, pass (0, z)"
+            "Flatten several axes of examples into one. For one logit z per example, pass (0, z)"
         )
         raise ValueError(f"{wanted}, got {shape} and {jnp.shape(labels)}. {advice}.")
     if isinstance(logits, jax.core.Tracer) or isinstance(labels, jax.core.Tracer):

@@ -49,7 +49,7 @@ def create(out: str | None, name: str) -> pathlib.Path:
             folder = pathlib.Path(out)
             if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
                 raise UsageError(
-                    f"--out {out} exists and is not an empty folder: name another one."
+                    f"--out {out} exists and is not an empty folder: name another folder."
                 )
             folder.mkdir(parents=True, exist_ok=True)
         else:
@@ -147,7 +147,7 @@ def write_network(
             lambda x, at: np.ravel(x)[np.ravel(at)].reshape(x.shape), initial, leaves
         )
         if digest(permuted) != digest(trained):
-            raise CliError("the permutation does not give the trained weights: please report it.")
+            raise CliError("the permutation does not give the trained weights: please report this.")
     arrays: dict[str, Any] = flatten_dict({"params": jax.device_get(leaves)}, sep="/")
     np.savez_compressed(folder / name, digest=digest(trained), **dataclasses.asdict(spec), **arrays)
 
@@ -157,7 +157,7 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
     paths = [folder / name for name in (_PERMUTATION_FILE, _PARAMS_FILE)]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise CliError(f"{folder} holds no trained network, as `optperm train` leaves it.")
+        raise CliError(f"{folder} holds no trained network from `optperm train`.")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)

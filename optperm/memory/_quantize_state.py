@@ -164,7 +164,7 @@ def quantize_state(
             raise ValueError(
                 "inner of quantize_state has no state with known moments: it has "
                 f"{checks.name_states(inner_state)}. "
-                f"Known are {', '.join(each.__name__ for each in KNOWN)}."
+                f"Known states are {', '.join(each.__name__ for each in KNOWN)}."
             )
         _warn_of_unknown(inner_state, params, min_size)
         seconds = probe(inner_state, lambda: params, find_known_states)
@@ -178,7 +178,7 @@ def quantize_state(
         has_arrays = any(jnp.ndim(leaf) and jnp.size(leaf) for leaf in jax.tree.leaves(params))
         if has_arrays and not any(map(any, names)):
             warnings.warn(
-                "quantize_state saves nothing: no moment of a float of 16 or 32 bits is included and "
+                "quantize_state saves nothing: no moment in 16 or 32 bits is included and "
                 f"has min_size={min_size} entries or more.",
                 UserWarning,
                 stacklevel=2,
@@ -211,7 +211,7 @@ def quantize_state(
         update,
         method="quantize_state",
         needs_params=False,
-        conversion="optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state.",
+        conversion="optperm.memory.quantize(opt_state, like) converts the state of a plain optimizer.",
     )
 
 

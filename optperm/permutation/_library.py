@@ -57,8 +57,8 @@ def find_kernels() -> tuple[tuple[str, ...], str]:
     """Return the available kernels, fastest first, and a message if the fastest of all is missing."""
     if load_library() is None:
         return ("numpy",), (
-            "optperm runs without its compiled kernel, thousands of times slower. With a C++17 compiler "
-            "install again: pip install --force-reinstall --no-deps --no-cache-dir optperm"
+            "optperm runs without its compiled kernel, thousands of times slower. With a C++17 "
+            "compiler, install it again: pip install --force-reinstall --no-deps --no-cache-dir optperm"
         )
     refused = _register_handlers()
     if refused:

@@ -167,7 +167,7 @@ def sgperm(
         aggressiveness = falling(_START, num_steps)
     elif num_steps is not None:
         raise ValueError(
-            "Pass aggressiveness or num_steps, not both: to start elsewhere than at 0.1, "
+            "Pass aggressiveness or num_steps, not both: to start at another value than 0.1, pass "
             "aggressiveness=optperm.permutation.falling(start, num_steps)."
         )
     return optax.chain(

@@ -150,7 +150,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
             )
         taken |= lengths.keys()
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"groups[{name!r}] has axes of several lengths: {lengths}.")
+            raise ValueError(f"groups[{name!r}] has axes of different lengths: {lengths}.")
         if len({member.is_incoming for member in members}) < 2:
             raise ValueError(
                 f"groups[{name!r}] must name incoming weights (the last axis, or 'in' as a third item) "

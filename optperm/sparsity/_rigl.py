@@ -145,7 +145,7 @@ def rigl(
     checks.check_choice("grow", grow, get_args(Grow))
     is_known = all(map(checks.is_concrete_number, (end, every, drop_fraction)))
     if is_known and drop_fraction > 0 and end <= every:
-        raise ValueError(f"end must be above every={every}, or drop_fraction 0, got {end}.")
+        raise ValueError(f"end must be above every={every}, or drop_fraction must be 0, got {end}.")
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SparseState:

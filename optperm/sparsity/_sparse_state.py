@@ -44,7 +44,7 @@ def check_places_nothing(inner_state: Any) -> None:
     """Raise if `inner` places params, which zeros would take from their places."""
     if placing_states(inner_state):
         raise ValueError(
-            "inner places params itself: use an optimizer that moves them by its updates."
+            "inner places params itself: use an optimizer that moves params by its updates."
         )
 
 

@@ -252,7 +252,7 @@ class StreamFeed:
 
     def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
         if batch_size is not None:
-            raise ValueError("batch_size is for arrays: these batches have sizes of their own.")
+            raise ValueError("batch_size is for arrays: these batches have their own sizes.")
         self._source, self._layout = source, layout
         self._iterator: Any = None
         self._last: Any = None  # the batch of the last step

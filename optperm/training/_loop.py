@@ -26,9 +26,9 @@ from optperm.training._terminal import Interrupt, progress_bar
 
 # Arguments of Keras and others, and what does the same here.
 _ELSEWHERE = {
-    "validation_data": "Pass eval_data, and eval_fn, which says what to evaluate.",
+    "validation_data": "Pass eval_data, and eval_fn, which computes the metrics.",
     "validation_freq": "Pass eval_every, in steps.",
-    "callbacks": "Pass on_epoch_end, or every={100: callback} for a callback by steps.",
+    "callbacks": "Pass on_epoch_end, or every={100: callback} for a callback every 100 steps.",
     "devices": 'Pass mesh=jax.make_mesh((4,), ("replica",)), for example.',
     "verbose": "Pass progress=True for a progress bar.",
 }

@@ -387,7 +387,7 @@ class Run:
             failure.result = result
             if error is None:
                 raise failure
-            error.add_note(f"What had been trained could not be saved: {failure}")
+            error.add_note(f"The trained state could not be saved: {failure}")
         if isinstance(error, CheckpointError):
             error.result = result
         return result

@@ -57,7 +57,9 @@ class Model:
         else:
             takes, known = arguments_of(self.loss_fn), {"model_state": model_state, "rng": rng}
             if "rng" in takes and rng is None:
-                raise ValueError("loss_fn takes rng: pass rng=jax.random.key(0) to create.")
+                raise ValueError(
+                    "loss_fn takes rng: pass rng=jax.random.key(0) to TrainState.create."
+                )
             out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
         names = ["loss", *(name for name in takes if name != "rng"), *["aux"] * self.has_aux]
         if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):

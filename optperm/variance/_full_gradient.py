@@ -140,7 +140,9 @@ def full_gradient(
             gap = _measure_gap(bound, params, batch, of_batch, has_aux=has_aux)
             if gap:
                 wanted = "the mean of the losses of single examples (without BatchNorm)"
-                raise ValueError(f"With weights loss_fn must be {wanted}: it differs by {gap:.3g}.")
+                raise ValueError(
+                    f"With weights, loss_fn must be {wanted}: it differs by {gap:.3g}."
+                )
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
         sums = sum_batch(params, batch, of_batch, arrays)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))

@@ -44,7 +44,7 @@ class KatyushaState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation follows katyusha, which is a whole optimizer, in an optax.chain: "
-            "steps that it changes lead away from the optimum. Remove it, or use optperm.svrg and "
+            "changed steps lead away from the optimum. Remove it, or use optperm.svrg and "
             "optax.sgd."
         )
 

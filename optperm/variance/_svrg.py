@@ -35,7 +35,7 @@ FULL_GRADIENT = {
     "epoch_start=optperm.variance.take_snapshot): "
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
-_IN_FIT = "pass fit epoch_start=optperm.variance.take_snapshot to take one before each epoch"
+_IN_FIT = "pass epoch_start=optperm.variance.take_snapshot to fit for a snapshot before each epoch"
 _ADVICE = "call optperm.variance.take_snapshot, or pass every= or probability="
 
 
