@@ -329,20 +329,20 @@ def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
     return [place is None or bool(chosen[place]) for place in found]
 
 
-def _map_moments(function: Callable[[int, int, Any], Any], inner_state: Any) -> Any:
-    """Return a state with `function(i, j, moment)` for moment j of known state i."""
+def _map_moments(function: Callable[[int, int, int, Any], Any], inner_state: Any) -> Any:
+    """Return a state with `function(i, j, k, moment)` for moment j of known state i, k of its field."""
     states = itertools.count()
 
     def replace(node: Any) -> Any:
         if not is_known(node):
             return node
         i, j = next(states), itertools.count()
-        return node._replace(
-            **{
-                field: jax.tree.map(lambda leaf: function(i, next(j), leaf), getattr(node, field))
-                for field in KNOWN[type(node)].roles
-            }
-        )
+        moments = {}
+        for field in KNOWN[type(node)].roles:
+            leaves, structure = jax.tree.flatten(getattr(node, field))
+            mapped = [function(i, next(j), k, leaf) for k, leaf in enumerate(leaves)]
+            moments[field] = jax.tree.unflatten(structure, mapped)
+        return node._replace(**moments)
 
     return jax.tree.map(replace, inner_state, is_leaf=is_known)
 
@@ -359,13 +359,16 @@ def _encode_state(
     words = key_data(key)
     seed = computed_once(mix(mix(mix(words[0]) ^ words[1]) ^ count.astype(jnp.uint32)))
     # XLA compiles equal kernels once: a number that it knows would make a kernel for each array.
-    numbers = iter(computed_once([np.uint32(i * 0x9E3779B1 % 2**32) for i in range(1, total + 1)]))
+    numbers = computed_once([np.uint32(i * 0x9E3779B1 % 2**32) for i in range(1, total + 1)])
+    unused = iter(numbers)
 
-    def encode_moment(i: int, j: int, moment: Any) -> Any:
+    def encode_moment(i: int, j: int, k: int, moment: Any) -> Any:
         if not (name := names[i][j]):
             return moment
         form, _ = name.split("_")
-        codes, e = _encode(moment, form, mix(seed ^ next(numbers)))
+        # The moments of one parameter have one start, as they are encoded in one kernel.
+        own, start = mix(seed ^ next(unused)), mix(~seed ^ numbers[k])
+        codes, e = _encode(moment, form, own, start)
         exponents[i][j] = {name: _shard_exponents(e, moment)}
         return shard_like(codes, moment) if codes.shape == moment.shape else codes
 
@@ -377,7 +380,8 @@ def _decode_state(state: QuantizedState) -> Any:
     """Return the state of `inner` with its moments."""
     names = _find_names(state.exponents)
 
-    def decode_moment(i: int, j: int, codes: Any) -> Any:
+    def decode_moment(i: int, j: int, k: int, codes: Any) -> Any:
+        del k
         if not (name := names[i][j]):
             return codes
         form, dtype = name.split("_")
