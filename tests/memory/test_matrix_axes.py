@@ -6,6 +6,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -148,17 +149,6 @@ def test_axes_of_a_scanned_model_are_those_of_each_layer():
     assert [treatments[name] for name in names] == [f"rank 16 of {LAYERS} x 64 x 64"]
 
 
-def test_a_step_with_default_axes_is_that_of_the_same_axes_by_hand():
-    block = MODELS["linen"]()["LinenBlock_0"]
-    params = jax.tree.map(lambda leaf: support.normal(leaf.shape), block)
-    numbers = jax.tree_util.tree_map_with_path(by_hand, params)
-    steps = []
-    for how in ({}, {"dimension_numbers": numbers}):
-        tx = optperm.low_rank(optax.scale_by_adam(), 1 / 4, **how)
-        steps.append(jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)[0])
-    support.assert_close(*steps, rtol=1e-5, atol=1e-6)
-
-
 def test_wrong_overrides_are_refused():
     params = {"w": jnp.ones((4, 4))}
     with pytest.raises(TypeError, match=r"w must be an optax\.contrib\.GaLoreDimensionNumbers"):
@@ -167,78 +157,60 @@ def test_wrong_overrides_are_refused():
         optperm.memory.matrix_axes(params, kernel=None)
 
 
-@pytest.mark.parametrize("words", [0.3, 0.6, 1.2])
-def test_rank_for_keeps_the_words_and_the_next_rank_does_not(words):
+def test_a_stack_of_four_axes_that_is_no_window_stays_at_full_rank():
+    shapes = ((3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6))
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert optperm.memory.matrix_axes(params) == [None] * 4
+
+
+def test_rank_for_keeps_the_words_and_the_next_rank_does_not():
     params, adam = {"a": jnp.zeros((512, 2048)), "b": jnp.zeros(2048)}, optax.scale_by_adam()
-    rank = optperm.memory.rank_for(params, words)
-    kept, more = (
-        optperm.memory.state_report(optperm.low_rank(adam, each), params).words_per_param
-        for each in (rank, rank + 1 / 256)
-    )
-    assert kept <= words + 1e-3 < more + 2e-3
-    np.testing.assert_allclose(kept, words, atol=0.02)
-
-
-def test_words_below_those_of_other_leaves_are_refused():
-    with pytest.raises(
-        ValueError, match=r"words=0\.5 cannot be reached: the smallest rank keeps 2"
-    ):
-        optperm.memory.rank_for({"embedding": jnp.zeros((64, 64))}, 0.5)
-
-
-def test_aliases_are_the_chain_that_they_name():
-    params = {"w": support.normal((16, 24)), "b": support.normal((24,))}
-    adam = optax.scale_by_adam(b1=0.8, b2=0.99, eps=1e-6)
-    options = {"b1": 0.8, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
-    after = optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.01)
-    for alias, first in (
-        (optperm.memory.low_rank_adamw, optperm.low_rank(adam, 4, b1=0.8, b2=0.99, every=2)),
-        (optperm.memory.apollo_adamw, optperm.apollo(adam, 4, every=2)),
-    ):
-        ends = []
-        for tx in (alias(0.01, rank=4, every=2, **options), optax.chain(first, *after)):
-            p, state = params, tx.init(params)
-            for _ in range(5):
-                updates, state = tx.update(p, state, p)
-                p = optax.apply_updates(p, updates)
-            ends.append(p)
-        support.assert_same_bits(*ends)
-
-
-@pytest.mark.parametrize(
-    "shape", [(3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6)]
-)
-def test_a_stack_of_four_axes_that_is_no_window_stays_at_full_rank(shape):
-    assert optperm.memory.matrix_axes({"w": jnp.ones(shape)})["w"] is None
-
-
-def test_aliases_take_injected_rates_and_the_options_of_their_directions():
-    params = {"kernel": jnp.ones((16, 64))}
-    for alias in (optperm.memory.low_rank_adamw, optperm.memory.apollo_adamw):
-        tx = optax.inject_hyperparams(alias, static_args=("rank", "b1", "b2", "eps", "every"))(
-            1e-3, rank=4
+    for words in (0.3, 0.6, 1.2):
+        rank = optperm.memory.rank_for(params, words)
+        kept, more = (
+            optperm.memory.state_report(optperm.low_rank(adam, each), params).words_per_param
+            for each in (rank, rank + 1 / 256)
         )
-        state = tx.init(params)
-        updates, _ = tx.update(params, state, params)
-        expected, _ = alias(1e-3, rank=4).update(params, alias(1e-3, rank=4).init(params), params)
-        np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=1e-5)
+        assert kept <= words + 1e-3 < more + 2e-3
+        np.testing.assert_allclose(kept, words, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("alias", "direction"),
-    [
-        (optperm.memory.low_rank_adamw, optperm.low_rank),
-        (optperm.memory.apollo_adamw, optperm.apollo),
-    ],
-)
+def test_words_that_no_rank_reaches_are_refused_with_the_largest_leaf_at_full_rank():
+    params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
+    says = r"words=0\.6 cannot be reached: .* keeps 1\.89 .* full rank is params\['experts'\]\."
+    with pytest.raises(ValueError, match=says):
+        optperm.memory.rank_for(params, words=0.6)
+
+
+ALIASES = [
+    (optperm.memory.low_rank_adamw, optperm.low_rank),
+    (optperm.memory.apollo_adamw, optperm.apollo),
+]
+
+
+@pytest.mark.parametrize(("alias", "direction"), ALIASES)
+def test_aliases_are_the_chain_that_they_name(alias, direction):
+    """With a rate that `optax.inject_hyperparams` gives, and other options for Adam than its own."""
+    params = {"w": support.normal((16, 24)), "b": support.normal((24,))}
+    adam = {"b1": 0.8, "b2": 0.99, "eps": 1e-6}
+    decay_rates = {"b1": 0.8, "b2": 0.99} if direction is optperm.low_rank else {}
+    static = ("rank", "b1", "b2", "eps", "weight_decay", "every")
+    whole = optax.inject_hyperparams(alias, static_args=static)(
+        lambda count: 0.01 / (1 + count), rank=4, every=2, weight_decay=0.1, **adam
+    )
+    parts = optax.chain(
+        direction(optax.scale_by_adam(**adam), 4, every=2, **decay_rates),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(lambda count: 0.01 / (1 + count)),
+    )
+    grads = [support.random_like(params, step) for step in range(4)]
+    (wanted, _), (found, _) = (loops.train(tx, params, grads)[-1] for tx in (parts, whole))
+    support.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("alias", "direction"), ALIASES)
 def test_aliases_have_every_argument_of_their_direction(alias, direction):
     own, theirs = (inspect.signature(each).parameters for each in (alias, direction))
     for name, argument in theirs.items():
         if name not in ("inner", "rank"):
             assert own[name].default == argument.default
-
-
-def test_the_rank_of_a_target_that_cannot_be_reached_names_the_largest_leaf_at_full_rank():
-    params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
-    with pytest.raises(ValueError, match=r"full rank is params\['experts'\]\."):
-        optperm.memory.rank_for(params, words=0.6)
