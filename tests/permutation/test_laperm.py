@@ -221,15 +221,6 @@ def test_targets_of_another_state_bring_their_order():
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
 
 
-def test_constant_rows_are_warned_of_once():
-    """A zero bias goes back to zero at every synchronization: `init` says so, with its own remedy."""
-    start = params() | {"bias": jnp.zeros(5)}
-    tx = optperm.laperm(optax.sgd(0.1), 10)
-    with pytest.warns(UserWarning, match=r"In bias all weights.*optax.partition"):
-        opt_state = tx.init(start)
-    jax.eval_shape(lambda: tx.update(grads(0), opt_state, start))  # warns no more
-
-
 def test_step_that_does_not_synchronize_stores_nothing_more_than_the_inner_optimizer():
     shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 128), jnp.float32) for i in range(3)}
     tx = optperm.laperm(optax.adam(1e-3), every=10)
