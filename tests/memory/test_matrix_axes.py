@@ -17,81 +17,56 @@ import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
 Numbers = optax.contrib.GaLoreDimensionNumbers
-D, VOCABULARY, LAYERS = 64, 96, 2
+D, VOCABULARY = 64, 96
+SEQUENCE, IMAGE = (2, 5, D), (2, 8, 8, 16)
 
 
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
-        return x + nn.Dense(D)(nn.gelu(nn.Dense(4 * D)(nn.LayerNorm()(x))))
+def linen(layer, shape, dtype=jnp.float32):
+    inputs = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.eval_shape(layer.init, jax.random.key(0), inputs)["params"]
 
 
-class LinenDecoder(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, D)(tokens)
-        for _ in range(LAYERS):
-            x = LinenBlock()(x)
-        return nn.Dense(VOCABULARY)(x)
+def linen_layers():
+    return {
+        "embed": linen(nn.Embed(VOCABULARY, D), (2, 5), jnp.int32),
+        "attention": linen(nn.MultiHeadDotProductAttention(4), SEQUENCE),
+        "up": linen(nn.Dense(4 * D), SEQUENCE),
+        "norm": linen(nn.LayerNorm(), SEQUENCE),
+    }
 
 
-class ScannedDecoder(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, D)(tokens)
-        layers = nn.scan(
-            lambda block, x, _: (block(x), None),
-            variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS,
-        )  # fmt: skip
-        x, _ = layers(LinenBlock(), x, None)
-        return nn.Dense(VOCABULARY)(x)
+def convolutions():
+    return {
+        "conv": linen(nn.Conv(64, (3, 3)), IMAGE),
+        "norm": linen(nn.BatchNorm(use_running_average=False), IMAGE),
+        "dense": linen(nn.Dense(10), IMAGE),
+    }
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(4, D, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
-        self.norms = nnx.List([nnx.LayerNorm(D, rngs=rngs) for _ in range(2)])
+def nnx_layers():
+    def make():
+        rngs = nnx.Rngs(0)
+        layers = {
+            "embed": nnx.Embed(VOCABULARY, D, rngs=rngs),
+            "attention": nnx.MultiHeadAttention(4, D, decode=False, rngs=rngs),
+            "up": nnx.Linear(D, 4 * D, rngs=rngs),
+            "norm": nnx.LayerNorm(D, rngs=rngs),
+        }
+        return {name: nnx.state(layer, nnx.Param) for name, layer in layers.items()}
+
+    return jax.eval_shape(make)
 
 
-class NnxDecoder(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(VOCABULARY, D, rngs=rngs)
-        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
-        self.head = nnx.Linear(D, VOCABULARY, rngs=rngs)
+def equinox_layers():
+    def make(key):
+        layers = (
+            eqx.nn.MultiheadAttention(4, D, key=key),
+            eqx.nn.MLP(D, D, 4 * D, 1, key=key),
+            eqx.nn.Conv2d(16, 32, 3, key=key),
+        )
+        return eqx.filter(layers, eqx.is_array)
 
-
-class Cnn(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(32, (3, 3))(x))
-        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(64, (3, 3))(x)))
-        return nn.Dense(10)(x.mean((1, 2)))
-
-
-def equinox_decoder():
-    keys = jax.random.split(jax.random.key(0), 5)
-    layers = (
-        eqx.nn.MultiheadAttention(4, D, key=keys[0]),
-        eqx.nn.MLP(D, D, 4 * D, 1, key=keys[1]),
-        eqx.nn.Conv2d(16, 32, 3, key=keys[2]),
-        eqx.nn.Linear(D, VOCABULARY, key=keys[3]),
-    )
-    return eqx.filter(layers, eqx.is_array)
-
-
-def linen(model, *inputs):
-    return jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
-
-
-TOKENS = jnp.zeros((2, 5), jnp.int32)
-MODELS = {
-    "linen": lambda: linen(LinenDecoder(), TOKENS),
-    "nnx": lambda: nnx.state(NnxDecoder(nnx.Rngs(0)), nnx.Param),
-    "equinox": equinox_decoder,
-    "cnn": lambda: linen(Cnn(), jnp.zeros((2, 8, 8, 16))),
-}
+    return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
 def by_hand(path, leaf):
@@ -106,18 +81,17 @@ def by_hand(path, leaf):
     return Numbers(0, 1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_default_axes_keep_as_few_words_as_axes_by_hand(name):
-    params = MODELS[name]()
+@pytest.mark.parametrize("model", [linen_layers, convolutions, nnx_layers, equinox_layers])
+def test_default_axes_keep_as_few_words_as_axes_by_hand(model):
+    params, adam = model(), optax.scale_by_adam()
     numbers = jax.tree_util.tree_map_with_path(by_hand, params)
-    adam = optax.scale_by_adam()
-    for rank in (1 / 4, 1 / 8):
+    for rank, most in ((1 / 4, 0.95), (1 / 8, 0.7)):
         found, wanted = (
             optperm.memory.state_report(optperm.low_rank(adam, rank, **how), params)
             for how in ({}, {"dimension_numbers": numbers})
         )
         assert abs(found.words_per_param - wanted.words_per_param) < 0.01
-        assert found.words_per_param < {1 / 4: 0.85, 1 / 8: 0.6}[rank]
+        assert found.words_per_param < most
 
 
 def test_axes_are_found_by_whole_elements_of_paths_and_printed(capsys):
@@ -140,13 +114,16 @@ def test_axes_are_found_by_whole_elements_of_paths_and_printed(capsys):
 
 
 def test_axes_of_a_scanned_model_are_those_of_each_layer():
-    params = linen(ScannedDecoder(), TOKENS)
+    """Of attention; kernels of other layers of three axes stay at full rank, which is warned of."""
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), linen_layers()
+    )
     tx = optperm.low_rank(optax.scale_by_adam(), 1 / 4)
-    with pytest.warns(UserWarning, match=r"leaves 65% of the entries .* at full rank.*matrix_axes"):
+    with pytest.warns(UserWarning, match=r"leaves 59% of the entries .* at full rank.*matrix_axes"):
         report = optperm.memory.state_report(tx, params)
     treatments = {leaf.name: leaf.treatment for leaf in report.leaves}
-    names = [name for name in treatments if "query" in name and "kernel" in name]
-    assert [treatments[name] for name in names] == [f"rank 16 of {LAYERS} x 64 x 64"]
+    assert treatments["['attention']['query']['kernel']"] == "rank 16 of 2 x 64 x 64"
+    assert treatments["['up']['kernel']"].startswith("full rank")
 
 
 def test_wrong_overrides_are_refused():
