@@ -312,6 +312,7 @@ def test_a_state_that_cannot_be_carried_over_is_refused_in_any_container():
     )
     unknown = (
         (optax.scale_by_amsgrad(), "a ScaleByAmsgradState"),
+        (optax.flatten(optax.scale_by_amsgrad()), "a ScaleByAmsgradState"),
         (optax.scale_by_sm3(), "a ScaleBySM3State"),
         (optax.flatten(optax.scale_by_adam()), "a ScaleByAdamState whose mu is not like"),
         (optax.scale_by_lbfgs(), "a ScaleByLBFGSState"),

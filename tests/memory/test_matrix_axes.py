@@ -134,10 +134,14 @@ def test_wrong_overrides_are_refused():
         optperm.memory.matrix_axes(params, kernel=None)
 
 
-def test_a_stack_of_four_axes_that_is_no_window_stays_at_full_rank():
-    shapes = ((3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6))
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert optperm.memory.matrix_axes(params) == [None] * 4
+def test_leaves_of_four_axes_are_convolutions_by_their_smaller_window_or_stay_at_full_rank():
+    wanted = {
+        (3, 3, 16, 16): Numbers((0, 1, 2), 3),
+        (16, 16, 3, 3): Numbers((1, 2, 3), 0),
+        **dict.fromkeys([(3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6)]),
+    }
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in wanted]
+    assert optperm.memory.matrix_axes(params) == list(wanted.values())
 
 
 def test_rank_for_keeps_the_words_and_the_next_rank_does_not():

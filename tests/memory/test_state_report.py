@@ -109,6 +109,10 @@ def test_ranks_are_those_of_the_method():
         report = optperm.memory.state_report(tx, params)
         found = {leaf.name: leaf.treatment for leaf in report.leaves}
         assert found == {f"['{name}']": each for name, each in zip(params, wanted, strict=True)}
+    # Of 4 x 4 a basis and two moments of rank 3 would be more numbers than two moments at full rank.
+    both = [jnp.zeros((6, 9)), jnp.zeros((4, 4))]
+    report = optperm.memory.state_report(optperm.low_rank(optax.scale_by_adam(), 3), both)
+    assert [leaf.treatment for leaf in report.leaves] == ["rank 3 of 6 x 9", "full rank"]
     for tx, wanted in (
         (PARTED, ["", "rank 4 of 16 x 64", ""]),
         (LOW, ["rank 4 of 16 x 64", "rank 4 of 16 x 64", "full rank, axes not named"]),
