@@ -177,13 +177,15 @@ def test_kernels_numbers_of_any_dtype_and_size_give_the_same_bits():
 
 
 def test_ranks_of_any_dtype_and_size_are_those_of_numpy():
-    """Sort ties by location, both zeros as equal, and no subnormal number as zero."""
+    """Sort ties by location, zeros as equal, any NaN last, and no subnormal number as zero."""
     rng = np.random.default_rng(0)
     kinds = ("zeros", "subnormal", "half subnormal", "just normal", "few")
     weights = {
         name: np.concatenate([draw_values(rng, kind, dtype) for kind in kinds], axis=1)
         for name, dtype in support.DTYPES.items()
     }
+    for leaf in weights.values():
+        leaf[[3, 5], :ROWS] = [[np.nan], [-np.nan]]
     with jax.enable_x64(True):
         ranks = jax.device_get(jax.jit(functools.partial(jax.tree.map, sort_ranks))(weights))
     support.assert_same_bits(ranks, jax.tree.map(ranks_of, weights))
