@@ -142,22 +142,6 @@ def test_codes_equal_those_of_numpy(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_codes_are_decoded(form):
-    """Each of the 256 bytes, with each exponent."""
-    limits = (-54, 57) if form in ("root", "largest") else (-117, 120)
-    e = np.arange(*limits, dtype=np.int8)[:, None]
-    is_pair = form in ("even", "odd")
-    if is_pair:
-        e = np.concatenate([e, np.full((1, 1), -128, np.int8)])
-    # 16 bytes are a block of 4 bits, and 32 bytes a block of 8 bits.
-    for part in np.split(np.arange(256, dtype=np.uint8), 16 if is_pair else 8):
-        codes = np.broadcast_to(part, (len(e), len(part)))
-        given = codes if is_pair else codes.view(ml_dtypes.float8_e4m3fn)
-        found = decode(given, e, form, jnp.float32)
-        np.testing.assert_array_equal(found, decode_numpy(codes.copy(), e, form))
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_numbers_of_the_grid_do_not_change(form):
     """Encoding what was decoded gives the same numbers, so that errors do not accumulate."""
     x = make_numbers("lognormal", (40, 96 - (form == "odd")), np.random.default_rng(1))
@@ -169,7 +153,8 @@ def test_numbers_of_the_grid_do_not_change(form):
 
 @pytest.mark.parametrize("form", ["random", "size", "root", "even"])
 def test_random_rounding_is_unbiased(form):
-    """In the number, also where the root is rounded: the mean over many seeds is within 5 errors."""
+    """In the number, also where the root is rounded: means over many seeds are within 5 errors, and so
+    is their mean over all places."""
     x = jnp.abs(jax.random.normal(jax.random.key(0), (1, 256))) + 0.1
 
     def once(seed):
@@ -177,7 +162,9 @@ def test_random_rounding_is_unbiased(form):
 
     found = jax.vmap(once)(jnp.arange(4000, dtype=jnp.uint32) * jnp.uint32(2654435761))
     error = jnp.std(found, 0) / 4000**0.5 + 1e-9
-    assert jnp.max(jnp.abs(jnp.mean(found, 0) - x) / error) < 5
+    errors = (jnp.mean(found, 0) - x) / error
+    assert jnp.max(jnp.abs(errors)) < 5
+    assert abs(jnp.sum(errors)) < 5 * 256**0.5
     assert jnp.max(jnp.std(found, 0) / x) > 0.01
 
 
