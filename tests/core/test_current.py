@@ -38,37 +38,28 @@ X = support.normal((32, 2))
 DATA = X, X.sum(axis=1)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda loss: optperm.variance.full_gradient(loss, jnp.ones(2), [DATA]),
-        lambda loss: (
-            1 / optperm.variance.svrg_learning_rate(loss, jnp.ones(2), DATA, 4, num_passes=0)
-        ),
-        lambda loss: (
-            1 / optperm.variance.svrg_learning_rate(loss, jnp.zeros(2), DATA, 4, num_passes=2)
-        ),
-        lambda loss: (
-            optperm.bayes.posterior_predictive(
-                loss, optperm.bayes.Ensemble(jnp.ones((3, 2))), DATA
-            ).mean
-        ),
-        lambda loss: (
-            optperm.bayes.draw_samples(
-                lambda w, s, key: (loss(jnp.ones(2), DATA), s),
-                jnp.zeros(()),
-                (),
-                jax.random.key(0),
-                num_chains=1,
-                num_draws=2,
-            ).params
-        ),
-    ],
-    ids=["full_gradient", "rate", "rate_of_trials", "posterior_predictive", "draw_samples"],
-)
-def test_public_function_sees_what_the_loss_reads_now(call, monkeypatch):
-    """The scale of the loss changes in an attribute; an equal scale compiles nothing."""
-    programs, loss = counted_programs(monkeypatch), Ridge()
+def reciprocal_rate(loss, w, num_passes):
+    rate = optperm.variance.svrg_learning_rate(loss, w, DATA, 4, num_passes=num_passes)
+    return 1 / rate
+
+
+def predictive_mean(loss):
+    ensemble = optperm.bayes.Ensemble(jnp.ones((3, 2)))
+    return optperm.bayes.posterior_predictive(loss, ensemble, DATA).mean
+
+
+CALLS = {
+    "full_gradient": lambda loss: optperm.variance.full_gradient(loss, jnp.ones(2), [DATA]),
+    "rate": lambda loss: reciprocal_rate(loss, jnp.ones(2), 0),
+    "rate_of_trials": lambda loss: reciprocal_rate(loss, jnp.zeros(2), 2),
+    "posterior_predictive": predictive_mean,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_public_function_sees_what_the_loss_reads_now(name, monkeypatch):
+    """Change the scale of the loss in an attribute; an equal scale compiles nothing."""
+    programs, loss, call = counted_programs(monkeypatch), Ridge(), CALLS[name]
     at_one = call(loss)
     loss.scale = 64.0
     support.assert_close(call(loss), 64.0 * np.asarray(at_one), rtol=1e-5)
@@ -91,7 +82,7 @@ def test_step_function_that_reads_a_changed_variable_is_traced_again():
 
 
 def test_host_callback_of_this_call_is_called():
-    """A text holds the index of a callback, and not its function."""
+    """Compile anew, since a text holds the index of a callback, and not its function."""
     for value in (1.0, 2.0, 3.0):
 
         def loss(w, batch, value=value):
