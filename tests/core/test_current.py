@@ -111,17 +111,13 @@ def test_captured_array_of_any_size_is_the_current_one(size, monkeypatch):
     assert len(programs) == (2 if size <= 2**18 else 0)
 
 
-def test_results_have_the_containers_and_types_of_this_call():
+def test_results_and_arguments_of_other_types_have_their_own_programs():
     for name in ("accuracy", "loss"):
         assert [*jit_current(lambda x, name=name: {name: x})(jnp.ones(1))] == [name]
     for number, is_weak in ((2.0, True), (jnp.float32(2.0), False)):
         got = jit_current(lambda _, number=number: jnp.asarray(number))(jnp.ones(1))
         assert got.weak_type == is_weak
-
-
-def test_arguments_of_other_types_have_their_own_programs():
-    call = jit_current(lambda x, y: x * y)
-    x = jnp.ones(3, jnp.bfloat16)
+    call, x = jit_current(lambda x, y: x * y), jnp.ones(3, jnp.bfloat16)
     assert call(x, 2.0).dtype == jnp.bfloat16
     with jax.numpy_dtype_promotion("standard"):
         assert call(x, jnp.float32(2.0)).dtype == jnp.float32

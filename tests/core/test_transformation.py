@@ -9,14 +9,10 @@ import jax.numpy as jnp
 import loops
 import optax
 import pytest
-import replicas
 import support
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.core.mapped_axes import varying_axes
-from optperm.core.transformation import transformation, wrapper
+from optperm.core.transformation import transformation
 
 
 def doubled_sums(**options):
@@ -34,7 +30,7 @@ def doubled_sums(**options):
 
 
 def careless():
-    """Make a method that minds no types: weak ones, float32, of no axis and nowhere."""
+    """Make a method whose results are weak and in float32."""
 
     def init(params):
         return {"sums": jax.tree.map(jnp.zeros_like, params), "count": jnp.full((), 0)}
@@ -66,26 +62,6 @@ def test_updates_may_have_the_types_of_the_gradients():
     tx = doubled_sums(updates_like="updates")
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, value=0.0)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, GRADS)
-
-
-def test_results_vary_over_the_mapped_axes_of_params():
-    def step(params):
-        updates, state = careless().update(params, careless().init(params), params)
-        assert varying_axes(updates["w"]) == varying_axes(state["sums"]["w"]) == {replicas.AXIS}
-        assert not varying_axes(state["count"])
-        return updates
-
-    stacked = replicas.stack([PARAMS, PARAMS])
-    replicas.MAPPINGS["shard_map"](step, 2)(stacked)
-
-
-def test_results_lie_on_an_explicit_mesh_where_params_do():
-    mesh, tx = jax.make_mesh((4,), ("x",)), careless()
-    with jax.set_mesh(mesh):
-        params = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("x")))
-        given = jax.device_put(params, NamedSharding(mesh, P())), tx.init(params), params
-        for updates, state in (tx.update(*given), jax.eval_shape(tx.update, *given)):
-            assert all(leaf.sharding.spec[0] == "x" for leaf in (updates, state["sums"]))
 
 
 def needy(**needs):
@@ -187,13 +163,3 @@ def test_own_states_are_taken_from_wherever_they_come(ours):
         flax.serialization.from_state_dict(tx.init(params), dictionary),
     ):
         assert jax.tree.structure(jax.eval_shape(step, copy)) == jax.tree.structure(state)
-
-
-def test_a_method_whose_init_names_no_type_takes_any_state():
-    """Take such a wrapper, whose state is sometimes that of the optimizer in it."""
-
-    def init(params):
-        return {"count": 0}
-
-    tx = wrapper(init, lambda updates, state, params: (updates, state), method="any")
-    assert tx.update(PARAMS, {"count": 1}, PARAMS)[1] == {"count": 1}
