@@ -40,20 +40,21 @@ OPTIMIZERS = {
     "sgperm": optperm.sgperm(0.4, learning_rate=0.25, momentum=0.5),
     "agn": optperm.agn(sgd(0.5), every=2),
 }
+PAIRS = ("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")
 
 
-def by_hand(first, then, *, track, switch=SWITCH):
+def by_hand(first, then, *, track):
     """Return the params after each step, and the state of the second optimizer at the end."""
     p, trail = start(), []
     first_state, then_state = first.init(p), then.init(p)
     step_first, step_then = loops.compiled(first), loops.compiled(then)
     for index in range(STEPS):
-        if index < switch:
+        if index < SWITCH:
             if track:
                 _, then_state = step_then(p, then_state, grads(index))
             p, first_state = step_first(p, first_state, grads(index))
         else:
-            if index == switch:
+            if index == SWITCH:
                 fresh = then.init(p)
                 then_state = replace_targets(then_state, fresh) if track else fresh
             p, then_state = step_then(p, then_state, grads(index))
@@ -69,12 +70,8 @@ def trained(tx, opt_state=None, how="jit"):
 @pytest.mark.parametrize(
     ("first", "then", "track"),
     support.every_night(
-        [
-            (*pair, track)
-            for pair in (("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn"))
-            for track in (True, False)
-        ],
-        [("sgd", "sgperm", True), ("sgperm", "sgd", False)],
+        [(*pair, track) for pair in PAIRS for track in (True, False)],
+        [(*PAIRS[0], True), (*PAIRS[1], False)],
     ),
 )
 def test_switch_trains_as_the_two_by_hand(first, then, track):
