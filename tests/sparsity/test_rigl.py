@@ -7,10 +7,7 @@ import loops
 import numpy as np
 import optax
 import pytest
-import replicas
 import support
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from stable_choice import highest
 
 import optperm
@@ -100,41 +97,6 @@ def test_each_leaf_moves_as_numpy_says():
         kept = highest(np.where(live, np.abs(np.float64(params[name])), -1.0), number - moving)
         grown = highest(np.where(kept, -1.0, np.abs(np.float64(grads[name]))), moving)
         np.testing.assert_array_equal(after.mask[name], kept | grown, err_msg=name)
-
-
-def test_leaves_cut_in_other_ways_are_not_moved():
-    """Choose on a mesh as without, for leaves of one shape that are each cut in another way.
-
-    The collectives, of counts, are far smaller than a part of a leaf.
-    """
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    specs = {"a": P("x", None), "b": P(None, "y"), "c": P("y", "x")}
-    rng = np.random.default_rng(0)
-    params, grads = (
-        {name: rng.normal(size=(32, 48)).round(1).astype(np.float32) for name in specs}
-        for _ in range(2)
-    )
-    tx = optperm.rigl(optax.sgd(0.125), 0.7, end=30, every=2)
-    state = tx.init(params)._replace(count=jnp.int32(2))
-
-    def update(params, mask, grads):
-        return tx.update(grads, state._replace(mask=mask), params)[1].mask
-
-    wanted = jax.jit(update)(params, state.mask, grads)
-    assert all(np.any(state.mask[name] != wanted[name]) for name in specs)
-    with jax.set_mesh(mesh):
-        placed = [
-            {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in tree.items()}
-            for tree in (params, state.mask, grads)
-        ]
-        program = jax.jit(update).lower(*placed).compile()
-        found = program(*placed)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    for name, leaf in found.items():
-        assert leaf.sharding.is_equivalent_to(placed[0][name].sharding, 2)
-    sizes = [size for _, size, _ in replicas.collectives(program.as_text())]
-    assert sizes
-    assert max(sizes) <= 64
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two phases in one optimizer: its parts by hand, the switch, replicas, and the authors' code."""
+"""Two phases in one optimizer: its parts one after the other, the switch, and replicas."""
 
 import functools
 
@@ -27,15 +27,9 @@ SECOND = {
 }
 
 
-@functools.cache
-def both_phases(name):
-    """Return the same object each time, so that the compiled step is found."""
-    return optperm.dldr(FIRST, SECOND[name](), **OPTIONS)
-
-
-def trail_of(tx, data, params=None, opt_state=None, how="jit"):
+def trail_of(tx, data, params=None, opt_state=None):
     params = valley.start() if params is None else params
-    return loops.train(tx, params, data, evaluate=valley.evaluate, how=how, opt_state=opt_state)
+    return loops.train(tx, params, data, evaluate=valley.evaluate, opt_state=opt_state)
 
 
 def in_float32(tree):
@@ -51,7 +45,7 @@ def samples_of(trail):
 def test_trajectory_is_that_of_the_parts_one_after_the_other():
     """Run the optimizer, and then the other one with the samples' components, to rounding."""
     data, tx = valley.batches(12)[:, 0], SECOND["dim_reduce"]()
-    trail = trail_of(both_phases("dim_reduce"), data)
+    trail = trail_of(optperm.dldr(FIRST, tx, **OPTIONS), data)
     alone = trail_of(FIRST, data[:SWITCH])
     support.assert_close([p for p, _ in trail[:SWITCH]], [p for p, _ in alone], rtol=1e-6)
     basis = optperm.subspace.pca_basis(replicas.stack(samples_of(alone)), 3)
@@ -140,51 +134,6 @@ def test_projected_gradient_is_the_part_in_the_subspace():
     assert np.linalg.norm(p @ g) < 0.99 * np.linalg.norm(g)
 
 
-def test_the_settings_of_the_authors_are_their_code():
-    """Run P-BFGS from the first snapshot with rho 0.4, alpha 0 and 20 trials, as their code does."""
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        noise = rng.normal(size=(16, 2, 6))
-        x = rng.normal(size=6)
-        start = {"a": jnp.asarray(x[:5, None]), "b": jnp.asarray(x[5])}
-
-        def loss_of(x, batch):
-            return 0.5 * np.mean(np.sum(valley.SCALES * (x - batch) ** 2, axis=-1))
-
-        def gradient_of(x, batch):
-            return valley.SCALES * (x - batch.mean(axis=0))
-
-        snapshots = []
-        for t in range(5):
-            snapshots.append(x)
-            x = x - 1e-3 * gradient_of(x, noise[t])
-        w = np.array(snapshots) - np.mean(snapshots, axis=0)
-        p = np.linalg.svd(w, full_matrices=False)[2][:3]
-        x, b, last, s, wanted, tries = snapshots[0], np.eye(3), None, None, [], []
-        for batch in noise[5:]:
-            g = p @ gradient_of(x, batch)
-            if last is not None and (ys := (g - last) @ s) > 1e-20:
-                t = np.eye(3) - np.outer(g - last, s) / ys
-                b = t.T @ b @ t + np.outer(s, s) / ys
-            last, s = g, -b @ g
-            decrease, count = 0.4 * g @ s, 0
-            while loss_of(x + p.T @ s, batch) >= loss_of(x, batch) + decrease:
-                s, decrease, count = 0.4 * s, 0.4 * decrease, count + 1
-            x = x + p.T @ s
-            wanted.append(x)
-            tries.append(count + 1)
-        assert 1 < max(tries) <= 20
-
-        setting = optperm.dim_reduce(
-            n_components=3, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
-        )
-        tx = optperm.dldr(optax.sgd(1e-3), setting, every=1, num_snapshots=5, restart="first")
-        trail = trail_of(tx, noise, start)[5:]
-        got = [np.append(params["a"], params["b"]) for params, _ in trail]
-        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9)
-        assert [int(state.second.num_trials) for _, state in trail] == tries
-
-
 def test_first_phase_without_a_subspace_goes_on():
     """Set no basis where snapshots do not differ, or are not finite."""
     schedule = optax.masked(FIRST, lambda p: jax.tree.map(lambda _: True, p))
@@ -242,7 +191,7 @@ def test_many_devices_train_as_one(mapping, size):
 
 def test_gradient_that_is_not_finite_skips_a_step_in_either_phase():
     """Change nothing but the count and what was sampled."""
-    tx = both_phases("twa")
+    tx = optperm.dldr(FIRST, SECOND["twa"](), **OPTIONS)
     trail, spoiled = trail_of(tx, valley.batches(11)[:, 0]), np.full((2, 6), np.nan, np.float32)
     for taken in (3, 10):
         params, opt_state = trail[taken - 1]
