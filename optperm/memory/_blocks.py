@@ -161,14 +161,19 @@ def _power(exponents: jax.Array) -> jax.Array:
 
 
 def _draw(x: jax.Array, n: int, seed: jax.Array) -> jax.Array:
-    """Return a uint32 for each number, by an integer hash of the seed and of the number's place."""
-    outer = x.shape[:-1]
-    strides = [math.prod(outer[axis + 1 : -1]) * n % 2**32 for axis in range(len(outer) - 1)]
-    place = jnp.zeros(outer, jnp.uint32)
-    for axis, stride in enumerate([*strides, x.shape[-1]]):
-        place += jax.lax.broadcasted_iota(jnp.uint32, outer, axis) * jnp.uint32(stride)
-    place = shard_like(place[..., None], x[..., :1])
-    inner = jax.lax.broadcasted_iota(jnp.uint32, (1,) * len(outer) + x.shape[-1:], len(outer))
+    """Return a uint32 for each number, by an integer hash of the seed and of the number's place.
+
+    The seed is added to each index before a multiplication, so that no two arrays share a factor: what
+    reads the same factor XLA computes in one kernel on a GPU, which would need all moments at once.
+    """
+    *rows, groups, g = x.shape
+    place = jnp.broadcast_to(seed, rows)
+    for axis, size in enumerate([*rows[1:], n][: len(rows)]):
+        place = (place + jax.lax.broadcasted_iota(jnp.uint32, rows, axis)) * jnp.uint32(size)
+    # Since g divides a block, the seed's share is the same for each g.
+    group = (jnp.arange(groups, dtype=jnp.uint32) + seed * jnp.uint32(BLOCK // g)) * jnp.uint32(g)
+    place = shard_like((place[..., None] + group)[..., None], x[..., :1])
+    inner = jax.lax.broadcasted_iota(jnp.uint32, (*[1] * (x.ndim - 1), g), x.ndim - 1)
     return mix((place + inner) * jnp.uint32(0x9E3779B1) ^ seed)
 
 
