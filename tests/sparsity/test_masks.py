@@ -20,14 +20,7 @@ import optperm
 from optperm.core.states import find_state
 from optperm.sparsity._choice import nearest_count
 
-SHAPES = {"a": (), "b": (2,), "c": (3, 1), "d": (50,), "e": (7, 11), "f": (0, 3)}
 EVERYWHERE = {"include": True}
-
-
-def scores_of(seed=0):
-    """Return numbers of both signs, some of them with ties."""
-    rng = np.random.default_rng(seed)
-    return {name: np.float32(rng.normal(size=shape).round(1)) for name, shape in SHAPES.items()}
 
 
 def lowest(scores, count):
@@ -63,7 +56,7 @@ def pruned_like(params, held):
 
 
 def test_vmap_over_fractions_and_keys_gives_one_by_one():
-    params = jax.tree.map(jnp.asarray, scores_of())
+    params = {"w": support.normal((7, 11)), "none": jnp.zeros((0, 3))}
     opt_state = optperm.mask_elements().init(params)
     options = {"criterion": "random", "scope": "erk"} | EVERYWHERE
 
