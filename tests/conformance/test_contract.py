@@ -273,6 +273,7 @@ TELL_NOTHING = {
 }
 
 
+@pytest.mark.spans("sgperm", "diloco-streaming", "dim_reduce", "svrg", "mask_elements", "sgld")
 def test_what_does_not_fit_is_refused_by_name(ours):
     """Params that are missing, not trainable, or not those of the state, and updates of another tree."""
     params, tx = support.random_params(), ours.make()

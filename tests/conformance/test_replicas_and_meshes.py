@@ -203,6 +203,19 @@ def check_sharded(ours, mesh, cut):
         assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
 
 
+@pytest.mark.spans("agn", "svrg")
+def test_gradients_that_lie_elsewhere_are_moved(ours):
+    """They are brought to the params; traced, on an explicit mesh."""
+    mesh = jax.make_mesh((4,), ("x",))
+    tx, whole = ours.make(), params_of()
+    with jax.set_mesh(mesh):
+        params = jax.device_put(whole, NamedSharding(mesh, P("x")))
+        grads = jax.device_put(whole, NamedSharding(mesh, P()))
+        opt_state = jax.eval_shape(tx.init, params)
+        updates, _ = jax.eval_shape(tx.update, grads, opt_state, params)
+        assert all(leaf.sharding.spec[0] == "x" for leaf in jax.tree.leaves(updates))
+
+
 # --- the table ---------------------------------------------------------------------------------
 
 MEAN, OWN, MESH = (
