@@ -100,7 +100,7 @@ class Transformation:
         # Updates of gradients in bfloat16 and the new state, for params in float32.
         params = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
         grads = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16)}
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             state = jax.eval_shape(self.make().init, params)
             return jax.eval_shape(self.make().update, grads, state, params)
 

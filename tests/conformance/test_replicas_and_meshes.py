@@ -203,7 +203,7 @@ def check_sharded(ours, mesh, cut):
         assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
 
 
-@pytest.mark.spans("agn", "svrg")
+@pytest.mark.spans("svrg", "mask_elements")
 def test_gradients_that_lie_elsewhere_are_moved(ours):
     """They are brought to the params; traced, on an explicit mesh."""
     mesh = jax.make_mesh((4,), ("x",))
@@ -238,12 +238,12 @@ def test_replicas_with_a_mean_gradient_train_as_one(ours):
     check_in_turn(ours, MEAN)
 
 
-@pytest.mark.spans("sgperm", "agn", "mandt_sgd")
+@pytest.mark.spans("agn", "mandt_sgd")
 def test_models_of_their_own_in_checked_shard_map_train_as_each_alone(ours):
     check_own_models(ours, "shard_map")
 
 
-@pytest.mark.spans("sgperm", "agn", "svrg", "mandt_sgd")
+@pytest.mark.spans("sgperm", "agn", "svrg")
 def test_sharded_params_train_as_whole_ones(ours):
     check_in_turn(ours, MESH)
 
