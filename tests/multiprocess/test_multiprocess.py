@@ -2,7 +2,6 @@
 
 import pathlib
 import runpy
-import shutil
 import types
 
 import dim_reduce_reference as golden
@@ -104,30 +103,3 @@ def check_fit(folder):
     where = {"checkpoints": folder / "agn", "checkpoint_every": 3}
     gone_on = fitting.fit("linen", "agn", epochs=2, devices=4, resume=3, **where)
     np.testing.assert_allclose(gone_on.history.steps["loss"], alone, rtol=2e-4)
-
-
-def test_processes_with_different_numbers_of_devices_are_refused_in_each():
-    processes.run_workers(FOLDER / "unequal_worker.py", timeout=60)
-
-
-def test_processes_with_different_methods_are_refused_in_each():
-    processes.run_workers(FOLDER / "different_worker.py", devices=1, timeout=90)
-
-
-@pytest.mark.exhaustive
-def test_two_processes_go_on_where_one_of_three_died(lenient, tmp_path):
-    """From the last checkpoint, between two commits: what one process with two devices comes to."""
-    script = FOLDER / "fewer_worker.py"
-    with pytest.raises(pytest.fail.Exception, match=r"worker 2 of .*: exit code 9"):
-        processes.run_workers(script, tmp_path, processes=3, devices=1)
-    shutil.copytree(tmp_path / "kept", tmp_path / "copy")
-    assert [path.name for path in (tmp_path / "copy").glob("[0-9]*")] == ["4"]
-    processes.run_workers(script, tmp_path, processes=2, devices=1)
-    worker = types.SimpleNamespace(**runpy.run_path(str(script)))
-    alone = worker.train(tmp_path / "copy", devices=2)
-    assert alone.step == worker.STEPS
-    for index in range(2):
-        with np.load(tmp_path / f"ended-{index}.npz") as file:
-            np.testing.assert_allclose(file["loss"], alone.history.steps["loss"], rtol=2e-4)
-            for name, leaf in alone.state.params["Dense_0"].items():
-                np.testing.assert_allclose(file[name], np.asarray(leaf), rtol=0, atol=1e-5)
