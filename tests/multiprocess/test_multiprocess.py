@@ -1,4 +1,4 @@
-"""Training in two processes of two devices, beside one process: SVRG, AGN, DiLoCo, DimReduce, `fit`."""
+"""Training in two processes of two devices, beside one process: AGN, DiLoCo, DimReduce, `fit`."""
 
 import pathlib
 import runpy
@@ -10,9 +10,6 @@ import jax
 import numpy as np
 import processes
 import pytest
-import support
-
-import optperm
 
 pytestmark = pytest.mark.programs
 
@@ -28,27 +25,6 @@ def test_two_processes_are_one(tmp_path):
         check(worker, *map(dict, held))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         check_fit(tmp_path)
-
-
-def check_svrg(worker, first, second):
-    """With parts of unequal size: one device's numbers, to rounding."""
-
-    def full_gradient(params):
-        return optperm.variance.full_gradient(worker.loss_fn, params, [worker.make_data()])
-
-    def batch_of(t):
-        parts = [worker.step_batch(index, t) for index in range(2)]
-        return {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
-
-    support.assert_same_bits(first, second)
-    with jax.enable_x64(True):
-        params, full_grad = worker.train_svrg(worker.start(), full_gradient, batch_of)
-        initial_grad = full_gradient(worker.start())
-    for kind, tree in (("trained", params), ("full_grad", full_grad), ("pmap", initial_grad)):
-        for name, expected in tree.items():
-            got = np.ravel(first[f"{kind}_{name}"])
-            np.testing.assert_allclose(got, np.ravel(expected), rtol=1e-12)
-    assert np.abs(params["kernel"]).max() > 0.1
 
 
 def check_local_steps(worker, first, second):
@@ -90,7 +66,7 @@ def check_dim_reduce(worker, *both):
         np.testing.assert_array_equal(own_rows, rows[4 * index : 4 * index + 4])
 
 
-CHECKS = {"svrg": check_svrg, "local_steps": check_local_steps, "dim_reduce": check_dim_reduce}
+CHECKS = {"local_steps": check_local_steps, "dim_reduce": check_dim_reduce}
 
 
 def check_fit(folder):

@@ -315,45 +315,26 @@ def test_hosts_of_two_devices_resume_and_take_batches_that_devices_do_not_divide
     assert_close(*(dense_fit(LOCAL, parts=parts, mesh=hosts(n), **options) for n in (1, 2)))
 
 
-def device_groups(line):
-    """The groups of devices that a collective of a compiled program joins, as sorted tuples."""
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        ids = np.arange(np.prod(list(sizes.values()))).reshape(*sizes.values())
-        joined = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
-        ids = np.moveaxis(ids, joined, range(-len(joined), 0))
-        rows = ids.reshape(-1, np.prod([ids.shape[i] for i in range(-len(joined), 0)]))
-    elif iota := re.search(r"replica_groups=\[(.*?)\]<=\[(.*?)\](?:T\((.*?)\))?", line):
-        shape, dims, order = (
-            [int(n) for n in text.split(",")] if text else None for text in iota.groups()
-        )
-        rows = np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape)
-    else:
-        written = re.search(r"replica_groups=\{(\{.*?\})\}", line)[1]
-        rows = [[int(n) for n in group.split(",")] for group in re.findall(r"\{(.*?)\}", written)]
-    return {tuple(sorted(map(int, row))) for row in rows}
+# The devices of a host, in each notation of a compiled program.
+OF_A_HOST = r"replica_groups=(\{\{0,1\},\{2,3\}\}|\[2,2\]<=\[4\](?!T)|mesh\[[^]]*\] ?\{'device'\})"
 
 
 def test_hosts_exchange_only_in_a_commit():
     """A compiled step has collectives over hosts only in a branch of a conditional."""
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=LOCAL)
     text = compile_step(layout.choose_layout(state.tx, state, hosts(2), "host"), state)
-    within, across = {}, {}
+    collective = r".*(?:all-reduce|all-gather|permute|all-to-all)(?:-start)?\(.*"
+    within, across = 0, set()
     for computation in re.split(r"\n(?=\S)", text):
         name = computation.removeprefix("ENTRY ").split(" ")[0]
-        for line in re.findall(
-            r".*(?:all-reduce|all-gather|permute|all-to-all)(?:-start)?\(.*", computation
-        ):
-            same_host = device_groups(line) == {(0, 1), (2, 3)}
-            (within if same_host else across).setdefault(name, []).append(line)
-    branches = {
-        name
-        for found in re.findall(r"conditional\(.*branch_computations=\{(.*?)\}", text)
-        for name in found.split(", ")
-    }
+        for line in re.findall(collective, computation):
+            is_within = re.search(OF_A_HOST, line) is not None
+            within += is_within
+            across |= set() if is_within else {name}
+    branches = re.findall(r"conditional\(.*branch_computations=\{(.*?)\}", text)
     assert within
     assert across
-    assert across.keys() <= branches, across
+    assert across <= {name for found in branches for name in found.split(", ")}
 
 
 def test_metrics_that_replicas_compute_apart_are_averaged():
