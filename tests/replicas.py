@@ -16,28 +16,28 @@ _BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
 def collectives(text):
-    """The collectives of a compiled program, with their operation, bytes and is_conditional."""
+    """Return the collectives of a compiled program, with their operation, bytes and is_conditional."""
     return runpy.run_path(str(_BENCHMARKS / "collectives.py"))["find_collectives"](text)
 
 
 def stack(trees):
-    """Trees as one, whose leaves have them along a leading axis."""
+    """Return trees as one, whose leaves have them along a leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def take(tree, index):
-    """One of them again."""
+    """Return one of them again."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
 def own(array):
-    """The part of a stacked array that lies on the devices of this process."""
+    """Return the part of a stacked array that lies on the devices of this process."""
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
     return np.concatenate([shard.data for shard in shards])
 
 
 def map_over(mesh, step, *, check_vma):
-    """A step of one replica, compiled for replicas that are spread over all axes of a mesh."""
+    """Compile a step of one replica for replicas that are spread over all axes of a mesh."""
 
     def on_block(*trees):
         results = step(*(take(tree, 0) for tree in trees))
@@ -62,7 +62,7 @@ MAPPINGS = {
 
 
 def share(function, mapping, size):
-    """A function of what all replicas have alike and of parts of their own, under a mapping.
+    """Map a function of what all replicas have alike and of parts of their own.
 
     `function(shared, part)` gives a pair: what is alike on all replicas, which the checked mode of
     `shard_map` holds it to, and what is each one's own.
@@ -98,7 +98,7 @@ def share(function, mapping, size):
 
 @functools.cache
 def partners(size, count):
-    """The partner of each replica in the step after so many, as it is drawn."""
+    """Return the partner of each replica in the step after so many, as it is drawn."""
     return np.asarray(_draw(np.arange(size, dtype=np.int32), np.int32(count)))
 
 
@@ -138,7 +138,7 @@ class Workers:
         self.sums = np.zeros_like(self.params)
 
     def take_step(self, grads):
-        """A local step of each; what is not finite counts as zero in it."""
+        """Take a local step of each; what is not finite counts as zero in it."""
         self.sums += grads
         for i, g in enumerate(np.where(np.isfinite(grads), grads, 0.0)):
             move, self.states[i] = self.update(self.states[i], g)
@@ -146,7 +146,7 @@ class Workers:
 
 
 def simulate_agn(update, start, grads_of, steps, *, commits, combine, weights):
-    """Workers and a center as the AGN paper has them.
+    """Simulate workers and a center as the AGN paper has them.
 
     Args:
       update: The optimizer of all.
@@ -192,7 +192,7 @@ def simulate_diloco(
     mixing=0.0,
     compress=None,
 ):
-    """Workers and their centers as the papers of DiLoCo, Streaming DiLoCo and NoLoCo have them.
+    """Simulate workers and their centers as the papers of DiLoCo, Streaming DiLoCo and NoLoCo do.
 
     Args:
       inner: The optimizer of the workers.

@@ -21,7 +21,7 @@ SGD = optax.sgd(1.0)
 
 
 def test_known_centers_of_one_replica():
-    """The specification's figures for x - 1 and 2 (y + 1) from (0, .5), rate .1, period 4."""
+    """Keep the specification's figures for x - 1 and 2 (y + 1) from (0, .5), rate .1, period 4."""
     tx = optperm.agn(optax.sgd(0.1, momentum=0.9), every=4)
     evaluate = lambda p, _: (jnp.stack([p[0] - 1, 2 * (p[1] + 1)]), {})  # noqa: E731
     trail = loops.train(tx, jnp.float32([0.0, 0.5]), [()] * 8, evaluate=evaluate)

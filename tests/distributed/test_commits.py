@@ -33,7 +33,7 @@ def mapped_step(tx, flag):
 
 
 def run_flagged(tx, grads, flags):
-    """Params and state of four replicas after each step, by one program for each kind of flag."""
+    """Return params and state of four replicas after each step, by one program for each kind of flag."""
     params, opt_state = (replicas.stack([tree] * SIZE) for tree in (START, tx.init(START)))
     trail = []
     for flag, each in zip(flags, grads, strict=True):

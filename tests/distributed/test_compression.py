@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("lenient")
 
 @functools.partial(jax.jit, static_argnums=0)
 def sent_of(compress, leaf):
-    """What is decoded of what is sent of a leaf."""
+    """Return what is decoded of what is sent of a leaf."""
     sent = compression.encode(compress, leaf)
     return compression.decode(compress, sent, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
 def sum_of_one(compress, leaf, held, weight=None):
-    """What one replica sends of a leaf, how much it counts, and what it holds back then."""
+    """Return what one replica sends of a leaf, how much it counts, and what it holds back."""
     own, number, rest, _ = compression.sum_compressed(
         compress, leaf, held, jnp.array(True), Replicas(None, ()), weight
     )

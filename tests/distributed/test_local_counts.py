@@ -21,7 +21,7 @@ START = {"w": np.float32([[0.5, -0.5], [0.25, 1.0], [-0.75, 0.5]]), "b": np.floa
 
 
 def rate(count):
-    """A schedule whose values at commits differ from the values at their numbers."""
+    """Return a rate whose values at commits differ from the values at their numbers."""
     return 0.2 / (1.0 + jnp.asarray(count, jnp.float32))
 
 
@@ -141,12 +141,12 @@ def test_schedules_within_a_switch_are_refused():
 
 
 def count_of(state):
-    """The counts in a state, without repeats."""
+    """Return the counts in a state, without repeats."""
     return {int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32}
 
 
 def own(schedule):
-    """An optimizer with a state that no one knows."""
+    """Make an optimizer with a state that no one knows."""
 
     def update(updates, state, params=None):
         del params

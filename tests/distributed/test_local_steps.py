@@ -23,7 +23,7 @@ def loss_fn(params, batch):
 
 
 def spy(reading):
-    """An optimizer whose step is 0.1 times what it reads from the extra arguments."""
+    """Make an optimizer whose step is 0.1 times what it reads from the extra arguments."""
 
     def update(updates, state, params=None, **extras):
         return jax.tree.map(lambda x: -0.1 * x, reading(params, updates, extras)), state

@@ -45,7 +45,7 @@ def loss_fn(params, batch):
 
 
 def layout(name, step):
-    """The mapped step, and the mesh on which its stacked arguments lie."""
+    """Return the mapped step, and the mesh on which its stacked arguments lie."""
     kind = AxisType.Explicit if "explicit" in name else AxisType.Auto
     mesh = jax.make_mesh((SIZE,), (AXIS,), axis_types=(kind,))
     if name in replicas.MAPPINGS:
@@ -226,7 +226,7 @@ def test_the_center_may_be_declared_the_same_on_all_devices():
     specs = optperm.distributed.AgnState(*(P(AXIS) if name in own else P() for name in fields))
 
     def apart(function, opt_state):
-        """The state with what is each replica's own changed by a function."""
+        """Change what is each replica's own by a function."""
         return opt_state._replace(**{name: function(getattr(opt_state, name)) for name in own})
 
     def run(params, opt_state, targets):

@@ -29,13 +29,13 @@ OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True), replicas.sgd(0.7, 0.9, nest
 
 
 def mean(step):
-    """All get the weighted mean."""
+    """Give all the weighted mean."""
     del step
     return np.stack([WEIGHTS / WEIGHTS.sum()] * SIZE)
 
 
 def pair(size, step):
-    """Each gets the weighted mean of itself and its partner."""
+    """Give each the weighted mean of itself and its partner."""
     shares = np.zeros((size, size))
     for i, j in enumerate(replicas.partners(size, step - 1)):
         shares[i, i] += WEIGHTS[i]
@@ -44,18 +44,18 @@ def pair(size, step):
 
 
 def in_turn(period, fragments, step):
-    """The fragments that a plan sends at the end of a step."""
+    """Return the fragments that a plan sends at the end of a step."""
     offsets = [p * period // fragments for p in range(fragments)]
     return [p for p, offset in enumerate(offsets) if (step - offset) % period == 0]
 
 
 def whole(*names):
-    """The places of whole leaves."""
+    """Return the places of whole leaves."""
     return [PLACES[name] for name in names]
 
 
 def layers(*chosen):
-    """The places of some layers of the leaf that stacks six of them."""
+    """Return the places of some layers of the leaf that stacks six of them."""
     return [PLACES["c"].reshape(6, 2)[list(chosen)].reshape(-1)]
 
 
@@ -80,14 +80,14 @@ class Levels:
 
 
 def agn(optimizer, combine, commits, every, size=SIZE):
-    """AGN, and what simulates it."""
+    """Make AGN, and what simulates it."""
     tx = optperm.agn(optimizer[0], every=every, combine=combine, axis_name=replicas.AXIS)
     options = {"commits": commits, "combine": combine, "weights": WEIGHTS[:size]}
     return tx, functools.partial(replicas.simulate_agn, optimizer[1], **options)
 
 
 def diloco(inner, outer, plan, parts, shares=mean, compress=(None, None), **options):
-    """DiLoCo, and what simulates it."""
+    """Make DiLoCo, and what simulates it."""
     tx = optperm.diloco(
         inner[0],
         outer[0],
@@ -179,7 +179,7 @@ CASES = {
 
 
 def flat(tree):
-    """Stacked replicas as rows."""
+    """Return stacked replicas as rows."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
@@ -193,7 +193,7 @@ def unflat(rows):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("x64")
 def test_steps_of_any_method_are_those_of_a_simulation(name):
-    """Of a quadratic, whose gradient is the params less a target; the replicas have weights."""
+    """Train weighted replicas on a quadratic, whose gradient is the params less a target."""
     case, rng = CASES[name], np.random.default_rng(0)
     start, targets = rng.normal(size=NUMBERS), rng.normal(size=(STEPS, case.size, NUMBERS))
     if case.bad is not None:

@@ -80,7 +80,7 @@ def test_slices_land_exactly_and_on_stacked_states():
 
 @functools.cache
 def of_flag(commit):
-    """One replica that is pushed down by 1 a step, averaged with itself, by a plan with a delay."""
+    """Push one replica down by 1 a step; it is averaged with itself, by a plan with a delay."""
     tx = optperm.diloco(SGD, SGD, every=Every(4, 1, 2))
     return tx, loops.compiled(tx, lambda p, _: (jnp.ones_like(p), {"commit": commit}))
 
