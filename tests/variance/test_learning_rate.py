@@ -1,5 +1,7 @@
 """The rate of SVRG against the eigenvalues that it is made of."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,22 @@ def test_the_rate_is_one_over_the_expected_smoothness():
         )
         expected = N * (b - 1) / (b * (N - 1)) * whole + (N - b) / (b * (N - 1)) * single
         np.testing.assert_allclose(1 / rate, expected, rtol=2e-3)
+
+
+def test_a_rate_is_doubled_while_the_loss_falls():
+    """Raw features, on which the bound of the theory is far too small."""
+    rng = np.random.default_rng(0)
+    x = np.exp(rng.normal(size=(100, 4))) * [1.0, 10.0, 0.1, 3.0]
+    data = np.float32(x), rng.random(100) < 0.5
+
+    def loss(w, batch):
+        margin = jnp.where(batch[1], 1.0, -1.0) * (batch[0] @ w)
+        return jnp.mean(jnp.logaddexp(0.0, -margin)) + 0.5e-2 * jnp.dot(w, w)
+
+    find = functools.partial(optperm.variance.svrg_learning_rate, loss, jnp.zeros(4), data, 10)
+    ratio = find() / find(num_passes=0)
+    assert ratio >= 4
+    np.testing.assert_allclose(np.log2(ratio), np.rint(np.log2(ratio)), atol=1e-6)
 
 
 def test_a_loss_that_is_not_convex_is_said():
