@@ -27,7 +27,7 @@ def loss_fn(params, batch):
 
 
 def numpy_grad(params, batch):
-    """The gradient of `loss_fn`, by hand."""
+    """Return the gradient of `loss_fn`, by hand."""
     error = batch["x"] @ params["full"] + params["bias_full"] - batch["y"]
     n = len(error)
     return {"full": 2 * batch["x"].T @ error / n, "bias_full": 2 * np.sum(error) / n}
@@ -38,7 +38,7 @@ def in_numpy():
 
 
 def part(data, index):
-    """One of the batches, which come in turns."""
+    """Return one of the batches, which come in turns."""
     first = index * BATCH % len(data["y"])
     return {name: values[first : first + BATCH] for name, values in data.items()}
 

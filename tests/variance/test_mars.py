@@ -62,25 +62,6 @@ def test_trajectory_in_both_forms_is_that_of_the_paper(exact, gamma, max_norm):
         assert np.abs(differs - expected[-1]["full"]).max() > 1e-6
 
 
-@pytest.mark.usefixtures("x64")
-def test_exact_form_with_gamma_1_is_storm_through_momentum():
-    """Its momentum of the corrected gradients is STORM's estimate with a = 1 - b1."""
-    batches = make_batches(8)
-    through_momentum = optax.chain(
-        optperm.mars(1.0, 0.7, np.inf, exact=True), optax.ema(0.7, debias=False), optax.scale(-0.03)
-    )
-    storm = optax.chain(optperm.recursive_gradient(0.3), optax.scale(-0.03))
-    # STORM begins with the first gradient whole.
-    params = start(np.float64)
-    opt_state = through_momentum.init(params)
-    first = jax.tree.map(jnp.asarray, numpy_grad(in_numpy(), batches[0]))
-    opt_state = (opt_state[0], opt_state[1]._replace(ema=first), *opt_state[2:])
-    got = loops.train(through_momentum, params, batches, evaluate=evaluation(), opt_state=opt_state)
-    expected = loops.train(storm, params, batches, evaluate=evaluation())
-    for (params, _), (wanted, _) in zip(got, expected, strict=True):
-        support.assert_close(params, wanted, rtol=1e-12, atol=1e-13)
-
-
 def test_gradient_that_is_not_finite_goes_through_and_is_forgotten():
     """Neither the other entries, nor their norm, nor the step after the next are any different."""
     params, sound = {"w": jnp.zeros(3)}, jnp.float32([0.1, 0.2, 0.3])

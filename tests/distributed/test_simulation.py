@@ -1,0 +1,224 @@
+"""Every step of AGN and DiLoCo, with all their options, against workers and centers in NumPy."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import replicas
+
+import optperm
+from optperm.distributed import Compression, Every
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+SHAPES = {"a": (3, 5), "b": (4,), "c": (6, 2), "d": ()}
+NUMBERS, SIZE, STEPS = 32, 4, 14
+PLACES = dict(zip(SHAPES, np.split(np.arange(NUMBERS), [15, 19, 31]), strict=True))
+WEIGHTS = np.array([0.1, 0.2, 0.7, 1.3])
+ADAM = optax.adam(0.05), replicas.adam(0.05)
+SGD = optax.sgd(0.1), replicas.sgd(0.1)
+MOMENTUM = optax.sgd(0.05, 0.9), replicas.sgd(0.05, 0.9)
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True), replicas.sgd(0.7, 0.9, nesterov=True)
+
+
+def mean(step):
+    """Give all the weighted mean."""
+    del step
+    return np.stack([WEIGHTS / WEIGHTS.sum()] * SIZE)
+
+
+def pair(size, step):
+    """Give each the weighted mean of itself and its partner."""
+    shares = np.zeros((size, size))
+    for i, j in enumerate(replicas.partners(size, step - 1)):
+        shares[i, i] += WEIGHTS[i]
+        shares[i, j] += WEIGHTS[j]
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def in_turn(period, fragments, step):
+    """Return the fragments that a plan sends at the end of a step."""
+    offsets = [p * period // fragments for p in range(fragments)]
+    return [p for p, offset in enumerate(offsets) if (step - offset) % period == 0]
+
+
+def whole(*names):
+    """Return the places of whole leaves."""
+    return [PLACES[name] for name in names]
+
+
+def layers(*chosen):
+    """Return the places of some layers of the leaf that stacks six of them."""
+    return [PLACES["c"].reshape(6, 2)[list(chosen)].reshape(-1)]
+
+
+class Largest:
+    """The eight largest numbers of a leaf, not rounded."""
+
+    decay = 0.95
+
+    def __call__(self, e):
+        kept = np.argsort(-np.abs(e), kind="stable")[:8]
+        return np.where(np.isin(np.arange(e.size), kept), np.float32(e), 0.0)
+
+
+class Levels:
+    """A leaf on 15 evenly spaced levels between minus and plus its largest magnitude."""
+
+    decay = 1.0
+
+    def __call__(self, e):
+        scale = np.abs(np.float32(e)).max()
+        return np.round(np.float32(e) / scale * 7) / 7 * scale
+
+
+def agn(optimizer, combine, commits, every, size=SIZE):
+    """Make AGN, and what simulates it."""
+    tx = optperm.agn(optimizer[0], every=every, combine=combine, axis_name=replicas.AXIS)
+    options = {"commits": commits, "combine": combine, "weights": WEIGHTS[:size]}
+    return tx, functools.partial(replicas.simulate_agn, optimizer[1], **options)
+
+
+def diloco(inner, outer, plan, parts, shares=mean, compress=(None, None), **options):
+    """Make DiLoCo, and what simulates it."""
+    tx = optperm.diloco(
+        inner[0],
+        outer[0],
+        every=plan,
+        axis_name=replicas.AXIS,
+        compress=compress[0],
+        **options,
+    )
+    simulate = functools.partial(
+        replicas.simulate_diloco,
+        inner[1],
+        outer[1],
+        sent=functools.partial(in_turn, plan.period, plan.fragments),
+        shares=shares,
+        parts=parts,
+        delay=plan.delay,
+        mixing=options.get("mixing", 0.0),
+        compress=compress[1],
+    )
+    return tx, simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A method on some replicas.
+
+    Attributes:
+      method: The method, and what simulates it.
+      size: The number of replicas.
+      flags: From the number of a step to `commit=`; None counts the steps.
+      bad: The step in which a gradient of the last replica has a NaN, if there is one.
+      atol: How near the two are.
+    """
+
+    method: tuple[Any, Callable[..., Any]]
+    size: int = SIZE
+    flags: Callable[[int], Any] = lambda step: None
+    bad: int | None = None
+    atol: float = 1e-12
+
+
+ALL = [whole(*SHAPES)]
+TWO, THREE = [whole("a"), whole("b", "c", "d")], [whole("a"), whole("b"), whole("c", "d")]
+SLICES = [whole("a", "b", "d"), layers(0, 2, 4), layers(1, 3, 5)]
+OF_SLICES = {"a": 0, "b": 0, "c": [1, 2, 1, 2, 1, 2], "d": 0}
+DEFAULT = None, replicas.sgd(0.8, 0.5, nesterov=True)
+LARGEST, FOUR_BITS = (Compression(0.25), Largest()), (Compression(bits=4), Levels())
+PAIRS = functools.partial(pair, SIZE)
+CASES = {
+    "agn mean": Case(agn(ADAM, "mean", {3, 6, 9, 12}, every=3), bad=4),
+    "agn sum by a schedule": Case(
+        agn(MOMENTUM, "sum", {1, 3, 6, 10}, every=lambda commits: commits + 1)
+    ),
+    "agn sequential by flags": Case(
+        agn(SGD, "sequential", {2, 3, 7, 14}, every=99),
+        flags=lambda step: step in (2, 3, 7, 14),
+        bad=5,
+    ),
+    "agn of one replica": Case(agn(MOMENTUM, "mean", {4, 8, 12}, every=4, size=1), size=1, bad=6),
+    "diloco": Case(diloco(ADAM, DEFAULT, Every(3), ALL), bad=4),
+    "diloco by flags of the device": Case(
+        diloco(SGD, ADAM, Every(4), ALL), flags=lambda step: jnp.array(step % 4 == 0)
+    ),
+    "three fragments": Case(diloco(SGD, OUTER, Every(5, 3), THREE)),
+    "a delay by flags": Case(
+        diloco(SGD, OUTER, Every(4, 2, 1), TWO, mixing=0.25), flags=Every(4, 2, 1).at
+    ),
+    "layers with a delay beyond the next": Case(
+        diloco(SGD, OUTER, Every(9, 3, 4), SLICES, mixing=0.5, fragment_of=OF_SLICES)
+    ),
+    "pairs": Case(diloco(SGD, OUTER, Every(3), ALL, shares=PAIRS, combine="pairs")),
+    "pairs of three": Case(
+        diloco(
+            SGD,
+            OUTER,
+            Every(3, 2, 2),
+            TWO,
+            shares=functools.partial(pair, 3),
+            combine="pairs",
+            mixing=0.5,
+        ),
+        size=3,
+    ),
+    "the largest": Case(
+        diloco(SGD, OUTER, Every(3, 2, 1), TWO, compress=LARGEST, mixing=0.25), atol=1e-6
+    ),
+    "four bits": Case(diloco(SGD, OUTER, Every(3), ALL, compress=FOUR_BITS), atol=1e-6),
+}
+
+
+def flat(tree):
+    """Return stacked replicas as rows."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
+
+
+def unflat(rows):
+    return {
+        name: rows[:, PLACES[name]].reshape(len(rows), *shape) for name, shape in SHAPES.items()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("x64")
+def test_steps_of_any_method_are_those_of_a_simulation(name):
+    """Train weighted replicas on a quadratic, whose gradient is the params less a target."""
+    case, rng = CASES[name], np.random.default_rng(0)
+    start, targets = rng.normal(size=NUMBERS), rng.normal(size=(STEPS, case.size, NUMBERS))
+    if case.bad is not None:
+        targets[case.bad - 1, -1, 7] = np.nan
+    tx, simulate = case.method
+    simulated = simulate(start, lambda rows, step: rows - targets[step - 1], STEPS)
+
+    def evaluate(flag, params, batch):
+        given = {"commit": batch.get("flag", flag), "weight": batch["weight"]}
+        return jax.tree.map(jnp.subtract, params, batch["target"]), given
+
+    params = unflat(np.stack([start] * case.size))
+    opt_state, compiled = jax.jit(jax.vmap(tx.init))(params), {}
+    for step, (wanted, center, missed) in enumerate(simulated, start=1):
+        batch = {"target": unflat(targets[step - 1]), "weight": WEIGHTS[: case.size]}
+        flag = case.flags(step)
+        if isinstance(flag, jax.Array):
+            batch["flag"], flag = np.stack([flag] * case.size), None
+        if flag not in compiled:
+            one = loops.make_step(tx, functools.partial(evaluate, flag))
+            compiled[flag] = replicas.MAPPINGS["vmap"](one, case.size)
+        params, opt_state = compiled[flag](params, opt_state, batch)
+        np.testing.assert_allclose(flat(params), wanted, rtol=0, atol=case.atol)
+        found = flat(optperm.distributed.center_params(opt_state))
+        np.testing.assert_allclose(found, center, rtol=0, atol=case.atol)
+        assert opt_state.skipped.tolist() == missed.tolist()
+        if "pairs" not in name:
+            assert (found == found[:1]).all()
