@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import optperm
-from optperm.bayes._correlation import fraction_by_correlation
+from optperm.bayes._correlation import Extremes, bounds, fraction_by_correlation, iterate
 from optperm.bayes._covariance import batch_gradients
+from optperm.bayes._forms import FORMS
 from optperm.bayes._warmup import begin, hand_over
 from optperm.bayes._window import learn
 
@@ -153,6 +154,43 @@ def test_bounds_of_the_correlation_hold(form, size, seed, estimates, tails):
     fraction = np.asarray(kernels.noise_ratio / (1 + kernels.noise_ratio))
     is_within = fraction * (np.asarray(kernels.correlation[:, 1]) - 1) < 0.2001
     assert np.all(is_within | (fraction < 0.01501))
+
+
+@jax.jit
+def bounds_after_windows(extremes, angle, spread, across):
+    """Bounds after 200 windows of 15 batches: (window, 2).
+
+    Batches have R times 1 - spread or 1 + spread, and noise at right angles to each probe, which begins
+    at this angle to its eigenvector.
+    """
+    r, form, one = jnp.linspace(*extremes, 8), FORMS["diagonal"](), jnp.ones(8)
+    probe = jnp.zeros(8).at[0].set(jnp.cos(angle)).at[-1].set(jnp.sin(angle))
+    start = Extremes((probe, probe[::-1]), *(jnp.zeros(2) for _ in range(3)))
+
+    def step(seen, inputs):
+        n, key = inputs
+        size = 1 + spread * jax.random.rademacher(key, (), jnp.float32)
+        noise = across * jax.random.normal(key, (8,))
+        products = [size * r * x + noise - x * (x @ noise) for x in seen.probes]
+        return iterate(seen, form, one, products, n), None
+
+    def window(key):
+        batches = jnp.arange(1, 16), jax.random.split(key, 15)
+        seen, _ = jax.lax.scan(step, start, batches)
+        return bounds(seen, form, one, one, jnp.int32(15))
+
+    return jax.vmap(window)(jax.random.split(jax.random.key(0), 200))
+
+
+@pytest.mark.parametrize(
+    ("extremes", "angle", "spread", "across"),
+    [((0.5, 2.0), 0.0, 1.0, 0.0), ((0.5, 2.0), 0.0, 0.0, 1.0), ((0.9, 1.1), np.pi / 4, 0.0, 0.0)],
+    ids=["size of the batches' noise", "noise across the probes", "probes that have not arrived"],
+)
+def test_bounds_of_eigenvalues_with_one_source_of_error_hold(extremes, angle, spread, across):
+    found = np.asarray(bounds_after_windows(*jax.device_put((extremes, angle, spread, across))))
+    assert np.mean(found[:, 0] <= extremes[0]) > 0.95
+    assert np.mean(found[:, 1] >= extremes[1]) > 0.95
 
 
 @pytest.mark.chains

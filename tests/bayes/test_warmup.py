@@ -13,7 +13,7 @@ import support
 import optperm
 from optperm.bayes._covariance import batch_gradients
 from optperm.bayes._schedule import make_schedule
-from optperm.bayes._warmup import begin, hand_over
+from optperm.bayes._warmup import begin, hand_over, probe_lengths, probing_steps
 from optperm.bayes._window import learn
 from optperm.core.states import find_state
 
@@ -90,6 +90,16 @@ def test_entries_with_hardly_any_noise_have_steps_by_their_curvature(form):
         one = replicas.take(state, index)
         h = np.stack([one.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
         assert np.linalg.eigvals(h @ HESSIAN).real.max() < 2
+
+
+def test_probe_of_an_entry_without_noise_has_the_geometric_mean_of_the_lengths():
+    """So it is neither lost among the others nor hides them, in any units."""
+    kernel, seen = begin(jnp.zeros(D), "diagonal", **NUMBERS)
+    kernel = kernel._replace(estimates=jnp.int32(9))
+    for h, probes in (([4e-20, 0.0, 9e-20], [4e-20, 6e-20, 9e-20]), ([0.0] * D, [1.0] * D)):
+        typical, longest = probe_lengths(kernel, jnp.float32(h))
+        seen = seen._replace(typical=typical, longest=longest)
+        np.testing.assert_allclose(probing_steps(seen, kernel, jnp.float32(h)), probes, rtol=1e-5)
 
 
 def test_statistics_of_a_window_are_means_over_its_batches():
