@@ -83,23 +83,18 @@ def test_sample_warns_of_what_a_report_warns_of(sampler, says):
     assert tuple(found) == optperm.bayes.posterior_report(samples).warnings
 
 
-@pytest.mark.parametrize("is_bounded", [True, pytest.param(False, marks=pytest.mark.chains)])
-def test_prior_with_bounds_is_warned_of_with_the_transform(is_bounded, recwarn):
-    """Its gradient is zero on both sides, so that draws go through it; a smooth prior is not warned of.
-
-    Steps of the warm-up do not count: here they begin outside.
-    """
-    wall = (lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)) if is_bounded else (lambda m: -(m**2) / 2)
+def test_prior_with_bounds_is_warned_of_with_the_transform(recwarn):
+    """Its gradient is zero on both sides, so that draws go through it."""
+    wall = lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)  # noqa: E731
     samples = optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), log_prior=wall, sampler=sgld,
         starts=jnp.array([2.9, 3.1]), burn_in=50, **QUICK,
     )  # fmt: skip
     says = [str(w.message) for w in recwarn if "log prior was infinite" in str(w.message)]
-    assert len(says) == int(is_bounded)
-    if is_bounded:
-        share = float(says[0].split("%")[0].split()[-1]) / 100
-        assert share == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.1)
-        assert "m = exp(u)" in says[0]
+    assert len(says) == 1
+    share = float(says[0].split("%")[0].split()[-1]) / 100
+    assert share == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.1)
+    assert "m = exp(u)" in says[0]
 
 
 @pytest.mark.chains
@@ -128,7 +123,7 @@ def test_batches_of_one_example_are_sampled_with_another_example():
     np.testing.assert_allclose(np.square(np.asarray(kernel.basis.w).ravel()), 1, rtol=0.3)
 
 
-@pytest.mark.parametrize(("num_draws", "calls"), [(1, 1), (10, 10), (11, 6), (25, 9), (30, 10)])
+@pytest.mark.parametrize(("num_draws", "calls"), [(1, 1), (25, 9)])
 @pytest.mark.chains
 def test_progress_of_any_number_of_draws_ends_with_all_of_them(num_draws, calls):
     """After each tenth, rounded up."""
@@ -159,15 +154,13 @@ def test_chains_begin_on_either_side_and_are_searched_for_an_optimum():
     np.testing.assert_allclose(np.float32(found), 3, rtol=0.01)
 
 
-def test_bad_arguments():
+def test_arguments_that_do_not_fit_are_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     on_mesh = jax.device_put(jnp.zeros(()), jax.NamedSharding(mesh, jax.P()))
     good = {"loss_fn": loss_fn, "data": data(), "params": jnp.zeros(()), "key": jax.random.key(0)}
     for change, error, message in (
         ({"batch_size": N + 1}, ValueError, "batch_size is 301, but there are 300 examples"),
         ({"data": {"x": jnp.ones(3), "y": jnp.ones(4)}}, ValueError, "agree in their leading"),
-        ({"params": jnp.int32(1)}, TypeError, "params"),
-        ({"num_draws": 0}, ValueError, "num_draws"),
         ({"sampler": optperm.sgld(1e-5, N)}, TypeError, "sampler must be a function"),
         ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, r"^log_prior .* got float32\[2\]"),
         ({"log_prior": lambda w: (w, w)}, TypeError, "^log_prior must return a real scalar"),
@@ -236,21 +229,15 @@ def test_both_modes_are_found_and_said():
 
 
 @pytest.mark.chains
-@pytest.mark.parametrize("which", ["collinear", "year"])
-def test_long_and_narrow_posteriors_are_sampled(which):
-    """By defaults, from zero: conditions of 3.8e3 and 2e11, in whose narrow directions isotropic noise
-    made some 15 effective draws, and C in the params' own coordinates is lost in float32."""
+def test_long_and_narrow_posteriors_are_sampled():
+    """By defaults, from zero: a condition of 2e11, where C in the params' own coordinates is lost in
+    float32."""
     rng = np.random.default_rng(0)
-    if which == "collinear":
-        z = rng.normal(size=(600, 2))
-        x = np.c_[z, z @ rng.normal(size=(2, 4)) + 0.05 * rng.normal(size=(600, 4))]
-    else:
-        x = np.c_[rng.normal(2000, 3, 500), rng.normal(size=(500, 2))]
-    x = np.c_[np.ones(len(x)), x]
+    x = np.c_[np.ones(500), rng.normal(2000, 3, 500), rng.normal(size=(500, 2))]
     y = x @ rng.normal(size=x.shape[1]) * 0.3 + rng.normal(size=len(x))
     precision = 0.01
     covariance = np.linalg.inv(x.T @ x + precision * np.eye(x.shape[1]))
-    assert np.linalg.cond(covariance) > 1e3
+    assert np.linalg.cond(covariance) > 1e10
 
     def loss(w, batch):
         residuals = batch[0] @ w - batch[1]
