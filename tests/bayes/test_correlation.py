@@ -1,7 +1,5 @@
 """The diagonal and the scalar preconditioner where the noise is correlated, by exact covariances."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,21 +161,3 @@ def test_bounds_of_eigenvalues_with_one_source_of_error_hold(extremes, angle, sp
     found = np.asarray(bounds_after_windows(*jax.device_put((extremes, angle, spread, across))))
     assert np.mean(found[:, 0] <= extremes[0]) > 0.95
     assert np.mean(found[:, 1] >= extremes[1]) > 0.95
-
-
-@pytest.mark.chains
-@pytest.mark.filterwarnings("ignore:The maximum split R-hat", "ignore:The minimum effective")
-def test_chains_of_correlated_features_have_variances_within_a_fifth():
-    """A regression on two features with a correlation of 0.9; noise of batches alone would give 0.3."""
-    rng = np.random.default_rng(0)
-    x = rng.multivariate_normal(np.zeros(2), [[1.0, 0.9], [0.9, 1.0]], size=800)
-    y = x @ [1.0, -0.5] + rng.normal(size=800)
-    samples = optperm.bayes.sample(
-        lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2,
-        (jnp.float32(x), jnp.float32(y)), jnp.zeros(2), 0, batch_size=32, num_draws=500, thinning=50,
-        sampler=functools.partial(optperm.constant_sgd, preconditioner="diagonal", burn_in=1000),
-    )  # fmt: skip
-    exact = np.diag(np.linalg.inv(x.T @ x))
-    ratios = np.float64(samples.params).reshape(-1, 2).var(axis=0) / exact
-    assert np.all(ratios > 0.65)  # 0.8 within the error of some 150 effective draws
-    assert np.all(ratios < 1.35)

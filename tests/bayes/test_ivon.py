@@ -114,20 +114,6 @@ def test_the_hessian_is_seen_with_the_variance_of_the_draw():
     assert float(other.num_data) == 5000
 
 
-def test_two_parts_of_the_params_are_drawn_one_after_the_other():
-    params = {"a": jnp.zeros(2000), "b": jnp.ones(2000)}
-    parts = {
-        "a": optperm.ivon(0.1, 100.0, hess_init=1.0),
-        "b": optperm.ivon(0.1, 1e4, hess_init=1.0),
-    }
-    state = optax.partition(parts, {"a": "a", "b": "b"}).init(params).inner_states
-    draw = params
-    for name in parts:
-        draw = optperm.bayes.sample_params(state[name], draw, jax.random.key(0))
-    deviations = [float(jnp.std(draw[name] - params[name])) for name in parts]
-    np.testing.assert_allclose(deviations, [0.1, 0.01], rtol=0.1)
-
-
 def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
     m = jnp.array([1.0, 2.0])
     tx = optperm.ivon(0.1, num_data=50.0)

@@ -1,13 +1,10 @@
 """SGLD and SGHMC at finite steps, against the exact laws of Gaussians, and their recursions."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import support
 
 import optperm
 from optperm.bayes._report import langevin_biases
@@ -15,14 +12,6 @@ from optperm.bayes._report import langevin_biases
 N = 100
 HESSIAN = np.array([[1.0, 0.4], [0.4, 0.5]])
 ROOT = np.array([[0.2, 0.0], [-0.1, 0.1]])  # of the covariance of the batch's gradient
-
-
-@pytest.fixture
-def long_steps():
-    """Lifts the warning of steps that are meant to be long."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The length of the steps")
-        yield
 
 
 def draws(tx):
@@ -47,7 +36,7 @@ def assert_has_law(flat, wanted):
     assert np.abs(flat.mean(axis=0) / np.sqrt(np.diag(wanted))).max() < 0.04
 
 
-@pytest.mark.usefixtures("long_steps")
+@pytest.mark.filterwarnings("ignore:The length of the steps")
 def test_sgld_has_its_exact_law():
     """Constant SGD with H = eps N M / 2, to whose noise 4 T / (eps N^2) M^-1 is added; at steps that are
     not small, and not at any of the posterior."""
@@ -60,7 +49,7 @@ def test_sgld_has_its_exact_law():
     assert np.abs(np.diag(wanted) / np.diag(posterior) - 1).max() > 0.1
 
 
-@pytest.mark.usefixtures("long_steps")
+@pytest.mark.filterwarnings("ignore:The length of the steps")
 def test_sghmc_has_its_exact_law():
     """Momentum SGD with H = eta N and the decay 1 - alpha, to whose noise 2 (alpha - beta) T / (eta N^2)
     is added."""
@@ -154,16 +143,6 @@ def test_frictions_and_preconditioners_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             make()
-
-
-def test_a_key_decides_the_noise():
-    w = jnp.zeros(3)
-    one, two, other = (
-        optperm.sgld(1e-3, N, key=key).update(w, optperm.sgld(1e-3, N, key=key).init(w), w)[0]
-        for key in (0, jax.random.key(0), 1)
-    )
-    support.assert_same_bits(one, two)
-    assert not np.any(np.asarray(one) == np.asarray(other))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes._sample import _add_prior, _search, _spread
+from optperm.bayes._sample import _add_prior
 
 # Draws that are few enough for tests are too few for figures
 pytestmark = pytest.mark.filterwarnings(
@@ -48,14 +48,15 @@ def test_starts_draws_and_progress():
     starts = jnp.array([2.5, 3.5])
     run = functools.partial(
         optperm.bayes.sample, loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=8,
-        sampler=sampler, burn_in=0, **QUICK,
+        sampler=sampler, burn_in=0, **QUICK | {"num_draws": 25},
     )  # fmt: skip
     samples = run(starts=starts, on_draws=lambda n, new: told.append((n, new.shape)))
     assert sizes == [(N, 8)]
     np.testing.assert_array_equal(samples.starts, starts)
-    assert told == [(2 * i, (2, 2)) for i in range(1, 11)]
-    assert samples.params.shape == (2, 20)
-    assert int(samples.next_step) == 40
+    # After each tenth, rounded up, and at the end
+    assert told == [*((n, (2, 3)) for n in range(3, 25, 3)), (25, (2, 1))]
+    assert samples.params.shape == (2, 25)
+    assert int(samples.next_step) == 9 * 3 * QUICK["thinning"]
     assert abs(float(samples.params[0, 0]) - 2.5) < 0.2
     drawn = run(starts=lambda key: 3.0 + jax.random.normal(key)).starts
     assert np.ptp(np.asarray(drawn)) > 0.01
@@ -121,37 +122,6 @@ def test_batches_of_one_example_are_sampled_with_another_example():
     assert np.all(np.asarray(kernel.is_ready))
     # C = 1, and W^T C W = 1
     np.testing.assert_allclose(np.square(np.asarray(kernel.basis.w).ravel()), 1, rtol=0.3)
-
-
-@pytest.mark.parametrize(("num_draws", "calls"), [(1, 1), (25, 9)])
-@pytest.mark.chains
-def test_progress_of_any_number_of_draws_ends_with_all_of_them(num_draws, calls):
-    """After each tenth, rounded up."""
-    told, tenth = [], -(-num_draws // 10)
-    optperm.bayes.sample(
-        loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, burn_in=0, num_chains=2,
-        starts=jnp.array([2.9, 3.1]), num_draws=num_draws, thinning=1,
-        on_draws=lambda n, _: told.append(n),
-    )  # fmt: skip
-    assert told == [*range(tenth, num_draws, tenth), num_draws]
-    assert len(told) == calls
-
-
-@pytest.mark.chains
-def test_chains_begin_on_either_side_and_are_searched_for_an_optimum():
-    """In pairs, so that of two modes both are found; a prior by itself takes part."""
-    begun = _spread(jnp.float32(0.5), jax.random.key(0), 4)
-    np.testing.assert_allclose(begun[0] + begun[1], 1.0, rtol=1e-5)
-    found = jax.vmap(functools.partial(_search, lambda w: (w**2 - 1) ** 2))(begun)
-    np.testing.assert_allclose(np.abs(found), 1, atol=1e-3)
-    assert set(np.sign(np.asarray(found))) == {-1, 1}
-    scales = jnp.exp(jnp.array([-4.0, 0.0, 4.0]))
-    optimum = 3 / scales
-    found = _search(lambda w: jnp.mean(((w - optimum) * scales) ** 2), jnp.zeros(3))
-    np.testing.assert_allclose(found, optimum, rtol=0.05)
-    found = _search(lambda w: jnp.sum((w - jnp.float32(3)) ** 2), jnp.zeros(2, jnp.bfloat16))
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float32(found), 3, rtol=0.01)
 
 
 def test_arguments_that_do_not_fit_are_refused():
