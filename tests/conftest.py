@@ -5,6 +5,9 @@ import itertools
 import os
 import pathlib
 
+# The tests need several devices, and the sums of a CPU: a GPU multiplies float32 at a lower precision.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 # Every program is worth keeping; `choose_folder` says where.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
