@@ -1,7 +1,7 @@
 """DiLoCo: four replicas train independently, and exchange their progress every fifty steps.
 
-On one machine, run `python diloco.py` with four virtual devices. On several machines, run
-`python diloco.py HOST:PORT NUMBER INDEX` on each, with the address of the first and indices from 0.
+On one machine, `python diloco.py` uses four virtual devices. On each of several machines, run
+`python diloco.py HOST:PORT NUMBER INDEX`, with the address of machine 0 and the number of machines.
 """
 
 import sys
@@ -32,7 +32,7 @@ tx = optperm.diloco(optax.adam(3e-3), every=50, axis_name="replica")
 
 
 def loss_fn(params, batch):
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = model.apply(params, batch[0])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 

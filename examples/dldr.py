@@ -15,13 +15,13 @@ STEPS, BATCH, TRAIN, EVERY = 54, 128, 1257, 4
 model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 initial = model.init(jax.random.key(0), x[:1])
 plain = optax.with_extra_args_support(optax.sgd(0.1))
-# After 14 snapshots, one every four steps, the second phase begins: steps in 12 dimensions.
+# After 14 snapshots, one every four steps, the second phase trains in 12 dimensions.
 bfgs = optperm.dim_reduce(n_components=12)
 dldr = optperm.dldr(plain, bfgs, every=EVERY, num_snapshots=STEPS // EVERY + 1)
 
 
 def loss_fn(params, batch):
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = model.apply(params, batch[0])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 

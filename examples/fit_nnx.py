@@ -1,4 +1,4 @@
-"""`fit` trains a flax.nnx model with BatchNorm and dropout with MARS, and resumes from a checkpoint."""
+"""`fit` trains a flax.nnx model with BatchNorm and dropout, and resumes from a checkpoint."""
 
 import tempfile
 
@@ -25,7 +25,7 @@ def make_model():
 
 
 def loss_fn(model, batch):
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return optax.softmax_cross_entropy_with_integer_labels(model(batch[0]), batch[1]).mean()
 
 

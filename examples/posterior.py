@@ -14,13 +14,13 @@ data = {"x": x, "sign": np.float32(2 * y - 1)}
 
 
 def loss_fn(params, batch):
-    """The mean of -log p(y | x, w)."""
+    """Return the mean of -log p(y | x, w)."""
     logits = batch["x"] @ params["w"] + params["intercept"]
     return jnp.mean(jax.nn.softplus(-batch["sign"] * logits))
 
 
 def log_prior(params):
-    """A normal prior, up to a constant."""
+    """Return the log of a normal prior, up to a constant."""
     return -0.5 * (jnp.sum(params["w"] ** 2) + params["intercept"] ** 2)
 
 

@@ -20,7 +20,7 @@ tx = optperm.sgperm(num_steps=STEPS)
 
 
 def loss_fn(params, batch):
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = model.apply(params, batch[0])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 

@@ -1,4 +1,4 @@
-"""Sparse training: nine tenths of the weights become zero, and the network still reads digits."""
+"""Sparse training: nine tenths of the weights become zero, and the network still recognizes digits."""
 
 import flax.linen as nn
 import jax
@@ -21,7 +21,7 @@ tx = optperm.prune_gradually(adam, 0.9, schedule, every=20)
 
 
 def loss_fn(params, batch):
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = model.apply(params, batch[0])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 

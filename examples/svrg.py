@@ -1,4 +1,4 @@
-"""SVRG: a constant learning rate reaches the optimum of a regression; SGD stops at its noise."""
+"""SVRG reaches the optimum of a regression at a constant learning rate; SGD stops at its noise."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ initial = {"w": jnp.zeros(x.shape[1])}
 
 
 def loss_fn(params, batch):
-    """Half of the mean squared error, with a small ridge penalty."""
+    """Return half of the mean squared error, with a small ridge penalty."""
     rows, targets = batch
     ridge = 0.1 * jnp.sum(params["w"] ** 2)
     return 0.5 * jnp.mean((rows @ params["w"] - targets) ** 2) + ridge

@@ -24,7 +24,7 @@ class WithLossState(NamedTuple):
     """State of `with_loss`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       key: Data of the threefry key from which every batch is drawn.
       inner_state: State of `inner`.
     """
@@ -43,7 +43,7 @@ def with_loss(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Evaluate a loss within `update`, for loops that pass no extra arguments.
 
-    Each step takes a batch B, all data or :math:`|B|` examples drawn with replacement, and calls
+    Each step takes a batch B, either all data or :math:`|B|` examples drawn with replacement, and calls
 
     .. math::
       \text{inner.update}(\nabla L_B(\theta), s, \theta, \text{value} = L_B(\theta), \ldots), \qquad
@@ -52,16 +52,17 @@ def with_loss(
     with all that `optperm.evaluate` returns for this batch.
 
     Args:
-      inner: The whole optimizer: a transformation in front of `with_loss` in a chain has no effect.
-      loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the leaves.
-      data: A tree of arrays with one leading axis of examples. All examples share leaves of rank 0; a
-        typed random key among them is folded with the number of the step.
+      inner: The whole optimizer, because a transformation before `with_loss` in a chain has no effect.
+      loss_fn: A function `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the
+        leaves.
+      data: A tree of arrays with a leading axis of examples. All examples share leaves of rank 0; a
+        typed random key of rank 0 is folded with the number of the step.
       batch_size: :math:`|B|`; None for all data in each step.
       key: The random key of the batches: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `WithLossState`. Its `update` needs `params`, and ignores the
-      gradient that it is given.
+      given gradient.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -81,14 +82,14 @@ def with_loss(
       True
 
     Notes:
-      Extra arguments that `optperm.evaluate` also makes are replaced, because a method needs all of them
-      for the same function and batch. Two more are added: `full_grad_fn`, the gradient over all data,
-      for methods that take snapshots within a step, and `example_grad_fn`, the gradient of one more
-      example.
+      This transformation replaces extra arguments that `optperm.evaluate` also makes, because a method
+      needs all of them for the same loss and batch. It adds two more: `full_grad_fn`, the gradient over
+      all data, for methods that take snapshots within a step, and `example_grad_fn`, the gradient of one
+      more example.
 
-      Each step computes one gradient in addition to the loop's own. The data stay in memory as long as
-      the transformation does, and are constants of each program that calls `update`. Replicas and chains
-      whose states have the same key draw the same batches.
+      Each step computes one gradient in addition to the loop's own gradient. The data stay in memory as
+      long as the transformation, and are constants of each program that calls `update`. Replicas and
+      chains whose states have the same key draw the same batches.
 
     Raises:
       TypeError: If the loss is not a real scalar, `batch_size` is not an integer, or `key` is neither an

@@ -1,4 +1,4 @@
-"""Make the loss, the gradient and the closures that a method may ask for from one loss function."""
+"""Compute the loss, the gradient, and the functions that a method may need, from one loss function."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,9 +21,9 @@ class Evaluation:
     """Result of `evaluate` on one batch.
 
     Attributes:
-      value: Scalar, the loss.
-      grad: The gradient, a tree like params. For complex params it is the conjugate of `jax.grad`, so
-        that a step against it descends, as Optax's rules expect.
+      value: The loss, a scalar.
+      grad: The gradient, a tree like params. For complex params, it is the conjugate of `jax.grad`, so
+        that a step in the opposite direction descends, as Optax expects.
       aux: The second result of the loss function; None without `has_aux`.
       extra_args: All extra arguments that a transformation of this library may need, by name:
         `tx.update(e.grad, opt_state, params, **e.extra_args)`.
@@ -44,35 +44,36 @@ def evaluate(
     axis_name: AxisName | None = None,
     example: Any = None,
 ) -> Evaluation:
-    r"""Evaluate a loss on one batch, and make the closures on this batch that methods may need.
+    r"""Evaluate a loss on one batch, and make the functions of this batch that methods may need.
 
     .. math::
       L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i), \qquad g = \nabla L_B(\theta)
 
     Args:
-      loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the batch's
-        leaves, or `(loss, aux)` with `has_aux`.
+      loss_fn: A function `loss_fn(params, batch)` that returns the scalar mean loss over the leading
+        axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
       params: The parameters at which to evaluate. In a model made of dataclasses, as in Equinox, the
         floating arrays are the parameters; the gradient is None for every other leaf.
-      batch: A tree of arrays. Leaves of rank 0, such as a typed random key, are shared by all examples.
-        For gradients of single examples, a key is folded with the index of the example, so each example
-        has its own dropout mask. Keys that `jax.tree_util.Partial` binds to `loss_fn` are folded too.
+      batch: A tree of arrays. All examples share leaves of rank 0, such as a typed random key. For
+        gradients of single examples, a key is folded with the index of the example, so each example has
+        its own dropout mask. Keys that `jax.tree_util.Partial` binds to `loss_fn` are folded too.
       has_aux: Whether `loss_fn` returns a pair.
-      axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
-        averaged. This works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, including `shard_map`'s
-        checked mode.
-      example: A batch of one example, drawn independently of `batch`, for a method that compares them.
+      axis_name: The mapped axis or axes over which `value`, `grad`, `value_fn` and `grad_fn` are
+        averaged, under `jax.pmap`, `jax.vmap` and `jax.shard_map`, including the checked mode of
+        `jax.shard_map`.
+      example: A batch of one example, drawn independently of `batch`, for a method that compares both.
 
     Returns:
-      An `Evaluation`. Its `extra_args` holds
+      An `Evaluation`. Its `extra_args` contains
 
       - `value`: the loss; `grad`: the gradient;
-      - `value_fn(params)` and `grad_fn(params)`: both at other params, on the same batch;
+      - `value_fn(params)` and `grad_fn(params)`: the loss and the gradient of the same batch at other
+        params;
       - `per_example_grad_fn(params)`: the gradient of each example, a tree like params with a leading
         axis of the batch's size, not averaged over `axis_name`;
-      - `example_grad_fn(params)`, if there is an `example`: its gradient, not averaged either.
+      - `example_grad_fn(params)`, with an `example`: the gradient of the example, also not averaged.
 
-      `grad_fn` and `per_example_grad_fn` also take a part of the batch, `start=` (0) and `size=`.
+      `grad_fn` and `per_example_grad_fn` can also use a part of the batch: `start=` (0) and `size=`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -90,12 +91,12 @@ def evaluate(
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
 
     Notes:
-      A closure costs nothing unless it is called. `optax.contrib.sam` takes no extra argument except
-      `grad_fn`: `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
+      These functions cost nothing unless a method calls them. `optax.contrib.sam` accepts no extra
+      argument except `grad_fn`: `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
 
-      Inside `optax.masked` or `optax.partition`, a method sees only its part of the params. Where the
-      params given to a closure are an `optax.MaskedNode`, the closure uses the params of this evaluation
-      and returns no gradient for them.
+      Inside `optax.masked` or `optax.partition`, a method sees only its part of the params. If a leaf of
+      the params given to one of these functions is an `optax.MaskedNode`, the function uses the leaf
+      from this evaluation and returns no gradient for it.
 
     Raises:
       TypeError: If the loss is not a real scalar.

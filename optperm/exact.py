@@ -1,7 +1,8 @@
-"""Apply updates so that entries that a method places, holds or keeps at zero are exact.
+"""Apply updates so that entries that a method sets, fixes or keeps at zero are exact.
 
-In floating point `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
-decides where entries of the params end says so in its state, by `exact()`, and `apply_updates` reads it.
+In floating point, `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
+determines exact entries of the params returns them from `exact()` of its state, and `apply_updates` uses
+them.
 """
 
 import collections
@@ -37,11 +38,11 @@ class Exact(NamedTuple):
     """Entries of the params that have exact values after the last step.
 
     Attributes:
-      values: The values: a tree like `where` of arrays or numbers; None for the values before the step.
-      where: A tree like params of booleans that broadcast against them from the left; `optax.MaskedNode`
-        for a leaf, or a part of the tree, without exact entries.
-      is_target: Whether the updates lead to the values, which may be those of an earlier step. Other
-        exact entries override targets.
+      values: The values, a tree like `where` of arrays or numbers; None for the values before the step.
+      where: The exact entries, a tree like params of booleans that broadcast against the leaves from the
+        left; `optax.MaskedNode` for a leaf, or a part of the tree, without exact entries.
+      is_target: Whether the updates lead to the values, which may come from an earlier step. Other exact
+        entries override targets.
     """
 
     values: Any
@@ -198,20 +199,20 @@ def replace_targets(opt_state: Any, other: Any) -> Any:
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
-    """Apply updates to params, exactly where a method places weights.
+    """Apply updates to params, and give exact values to weights that a method sets.
 
-    A leaf that moves becomes `params + updates`, as in `optax.apply_updates`. A leaf that a method such
-    as `optperm.sgperm` places becomes the exact target held in `opt_state`. An entry that
-    `optperm.mask_elements` masks keeps its bits, wherever it was placed. An entry that
+    An ordinary leaf becomes `params + updates`, as in `optax.apply_updates`. A leaf that a method such
+    as `optperm.sgperm` sets becomes the exact target in `opt_state`. An entry that
+    `optperm.mask_elements` masks keeps its bits, whatever its target is. An entry that
     `optperm.prune_gradually` or `optperm.rigl` keeps at zero becomes 0.0, never -0.0.
 
     Args:
       params: A tree of parameters, or a model made of dataclasses, as in Equinox.
       updates: A tree of updates of the same structure and shapes; None for leaves that are not trained.
-      opt_state: The optimizer state that `update` returned with `updates`, however composed.
+      opt_state: The optimizer state that `update` returned with `updates`, in any nesting.
 
     Returns:
-      The new parameters, of the structure, shapes and dtypes of `params`.
+      The new parameters, with the structure, shapes and dtypes of `params`.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -224,19 +225,19 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
       [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
 
     Notes:
-      A method that places weights must come last in its chain; only `optperm.mask_elements` may follow.
-      Any other transformation after it changes the updates, but not the targets, and a `UserWarning`
-      says so. There is also a warning about a transformation after `optperm.dim_reduce` or
-      `optperm.katyusha`, whose states belong to their own steps. (Optax does not say which leaves
-      `optax.masked` covers, so there is no warning if the method leaves some leaves out.) Between the
-      updates of the method, a wrapper such as `optax.contrib.sam` returns updates of its own. A target
-      is therefore applied only where the update leads to it, up to rounding.
+      A method that sets exact weights must come last in its chain; only `optperm.mask_elements` may
+      follow. Any other transformation after it changes the updates, but not the targets; this function
+      then gives a `UserWarning`. It also warns about a transformation after `optperm.dim_reduce` or
+      `optperm.katyusha`, whose states belong to their own steps. (Optax does not show which leaves
+      `optax.masked` covers, so there is no warning if the method leaves out some leaves.) Between the
+      updates of the method, a wrapper such as `optax.contrib.sam` returns its own updates. Therefore a
+      target is applied only if the update leads to it, up to rounding.
 
     Raises:
       TypeError: If a leaf is not an array.
-      ValueError: If the trees do not match, two methods in `opt_state` place the same leaf, or a method
+      ValueError: If the trees do not match, two methods in `opt_state` set the same leaf, or a method
         with exact entries is inside `optax.lookahead`, `optax.contrib.schedule_free` or
-        `optax.contrib.mechanize`, which keep params of their own without these entries.
+        `optax.contrib.mechanize`, which keep their own params without these entries.
     """
     # States hold plain arrays where params may hold variables of flax.nnx.
     whole, params = params, trained_part(params)

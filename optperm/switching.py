@@ -30,7 +30,7 @@ class SwitchAfterState(NamedTuple):
     """State of `switch_after`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       switched: Whether the second optimizer took the last step, or will take the first.
       first: State of the first optimizer; constant after the switch.
       then: State of the second optimizer.
@@ -78,11 +78,11 @@ def switch_after(
       u_t = \begin{cases} \text{first}(g_t) & t < T \\ \text{then}(g_t) & t \ge T \end{cases}
 
     Args:
-      num_steps: :math:`T \ge 0`, the number of steps of the first optimizer. Once the second optimizer
-        has taken a step, a larger number does not bring the first one back.
+      num_steps: :math:`T \ge 0`, the number of steps of the first optimizer. After the second optimizer
+        has taken a step, a larger number does not bring back the first optimizer.
       first: The optimizer of steps 0 to T - 1. Both optimizers get the extra arguments.
       then: The optimizer of all further steps.
-      track: Whether to update `then` in the first phase as well, which takes the time of both.
+      track: Whether to also update `then` in the first phase, which takes the time of both.
 
     Returns:
       A transformation whose state is a `SwitchAfterState`. Its `update` needs `params`.
@@ -101,15 +101,16 @@ def switch_after(
       [1.0, 2.0]
 
     Notes:
-      Each step computes only the optimizer whose turn it is; under `jax.vmap`, it computes both. The
-      state holds the switch, and its structure never changes, so training can resume on either side of
-      the switch, and one `jax.lax.scan` can run across it.
+      Each step computes only the active optimizer; under `jax.vmap`, it computes both. The state
+      records the switch, and its structure never changes, so training can resume before or after the
+      switch, and one `jax.lax.scan` can run across it.
 
-      Without `track`, the second optimizer starts cold at the switch. Its state may hold the params of
-      that moment (the weights of `optperm.sgperm`, the center of `optperm.agn`, a snapshot). Anything
-      put into this state before, such as a mask, is lost. With `track`, the second optimizer gets every
-      gradient of the first phase and its updates are dropped, so its moments are warm at the switch. In
-      both cases, the weights that it places are those at the switch.
+      Without `track`, the second optimizer is initialized at the switch. Its state may contain the
+      params at the switch (the weights of `optperm.sgperm`, the center of `optperm.agn`, a snapshot).
+      Anything put into this state before the switch, such as a mask, is lost. With `track`, the second
+      optimizer gets every gradient of the first phase and its updates are dropped, so its moments are
+      up to date at the switch. In both cases, exact weights that it sets start from the params at the
+      switch.
 
     Raises:
       TypeError: If `num_steps` is not an integer.

@@ -1,4 +1,4 @@
-"""The burn-in of a sampler, which another optimizer takes over."""
+"""Let another optimizer run the burn-in of a sampler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BurnInState(NamedTuple):
     """State of a sampler whose burn-in another optimizer takes over.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       switched: Whether the sampler took the last step.
       first: State of the optimizer of the burn-in; constant after it.
       then: State of the sampler, which learns from all gradients.

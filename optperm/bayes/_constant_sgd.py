@@ -42,17 +42,17 @@ class ConstantSgdState(NamedTuple):
     """State of `constant_sgd`.
 
     Attributes:
-      count: Steps taken.
-      steps: Steps that sampled.
-      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients, in
-        steps that sampled.
-      left_out: Steps in which entries with a gradient that is not finite did not move.
+      count: Number of steps taken.
+      steps: Number of steps that sampled.
+      uneven: Number of estimates, in steps that sampled, for which the batch's gradient was not the mean
+        of its examples' gradients.
+      left_out: Number of steps in which entries with a nonfinite gradient did not move.
       freeze_after: The first step that learns nothing.
       key: The raw random key of the injected noise.
       scale: s = 2 S T / N of the last step.
       limit: c of the last step.
       kernel: The noise, the curvature and the basis of the steps.
-      window: The statistics of the current window of the warm-up; () where a kernel was passed.
+      window: The statistics of the current window of the warm-up; () if a kernel was passed.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -116,74 +116,75 @@ def constant_sgd(
     chunk_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sample from the posterior by SGD with constant step sizes.
+    r"""Sample from the posterior with SGD and constant step sizes.
 
     .. math::
       v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - (1 - \mu) v_t
 
-    With :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`, the loss
-    :math:`L = \frac{1}{N} \sum_n \ell_n` (the prior is in it, `optperm.bayes.normal_prior`), batches of
-    :math:`S` examples, :math:`C` the covariance of one example's gradient and :math:`A` the Hessian of
-    :math:`L`, injected noise :math:`\xi` shortens the step of each direction as far as stability
-    requires:
+    The loss is :math:`L = \frac{1}{N} \sum_n \ell_n` with
+    :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`; it includes the prior
+    (`optperm.bayes.normal_prior`). Batches have :math:`S` examples, :math:`C` is the covariance of one
+    example's gradient, and :math:`A` is the Hessian of :math:`L`. Injected noise :math:`\xi` shortens
+    the step in each direction as far as stability requires:
 
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top, \qquad
       h_i = \frac{s}{\max(\Lambda_i (1 + 1 / \rho), s a_i / c)}, \quad s = \frac{2 S T}{N}
 
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
-    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So a step's noise has the
-    covariance :math:`(2 T / N) H` for any b, and near an optimum the draws follow
+    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. The noise of a step therefore has
+    the covariance :math:`(2 T / N) H` for any b. Near an optimum, the draws follow
     :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. Every
     direction moves as fast as c and the noise of the batches allow, however long and narrow the
-    posterior is. Without injected noise this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`);
-    without noise of the batches it is Langevin dynamics.
+    posterior is. Without injected noise, this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`);
+    without noise from the batches, it is Langevin dynamics.
 
-    In the burn-in another optimizer moves the params to an optimum. From the second half of the burn-in
-    to `freeze_after` five windows estimate :math:`C`, :math:`a_i` (Hutchinson's rule in the coordinates
-    of :math:`H^{1/2}`), the spread of the batches' curvatures, and two numbers that lower :math:`\rho`:
-    how much the noise varies from place to place and, where :math:`W = I`, how much it is correlated.
-    Each window hands its estimates to the next window as an `optperm.bayes.NoiseKernel`; after the last
-    window the kernel is constant. A program that is given this kernel only samples: see `kernel`.
+    In the burn-in, another optimizer moves the params to an optimum. From the second half of the burn-in
+    to `freeze_after`, five windows estimate :math:`C`, :math:`a_i` (Hutchinson's estimator in the
+    coordinates of :math:`H^{1/2}`), the spread of the batches' curvatures, and two quantities that lower
+    :math:`\rho`: how much the noise varies with the params and, if :math:`W = I`, how much it is
+    correlated. Each window passes its estimates to the next window as an `optperm.bayes.NoiseKernel`.
+    After the last window, the kernel is constant. If you pass this kernel as `kernel`, every step
+    samples.
 
     Args:
       num_data: N, the number of training examples.
-      batch_size: S, the number of examples in a batch, of all replicas together.
-      preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h); None for the full one up to
-        4,096 params, else the diagonal one.
+      batch_size: S, the number of examples in a batch, over all replicas.
+      preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h). None for "full" up to 4,096
+        params, and for "diagonal" above.
       estimator: How C is estimated: "per_example", from the extra argument `per_example_grad_fn`;
         "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
         examples.
-      learning_rate: A factor on `stability` and `noise_ratio`, a number or a schedule. The stationary
-        distribution stays the same.
+      learning_rate: A factor that multiplies `stability` and `noise_ratio`, a number or a schedule. It
+        does not change the stationary distribution.
       momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. Steps are
         :math:`(1 + \mu) / (1 - \mu)` times as long at the same stability.
-      temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
-      stability: c, the maximum eigenvalue of :math:`H A` (1 - mu) / (1 + mu), in (0, 2): variances are
-        too large by up to half of it.
+      temperature: T, a factor that multiplies the posterior's covariance, a number or a schedule.
+      stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
+        too large by a fraction of up to c / 2.
       noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
-        The warm-up lowers :math:`\rho` where the noise varies from place to place.
-      burn_in: The number of steps before the first step that samples. With 0, the params stay where they
-        are for the first half of `freeze_after`, in which the noise and the curvature are learned.
-      freeze_after: Steps after which nothing is learned. None for twice `burn_in`, at least 1,000 steps
-        after it.
+        The warm-up lowers :math:`\rho` if the noise varies with the params.
+      burn_in: The number of steps before the first step that samples. With 0, the params do not move in
+        the first half of `freeze_after`, in which the noise and the curvature are learned.
+      freeze_after: The number of steps after which nothing is learned. None for twice `burn_in`, but at
+        least `burn_in` + 1,000.
       burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
         curvature, which reach distant optima and do not depend on the units of features.
-      key: A random key of the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
-        noise of its own; chains of your own take states that were initialized with different keys.
-      kernel: A kernel of `optperm.bayes.adapted_kernel`, of the same model, N, S and momentum. Then
-        every step samples: start at draws of the posterior, or pass a `burn_in` to
-        `optperm.bayes.draw_samples`. The state has no statistics of a warm-up, and the arguments of the
+      key: A random key for the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
+        its own noise. In your own loop, initialize the state of each chain with a different key.
+      kernel: A kernel from `optperm.bayes.adapted_kernel`, for the same model, N, S and momentum. With a
+        kernel, every step samples: start at draws of the posterior, or pass a `burn_in` to
+        `optperm.bayes.draw_samples`. The state then has no warm-up statistics, and the arguments of the
         warm-up (`estimator`, `noise_ratio`, `burn_in`, `freeze_after`, `burn_in_optimizer`,
-        `chunk_size`) do nothing. None for a warm-up.
-      chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
-        at least 8.
-      axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
-        already.
+        `chunk_size`) have no effect. None for a warm-up.
+      chunk_size: The number of per-example gradients held in memory at once. None for a million entries
+        in total, but at least 8 gradients.
+      axis_name: The mapped axis or axes over which each batch is spread. The gradients must already be
+        averaged over them.
 
     Returns:
-      A transformation. It needs `params`, and without `kernel` also `grad_fn` and the estimator's extra
-      argument, all made by `optperm.evaluate`.
+      A transformation whose `update` needs `params`. Without `kernel`, it also needs `grad_fn` and the
+      estimator's extra argument, which `optperm.evaluate` makes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -205,26 +206,27 @@ def constant_sgd(
       True
 
     Notes:
-      Draw batches with replacement: in a shuffled epoch the batches' noise is anticorrelated, and the
-      draws are too narrow by a fifth or more. The loss must be a mean over examples: a loss that sums,
-      or mixes examples as BatchNorm does, has other noise, which the state's `uneven` counts. Put
-      nothing that changes gradients in front (clipping, `optperm.svrg`, weight decay) and nothing that
-      scales updates behind. The more the noise is correlated, the shorter are the steps of the
-      diagonal and the scalar preconditioner. They keep all variances within a fifth of the right ones,
-      or warn (see `optperm.bayes.NoiseKernel` for the bound). With correlated features, they need many
-      steps.
+      Draw batches with replacement: in a shuffled epoch, the batches' noise is anticorrelated, and the
+      draws are too narrow by a fifth or more. The loss must be a mean over examples. A loss that sums
+      examples, or mixes them as BatchNorm does, has different noise; `uneven` in the state counts such
+      estimates. In a chain, put nothing that changes gradients before this transformation (clipping,
+      `optperm.svrg`, weight decay), and nothing that scales updates after it. The diagonal and scalar
+      preconditioners take shorter steps if the noise is more correlated. They keep all variances within
+      a fifth of the posterior's, or warn (see `optperm.bayes.NoiseKernel` for the bound). With
+      correlated features, they need many steps.
 
-      The full preconditioner keeps two D x D matrices (one with `kernel`), decomposes two at the end of
-      each window, and multiplies by two per step. The state of the diagonal one has three numbers
-      per parameter with `kernel`. 16-bit params have a copy in float32. To sample again later, save the
-      kernel, a tree of arrays, with Orbax or pickle. `optperm.bayes.sample` runs the loop for you, and
-      `optperm.bayes.posterior_report` says whether draws can be trusted.
+      With D params, the full preconditioner keeps two D x D matrices (one with `kernel`). It computes
+      two decompositions at the end of each window, and two matrix-vector products per step. With
+      `kernel`, the state of the diagonal preconditioner has three numbers per parameter. 16-bit params
+      have a copy in float32. To sample again later, save the kernel, a tree of arrays, with Orbax or
+      pickle. `optperm.bayes.sample` runs the loop for you, and `optperm.bayes.posterior_report`
+      diagnoses the draws.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
-        than `batch_size`, the trees passed to `update` do not match, or `kernel` is not ready, of
-        several chains, of other params, or of another preconditioner, N, S or momentum.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if an extra argument is missing; if the size of a batch
+        is not `batch_size`; if the trees passed to `update` do not match; or if `kernel` is not ready,
+        has an axis of chains, or belongs to other params or another preconditioner, N, S or momentum.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference

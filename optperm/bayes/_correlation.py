@@ -1,4 +1,4 @@
-r"""Bounds of the extreme eigenvalues of the noise's correlation, where W = I, from batches' gradients.
+r"""Bound the extreme eigenvalues of the noise correlation from the gradients of batches, if W = I.
 
 E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", J. Math. Biology 15, 1982.
 """

@@ -243,8 +243,8 @@ ESTIMATES: dict[Estimator, Estimate] = {
 NEEDS: dict[Estimator, dict[str, str]] = {
     "per_example": {"per_example_grad_fn": "the gradient of each example at given params"},
     "single_example": {
-        "example_grad_fn": "the gradient at given params of one example drawn apart from the batch, "
-        "which evaluate makes if it is given example=one_example too"
+        "example_grad_fn": "the gradient at given params of one example apart from the batch, "
+        "which evaluate makes if you also pass example=one_example"
     },
     "two_batches": {"grad_fn": "the gradient of a part of the batch at given params"},
 }

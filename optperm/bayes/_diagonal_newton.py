@@ -25,7 +25,7 @@ class NewtonState(NamedTuple):
     r"""State of `diagonal_newton`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       mean: m, the running mean of the gradients, a tree like params.
       square: :math:`d^2`, the running mean of the square of each entry's curvature.
     """

@@ -27,20 +27,20 @@ def sample_params(
       \theta = \bar\theta + \sqrt{\tfrac12 \Sigma_{\mathrm{diag}}}\, z_1
       + \frac{1}{\sqrt{2 (K - 1)}} D z_2
 
-    where the :math:`z` are standard normal numbers. They depend on the key and on the path of each leaf,
-    so sharded params get the same numbers.
+    for `ivon` and `swag` respectively, where the :math:`z` are standard normal numbers. They depend on
+    the key and on the path of each leaf, so sharded params get the same numbers as unsharded params.
 
     Args:
       opt_state: The state of an optimizer with `optperm.ivon` or `optperm.swag` anywhere in it.
       params: The current params: the mean :math:`m` of `ivon`.
-      key: A random key, or an int. For replicas that draw independently, pass each its own key, for
-        instance `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+      key: A random key, or an int. Pass each replica its own key, for example
+        `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
       num_draws: The number of draws to stack along a leading axis; None for one draw without this axis.
 
     Returns:
       A tree like params with their dtypes, except that 16-bit params become float32, because 16 bits
-      would round the noise. Params that a mask leaves out are those of `params`. Traced draws of `swag`
-      are NaN before the first collection.
+      would round the noise. Params that a mask leaves out are taken from `params`. Traced draws of
+      `swag` are NaN before the first collection.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -55,19 +55,21 @@ def sample_params(
 
       For a model of `flax.nnx`, pass `nnx.state(model, nnx.Param)`; the draws have the same form.
 
-      If `optax.partition` holds two of these methods, draw from one after the other: pass the state of
-      one part, then the state of the other part with the first draw as the params.
+      If `optax.partition` contains two of these methods, draw from them one after the other: pass the
+      state of one part, then the state of the other part with the first draw as the params.
 
-      After n collections, `swag` has min(n, K) deviations; after a single one, all draws are equal.
+      After n collections, `swag` has min(n, K) deviations. After a single collection, all draws are
+      equal.
 
       Before the first step of `ivon`, the draws have the variance
       :math:`1 / (\lambda (h_0 + \delta))`.
 
     Raises:
       TypeError: If `key` is neither an int nor a key.
-      ValueError: If there is no such state, or more than one; if params do not match it; if `swag` has
-        collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients
-        of several draws: take the mean loss over microbatches at one draw, or `mc_samples`.
+      ValueError: If `opt_state` does not contain exactly one such state; if params do not match the
+        state; if `swag` has collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which
+        would mix the gradients of several draws: use the mean loss over microbatches at one draw, or
+        `mc_samples`.
     """
     checks.check_key("key", key)
     if num_draws is not None:
@@ -112,9 +114,9 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
 
     Returns:
-      A tree like the params that `optperm.swag` sees, in float32 or wider. Other params, such as those
-      of another part of `optax.partition`, are an `optax.MaskedNode`. A traced mean is NaN before the
-      first collection.
+      A tree like the params that `optperm.swag` sees, in float32 or wider. Other params, such as another
+      part of `optax.partition`, are an `optax.MaskedNode`. A traced mean is NaN before the first
+      collection.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -125,7 +127,8 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       [1.0, 2.0]
 
     Raises:
-      ValueError: If there is no such state, or more than one, or nothing has been collected yet.
+      ValueError: If `opt_state` does not contain exactly one such state, or `swag` has collected no
+        params yet.
     """
     state = find_state(opt_state, SwagState, method="swag")
     _check_one_model(state)

@@ -1,4 +1,4 @@
-"""Signs, in the states of constant SGD, that its steps do not sample."""
+"""Find signs in the states of constant SGD that its steps do not sample the posterior."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def judge_stability(stability: Any, steps: Any) -> list[str]:
     # Var = T / (N lambda) / (1 - h lambda / 2) along that direction
     ratio = 1 / max(1 - stability / 2, 1e-3)
     return [
-        f"lambda_max(H A) is {stability:.3g}: in that direction the variance of the draws is about "
+        f"lambda_max(H A) is {stability:.3g}: in this direction, the variance of the draws is about "
         f"{ratio:.2g} times what it should be. Lower stability, or use smaller batches."
     ]
 
@@ -50,8 +50,9 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
     found, drift = [], float(np.mean(kernel.drift))
     if drift < _LEAST_DRIFT:
         found.append(
-            f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times that "
-            "of the window before, so draws are too narrow. Start nearer an optimum, or raise burn_in."
+            f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times "
+            "the noise of the window before, so draws are too narrow. Start closer to an optimum, or "
+            "raise burn_in."
         )
     too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())
     if max(too_small, too_large) > _LARGEST_ERROR:

@@ -42,7 +42,7 @@ class IvonState(NamedTuple):
     r"""State of `ivon`, in float32 or the parameter's dtype if wider.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       momentum: :math:`g`, the running mean of the gradients.
       hessian: :math:`h`, the estimate of the Hessian's diagonal.
       num_data: :math:`\lambda`. The variances are :math:`1 / (\lambda (h + \delta))`.
@@ -95,7 +95,7 @@ class IvonState(NamedTuple):
             f"The first draws of ivon deviate by {deviation:.2g} = 1 / sqrt(num_data (hess_init + "
             f"weight_decay)), more than half of the root mean square of the weights in {wide} of "
             f"{len(scales)} leaves (median {np.median(scales):.2g}), so the network would learn little. "
-            "Leave hess_init out, or use a larger one."
+            "Omit hess_init, or use a larger value."
         ]
 
 
@@ -112,11 +112,11 @@ def ivon(
     rescale_lr: bool = True,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Learn a normal distribution over the params; its mean is the params themselves.
+    r"""Learn a normal distribution over the params, whose mean is the params themselves.
 
     Each step takes the gradient :math:`\hat g` of the batch's mean loss at a draw
-    :math:`\theta = m + \epsilon`, :math:`\epsilon \sim \mathcal{N}(0, 1 / (\lambda (h + \delta)))`. With
-    all products by entry:
+    :math:`\theta = m + \epsilon`, :math:`\epsilon \sim \mathcal{N}(0, 1 / (\lambda (h + \delta)))`. All
+    products are elementwise:
 
     .. math::
       \hat h &= \lambda (h + \delta)\, \epsilon\, \hat g \\
@@ -126,34 +126,35 @@ def ivon(
       \bar g &= g / (1 - \beta_1^t) \\
       m &\leftarrow m - \alpha\, \mathrm{clip}_\xi \frac{\bar g + \delta m}{h + \delta}
 
-    :math:`\hat h` estimates the Hessian's diagonal by Price's theorem, from the gradient alone. The last
+    :math:`\hat h` estimates the Hessian's diagonal from the gradient alone, by Price's theorem. The last
     term of the third line keeps :math:`h + \delta` positive.
 
     Args:
-      learning_rate: The number or schedule from which :math:`\alpha` follows (see `rescale_lr`). Tune
-        it. With the other defaults, 0.3 and 1 are good first guesses.
+      learning_rate: A number or a schedule that determines :math:`\alpha` (see `rescale_lr`). Tune this
+        value. With the other defaults, 0.3 and 1 are good first guesses.
       num_data: :math:`\lambda > 0`, the number of training examples (the effective sample size). A
         larger number makes the learned distribution narrower ("cold"), but not the first draws with
         `hess_init=None`.
-      hess_init: :math:`h_0 > 0`. None for first draws that deviate by a tenth of the root mean square
-        :math:`w` of the weights in all leaves with two or more axes,
-        :math:`1 / \sqrt{\lambda h_0} = 0.1\, w`, or for 1 if these are zero. A smaller :math:`h_0` makes
-        the draws wider; with draws as wide as the weights, a network does not learn.
+      hess_init: :math:`h_0 > 0`. None sets the standard deviation of the first draws to a tenth of the
+        root mean square :math:`w` of the weights in all leaves with two or more axes,
+        :math:`1 / \sqrt{\lambda h_0} = 0.1\, w`; if these weights are zero, :math:`h_0` is 1. A smaller
+        :math:`h_0` makes the draws wider. With draws as wide as the weights, a network does not learn.
       b1: :math:`\beta_1 \in [0, 1)`.
       b2: :math:`\beta_2 \in [0, 1)`. After T steps, the fraction :math:`\beta_2^T` of :math:`h` is still
-        :math:`h_0`: see Notes. With a :math:`\beta_2` as small as 0.9, the draws of a network can become
-        so wide that it hardly learns.
+        :math:`h_0`: see Notes. With :math:`\beta_2 = 0.9`, the draws of a network can become so wide
+        that the network hardly learns.
       weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
       mc_samples: The number of draws per step. With more than one, `updates` and `draw` have a leading
         axis of that length.
-      clip_radius: :math:`\xi > 0`, the maximum entry of the direction. None for
-        :math:`\xi = \sigma_0 / (h_0 + \delta)` with the deviation
-        :math:`\sigma_0 = 1 / \sqrt{\lambda (h_0 + \delta)}` of the first draws: with `rescale_lr`, no
-        entry moves by more than `learning_rate` times :math:`\sigma_0` per step. `inf` for no limit.
-      rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, which makes the
-        first step a step of SGD, or `learning_rate` itself.
-      axis_name: A mapped axis, or several, over which :math:`\hat g` and :math:`\hat h` are averaged.
-        Each replica has its own part of the batch and its own draw, from its own key.
+      clip_radius: :math:`\xi > 0`, the maximum magnitude of an entry of the direction. None for
+        :math:`\xi = \sigma_0 / (h_0 + \delta)`, where
+        :math:`\sigma_0 = 1 / \sqrt{\lambda (h_0 + \delta)}` is the standard deviation of the first
+        draws. With `rescale_lr`, no entry then moves by more than `learning_rate` times :math:`\sigma_0`
+        per step. `inf` for no limit.
+      rescale_lr: If True, :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, which makes the
+        first step a step of SGD. If False, :math:`\alpha` is `learning_rate`.
+      axis_name: The mapped axis or axes over which :math:`\hat g` and :math:`\hat h` are averaged. Each
+        replica has its own part of the batch and its own draw, from its own key.
 
     Returns:
       A transformation whose state is an `IvonState`. Its `update` needs the params, the gradient at a
@@ -177,36 +178,37 @@ def ivon(
 
     Notes:
       With the default `b2`, learning the Hessian takes about 100,000 steps. In a shorter run, all
-      weights keep the deviation of the first draws, a tenth of the weights' root mean square. The noise
-      regularizes, but the draws say little about what the data leave open. `b2=1 - 3 / steps` makes the
-      draws :math:`e^{3/2} = 4.5` times as wide by the end. A smaller `b2` learns :math:`h`. If there are
-      more weights than examples, the distribution then becomes wide, because `weight_decay` is a weak
-      prior, and the likelihood is worse.
+      weights keep the standard deviation of the first draws, a tenth of the weights' root mean square.
+      The noise regularizes, but the draws contain little information about the uncertainty.
+      `b2=1 - 3 / steps` makes the draws :math:`e^{3/2} = 4.5` times as wide by the end. A smaller `b2`
+      learns :math:`h`. If there are more weights than examples, the distribution then becomes wide,
+      because `weight_decay` is a weak prior, and the likelihood is worse.
 
-      The params are the mean, so an evaluation at the mean needs nothing else.
-      `optperm.bayes.posterior_predictive` averages predictions over draws of
+      The params are the mean, so you can evaluate the model at the params.
+      `optperm.bayes.posterior_predictive` averages predictions over draws from
       `optperm.bayes.sample_params`.
 
       `optperm.training.fit` and `optperm.with_loss` make a draw in each step, with `mc_samples=1`.
       `optax.inject_hyperparams` needs `static_args=("mc_samples",)`.
 
-      `optax.masked` passes the raw gradients of the other params through: to hold these params, use
-      `optax.partition` with `optax.set_to_zero()`. If the gradient of an entry is NaN, the entry keeps
-      its :math:`g` and :math:`h`, and its mean moves along :math:`g`; `count` rises.
+      `optax.masked` passes the raw gradients of the other params through. To keep these params fixed,
+      use `optax.partition` with `optax.set_to_zero()`. If the gradient of an entry is NaN, the entry
+      keeps its :math:`g` and :math:`h`, its mean moves along :math:`g`, and `count` increases.
 
       For 16-bit params, the mean of the distribution is a copy in float32, and draws are in float32.
 
       On a quadratic with Hessian :math:`H`, if the prior is weak and the noise of the batches is small,
-      the variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`, those of the best normal
-      approximation with a diagonal covariance.
+      the variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`, the variances of the best
+      normal approximation with a diagonal covariance.
 
-      Like Adam's, the state has two numbers per parameter. In addition, each step draws one normal
-      number per parameter, which takes time if the batch is small for the network.
+      Like Adam's state, the state has two numbers per parameter. In addition, each step draws one normal
+      number per parameter, a noticeable cost if the batch is small for the network.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `draw` is missing or is `params` itself, gradients do
-        not vary over `axis_name` where `jax.shard_map` tracks that, or trees do not match.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `draw` is missing or is `params` itself; if
+        gradients do not vary over `axis_name`, where `jax.shard_map` tracks this; or if trees do not
+        match.
 
     References:
       Shen et al., `Variational Learning is Effective for Large Deep Networks
@@ -354,7 +356,7 @@ def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
         like = jax.tree.map(lambda g: jax.ShapeDtypeStruct((mc_samples, *g.shape), g.dtype), like)
     checks.check_same_tree("draw", draw, like, source="the optimizer state")
     if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
-        raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
+        raise ValueError(f"draw is params itself, but params must stay the mean: {_STEP}.")
     return draw
 
 

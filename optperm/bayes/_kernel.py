@@ -21,42 +21,42 @@ if TYPE_CHECKING:
 
 
 class NoiseKernel(NamedTuple):
-    r"""The noise, curvature and basis of constant SGD, which the warm-up hands over and no step changes.
+    r"""Noise, curvature and basis of constant SGD, estimated by its warm-up and constant afterwards.
 
-    With :math:`C` the covariance of one example's gradient, :math:`A` the Hessian of the mean loss and
-    :math:`s = 2 S T / N`, the columns :math:`w_i` of a basis :math:`W` are such that
+    Let :math:`C` be the covariance of one example's gradient, :math:`A` the Hessian of the mean loss,
+    and :math:`s = 2 S T / N`. The columns :math:`w_i` of a basis :math:`W` satisfy
 
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top
 
-    The fraction of a step's noise that may come from the batches, and the curvature
-    :math:`a_i \approx w_i^\top A w_i`, limit the steps :math:`h_i`; injected noise adds the rest:
+    The fraction of a step's noise that may come from the batches and the curvature
+    :math:`a_i \approx w_i^\top A w_i` limit the steps :math:`h_i`. Injected noise adds the rest:
 
     .. math::
       h_i = \frac{s}{\max\left(\Lambda_i (1 + 1 / \rho), s a_i / c\right)}, \qquad
       b_i = \frac{s}{h_i} - \Lambda_i, \qquad
       \xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z
 
-    So the noise of a step :math:`-H (g + \xi)` has the covariance
+    The noise of a step :math:`-H (g + \xi)` therefore has the covariance
     :math:`W \operatorname{diag}(h (\Lambda + b) h / S) W^\top = (2 T / N) H` for any a and c.
 
-    Where :math:`W = I`, :math:`\Lambda` is the diagonal of C, or the mean of that diagonal, and the
-    noise of a step has the covariance :math:`(2 T / N) H + H E H / S` with :math:`E = C - \Lambda`. For
-    small steps the covariance of the draws is :math:`\Sigma = T (N A)^{-1} + \Delta` with (equation 13
-    of Mandt et al.)
+    If :math:`W = I`, :math:`\Lambda` is the diagonal of C, or the mean of the diagonal, and the noise of
+    a step has the covariance :math:`(2 T / N) H + H E H / S` with :math:`E = C - \Lambda`. For small
+    steps, the covariance of the draws is :math:`\Sigma = T (N A)^{-1} + \Delta`, where (equation 13 of
+    Mandt et al.)
 
     .. math::
       H A \Delta + \Delta A H = \tfrac{1}{S} H E H
 
-    In coordinates in which :math:`H^{1/2} A H^{1/2}` is a diagonal k, this is
-    :math:`\Delta_{ij} = \tilde E_{ij} / (S (k_i + k_j))` with :math:`\tilde E = H^{1/2} E H^{1/2}`, an
-    integral of :math:`e^{-k t} \tilde E e^{-k t} / S` over t, and the posterior is
-    :math:`(T / N) k^{-1}`. So :math:`-\alpha s I \preceq \tilde E \preceq \beta s I` bounds the variance
-    of *every* linear function of the params: it is at least :math:`1 - \alpha` and at most
-    :math:`1 + \beta` times the right one, whatever A is. The fractions of the batches in the noise,
-    :math:`h_i \Lambda_i / s`, are at most :math:`\varphi = \rho / (1 + \rho)`; with
-    :math:`r_{\min} \le 1 \le r_{\max}` the extreme eigenvalues of
-    :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`
+    In coordinates in which :math:`H^{1/2} A H^{1/2}` is a diagonal matrix k, the solution is
+    :math:`\Delta_{ij} = \tilde E_{ij} / (S (k_i + k_j))` with :math:`\tilde E = H^{1/2} E H^{1/2}`, the
+    integral of :math:`e^{-k t} \tilde E e^{-k t} / S` over t, and the covariance of the posterior is
+    :math:`(T / N) k^{-1}`. If :math:`-\alpha s I \preceq \tilde E \preceq \beta s I`, then for any A,
+    the variance of *every* linear function of the params is between :math:`1 - \alpha` and
+    :math:`1 + \beta` times its posterior variance. The batches contribute a fraction
+    :math:`h_i \Lambda_i / s` of the noise, at most :math:`\varphi = \rho / (1 + \rho)`. Hence, if
+    :math:`r_{\min} \le 1 \le r_{\max}` are the extreme eigenvalues of
+    :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`,
 
     .. math::
       1 - \varphi (1 - r_{\min}) \;\le\; \frac{u^\top \Sigma u}{u^\top T (N A)^{-1} u} \;\le\;
@@ -64,24 +64,24 @@ class NoiseKernel(NamedTuple):
 
     The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` is 0.015.
 
-    It is a tree of arrays, which Orbax and pickle can save.
+    A kernel is a tree of arrays, which Orbax and pickle can save.
 
     Attributes:
       basis: The form: `Full`, whose `w` is :math:`W`, (D, D); `Diagonal` or `Scalar`, where
         :math:`W = I`.
-      noise: :math:`\Lambda`: (D,) of the full preconditioner, a tree like params of the diagonal one,
-        a single number of the scalar one.
+      noise: :math:`\Lambda`: an array (D,) for the full preconditioner, a tree like params for the
+        diagonal preconditioner, or a single number for the scalar preconditioner.
       curvature: :math:`a`, of the same form: :math:`w_i^\top A w_i` corrected for momentum, for the
         spread of the batches' curvatures and for `excess`.
       noise_ratio: :math:`\rho`, the maximum ratio of the batches' noise to the injected noise.
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, measured in the last window.
-      excess: The factor on the :math:`a_i` that brings `stability` down to c.
-      drift: The noise in the last window over the noise in the window before.
-      correlation: Bounds of the extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
-        :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`, two standard errors beyond what the last window has
-        found; 1 and 1 of the full form.
+      excess: The factor that multiplies the :math:`a_i` to bring `stability` down to c.
+      drift: The ratio of the noise in the last window to the noise in the window before.
+      correlation: Bounds on the extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
+        :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`, two standard errors beyond the estimates of the last
+        window; 1 and 1 for the full preconditioner.
       estimates: The number of estimates of C in the last window.
-      is_ready: Whether noise and curvature are known; until then no step is taken.
+      is_ready: Whether noise and curvature are known. Until then, no step is taken.
       num_data: N.
       batch_size: S.
       momentum: :math:`\mu`.
@@ -158,15 +158,15 @@ def precondition(basis: Form, h: Any, grads: optax.Updates) -> optax.Updates:
 
 
 def adapted_kernel(opt_state: Any) -> NoiseKernel:
-    """Return the kernel of `optperm.constant_sgd`, from which its argument `kernel=` samples.
+    """Return the kernel that `optperm.constant_sgd` has learned, for its argument `kernel=`.
 
     Args:
       opt_state: The state of an optimizer that contains `optperm.constant_sgd`, in any nesting.
 
     Returns:
-      The `NoiseKernel`. Its `noise` is zero before the first window of the warm-up has ended. Of the
-      state of several chains, as in `Samples.last_opt_state`, its leaves have an axis of chains:
-      `jax.tree.map(lambda a: a[0], kernel)` is the kernel of the first.
+      The `NoiseKernel`. Its `noise` is zero before the first window of the warm-up has ended. For the
+      state of several chains, such as `Samples.last_opt_state`, its leaves have an axis of chains:
+      `jax.tree.map(lambda a: a[0], kernel)` is the kernel of the first chain.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -180,7 +180,7 @@ def adapted_kernel(opt_state: Any) -> NoiseKernel:
       [1.0, 1.0]
 
     Raises:
-      ValueError: If there is no such state, or more than one.
+      ValueError: If `opt_state` does not contain exactly one such state.
     """
     return find_state(opt_state, NoiseKernel, method="constant_sgd")
 
@@ -210,8 +210,8 @@ def check_kernel(
         )
     if jnp.ndim(kernel.is_ready):
         raise ValueError(
-            f"kernel has an axis of {len(kernel.is_ready)} chains, each with a kernel of its own: pass "
-            "one of them, jax.tree.map(lambda a: a[0], kernel)."
+            f"kernel has an axis of {len(kernel.is_ready)} chains, each with its own kernel: pass "
+            "one kernel, jax.tree.map(lambda a: a[0], kernel)."
         )
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
         form = type(kernel.basis).__name__.lower()

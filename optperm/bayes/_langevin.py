@@ -37,14 +37,15 @@ class SgldState(NamedTuple):
     r"""State of `sgld`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       key: The raw random key of the noise.
-      reach: :math:`\epsilon T / 2` of the last step. Over the posterior's variance in a direction it is
-        the :math:`h \lambda` of that direction, and variances are too large by half of it; 0 with a
-        preconditioner.
-      gain: :math:`\epsilon N^2 / (4 T)` of the last step. Times the variance of the batch's gradient it
-        is the fraction by which the noise of the batches widens a variance; 0 with a preconditioner.
-      left_out: Steps in which entries with a gradient that is not finite did not move.
+      reach: :math:`\epsilon T / 2` of the last step; 0 with a preconditioner. Divided by the
+        posterior's variance in a direction, it is :math:`h \lambda` of this direction, and the variance
+        of the draws is too large by the fraction :math:`h \lambda / 2`.
+      gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Multiplied by the
+        variance of the batch's gradient, it is the fraction by which the noise of the batches increases
+        a variance.
+      left_out: Number of steps in which entries with a nonfinite gradient did not move.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -62,7 +63,7 @@ class SghmcState(NamedTuple):
     r"""State of `sghmc`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       velocity: :math:`v`, a tree like params, in float32 or wider.
       key: The raw random key of the noise.
       reach: :math:`\eta T / (2 - \alpha)` of the last step, used as in `SgldState`.
@@ -89,28 +90,28 @@ def sgld(
     preconditioner: optax.Params | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sample by stochastic gradient Langevin dynamics: half a step downhill, and noise.
+    r"""Sample with stochastic gradient Langevin dynamics: half a gradient step plus noise.
 
     .. math::
       \theta_{t+1} = \theta_t - \frac{\epsilon}{2} N M g_t + \sqrt{\epsilon T} M^{1/2} \xi_t,
       \qquad \xi_t \sim N(0, I)
 
-    with :math:`g_t` the gradient of the mean loss over a batch, which includes the prior
+    where :math:`g_t` is the gradient of the mean loss over a batch; the loss includes the prior
     (`optperm.bayes.normal_prior`). The distribution of the iterates tends to the posterior as
-    :math:`\epsilon \to 0`: the noise of :math:`g_t`, of covariance :math:`R`, widens variances by the
-    fraction :math:`\epsilon N^2 M R / (4 T)`.
+    :math:`\epsilon \to 0`. The noise of :math:`g_t`, with covariance :math:`R`, increases variances by
+    the fraction :math:`\epsilon N^2 M R / (4 T)`.
 
     Args:
       step_size: :math:`\epsilon`, a number or a schedule of the step.
       num_data: N, the number of training examples.
       temperature: T, a number or a schedule of the step.
       preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
-        `optperm.bayes.posterior_report` does not check what steps and batches add to variances with a
-        preconditioner.
+        With a preconditioner, `optperm.bayes.posterior_report` does not check how much steps and
+        batches increase variances.
       key: A random key of the noise, or an int. The state holds it.
 
     Returns:
-      A transformation whose state is an `SgldState`, with a float32 copy of params of 16 bits.
+      A transformation whose state is an `SgldState`, with a float32 copy of 16-bit params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -126,15 +127,15 @@ def sgld(
       True
 
     Notes:
-      With `optperm.svrg` in front, :math:`R` is small near a snapshot (the control variates of Baker et
-      al.). Do not put clipping, momentum or Adam's moments in front, because they also change the mean
-      of the gradients, and put nothing behind that scales updates and thus changes the temperature.
-      Entries with a gradient that is not finite do not move. Each chain needs its own noise:
+      With `optperm.svrg` before this transformation, :math:`R` is small near a snapshot (the control
+      variates of Baker et al.). Do not put clipping, momentum or Adam's moments before it, because they
+      also change the mean of the gradients. Do not scale the updates after it, because this changes the
+      temperature. Entries with a nonfinite gradient do not move. Each chain needs its own noise:
       `optperm.bayes.draw_samples` provides it; for your own chains, initialize states with different
       keys.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or the preconditioner does not match the params.
 
     References:
@@ -201,15 +202,15 @@ def sghmc(
     noise_estimate: float | jax.Array = 0.0,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sample by stochastic gradient Hamiltonian Monte Carlo: momentum, friction and noise.
+    r"""Sample with stochastic gradient Hamiltonian Monte Carlo: momentum, friction and noise.
 
     .. math::
       v_{t+1} = (1 - \alpha) v_t - \eta N g_t + \sqrt{2 (\alpha - \hat\beta) \eta T} \, \xi_t, \qquad
       \theta_{t+1} = \theta_t + v_{t+1}, \qquad \xi_t \sim N(0, I)
 
-    Equation 15 of Chen et al., with :math:`g_t` the gradient of the mean loss over a batch, which
-    includes the prior (`optperm.bayes.normal_prior`). :math:`\hat\beta = \eta N^2 R / 2` is the
-    part of the friction that balances the noise of :math:`g_t`, of covariance :math:`R`.
+    This is equation 15 of Chen et al., where :math:`g_t` is the gradient of the mean loss over a batch;
+    the loss includes the prior (`optperm.bayes.normal_prior`). :math:`\hat\beta = \eta N^2 R / 2` is
+    the part of the friction that balances the noise of :math:`g_t`, with covariance :math:`R`.
 
     Args:
       step_size: :math:`\eta`, a number or a schedule of the step: the square of the leapfrog step.
@@ -221,7 +222,7 @@ def sghmc(
       key: A random key of the noise, or an int. The state holds it.
 
     Returns:
-      A transformation whose state is an `SghmcState`, with a float32 copy of params of 16 bits.
+      A transformation whose state is an `SghmcState`, with a float32 copy of 16-bit params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -237,12 +238,12 @@ def sghmc(
       True
 
     Notes:
-      Entries with a gradient that is not finite do not move, and keep their velocity. Each chain needs
-      its own noise: `optperm.bayes.draw_samples` provides it; for your own chains, initialize states
-      with different keys.
+      Entries with a nonfinite gradient do not move, and keep their velocity. Each chain needs its own
+      noise: `optperm.bayes.draw_samples` provides it; for your own chains, initialize states with
+      different keys.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range.
 
     References:

@@ -51,16 +51,17 @@ class MandtSgdState(NamedTuple):
     r"""State of `mandt_sgd`.
 
     Attributes:
-      count: Steps taken.
-      steps: Steps that sampled.
-      unstable: Steps not taken because they would diverge.
-      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients.
-      left_out: Steps in which entries with a gradient that is not finite did not move.
+      count: Number of steps taken.
+      steps: Number of steps that sampled.
+      unstable: Number of steps not taken because they would diverge.
+      uneven: Number of estimates for which the batch's gradient was not the mean of its examples'
+        gradients.
+      left_out: Number of steps in which entries with a nonfinite gradient did not move.
       estimates: Number of estimates of C.
       covariance: The mean of the estimates: (D, D), a tree like params, or the mean of its diagonal.
-      basis: The form, whose W holds the eigenvectors of C where it is full.
+      basis: The form of the preconditioner. W of the full form contains the eigenvectors of C.
       noise: :math:`\Lambda = W^\top C W`: the eigenvalues (D,), a tree like params, or one number.
-      sizes: h of the last step, of the form of the noise.
+      sizes: h of the last step, with the structure of `noise`.
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)` as far as it is known.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
     """
@@ -129,50 +130,51 @@ def mandt_sgd(
     chunk_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sample by SGD preconditioned with the noise of its gradients: Mandt, Hoffman and Blei's method.
+    r"""Sample with SGD that is preconditioned by its gradient noise, as Mandt, Hoffman and Blei do.
 
     .. math::
       v_t = \mu v_{t-1} + H g_t, \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
 
-    With :math:`C` the covariance of one example's gradient and batches of :math:`S` examples
+    For batches of :math:`S` examples and the covariance :math:`C` of one example's gradient,
 
     .. math::
       H = \frac{2 S T}{N} \frac{D}{\operatorname{tr} C} I \quad (\text{scalar}), \qquad
       H_{kk} = \frac{2 S T}{N C_{kk}} \quad (\text{diagonal}), \qquad
       H = \frac{2 S T}{N} C^{-1} \quad (\text{full})
 
-    Each is the matrix of its kind that brings the stationary distribution closest to the posterior near
-    an optimum, :math:`N(\theta^*, T (N A)^{-1})` with :math:`A` the Hessian of the mean loss; the full H
-    makes them equal, to first order in :math:`\lambda_{\max}(H A)`. This eigenvalue must be well below
-    2, which `optperm.constant_sgd` ensures, but this method does not. A diagonal H is not always better
-    than a scalar H.
+    Near an optimum, the posterior is :math:`N(\theta^*, T (N A)^{-1})`, where :math:`A` is the Hessian
+    of the mean loss. Each H is the matrix of its kind whose stationary distribution is closest to the
+    posterior; with the full H, they are equal to first order in :math:`\lambda_{\max}(H A)`. This
+    eigenvalue must be well below 2. `optperm.constant_sgd` ensures this, but `mandt_sgd` does not. A
+    diagonal H is not always better than a scalar H.
 
-    C is the mean of all estimates. There is one per step; with "per_example" and without the full
-    preconditioner, there is one per four steps after the first thousand. A step uses the C of the
+    C is the mean of all estimates. There is one estimate per step; with "per_example" and a diagonal or
+    scalar H, there is one per four steps after the first thousand steps. A step uses the C of the
     previous step. The full preconditioner decomposes C when the number of estimates is :math:`2^k` or
     :math:`3 \cdot 2^k`.
 
     Args:
       num_data: N, the number of training examples.
-      batch_size: S, the number of examples in a batch, of all replicas together.
+      batch_size: S, the number of examples in a batch, over all replicas.
       preconditioner: "scalar", "diagonal" or "full".
       estimator: "per_example", "single_example" or "two_batches", as for `optperm.constant_sgd`.
       learning_rate: :math:`\eta`, a number or a schedule; 1 for sampling.
-      momentum: :math:`\mu`, in [0, 1); None for none.
-      temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
-      max_step: The maximum eigenvalue of H; None for no limit. A limit changes the law.
+      momentum: :math:`\mu`, in [0, 1); None for no momentum.
+      temperature: T, a factor that multiplies the posterior's covariance, a number or a schedule.
+      max_step: The maximum eigenvalue of H; None for no limit. A limit changes the stationary
+        distribution.
       damping: The minimum eigenvalue of C, in the units of C.
-      burn_in: Steps that only estimate C; the first step always does.
-      freeze_after: Steps after which C is constant; None for never.
-      burn_in_optimizer: The optimizer of the burn-in; None for no moves.
-      chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
-        at least 8.
-      axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
-        already.
+      burn_in: The number of first steps that only estimate C. The very first step always does.
+      freeze_after: The number of steps after which C is constant; None to always update C.
+      burn_in_optimizer: The optimizer of the burn-in; None to keep the params fixed.
+      chunk_size: The number of per-example gradients held in memory at once. None for a million entries
+        in total, but at least 8 gradients.
+      axis_name: The mapped axis or axes over which each batch is spread. The gradients must already be
+        averaged over them.
 
     Returns:
-      A transformation. It needs `params` and the estimator's extra argument. With `grad_fn` it takes no
-      step that would diverge; the state's `unstable` counts these steps.
+      A transformation whose `update` needs `params` and the estimator's extra argument. With `grad_fn`,
+      it skips steps that would diverge; `unstable` in the state counts them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -191,15 +193,15 @@ def mandt_sgd(
       True
 
     Notes:
-      Estimates that are not finite are ignored, and entries with a gradient that is not finite do not
-      move. An entry without noise takes a step of `max_step`; without a limit, it does not move. Where
-      the noise vanishes, as in a network that fits its data, step sizes diverge: set `max_step`. The
-      full preconditioner takes no step until it has seen 2 D examples. Draw batches with replacement.
+      Nonfinite estimates are ignored, and entries with a nonfinite gradient do not move. An entry
+      without noise has the step size `max_step`; without a limit, it does not move. If the noise
+      vanishes, as in a network that fits its data, step sizes diverge: set `max_step`. The full
+      preconditioner takes no step until it has seen 2 D examples. Draw batches with replacement.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
-        than `batch_size`, or the trees passed to `update` do not match.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument is missing, the size of a batch is
+        not `batch_size`, or the trees passed to `update` do not match.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference

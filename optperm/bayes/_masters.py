@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class MasterState(NamedTuple):
-    """State of a sampler some of whose params have 16 bits.
+    """State of a sampler if some params have 16 bits.
 
     Attributes:
-      masters: The params in float32 or wider. Rounded, they are the params bit for bit, after Optax's or
-        this library's `apply_updates`, inside `jax.jit` and outside. Where something else has changed
+      masters: The params in float32 or wider. After `apply_updates` of Optax or of this library, inside
+        or outside `jax.jit`, the rounded masters equal the params bit for bit. If something else changes
         the params, the masters restart from the new values.
       inner: The sampler's own state.
     """

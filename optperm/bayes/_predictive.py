@@ -24,7 +24,7 @@ _ROUNDING = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
 class Ensemble(NamedTuple):
-    """Params of several models: draws of `sample_params`, or models trained together by `jax.vmap`.
+    """Params of several models: draws from `sample_params`, or models trained together with `jax.vmap`.
 
     Attributes:
       params: Params with one leading axis over the models.
@@ -102,14 +102,15 @@ def _entropy(probabilities: jax.Array) -> jax.Array:
 def posterior_predictive(
     predict_fn: Callable[[Any, Any], jax.Array], samples: Samples | Ensemble, inputs: Any
 ) -> Predictions:
-    r"""Return a model's prediction for each draw of its params, with mean and standard deviation.
+    r"""Return a model's predictions for draws of its params, with their mean and standard deviation.
 
     .. math::
       p(y \mid x) \approx \frac{1}{M} \sum_{m = 1}^{M} p(y \mid x, \theta_m)
 
     Args:
-      predict_fn: `predict_fn(params, inputs)`, an array: class probabilities (n, classes), for instance
-        `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` of a Linen model.
+      predict_fn: A function `predict_fn(params, inputs)` that returns an array, such as class
+        probabilities (n, classes):
+        `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` for a Linen model.
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`, or an
         `optperm.bayes.Ensemble` of models, which count as one chain.
       inputs: The inputs, a tree of arrays.
@@ -128,17 +129,17 @@ def posterior_predictive(
       ([1.5, 15.0], [0.5, 5.0], (1, 2, 2))
 
     Notes:
-      The mean of class probabilities is the posterior predictive; the mean of logits is not. One draw
-      is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn`
-      returns the log likelihood of each example, ArviZ takes `draws` as its group `log_likelihood`, for
-      PSIS-LOO. Each call traces `predict_fn`, so values that it reads from outside, such as a
-      temperature, are current; but JAX keeps the traces of functions that `predict_fn` passes to
+      The mean of class probabilities is the posterior predictive; the mean of logits is not. One draw is
+      evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn` returns
+      the log likelihood of each example, ArviZ accepts `draws` as its group `log_likelihood`, for
+      PSIS-LOO. Each call traces `predict_fn`, so it sees the current values of outside variables, such
+      as a temperature. However, JAX keeps the traces of functions that `predict_fn` passes to
       `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`. A program is compiled only if it differs from
       earlier programs.
 
     Raises:
       TypeError: If `predict_fn` is not a function or does not return one array of real floating dtype,
-        or `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not say which axes are
+        or `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not show which axes are
         chains.
     """
     if not isinstance(samples, Samples | Ensemble):

@@ -1,4 +1,4 @@
-"""A prior, as a part of the loss."""
+"""A prior as a term of the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def normal_prior(
       -\frac{1}{N} \log p(\theta) = \frac{p}{2 N} \|\theta\|^2 + \text{const}, \qquad
       \theta \sim N(0, I / p)
 
-    The loss of a sampler is the mean over examples of the negative log-likelihood, and this::
+    The loss of a sampler is the mean negative log-likelihood over examples, plus this term::
 
         def loss_fn(params, batch):
             losses = negative_log_likelihood(params, batch)  # one for each example
@@ -32,7 +32,7 @@ def normal_prior(
       num_data: N, the number of training examples.
 
     Returns:
-      A scalar, in float32, or float64 if a parameter is.
+      A scalar in float32, or in float64 if a parameter is float64.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -43,7 +43,7 @@ def normal_prior(
       Use an unweighted mean: a weighted mean over a batch of one example loses the weight.
 
     Raises:
-      TypeError: If an argument is of the wrong type.
+      TypeError: If an argument has the wrong type.
       ValueError: If an argument is out of range.
     """
     checks.check_in_range("precision", precision, 0.0, float("inf"), may_be_schedule=False)

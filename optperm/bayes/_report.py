@@ -1,4 +1,4 @@
-"""Whether draws of a posterior can be trusted: one judge, and the report that shows its figures."""
+"""Diagnose draws from a posterior: the checks, and the report that shows their results."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ NOT_CHECKED = "That batches are drawn with replacement, and nothing changes upda
 
 
 class PosteriorReport(NamedTuple):
-    r"""The figures of `posterior_report`; None where a figure does not apply.
+    r"""Diagnostics from `posterior_report`; None for a diagnostic that does not apply.
 
     Attributes:
       r_hat: The maximum rank-normalized split R-hat of any parameter.
       ess_bulk: The minimum bulk effective sample size.
-      ess_tail: The minimum tail effective sample size, of the 5 % and 95 % quantiles.
-      mcse: The maximum Monte Carlo error of a mean, over the standard deviation.
-      stability: :math:`\lambda_{\max}(H A)`, of constant SGD times (1 - mu) / (1 + mu).
+      ess_tail: The minimum tail effective sample size, of the 5% and 95% quantiles.
+      mcse: The maximum Monte Carlo standard error of a mean, divided by the standard deviation.
+      stability: :math:`\lambda_{\max}(H A)`; for constant SGD, times :math:`(1 - \mu) / (1 + \mu)`.
       noise_ratio: The maximum ratio of the batches' noise to the injected noise, chosen by the warm-up.
-      drift: The noise in the last window of the warm-up over the noise in the window before.
-      step_bias: The maximum fraction by which the length of SGLD's or SGHMC's steps widens a variance.
-      batch_bias: A bound of the fraction by which the noise of SGLD's or SGHMC's batches widens the
-        variance of any linear function of the params, by the maximum eigenvalue of R where it is known,
-        else by the trace of R.
+      drift: The ratio of the noise in the last window of the warm-up to the noise in the window before.
+      step_bias: The maximum relative increase of a variance due to the step size of SGLD or SGHMC.
+      batch_bias: An upper bound on the relative increase, due to the noise of SGLD's or SGHMC's batches,
+        of the variance of any linear function of the params. It uses the maximum eigenvalue of R if this
+        is known, else the trace of R.
       unmoved: The number of entries that have not moved in any chain.
       not_checked: Sentences on conditions that were not checked.
       warnings: Sentences on conditions that do not hold.
@@ -91,40 +91,40 @@ class PosteriorReport(NamedTuple):
 def posterior_report(
     samples: Samples, opt_state: Any = None, *, batch_noise: Any = None
 ) -> PosteriorReport:
-    r"""Judge from chains and their optimizer states whether draws can be trusted.
+    r"""Diagnose draws from their chains and optimizer states.
 
-    It warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below 400,
-    chains diverge, or entries never move. For constant SGD it warns if draws were taken before the end
-    of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above 0.5, if
-    gradients are not the mean of the examples' gradients, or if the noise is so correlated that the
-    diagonal or scalar preconditioner changes a variance by more than a fifth. Of a kernel that was
-    passed it warns if the noise in `samples.batch_noise`, which `optperm.bayes.sample` measures, changes
-    variances by more than 30 % on average. For SGLD and SGHMC it
-    warns if the length of the steps, to first order
+    The report warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below
+    400, chains diverge, or entries never move. For constant SGD, it warns if draws were taken before the
+    end of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above
+    0.5, if gradients are not the mean of the examples' gradients, or if the noise is so correlated that
+    the diagonal or scalar preconditioner changes a variance by more than a fifth. For a kernel that was
+    passed, it warns if the noise in `samples.batch_noise`, which `optperm.bayes.sample` measures,
+    changes variances by more than 30% on average. For SGLD and SGHMC, it warns if the step size
+    increases a variance by more than 5%. To first order, the relative increase is
 
     .. math::
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
       \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
 
-    widens a variance by more than 5 %, or if the noise of the batches, of covariance R, can widen the
-    variance of a linear function of the params by more than 5 %: to first order all of them by at most
+    It also warns if the noise of the batches, with covariance R, can increase the variance of a linear
+    function of the params by more than 5%. To first order, the relative increase is at most
 
     .. math::
       \frac{\epsilon N^2}{4 T} \lambda_{\max}(R) \quad \text{or} \quad
       \frac{\eta N^2}{2 \alpha T} \lambda_{\max}(R)
 
-    The trace of R takes the place of its maximum eigenvalue where only the diagonal of R is known. Both
-    are not checked with a preconditioner.
+    If only the diagonal of R is known, the trace of R replaces the maximum eigenvalue. With a
+    preconditioner, neither increase is checked.
 
-    The number of draws and their autocorrelation determine which R-hat chains may have although they
-    have mixed. Up to this limit, the report asks for more draws; above it, it says that the chains have
-    not mixed. `print` shows the report, and what was not checked.
+    The number of draws and their autocorrelation determine the maximum R-hat of chains that have mixed.
+    Up to this limit, the report asks for more draws; above the limit, it states that the chains have not
+    mixed. `print` shows the report and lists what was not checked.
 
     Args:
-      samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. Of draws from
-        elsewhere, (4, 500, ...), make `Samples(draws, draws[:, -1], (), 500, 1)`.
-      opt_state: The optimizer states at the end, with or without an axis of chains; None for those in
-        `samples`.
+      samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. For draws from
+        elsewhere, of shape (4, 500, ...), pass `Samples(draws, draws[:, -1], (), 500, 1)`.
+      opt_state: The optimizer states at the end, with or without an axis of chains; None for the states
+        in `samples`.
       batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for the noise in
         `samples`, which `optperm.bayes.sample` measures, with the maximum eigenvalue of R.
 
@@ -155,8 +155,8 @@ def posterior_report(
       ()
 
     Raises:
-      TypeError: If `samples` are no `Samples`.
-      ValueError: If steps were not taken because they would diverge, or `samples` holds no draws.
+      TypeError: If `samples` is not a `Samples`.
+      ValueError: If the sampler skipped steps that would diverge, or `samples` contains no draws.
 
     References:
       Vehtari et al., `Rank-Normalization, Folding, and Localization: An Improved R-hat
@@ -352,19 +352,19 @@ def _judge_biases(steps: float | None, batches: float | None, kernel: float | No
     if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
         found.append(
             "The noise of the batches is not that of the kernel: variances are on average about "
-            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel is one of other "
-            "data or of another loss: learn it anew."
+            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel belongs to other "
+            "data or another loss: learn a new kernel."
         )
     if steps is not None and steps > _LARGEST_BIAS:
         found.append(
             f"The length of the steps makes the variance of a parameter about {steps:.1%} too "
-            "large, and along steep directions more: lower step_size, and draw longer chains."
+            "large, and more along steep directions: lower step_size, and draw longer chains."
         )
     if batches is not None and batches > _LARGEST_BIAS:
         found.append(
             "The noise of the batches makes the variance of some linear function of the params up to "
-            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg in "
-            "front."
+            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg before "
+            "the sampler."
         )
     return found
 
@@ -401,7 +401,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     if np.any(unmoved) and COLD not in found:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
-            "that their gradients are finite, and that sampling had begun."
+            "that their gradients are finite, and that sampling has begun."
         )
     return found + _judge_rounding(samples)
 
@@ -424,8 +424,8 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
             ]
     if idle > before:
         return [
-            f"Some draws are of steps that did not sample: {idle} steps did not, and only {before} came "
-            "before the first draw. Pass a longer burn_in."
+            f"Some draws come from steps that did not sample: {idle} steps did not, but only {before} "
+            "steps came before the first draw. Pass a longer burn_in."
         ]
     return []
 
@@ -461,17 +461,19 @@ def describe_unchecked(
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
         found.append(f"That the kernel, which was passed, is one of the {what} of these data.")
     if not states:
-        found.append("That the steps sample this posterior: there is no state of a sampler here.")
+        found.append(
+            "Whether the steps sample this posterior: there is no state of a sampler here."
+        )
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
-        found.append(f"All entries but {_MOST_ENTRIES}, which are spread evenly.")
+        found.append(f"All but {_MOST_ENTRIES} entries, which are spread evenly.")
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
         found.append(
-            "What steps and batches add to variances: it is not checked with a preconditioner."
+            "How much steps and batches increase variances: not checked with a preconditioner."
         )
     elif langevin:
         if step_bias is None:
-            found.append("The variance that the length of the steps adds: it is not known here.")
+            found.append("The variance that the step size adds: it is not known here.")
         if batch_bias is None:
             found.append("The variance that the noise of the batches adds: it is not known here.")
         elif samples.batch_noise_norm is None:

@@ -47,7 +47,7 @@ _EXAMPLES = 2000
 # Products of the power iteration for the maximum eigenvalue of that noise.
 _PRODUCTS = 16
 _UNSEEN = (
-    "In {:.2%} of the steps the loss or the log prior was infinite, as beyond the bounds of a prior, "
+    "In {:.2%} of the steps, the loss or the log prior was infinite, as outside the bounds of a prior, "
     "but the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)) and "
     "add the log of the Jacobian (u) to log_prior."
 )
@@ -77,30 +77,31 @@ def sample(
       p(\theta | x) \propto p(\theta) \prod_{n = 1}^{N} p(x_n | \theta), \qquad
       L(\theta) = -\frac{1}{N} \sum_n \log p(x_n | \theta) - \frac{1}{N} \log p(\theta)
 
-    Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin in pairs on
-    either side of `params`, about 2 away in each entry, and L-BFGS on all examples takes each to an
-    optimum. After the burn-in, each chain makes its first draws, a tenth of `num_draws`, rounded up. It
-    is then displaced by twice their standard deviation, and as many draws again are discarded. R-hat
-    thus judges chains that began too far apart rather than too near. Up to 10 draws, there is no
-    displacement.
+    Batches are drawn from the data with replacement. With up to 4,096 params, the chains begin in pairs
+    on either side of `params`, about 2 away in each entry, and L-BFGS on all examples moves each chain
+    to an optimum. After the burn-in, each chain makes a tenth of `num_draws` draws, rounded up. It is
+    then displaced by twice the standard deviation of these draws, and makes and discards the same number
+    of draws again. R-hat therefore compares chains that began too far apart rather than too close
+    together. With up to 10 draws, there is no displacement.
 
-    The draws are judged as by `optperm.bayes.posterior_report`, whose warnings are given at once. Of
-    more than 200 entries, the 200 that have mixed least are ranked.
+    This function issues the warnings of `optperm.bayes.posterior_report`. With more than 200 entries, it
+    ranks the draws of only the 200 entries that have mixed least.
 
     Args:
-      loss_fn: `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the examples of a
-        batch, with or without the prior.
+      loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
+        examples of a batch, with or without the prior.
       data: A tree of arrays with a leading axis of N examples.
       params: A point near the posterior, a tree.
       key: A random key, or an int.
-      log_prior: `log_prior(params)`, :math:`\log p(\theta)` up to a constant, a number; None if
-        `loss_fn` includes the prior. It must be smooth and finite everywhere: sample :math:`u = \log m`
-        in place of an :math:`m > 0`, with :math:`\log p(m) + u`, where :math:`e^u` is the Jacobian.
+      log_prior: A function `log_prior(params)`, the number :math:`\log p(\theta)` up to a constant; None
+        if `loss_fn` includes the prior. The prior must be smooth and finite everywhere: instead of a
+        parameter :math:`m > 0`, sample :math:`u = \log m` with the log prior :math:`\log p(m) + u`,
+        where :math:`e^u` is the Jacobian.
       batch_size: S. With 1, pass a sampler with `estimator="single_example"`.
-      sampler: `sampler(N, S)` returns the transformation that samples: `optperm.constant_sgd`,
-        `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
-        `lambda n, s: optperm.sgld(1e-5, n)`. One that takes `kernel=` is called again after the warm-up,
-        and samples in a second, smaller program.
+      sampler: A function `sampler(N, S)` that returns the sampling transformation:
+        `optperm.constant_sgd`, `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
+        `lambda n, s: optperm.sgld(1e-5, n)`. A function that accepts `kernel=` is called again after the
+        warm-up, and the draws are then made in a second, smaller program.
       num_chains: The number of chains.
       num_draws: The number of draws of each chain.
       thinning: The number of steps from one draw to the next.
@@ -110,7 +111,7 @@ def sample(
         there, without a search and without a displacement.
       on_draws: A function to show progress or to write draws to disk. It is called after each tenth of
         the draws (rounded up, so at most ten times), with the number of draws so far and a tree of the
-        new ones as NumPy arrays `(chain, draw, ...)`.
+        new draws as NumPy arrays `(chain, draw, ...)`.
 
     Returns:
       `Samples`, whose `params` have leaves `(chain, draw, ...)`, for
@@ -130,8 +131,8 @@ def sample(
       >>> bool(abs(500 * samples.params.var() - 1) < 0.15)
       True
 
-      A parameter with bounds is sampled through a transform, here a rate m > 0 with the prior exp(-m):
-      :math:`\\log p(m) = -m`, and with :math:`m = e^u` the Jacobian adds u.
+      Sample a parameter with bounds through a transform. Here, a rate m > 0 has the prior exp(-m), so
+      :math:`\\log p(m) = -m`. With :math:`m = e^u`, the Jacobian adds u.
 
       >>> counts_of = jnp.array([2.0, 0.0, 1.0, 3.0] * 25)  # Poisson; m ~ Gamma(1 + 150, 1 + 100)
       >>> nll = lambda u, k: jnp.mean(jnp.exp(u) - k * u)
@@ -146,14 +147,14 @@ def sample(
     Notes:
       If each step can use all examples, NUTS (NumPyro, BlackJAX) samples the exact posterior. Each leaf
       of `data` is indexed on the device in each step. Each call traces its functions, and compiles a
-      program only if it differs from earlier programs: none for another key, unless a leaf of `data` has
-      more than 2**18 entries.
+      program only if it differs from earlier programs. Another key needs no new program, unless a leaf
+      of `data` has more than 2**18 entries.
 
     Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If a count is below 1, leaves of the data differ in length, a batch has more examples
-        than the data, starts do not match the params, or params without starts are on a mesh with
-        explicit axes.
+      TypeError: If an argument has the wrong type.
+      ValueError: If a count is below 1, leaves of the data differ in length, `batch_size` exceeds the
+        number of examples, starts do not match the params, or params are on a mesh with explicit axes
+        and `starts` is None.
     """
     _check_arguments(key, burn_in, batch_size, num_chains, num_draws, thinning, sampler)
     params = without_variables(params)
@@ -190,7 +191,7 @@ def sample(
 
     draw = chains_of(tx)
     opt_state = jit_current(jax.vmap(tx.init))(begun)
-    check_runs(opt_state, SAMPLERS, method="The sampler, which has a burn_in_optimizer of its own,")
+    check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
     if burn_in is None:
         burn_in = steps_to_learn(opt_state) or _BURN_IN
     none = jnp.zeros(num_chains, jnp.int32)
@@ -451,7 +452,7 @@ def _search_starts(
 ) -> Any:
     """Return an optimum for each chain, or the params themselves where there are many of them."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
-        raise ValueError("params are on a mesh with explicit axes, where starts= must be passed.")
+        raise ValueError("params are on a mesh with explicit axes: pass starts=.")
     if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
     begun = _spread(params, key, num_chains)

@@ -1,4 +1,4 @@
-"""Draws of chains, and what is known about them."""
+"""Draws of chains, and the data that describe them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Samples(NamedTuple):
       params: The draws; in float32 where a sampler of this library keeps a copy of 16-bit params.
       last_params: The iterates at the end, whose leaves have a leading axis of chains.
       last_opt_state: The optimizer states at the end, with the same axis.
-      next_step: Steps that each chain has taken; the `first_step` of a later call.
-      thinning: Steps from one draw to the next.
-      starts: The first params of the chains, on a leading axis of chains.
-      batch_noise: The variances of a batch's gradient over draws of `optperm.bayes.sample` by SGLD or
-        SGHMC, a tree like params; by constant SGD with `kernel=`, those of
-        :math:`w_i^\top g`, of the form of the kernel's noise; else None.
-      batch_noise_norm: The maximum eigenvalue of the covariance R that has these variances; None where
-        it was not measured.
+      next_step: Number of steps that each chain has taken; the `first_step` of a later call.
+      thinning: Number of steps from one draw to the next.
+      starts: The first params of the chains, with a leading axis of chains.
+      batch_noise: For draws of `optperm.bayes.sample` with SGLD or SGHMC, the variances of a batch's
+        gradient, a tree like params. For constant SGD with `kernel=`, the variances of
+        :math:`w_i^\top g`, with the structure of the kernel's noise. Otherwise None.
+      batch_noise_norm: The maximum eigenvalue of the covariance R that has these variances; None if it
+        was not measured.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
@@ -41,14 +41,15 @@ class Samples(NamedTuple):
     batch_noise_norm: Float[Array, ""] | None = None
 
     def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
-        """Return the draws as a flat dictionary of arrays, which every version of ArviZ takes.
+        """Return the draws as a flat dictionary of arrays, which every version of ArviZ accepts.
 
-        `arviz.rhat` and `arviz.ess` take::
+        `arviz.rhat` and `arviz.ess` accept the dataset::
 
             arviz.convert_to_dataset(samples.as_dict())
 
         Args:
-          separator: Joins the parts of a path to a name. ArviZ refuses a slash from version 1 on.
+          separator: The string that joins the parts of a path to a name. ArviZ 1 and later reject a
+            slash.
 
         Returns:
           NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that

@@ -42,28 +42,29 @@ def draw_samples(
 ) -> Samples:
     r"""Run several chains of a stochastic optimizer, and keep every k-th iterate of each.
 
-    Draw i, from 0, of a chain is :math:`\theta_{w + (i + 1) k}` with k the `thinning` and w the
+    Draw i of a chain, counted from 0, is :math:`\theta_{w + (i + 1) k}`, where k is `thinning` and w is
     `burn_in`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
-    chains and draws. A run in two parts, the second from the end of the first, therefore equals one
-    run::
+    chains and draws. A run in two parts therefore equals a single run::
 
         first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
         second = draw_samples(step, first.last_params, first.last_opt_state, key,
                               num_chains=4, num_draws=50, stacked=True, first_step=first.next_step)
 
     Args:
-      step: `step(params, opt_state, key) -> (params, opt_state)`, one step on a batch that it draws with
-        the key. It must be traceable, and keep the structure, shapes and dtypes of its arguments.
+      step: A function `step(params, opt_state, key) -> (params, opt_state)` that takes one step on a
+        batch drawn with the key. It must be traceable, and keep the structure, shapes and dtypes of its
+        arguments.
       params: The start of all chains; with `stacked`, of each chain, on a leading axis.
       opt_state: The optimizer state to start from; with `stacked`, of each chain, on a leading axis.
       key: A random key, or an int.
       num_chains: The number of chains.
       num_draws: The number of draws of each chain.
       thinning: The number of steps from one draw to the next.
-      burn_in: The number of steps of each chain before those of the first draw. None for the steps in
-        which `optperm.constant_sgd` still learns, and for 0 with other samplers.
+      burn_in: The number of steps of each chain before the steps of the first draw. None for the steps
+        in which `optperm.constant_sgd` still learns, and for 0 with other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
-      first_step: The t of the first step: 0, or `next_step` of the earlier `Samples` to continue.
+      first_step: The number t of the first step: 0, or `next_step` of earlier `Samples` to continue
+        them.
 
     Returns:
       `Samples`. All draws are held in memory.
@@ -82,18 +83,18 @@ def draw_samples(
 
     Notes:
       `jax.vmap` maps over the chains, and `step` runs in a single `jax.lax.scan`, so it is compiled
-      once. Each call traces `step` again, so values that `step` reads from outside are current, except
-      in functions that it passes to `jax.lax.scan` and the like, which keep what they first read. A
-      program is compiled only if it differs from earlier ones. Draws of 16-bit params are the sampler's
-      copy in float32 (`optperm.bayes.MasterState`), without the variance of rounding.
+      once. Each call traces `step` again, so `step` sees the current values of outside variables.
+      However, JAX keeps the traces of functions that `step` passes to `jax.lax.scan` and similar
+      functions. A program is compiled only if it differs from earlier programs. Draws of 16-bit params
+      are the sampler's copy in float32 (`optperm.bayes.MasterState`), without the variance of rounding.
       `optperm.bayes.sample` runs such a loop for you.
 
     Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If a count is below 1, or `burn_in` or `first_step` below 0; if a sampler is in a phase
-        of `optperm.switch_after` that is not running; if leaves have an axis of chains without
-        `stacked`, or no axis of length `num_chains` with it; if `step` changes the structure, shapes or
-        dtypes of its arguments.
+      TypeError: If an argument has the wrong type.
+      ValueError: If a count is below 1, or `burn_in` or `first_step` is below 0; if a sampler is in a
+        phase of `optperm.switch_after` that is not running; if leaves have an axis of chains without
+        `stacked`, or no axis of length `num_chains` with `stacked`; or if `step` changes the structure,
+        shapes or dtypes of its arguments.
     """
     checks.check_key("key", key)
     checks.check_static_count("num_chains", num_chains)
@@ -244,7 +245,7 @@ def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[A
 def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
     """Return what a step returned, without weak types; raise if it changed the form."""
     new_params, new_state = without_variables(returned)
-    source = "what it was given"
+    source = "its arguments"
     checks.check_same_tree("the params that step returns", new_params, params, source=source)
     checks.check_same_tree("the opt_state that step returns", new_state, opt_state, source=source)
     return cast_like(new_params, params), cast_like(new_state, opt_state)

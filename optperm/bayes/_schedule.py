@@ -1,4 +1,4 @@
-"""When the warm-up of constant SGD learns, and when it hands over what it has learned."""
+"""The schedule of constant SGD's warm-up: when it learns, and when it passes on its estimates."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
 JMLR 18(134), arXiv 1704.04289, 2017.
 
-The equations are solved in float64: float32 loses the accuracy of the small difference of I - HA from I.
+The equations are solved in float64, because I - HA differs too little from I for float32.
 """
 
 import contextlib
@@ -30,21 +30,22 @@ def stationary_covariance(
 ) -> jax.Array:
     r"""Return the stationary covariance of SGD with a constant preconditioner on a quadratic.
 
-    Around the optimum SGD is :math:`\theta_{t+1} = \theta_t - H (A \theta_t + \epsilon_t)` with
-    :math:`\epsilon_t \sim N(0, R)`. Its stationary covariance solves the discrete Lyapunov equation
+    Around the optimum, SGD takes the steps :math:`\theta_{t+1} = \theta_t - H (A \theta_t + \epsilon_t)`
+    with :math:`\epsilon_t \sim N(0, R)`. Its stationary covariance solves the discrete Lyapunov equation
 
     .. math::
       \Sigma = (I - HA)\, \Sigma\, (I - HA)^\top + H R H^\top
 
     With momentum, :math:`v_{t+1} = \mu v_t + A \theta_t + \epsilon_t` and
-    :math:`\theta_{t+1} = \theta_t - H v_{t+1}` as in `optax.trace`, it is the block of :math:`\theta` in
-    the covariance of :math:`(\theta, H v)`. In the limit of small steps, the paper's continuous one,
+    :math:`\theta_{t+1} = \theta_t - H v_{t+1}` as in `optax.trace`, :math:`\Sigma` is the block of
+    :math:`\theta` in the covariance of :math:`(\theta, H v)`. In the limit of small steps (continuous
+    time in the paper),
 
     .. math::
       H A \Sigma + \Sigma A H^\top = \frac{1}{1 - \mu} H R H^\top
 
     Args:
-      preconditioner: H: a number, a diagonal (D,), or a matrix (D, D). A learning rate is part of it.
+      preconditioner: H: a number, a diagonal (D,), or a matrix (D, D). H includes the learning rate.
       hessian: A, (D, D), symmetric: the Hessian of the mean loss.
       noise: R, (D, D), symmetric: the covariance of a batch's gradient, C / S for batches of S examples
         whose single gradients have the covariance C.
@@ -52,8 +53,8 @@ def stationary_covariance(
       continuous: Whether to take the limit of small steps.
 
     Returns:
-      :math:`\Sigma`, (D, D), in float64 if an argument is and it is enabled, otherwise in float32. If
-      the matrices are traced, it is NaN where no stationary distribution exists.
+      :math:`\Sigma`, (D, D), in float64 if an argument is float64 and JAX enables it, otherwise in
+      float32. If the matrices are traced and no stationary distribution exists, :math:`\Sigma` is NaN.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -71,7 +72,7 @@ def stationary_covariance(
     Raises:
       TypeError: If an argument is not an array of numbers.
       ValueError: If numbers are not real, shapes do not match, a matrix is not symmetric or not finite,
-        momentum is out of range, or no stationary distribution exists: steps are too large, or a
+        momentum is out of range, or no stationary distribution exists because steps are too large or a
         direction has no curvature.
 
     References:
@@ -125,9 +126,9 @@ def gaussian_kl(
       other_covariance: :math:`\Sigma'`, (D, D), symmetric and positive definite.
 
     Returns:
-      The divergence in nats, scalar, in float64 if an argument is and that is enabled, else in float32.
-      It is computed in float64, but traced, where Python cannot see the matrices, in the dtype of the
-      result; there it is NaN if a matrix is not positive definite.
+      The divergence in nats, a scalar in float64 if an argument is float64 and JAX enables it, otherwise
+      in float32. The computation is in float64, or in the dtype of the result if the matrices are
+      traced. If they are traced and a covariance is not positive definite, the result is NaN.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -155,8 +156,8 @@ def gaussian_kl(
         for name, each in (("covariance", factor), ("other_covariance", other_factor)):
             if not isinstance(each, jax.core.Tracer) and not np.all(np.isfinite(each)):
                 raise ValueError(
-                    f"{name} must be positive definite. A sample covariance of too few samples is not. "
-                    "float32 can lose it if the condition number is above 1e7: then pass float64."
+                    f"{name} must be positive definite, unlike a sample covariance of too few samples. "
+                    "If the condition number is above 1e7, float32 may not suffice: pass float64."
                 )
 
         # tr K K^T - D - log det K K^T with K = L'^-1 L, entry by entry: no term is negative, so that a
@@ -237,7 +238,7 @@ def _check_symmetric(name: str, matrix: Any, *shapes: tuple[int, ...]) -> int:
     shape = jnp.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise ValueError(
-            f"{name} must be a square matrix, got shape {shape}. Of a diagonal d, pass jnp.diag(d)."
+            f"{name} must be a square matrix, got shape {shape}. For a diagonal d, pass jnp.diag(d)."
         )
     if not isinstance(matrix, jax.core.Tracer):
         values = np.asarray(matrix, np.float64)

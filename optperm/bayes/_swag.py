@@ -26,8 +26,8 @@ class SwagState(NamedTuple):
     r"""State of `swag`, in float32 or the parameter's dtype if wider.
 
     Attributes:
-      count: Steps taken.
-      num_models: :math:`n`, the number of params collected.
+      count: Number of steps taken.
+      num_models: :math:`n`, the number of collections.
       mean: :math:`\bar\theta` (stochastic weight averaging).
       squares: :math:`\sum_i (\theta_i - \bar\theta)^2`, by entry.
       deviations: The last :math:`\theta_i - \bar\theta_i`: number i is in row i modulo the rank.
@@ -47,7 +47,7 @@ class SwagState(NamedTuple):
 def swag(
     every: int | jax.Array, *, rank: int = 20, start: int | jax.Array = 0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Collect the mean and the covariance of the params, and leave the updates as they are.
+    r"""Collect the mean and the covariance of the params, and leave the updates unchanged.
 
     The params :math:`\theta_1, \theta_2, \dots` at steps `start`, `start + every`, ... give
 
@@ -56,7 +56,7 @@ def swag(
       \Sigma_{\mathrm{diag}} = \frac1n \sum_i (\theta_i - \bar\theta)^2, \qquad
       D = (\theta_i - \bar\theta_i)_{i > n - K}
 
-    with :math:`\bar\theta_i` the mean of the first i of them, and the distribution
+    where :math:`\bar\theta_i` is the mean of the first i params. The distribution is
 
     .. math::
       \mathcal{N}\left(\bar\theta,\ \tfrac12 \Sigma_{\mathrm{diag}}
@@ -65,9 +65,9 @@ def swag(
     or, with rank 0, :math:`\mathcal{N}(\bar\theta, \Sigma_{\mathrm{diag}})`.
 
     Args:
-      every: The number of steps from one collection to the next, such as those of an epoch.
-      rank: :math:`K`, the number of deviations, 0 or at least 2. Each takes the memory of the params in
-        float32.
+      every: The number of steps from one collection to the next, such as the steps of an epoch.
+      rank: :math:`K`, the number of deviations, 0 or at least 2. Each deviation takes the memory of the
+        params in float32.
       start: The step of the first collection.
 
     Returns:
@@ -85,16 +85,15 @@ def swag(
 
     Notes:
       In the covariance, K is the number of deviations so far, min(n, K). After one collection, all draws
-      are its params.
+      equal the collected params.
 
       Collect at the end of a training run with SGD, and with a constant learning rate that is large
-      enough to keep the params moving.
-      `optperm.bayes.sample_params` draws params, and `optperm.bayes.posterior_mean` returns
-      :math:`\bar\theta`. Models with BatchNorm need new running statistics for the mean and for
-      each draw: one pass over training data.
+      enough to keep the params moving. `optperm.bayes.sample_params` draws params, and
+      `optperm.bayes.posterior_mean` returns :math:`\bar\theta`. Models with BatchNorm need new running
+      statistics for the mean and for each draw, from one pass over the training data.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or the trees passed to `update` do not match.
 
     References:

@@ -28,11 +28,11 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     .. math::
       \frac1n \sum_i \left( \sum_k \mathrm{softmax}(\beta z_i)_k z_{i k} - z_{i y_i} \right)
 
-    is zero. Predicted classes, and so the accuracy, stay the same.
+    is zero. The predicted classes, and therefore the accuracy, do not change.
 
     Args:
-      logits: z, (n, classes), of examples that the classifier was not trained on, of any real floating
-        dtype.
+      logits: z, (n, classes), in any real floating dtype, for examples that the classifier was not
+        trained on.
       labels: y, (n,), integers in [0, classes).
 
     Returns:
@@ -48,17 +48,18 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
 
     Notes:
       Fit the temperature on a validation split of at least a few hundred examples, from the distribution
-      of the examples to predict, and test on another split. It is the first thing to try for calibrated
+      of the examples to predict, and test on another split. Try temperature scaling first for calibrated
       probabilities, because it adds one number and needs no training.
 
       For a binary classifier with a single logit z, pass the logits (0, z).
 
     Raises:
-      TypeError: If the logits are not floating, or the labels not integers.
-      ValueError: If shapes do not match or there are no examples. Unless they are traced, also if
+      TypeError: If the logits are not floating, or the labels are not integers.
+      ValueError: If shapes do not match or there are no examples. Unless arguments are traced, also if
         logits are not finite or are probabilities, a label is out of range, or no temperature is best:
         each label has the largest logit (the loss falls as T falls to 0), or labels have no larger
-        logits than other classes (it falls as T rises without bound). Traced, T is then NaN.
+        logits than other classes (the loss falls as T rises without bound). With traced arguments, T is
+        NaN in these cases.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
@@ -96,7 +97,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
         why = (
             "each label has the largest logit, so the smallest temperature is best"
             if is_smallest
-            else "the labels have no larger logits than other classes, so the largest is best"
+            else "the labels have no larger logits than other classes, so the largest one is best"
         )
         raise ValueError(f"No temperature is best: {why}. Pass more held-out examples.")
     is_label = (y >= 0) & (y < z.shape[1])
@@ -116,7 +117,7 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
             "logits must have the shape (n, classes), with two classes or more, and labels (n,)"
         )
         advice = (
-            "Flatten several axes of examples into one. Of one logit z for two classes, pass (0, z)"
+            "Flatten several axes of examples into one. For one logit z per example, pass (0, z)"
         )
         raise ValueError(f"{wanted}, got {shape} and {jnp.shape(labels)}. {advice}.")
     if isinstance(logits, jax.core.Tracer) or isinstance(labels, jax.core.Tracer):

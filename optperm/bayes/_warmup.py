@@ -1,4 +1,4 @@
-"""The warm-up of constant SGD, and the kernel that each of its windows hands over to the next one."""
+"""The warm-up of constant SGD, and the kernel that each of its windows passes to the next window."""
 
 from __future__ import annotations
 

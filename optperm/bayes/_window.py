@@ -1,4 +1,4 @@
-"""What a window of constant SGD's warm-up sees of the noise and the curvature, and what follows."""
+"""One window of constant SGD's warm-up: statistics of noise and curvature, and their estimates."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from optperm.cli.training import train
 
 _App = App(
     name="optperm",
-    help="Train networks by optperm's methods.\n\nExample: optperm train sgperm --epochs 20",
+    help="Train networks with optperm's methods.\n\nExample: optperm train sgperm --epochs 20",
     version=lambda: f"optperm {importlib.metadata.version('optperm')}",
     help_format="markdown",
     default_parameter=Parameter(allow_repeating=True),
@@ -80,7 +80,7 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
     accuracy = models.measure_accuracy(models.build(spec), params, found.x_test, found.y_test)
     if data is None and accuracy != (tested := summary["test_accuracy"]):
         says = f"the test accuracy is {accuracy}, but summary.json says {tested}"
-        raise CliError(f"{says}: the data have changed, or the kind of device.")
+        raise CliError(f"{says}: the data have changed, or the kind of device differs.")
     print(f"test accuracy {accuracy:.4f}")
     return 0
 

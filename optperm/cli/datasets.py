@@ -1,4 +1,4 @@
-"""Labeled data sets: scikit-learn's digits, npz files, and data sets of the library `datasets`."""
+"""Labeled data sets: scikit-learn's digits, .npz files, and data sets from the library `datasets`."""
 
 import dataclasses
 import importlib.util
@@ -113,7 +113,7 @@ def _download(name: str) -> dict[str, np.ndarray]:
         rows = {split: splits[split][:] for split in ("train", "test")}
     except Exception as error:  # of the library, its network or its file system
         says = f"could not load {repository} ({type(error).__name__}: {error})"
-        raise CliError(f"--data {name}: {says}. The first time it needs a network.") from error
+        raise CliError(f"--data {name}: {says}. The first time, it needs a network.") from error
     columns = {"x": column, "y": "label"}
     return {key: np.asarray(rows[key[2:]][columns[key[0]]]) for key in KEYS}
 

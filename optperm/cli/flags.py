@@ -1,4 +1,4 @@
-"""The flags of the data, the network and the run; their help is the docstring of `Run`."""
+"""The flags for the data, the network and the run; their help is the docstring of `Run`."""
 
 import dataclasses
 import math

@@ -235,11 +235,11 @@ def _read_rank(kind: Any, tokens: Sequence[Token]) -> float:
 
 _RANK = Flag(
     0.25,
-    "The rank, or as a fraction below 1 its ratio to a matrix's smaller side.",
+    "The rank, or below 1, the fraction of a matrix's smaller side.",
     Annotated[float, Parameter(converter=_read_rank)],
 )
 _STEP_SIZE, _DECAY = "The step size.", "The decay rate of the momentum; 0 for none."
-_WEIGHT_DECAY = "The decay of all weights, times the step size."
+_WEIGHT_DECAY = "The weight decay, which is multiplied by the step size."
 _ENTRIES = (
     Method(
         "sgperm",
@@ -252,17 +252,17 @@ _ENTRIES = (
                 "plus the mean distance of neighboring values; it falls to a hundredth over the run.",
             ),
             "aggressiveness_decay": Flag(
-                0.0, "The factor on the aggressiveness in each step; 0 to let it fall over the run."
+                0.0, "The decay of the aggressiveness per step; 0 to decay it over the run."
             ),
             "num_steps": Flag(
                 None, "The steps over which the aggressiveness falls; by default all.", int | None
             ),
             "centralize": Flag(
-                True, "Whether to subtract from the recommendations a random pivot near their mean."
+                True, "Whether to subtract a random pivot near their mean from the recommendations."
             ),
             "partition_ratio": Flag(1.0, "The fraction of a weight vector in one subset."),
-            "learning_rate": Flag(0.01, "The factor on the newest gradient."),
-            "momentum": Flag(0.9, "The factor on the last recommendation."),
+            "learning_rate": Flag(0.01, "The factor that multiplies the current gradient."),
+            "momentum": Flag(0.9, "The factor that multiplies the last recommendation."),
         },
     ),
     Method(
@@ -314,7 +314,7 @@ _ENTRIES = (
         {
             "every": Flag(20, "The number of local steps from one outer step to the next."),
             "combine": Flag("mean", "An outer step takes the mean of all replicas, or of pairs."),
-            "mixing": Flag(0.0, "The fraction of its own params that a replica keeps in a pull."),
+            "mixing": Flag(0.0, "The weight of a replica's own params in a pull."),
             "learning_rate": Flag(3e-3, _STEP_SIZE),
             "outer_learning_rate": Flag(0.8, "The step size of the outer steps."),
             "outer_momentum": Flag(0.5, "The decay of the Nesterov momentum of the outer steps."),
@@ -336,7 +336,7 @@ _ENTRIES = (
             "alpha": Flag(0.01, "The step size outside of the subspace; 0 for no steps there."),
             "start": Flag(0, "The step of the first snapshot."),
             "restart": Flag("last", "The snapshot at which the second phase starts."),
-            "rho": Flag(0.55, "The maximum ratio of a trial of a line search to the one before."),
+            "rho": Flag(0.55, "The maximum ratio of a trial length to the previous length."),
             "sigma": Flag(0.4, "The fraction of the predicted decrease that a trial has to reach."),
             "gamma": Flag(0.9, "The decay rate of the momentum outside of the subspace."),
             "line_search": Flag("safeguarded", "The line search along quasi-Newton steps."),
@@ -360,9 +360,9 @@ _ENTRIES = (
             "every": Flag(200, "The number of steps from one basis to the next."),
             "projection": Flag("random", "The basis, random or near the first singular vectors."),
             "carry": Flag(True, "Whether to carry over Adam's means to the next basis."),
-            "side": Flag("smaller", "The side of a matrix on which the basis is."),
+            "side": Flag("smaller", "The side of each matrix to project."),
             "limit": Flag(
-                1.01, "The factor by which the norm of the scaled gradient grows at most."
+                1.01, "The maximum factor by which the norm of the scaled gradient grows."
             ),
         },
     ),
@@ -374,9 +374,9 @@ _ENTRIES = (
             "learning_rate": Flag(3e-3, _STEP_SIZE),
             "weight_decay": Flag(0.0, _WEIGHT_DECAY),
             "rank": _RANK,
-            "scale": Flag(0.0, "A factor on the steps of matrices; 0 for one that fits the rank."),
-            "by": Flag("channel", "The part of a gradient that is scaled by one number."),
-            "limit": Flag(1.01, "The factor by which the norm of a step grows at most."),
+            "scale": Flag(0.0, "The factor of the steps of matrices; 0 to choose it by the rank."),
+            "by": Flag("channel", "The part of a gradient that shares one factor."),
+            "limit": Flag(1.01, "The maximum factor by which the norm of a step grows."),
         },
     ),
     Method(
@@ -386,16 +386,16 @@ _ENTRIES = (
         {
             "burn_in": Flag(150, "The number of steps that only estimate the gradients' noise."),
             "burn_in_learning_rate": Flag(0.1, "The step size of the burn-in, with momentum 0.9."),
-            "learning_rate": Flag(1.0, "A factor on the steps; 1 for sampling."),
+            "learning_rate": Flag(1.0, "A factor that multiplies the steps; 1 for sampling."),
             "max_step": Flag(0.5, "The maximum eigenvalue of the matrix that scales a gradient."),
             "momentum": Flag(0.0, _DECAY),
             "preconditioner": Flag("diagonal", "The form of the matrix that scales a gradient."),
             "estimator": Flag(
                 "per_example",
-                "What estimates the gradients' noise.",
+                "The estimator of the gradients' noise.",
                 Literal["per_example", "two_batches"],
             ),
-            "temperature": Flag(1.0, "A factor on the covariance of the posterior."),
+            "temperature": Flag(1.0, "A factor that multiplies the posterior's covariance."),
             "damping": Flag(0.0, "The minimum eigenvalue of the gradients' covariance."),
             "prior_precision": Flag(1.0, "The precision of each parameter's prior; 0 for none."),
         },

@@ -1,4 +1,4 @@
-"""The networks of the command line, whose parameters can all be permuted, their loss and their test."""
+"""The networks of the command line, whose parameters can all be permuted, with loss and tests."""
 
 import dataclasses
 import functools
@@ -90,11 +90,11 @@ def _build_module(spec: NetworkSpec) -> nn.Module:
         outputs = jax.eval_shape(model.apply, {"params": params}, example)
     except Exception as error:  # the user's module may raise anything
         says = f"--model {spec.model} is neither mlp nor cnn, nor a module:Class of params alone"
-        advice = "optperm.training.fit trains all others"
+        advice = "optperm.training.fit trains other models"
         raise UsageError(f"{says} ({type(error).__name__}: {error}); {advice}.") from error
     if outputs.shape != (1, spec.num_classes):
         says = f"must map a batch to (batch, {spec.num_classes}) logits"
-        raise UsageError(f"--model {spec.model} {says}, got {list(outputs.shape)} of one example.")
+        raise UsageError(f"--model {spec.model} {says}, got {list(outputs.shape)} for one example.")
     return model
 
 

@@ -4,13 +4,13 @@
 - `summary.json`: the result, every flag and hyperparameter, versions;
 - `steps.npz`: loss and accuracy of each step, and the fraction of weights moved if the method counts it;
 - `curve.png`: loss, accuracy and fraction moved over the steps;
-- `checkpoints/` on request: the checkpoints of `optperm.training.fit`, named by their steps, and in
-  `run.json` what a run has to have in common with this one to resume from them;
+- `checkpoints/` on request: the checkpoints of `optperm.training.fit`, named by their steps; its
+  `run.json` lists what another run must share with this run to resume from them;
 - `permutation.npz` if the method permutes weights, else `params.npz`: the trained network.
 
-The network's file holds its spec (`models.NetworkSpec`), a digest of its trained weights, and for each
-parameter "params/<path>" its values or its permutation (`optperm.permutation.export_permutation`).
-A permutation needs no initial params in the file: they are drawn again from the seed.
+The network's file contains its spec (`models.NetworkSpec`), a digest of its trained weights, and for
+each parameter "params/<path>" its values or its permutation (`optperm.permutation.export_permutation`).
+With a permutation, the file needs no initial params: they are drawn again from the seed.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def create(out: str | None, name: str) -> pathlib.Path:
             folder = pathlib.Path(out)
             if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
                 raise UsageError(
-                    f"--out {out} exists and is not an empty folder: name another one."
+                    f"--out {out} exists and is not an empty folder: name another folder."
                 )
             folder.mkdir(parents=True, exist_ok=True)
         else:
@@ -147,7 +147,7 @@ def write_network(
             lambda x, at: np.ravel(x)[np.ravel(at)].reshape(x.shape), initial, leaves
         )
         if digest(permuted) != digest(trained):
-            raise CliError("the permutation does not give the trained weights: please report it.")
+            raise CliError("the permutation does not give the trained weights: please report this.")
     arrays: dict[str, Any] = flatten_dict({"params": jax.device_get(leaves)}, sep="/")
     np.savez_compressed(folder / name, digest=digest(trained), **dataclasses.asdict(spec), **arrays)
 
@@ -157,7 +157,7 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
     paths = [folder / name for name in (_PERMUTATION_FILE, _PARAMS_FILE)]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise CliError(f"{folder} holds no trained network, as `optperm train` leaves it.")
+        raise CliError(f"{folder} holds no trained network from `optperm train`.")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)

@@ -1,4 +1,4 @@
-"""The command `train`: train a network with one method in `optperm.training.fit`, in a run folder."""
+"""The command `train`: train a network with one method with `optperm.training.fit`, in a run folder."""
 
 import contextlib
 import dataclasses
@@ -178,7 +178,7 @@ def _make_mesh(devices: int) -> Mesh:
     """Make a mesh of some devices of the default platform, or of the CPU if that has too few."""
     here = max(jax.devices(), jax.devices("cpu"), key=lambda found: min(len(found), devices))
     if len(here) < devices:
-        advice = f"JAX_NUM_CPU_DEVICES={devices} in the environment makes virtual ones"
+        advice = f"JAX_NUM_CPU_DEVICES={devices} in the environment makes virtual devices"
         raise CliError(f"--devices must be at most {len(here)}, got {devices}: {advice}.")
     return Mesh(np.array(here[:devices]), ("replica",))
 

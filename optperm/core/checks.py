@@ -1,4 +1,4 @@
-"""Check what users pass. Messages say what came, what is allowed and, where it helps, what to do.
+"""Check arguments. Messages state what came, what is allowed and, if it helps, what to do.
 
 Each check sees only what Python can see. Traced numbers and trees (under `jax.jit` or
 `optax.inject_hyperparams`) pass unchecked, as do schedules.
@@ -13,14 +13,14 @@ import numpy as np
 import optax
 
 _ADVICE = (
-    "Give the others to another optimizer with optax.partition, or mask them with optax.masked."
+    "Give other leaves to another optimizer with optax.partition, or mask them with optax.masked."
 )
 _ADVICE_COMPLEX = (
-    "Train real and imaginary parts as two real arrays, which the loss joins; a method without extra "
-    "arguments also trains in optax.contrib.split_real_and_imaginary(tx), with optax.apply_updates."
+    "Train real and imaginary parts as two real arrays that the loss combines. A method without extra "
+    "arguments also works in optax.contrib.split_real_and_imaginary(tx), with optax.apply_updates."
 )
 _ADVICE_FUNCTIONS = (
-    " Of a model with functions among its leaves, pass the arrays alone: for Equinox "
+    " If a model has functions among its leaves, pass only the arrays: for Equinox, "
     "eqx.filter(model, eqx.is_inexact_array)."
 )
 # States count in int32, and hyperparameters are computed in float32.
@@ -169,7 +169,7 @@ def count_examples(name: str, tree: Any, *, has_scalars: bool = False) -> int:
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     lengths = {shape[:1] for shape in shapes if shape or not has_scalars}
     if len(lengths) != 1 or lengths & {(), (0,)}:
-        wanted = "must be arrays that agree in their leading axis, which counts examples"
+        wanted = "must be arrays that agree in their leading axis, the axis of examples"
         what = "holds no examples" if lengths == {(0,)} else wanted
         raise ValueError(f"{name} {what}: got shapes {shapes}.")
     ((length,),) = lengths

@@ -1,4 +1,4 @@
-"""Conditionals that are the same in every mapping."""
+"""Conditionals that work the same way in every mapping."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""Compile functions of users with the present values of all that they read."""
+"""Compile users' functions with the current values of all variables that they read."""
 
 import hashlib
 import operator

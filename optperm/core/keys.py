@@ -1,4 +1,4 @@
-"""Make random keys of what users pass, and keep them in states as raw data of threefry keys.
+"""Make random keys from users' arguments, and keep them in states as raw data of threefry keys.
 
 Every checkpoint can hold raw data.
 """

@@ -1,7 +1,7 @@
-"""Collectives and types over mapped axes, the same in every mapping.
+"""Collectives and types over mapped axes, which work the same way in every mapping.
 
-In the checked mode of `jax.shard_map` an array's type holds the mapped axes over which it varies.
-Elsewhere (`jax.pmap`, `jax.vmap`, the unchecked mode) no array is marked as varying, and none has to be.
+In the checked mode of `jax.shard_map`, an array's type includes the mapped axes over which it varies.
+Elsewhere (`jax.pmap`, `jax.vmap`, the unchecked mode), no array is or needs to be marked as varying.
 """
 
 import functools

@@ -1,7 +1,8 @@
-"""Keep arrays sharded over a mesh as they are.
+"""Keep the sharding of arrays over a mesh.
 
-On a mesh with explicit axes the sharding is a part of an array's type, inside `jax.jit` too. On a mesh
-with automatic axes the compiler decides inside `jax.jit`; only concrete arrays have a known sharding.
+On a mesh with explicit axes, the sharding is a part of an array's type, also inside `jax.jit`. On a
+mesh with automatic axes, the compiler decides inside `jax.jit`; only concrete arrays have a known
+sharding.
 """
 
 from typing import Any

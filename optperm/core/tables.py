@@ -1,4 +1,4 @@
-"""Tables of text, as reports print them."""
+"""Text tables for reports."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,8 @@
 """Make every transformation of this library from two functions that hold its algorithm.
 
-The common promises are kept here, once: the state is the method's own, params are given and match it,
-needed extra arguments are given, the mapped axis is bound, and results have the types of the inputs.
+This file keeps the common promises in one place: the state belongs to the method, params are given and
+match the state, needed extra arguments are given, the mapped axis is bound, and results have the types
+of the inputs.
 """
 
 import inspect
@@ -175,9 +176,7 @@ def _make_grad_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., op
     def grad_fn(params: optax.Params, **part: Any) -> optax.Updates:
         if part:
             # The gradient over the whole batch would pass for the gradient over a part.
-            needed = (
-                "grad_fn, which takes a part of the batch (start=, size=), as value_fn does not"
-            )
+            needed = "grad_fn, which takes a part of the batch (start=, size=), unlike value_fn"
             code = _EVALUATE.format("")
             raise ValueError(f"{method} needs the extra argument {needed}: {code}. {_OTHER_LOOPS}")
         return jax.grad(value_fn)(params)

@@ -1,4 +1,4 @@
-"""Trees with masked parts, of trained leaves alone, and of rows."""
+"""Trees with masked parts, trees of trained leaves only, and trees of rows."""
 
 import dataclasses
 from collections.abc import Callable

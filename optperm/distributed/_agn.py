@@ -55,19 +55,19 @@ Combine = Literal["mean", "sum", "sequential"]
 
 
 class AgnState(NamedTuple):
-    """State of `agn`, one on each replica.
+    """State of `agn` on each replica.
 
     Attributes:
-      count: Steps taken.
-      since_commit: Steps since the last commit.
-      commits: Commits made.
+      count: Number of steps taken.
+      since_commit: Number of steps since the last commit.
+      commits: Number of commits.
       local_state: State of the inner optimizer.
       center_state: State of the optimizer of the center.
       center: The params at the last commit, the same on every replica.
       accumulator: The sum of the raw local gradients since the last commit, in float32 or wider.
       pulled: Whether the last step ended in a commit, which moved the params to the center.
-      skipped: Commits without this replica's contribution, because this contribution or the sum of all
-        contributions was not finite.
+      skipped: Number of commits without this replica's contribution, because this contribution or the
+        sum of all contributions was not finite.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -123,36 +123,37 @@ def agn(
       n^i = a^i / T, \qquad c \leftarrow c + u(n; s_c), \qquad
       \theta^i \leftarrow c, \qquad a^i \leftarrow 0
 
-    where :math:`n` is the mean or the sum of the :math:`n^i`, or the center takes one step per
-    :math:`n^i`.
+    where :math:`n` is the mean or the sum of the :math:`n^i`. With `combine="sequential"`, the center
+    takes one step for each :math:`n^i` instead.
 
     Args:
       inner: The optimizer of the local steps.
-      outer: The optimizer of the center, whose schedules count commits. None for `inner` with another
+      outer: The optimizer of the center, whose schedules count commits. None for `inner` with a separate
         state, whose schedules count local steps.
       every: :math:`T \ge 1`, the number of local steps from one commit to the next, or a schedule of the
-        number of commits made. If the schedule is NaN, each step commits.
+        number of commits so far. If the schedule returns NaN, each step commits.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
       combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which makes
         the step grow with the number of replicas, or `"sequential"`. With `"sequential"`, the center
         takes a step for each replica in the order of the indices, as if the replicas reached a parameter
-        server in turn. With plain SGD, this equals `"sum"`.
-      shard_axes: The mapped axes over which the params of one replica are sharded, for `jax.shard_map`
-        with `check_vma=False`. Otherwise the types of arrays name them.
+        server in turn. With plain SGD, `"sequential"` equals `"sum"`.
+      shard_axes: The mapped axes over which the params of one replica are sharded. Only `jax.shard_map`
+        with `check_vma=False` needs this argument; otherwise the types of arrays name the axes.
 
     Returns:
       A transformation whose state is an `AgnState`. Its `update` needs the local `params`, and the
       gradient of the replica's own batch. Do not average this gradient over the axis. `update` also
       takes
 
-      - `commit=`: False takes only the local step, and True commits after it. A Python bool is known
-        while tracing, so a local step compiles to the optimizer and one addition. A traced bool must be
-        the same on all replicas. None counts the steps on the device. `"only"` takes no local step: it
-        commits the steps since the last commit. It ignores the gradient, and changes nothing if there
-        was no step since the last commit.
-      - `weight=`: :math:`w_i \ge 0` of this replica. The mean is :math:`\sum w_i n_i / \sum w_i`. For
-        `"sum"` and `"sequential"`, each :math:`n_i` is multiplied by :math:`w_i`.
+      - `commit=`: False takes only the local step, and True also commits after the step. A Python bool
+        is known while tracing, so a local step compiles to the optimizer and one addition. A traced bool
+        must be the same on all replicas. None counts the steps on the device. `"only"` commits the steps
+        since the last commit without a local step: it ignores the gradient, and changes nothing if there
+        was no such step.
+      - `weight=`: The weight :math:`w_i \ge 0` of this replica. The mean is
+        :math:`\sum w_i n_i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n_i` is multiplied
+        by :math:`w_i`.
 
       Apply the updates with `optperm.apply_updates`. After a commit, the params of all replicas then
       equal `optperm.distributed.center_params(opt_state)` bit for bit.
@@ -178,29 +179,30 @@ def agn(
       True
 
     Notes:
-      All replicas start with the same params. If `init` is called where the axis is mapped, as in
+      Start all replicas with the same params. If `init` is called where the axis is mapped, as in
       `optperm.switch_after`, and the params differ, the center is their mean.
 
-      If all replicas fix an entry or keep it at zero in `inner`, the center does the same.
+      If `inner` fixes an entry or keeps it at zero on all replicas, the center does the same.
 
-      Local steps send nothing. `"mean"` and `"sum"` need one all-reduce in float32 (in float64 if a
-      param is float64). `"sequential"` needs an all-gather, or an all-reduce of rows if a replica is
-      sharded. The collective is in a conditional of the compiled program, even if `jax.vmap` maps the
-      replicas.
+      Local steps send nothing. A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (in
+      float64 if a param is float64). `"sequential"` needs an all-gather, or an all-reduce of rows if a
+      replica is sharded. The collective is in a conditional of the compiled program, even if `jax.vmap`
+      maps the replicas.
 
-      :math:`T` in the equations is the number of steps that were actually taken, even with `commit=`.
+      :math:`T` in the equations is the number of steps actually taken, also with `commit=`.
       `optax.MultiSteps` drops the results of micro-steps that only accumulate, but not their
-      collectives. Pass `commit=` in this case, True only in the last micro-step of a period. Without it,
-      each micro-step of the last step of a period makes the exchange. Within `jax.shard_map`, params
-      must vary over the axis; if they do not, use `jax.lax.pcast(params, axis_name, to='varying')`. If
-      you combine axes of `jax.shard_map` and of a `jax.vmap` within it, pass `check_vma=False`.
+      collectives: each micro-step of a period's last step makes the exchange. In this case, pass
+      `commit=`, True only in the last micro-step of a period. Within `jax.shard_map`, params must vary
+      over the axis; if they do not, use `jax.lax.pcast(params, axis_name, to='varying')`. If `axis_name`
+      combines axes of `jax.shard_map` and of a `jax.vmap` within it, pass `check_vma=False` to
+      `jax.shard_map`.
 
       Without `outer`, `inner` has two states: one for the local params, which pulls do not change, and
-      one for the center. Schedules of both count local steps: a commit after the local step of count t
-      reads them at t. Bias correction, and periods such as `every` of `optperm.low_rank`, count the
-      gradients that a state has seen. Both states get the extra arguments. In a step of the center,
-      `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value` is the
-      value at the center, and `grad` is the committed gradient.
+      one for the center. In both, schedules count local steps: a commit after the local step with count
+      t evaluates schedules at t. Bias correction, and periods such as `every` of `optperm.low_rank`,
+      count the gradients that a state has seen. Both optimizers get the extra arguments. In a step of
+      the center, `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas,
+      `value` is the value at the center, and `grad` is the committed gradient.
 
       Nonfinite entries of a gradient count as zero in the local step. The commit leaves out a replica
       with such entries, still pulls it to the center, and counts the omission in its state (`skipped`).
@@ -210,13 +212,13 @@ def agn(
       replicas must count the same steps, so put such a wrapper around `inner`, not around `agn`.
 
     Raises:
-      TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound in `update`, gradients arrive
-        there summed over it, or the trees passed to `update` do not match. Without `outer`, also if a
-        state of `inner` may use one count for its moments and for a schedule (`optax.contrib.prodigy`,
-        `dadapt_adamw`, `momo`, or an unknown state), or chooses zeros (`optperm.rigl`). Also if the
-        local optimizer keeps points that a pull would not move (`optax.contrib.schedule_free`,
-        `mechanize`, `madgrad`, `cocob`, `katyusha`).
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
+        are already summed over this axis, or trees do not match; or if the local optimizer keeps points
+        that a pull would not move (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`,
+        `katyusha`). Without `outer`, also if a state of `inner` may use one count for its moments and
+        for a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if
+        `inner` chooses zeros (`optperm.rigl`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017

@@ -21,9 +21,10 @@ def center_params(
     Args:
       opt_state: The optimizer state, in any nesting. If it has a leading axis of replicas, the center
         has this axis too.
-      params: The params, for leaves that the method does not train, as within `optax.partition` or
-        `optax.masked`. Without params, these leaves are `optax.MaskedNode`.
-      final: Whether to raise an error if the center lacks local steps. Not available within `jax.jit`.
+      params: The params, which supply the leaves that the method does not train, such as within
+        `optax.partition` or `optax.masked`. Without params, these leaves are `optax.MaskedNode`.
+      final: Whether to raise an error if the center lacks local steps. True does not work within
+        `jax.jit`.
 
     Returns:
       A tree with the structure and shapes of the params, in their dtypes or in `center_dtype`.
@@ -42,17 +43,17 @@ def center_params(
     Notes:
       Test and save the center, because between commits each replica has its own params. Take the last
       step with `commit=True`; otherwise the center lacks the last local steps. If a plan has several
-      fragments or a delay, no other step exchanges all of them.
+      fragments or a delay, only `commit=True` exchanges all of them at once.
 
       With `combine="pairs"`, each replica has its own center. Test any of them, or their mean.
 
     Raises:
-      ValueError: If `opt_state` holds no such state, or more than one; with `final=True`, if the last
-        step was not a commit of all params.
+      ValueError: If `opt_state` does not contain exactly one state of these methods. With
+        `final=True`, also if the last step did not commit all params.
     """
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
     if final and (steps := int(local_values(state.since_commit).max())):
         raise ValueError(
-            f"The center lacks (parts of) the last {steps} steps: end with commit=True."
+            f"The center lacks all or part of the last {steps} steps: end with commit=True."
         )
     return state.center if params is None else fill_masked(state.center, params)

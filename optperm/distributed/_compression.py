@@ -29,20 +29,20 @@ _DENSE_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    r"""Compress contributions of `optperm.diloco` to the largest entries, to a few bits each, or both.
+    r"""Compress contributions of `optperm.diloco` to the largest entries, a few bits per entry, or both.
 
     .. math::
       e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
 
-    where :math:`\Delta` is the next contribution and :math:`s` is sent. Other entries and rounding
-    errors are sent later.
+    where :math:`\Delta` is the next contribution, and the replica sends :math:`s`. The residual
+    :math:`e` keeps the other entries and the rounding errors for later.
 
     Attributes:
-      fraction: The fraction of entries that is sent, in (0, 1]. These are the largest entries. None for
-        all entries.
+      fraction: The fraction of entries to send, in (0, 1]: the entries with the largest magnitudes. None
+        for all entries.
       bits: :math:`b`, the number of bits per sent entry: 1, 2, 4 or 8. None for float32.
-      decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`. None for 0.95 with a
-        fraction, and for 1.0 without.
+      decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`. None means 0.95 with a
+        fraction, and 1.0 without a fraction.
 
     Example:
       >>> import optax, optperm
@@ -52,8 +52,8 @@ class Compression:
       (0.95, 1.0)
 
     Notes:
-      With a fraction, the largest entries are chosen in each chunk of 4,096 entries of a leaf, a
-      multiple of 8 per chunk. The index of an entry takes two bytes. Zeros stay zero, even with one bit.
+      With a fraction, each chunk of 4,096 entries of a leaf sends its largest entries; their number is a
+      multiple of 8. The index of an entry takes two bytes. Zeros stay zero, even with one bit.
 
       The sent entries of a chunk share a scale. Without a fraction, a chunk has 256 entries. The scale
       is their maximum magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from minus
@@ -62,7 +62,7 @@ class Compression:
       even if their contribution is zero.
 
     Raises:
-      TypeError: If `fraction` or `decay` is not a number, or `bits` not an integer.
+      TypeError: If `fraction` or `decay` is not a number, or `bits` is not an integer.
       ValueError: If an argument is out of range, or neither `fraction` nor `bits` is given.
 
     References:

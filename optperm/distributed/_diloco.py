@@ -1,8 +1,8 @@
-"""DiLoCo: many local steps of an inner optimizer, then an outer step on the replicas' mean move.
+"""DiLoCo: many local steps of an inner optimizer, then an outer step on the mean displacement.
 
-A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-arXiv 2311.08105, 2023; in fragments that may arrive some steps later, "Streaming DiLoCo with
-overlapping communication: Towards a Distributed Free Lunch", arXiv 2501.18512, 2025.
+A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv
+2311.08105, 2023; for fragments that may arrive some steps later, "Streaming DiLoCo with overlapping
+communication: Towards a Distributed Free Lunch", arXiv 2501.18512, 2025.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 
 
 class DilocoState(NamedTuple):
-    """State of `diloco`, one on each replica.
+    """State of `diloco` on each replica.
 
     Attributes:
-      count: Steps taken.
-      since_commit: Steps since the last step that exchanged all params.
-      commits: Steps that exchanged all params.
+      count: Number of steps taken.
+      since_commit: Number of steps since the last step that exchanged all params.
+      commits: Number of steps that exchanged all params.
       local_state: State of the inner optimizer.
       center_state: For each fragment, the state of the outer optimizer.
       center: The common params of all replicas.
-      in_flight: The mean of the last contributions. It is empty without a delay.
+      in_flight: The mean of the last contributions. This is empty without a delay.
       weights: For each fragment, the sum of the weights of the last contributions, or -1 if nothing is
         in flight.
-      residual: The part of the contributions that compression has not sent yet. It is empty without
+      residual: The part of the contributions that compression has not sent yet. This is empty without
         compression.
       pulled: For each leaf, or each slice of a leaf, whether the last step moved it to the center.
-      skipped: Exchanges without this replica's contribution, because its params or the sum of all
-        contributions were not finite.
+      skipped: Number of exchanges without this replica's contribution, because its params or the sum of
+        all contributions were not finite.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -128,8 +128,8 @@ def diloco(
     r"""Take many local steps on every replica, then one outer step along their mean displacement.
 
     Replica :math:`i` trains its params :math:`\theta^i` with the inner optimizer. After every :math:`H`
-    steps, the outer optimizer gets the displacement from the center :math:`c` *as a gradient*, and every
-    replica is pulled to the new center:
+    steps, the outer optimizer gets the mean displacement from the center :math:`c` *as a gradient*, and
+    every replica is pulled to the new center:
 
     .. math::
       \Delta = \frac{1}{k} \sum_{i=1}^{k} (c - \theta^i), \qquad
@@ -146,9 +146,9 @@ def diloco(
       c_p \leftarrow c_p + u_{\text{outer}}(\Delta_p), \qquad
       \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
 
-    With `combine="pairs"`, no replica waits for all others (NoLoCo). Each has its own center
+    With `combine="pairs"`, no replica waits for all others (NoLoCo). Each replica has its own center
     :math:`c^i`. At an exchange, the step number determines a random partner :math:`j`. The displacement
-    uses the params of both, which also brings their centers closer together:
+    uses the params of both partners, which also brings their centers closer together:
 
     .. math::
       \Delta^i = \tfrac{1}{2} \sum_{l \in \{i, j\}} (c^i - \theta^l)
@@ -159,11 +159,11 @@ def diloco(
         works well with few and with many commits. The paper uses
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       every: :math:`H \ge 1`, the number of local steps from one outer step to the next, a schedule of
-        the number of commits made, or an `optperm.distributed.Every`.
+        the number of commits so far, or an `optperm.distributed.Every`.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
       combine: `"mean"`, or `"pairs"` for gossip.
-      mixing: :math:`\alpha` in [0, 1], the fraction of its own params that a replica keeps in a pull.
+      mixing: :math:`\alpha` in [0, 1], the weight of a replica's own params in a pull.
       compress: An `optperm.distributed.Compression`, which sends part of the displacement, with error
         feedback. None sends the whole displacement in float32.
       center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
@@ -172,8 +172,8 @@ def diloco(
         params. Its values are integers below `fragments`, or sequences with an integer for each slice of
         the leaf's leading axis, such as the layers of a `jax.lax.scan`. None to divide whole leaves, in
         order, into `fragments` parts of about equal size.
-      shard_axes: The mapped axes over which the params of one replica are sharded, for `jax.shard_map`
-        with `check_vma=False`. Otherwise the types of arrays name them.
+      shard_axes: The mapped axes over which the params of one replica are sharded. Only `jax.shard_map`
+        with `check_vma=False` needs this argument; otherwise the types of arrays name the axes.
 
     Returns:
       A transformation whose state is a `DilocoState`. Its `update` needs the local `params`.
@@ -200,8 +200,8 @@ def diloco(
       pull resets such params to the center, for any `mixing`, but only with `optperm.apply_updates`: NaN
       plus an update is NaN.
 
-      With a plan, `commit=plan.at(step)` states during tracing which fragments a step exchanges. True
-      and `"only"` exchange all fragments at once, without a delay, and replace fragments in flight. With
+      With a plan, `commit=plan.at(step)` fixes during tracing which fragments a step exchanges. True and
+      `"only"` exchange all fragments at once, without a delay, and replace fragments in flight. With
       more than one fragment, the outer optimizer gets no extra arguments, because a loss is a function
       of all params.
 
@@ -210,16 +210,16 @@ def diloco(
       below the learning rate; otherwise the centers may never converge. Converged centers still differ
       by about one rounding error of their dtype.
 
-      `benchmarks/distributed.py` compares outer optimizers with one replica alone at equal time, with
-      10 and 100 commits. There, the default and averaging with `optax.sgd(1.0)` never lose to one
-      replica; the paper's optimizer may lose. MuLoCo is `diloco(optax.contrib.muon(...))`, for which
+      `benchmarks/distributed.py` compares outer optimizers with one replica alone at equal time, with 10
+      and 100 commits. There, the default and averaging with `optax.sgd(1.0)` are never worse than one
+      replica; the paper's optimizer can be worse. MuLoCo is `diloco(optax.contrib.muon(...))`, for which
       the same outer optimizers work well.
 
     Raises:
-      TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound in `update`, gradients arrive
-        there summed over it, the trees passed to `update` do not match, or `inner` keeps points that a
-        pull would not move (`optax.contrib.schedule_free` and the others that `optperm.agn` names).
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
+        are already summed over this axis, or trees do not match; or if `inner` keeps points that a pull
+        would not move (`optax.contrib.schedule_free` and the others that `optperm.agn` names).
 
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models

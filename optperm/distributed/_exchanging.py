@@ -1,4 +1,4 @@
-"""Show a report all methods of an optimizer that exchange, at any depth."""
+"""Show a report all methods of an optimizer that exchange params, at any depth."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
     for each in find_states(local_state, _OWN_POINTS):
         raise ValueError(
             f"{type(each).__name__} keeps points of its own, which a pull to the center does not move: "
-            f"{method} needs another optimizer for the local steps. This one may be the center's."
+            f"{method} needs another optimizer for the local steps. This optimizer may be the center's."
         )
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
     # The center's optimizer counts commits: within switch_after it would be in another phase.

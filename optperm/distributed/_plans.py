@@ -30,8 +30,8 @@ class Every:
 
     Attributes:
       period: :math:`H`, the number of steps from one exchange of a fragment to its next exchange.
-      fragments: :math:`P`, the number of fragments. Whole leaves are divided, in order, into parts of
-        about equal size, unless `fragment_of` of `optperm.diloco` assigns them.
+      fragments: :math:`P`, the number of fragments. Whole leaves are grouped, in order, into
+        fragments of about equal size, unless `fragment_of` of `optperm.diloco` assigns the leaves.
       delay: The number of steps between sending and receiving, below `period`.
 
     Example:

@@ -1,4 +1,4 @@
-"""The replicas: which axes they are spread over, their weights, and sums and rows of what they hold."""
+"""The replicas: their mapped axes, their weights, and sums and rows of their arrays."""
 
 from __future__ import annotations
 

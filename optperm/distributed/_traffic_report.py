@@ -1,4 +1,4 @@
-"""A report on the bytes that replicas send, before any training."""
+"""A report on the bytes that replicas send."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def traffic_report(
     r"""Report the bytes that a replica of `optperm.agn` or `optperm.diloco` sends.
 
     The report counts the operands of the collectives in a traced commit: the bytes that one replica
-    hands over, in the form in which it sends them. It needs only shapes, and no devices. The last line
-    shows what synchronous training sends: all gradients in every step.
+    hands over, after compression. It needs only shapes, and no devices. The last line shows what
+    synchronous training sends: all gradients in every step.
 
-    The traffic on a link depends on the collective. If the replicas form a ring of :math:`k` and hand
+    The traffic on a link depends on the collective. If :math:`k` replicas form a ring and each hands
     over :math:`B` bytes, each link carries
 
     .. math::
@@ -106,10 +106,10 @@ def traffic_report(
       tx: An optimizer with one `optperm.agn` or `optperm.diloco`, in any nesting.
       params: The model's params, or their shapes from `jax.eval_shape`. If a replica is sharded, pass
         the whole model.
-      bandwidth: The bits per second of a replica's link in each direction, such as `1e9`. None for a
-        report without seconds.
-      every: The mean number of local steps per commit, if the method has a schedule or a traced number.
-        None for the number of the method.
+      bandwidth: The bandwidth of a replica's link in each direction, in bits per second, such as `1e9`.
+        None for a report without seconds.
+      every: The mean number of local steps per commit, if the method's period is a schedule or a traced
+        number. None for the method's own period.
       replicas: :math:`k`, at least 2.
 
     Returns:
@@ -127,16 +127,16 @@ def traffic_report(
 
     Notes:
       An all-reduce also contains the sum of the weights, 4 bytes per fragment. Compressed contributions
-      and `combine="sequential"` of `agn` use all-gathers. Many replicas then send more than an
-      all-reduce of 4 bytes per entry; with 4 bits, this starts at about 16 replicas. The report does not
-      count latency or collectives within a replica. A commit at the end of training sends all fragments
-      once more.
+      and `combine="sequential"` of `agn` use all-gathers. With many replicas, an all-gather sends more
+      than an all-reduce of 4 bytes per entry: with 4 bits, from about 16 replicas on. The report does
+      not count latency or collectives within a replica. A commit at the end of training sends all
+      fragments once more.
 
     Raises:
       TypeError: If `tx` is not a transformation.
-      ValueError: If `tx` has no such method or several, if the method has no `axis_name` and therefore
-        sends nothing, if its period is a schedule and `every` is not given, or if a number is out of
-        range.
+      ValueError: If `tx` does not contain exactly one such method; if the method has no `axis_name` and
+        therefore sends nothing; if its period is a schedule and `every` is not given; or if a number is
+        out of range.
     """
     checks.check_transformation("tx", tx)
     checks.check_count("replicas", replicas, minimum=2)
@@ -190,7 +190,7 @@ def _measure(
 
 def _find_steps(name: str, every: Period) -> int:
     if callable(every) or isinstance(every, jax.core.Tracer):
-        raise ValueError(f"The period of {name} is not a known number: pass every=, its mean.")
+        raise ValueError(f"The period of {name} is not a known number: pass its mean as every=.")
     return int(every)
 
 

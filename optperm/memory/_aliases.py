@@ -32,12 +32,12 @@ def low_rank_adamw(
     dimension_numbers: DimensionNumbers | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train like `optax.adamw` with a fraction of its memory.
+    r"""Train like `optax.adamw`, with a fraction of the memory of its state.
 
     .. math::
       \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
 
-    where :math:`U` is the step of `optperm.low_rank` around Adam.
+    where :math:`U` is the output of `optperm.low_rank` with Adam as the inner optimizer.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
@@ -45,17 +45,17 @@ def low_rank_adamw(
         memory.
       b1: The decay rate of the first moment.
       b2: The decay rate of the second moment.
-      eps: The number that is added to the root of the second moment.
+      eps: A constant that is added to the square root of the second moment.
       weight_decay: :math:`\lambda`.
-      mask: The params that decay, as in `optax.adamw`.
-      every: As in `optperm.low_rank`, like all following arguments.
-      projection: The bases.
-      residual: The treatment of the part outside the subspace.
-      carry: Whether moments are carried over to a new basis.
-      scale: A factor on the steps of projected leaves.
-      side: The side of a matrix for its basis.
-      limit: The limit of the growth of the part outside the subspace.
-      dimension_numbers: The axes of leaves to project.
+      mask: The params to which weight decay applies, as in `optax.adamw`.
+      every: As in `optperm.low_rank`, like all arguments below.
+      projection: The kind of basis.
+      residual: What to do with the part of a gradient outside the subspace.
+      carry: Whether to carry moments over to a new basis.
+      scale: A factor that multiplies the steps of projected leaves.
+      side: The side of each matrix to project.
+      limit: The maximum growth per step of the part outside the subspace.
+      dimension_numbers: The axes of the matrices to project.
       key: The random key of the bases.
 
     Returns:
@@ -69,8 +69,8 @@ def low_rank_adamw(
       0.31
 
     Raises:
-      TypeError: As `optperm.low_rank`.
-      ValueError: As `optperm.low_rank`.
+      TypeError: As in `optperm.low_rank`.
+      ValueError: As in `optperm.low_rank`.
     """
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     direction = low_rank(
@@ -112,21 +112,21 @@ def apollo_adamw(
     .. math::
       \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
 
-    where :math:`U` is the step of `optperm.apollo` around Adam.
+    where :math:`U` is the output of `optperm.apollo` with Adam as the inner optimizer.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
       rank: As in `optperm.apollo`.
       b1: The decay rate of the first moment.
       b2: The decay rate of the second moment.
-      eps: The number that is added to the root of the second moment.
+      eps: A constant that is added to the square root of the second moment.
       weight_decay: :math:`\lambda`.
-      mask: The params that decay, as in `optax.adamw`.
-      every: As in `optperm.apollo`, like all following arguments.
-      by: The part of a gradient that has its own factor.
-      scale: A factor on the steps of projected leaves.
-      limit: The limit of the growth of the scaled gradient.
-      dimension_numbers: The axes of leaves to project.
+      mask: The params to which weight decay applies, as in `optax.adamw`.
+      every: As in `optperm.apollo`, like all arguments below.
+      by: The part of a gradient that shares one factor.
+      scale: A factor that multiplies the steps of projected leaves.
+      limit: The maximum growth per step of the scaled gradient.
+      dimension_numbers: The axes of the matrices to project.
       key: The random key of the projections.
 
     Returns:
@@ -140,8 +140,8 @@ def apollo_adamw(
       0.06
 
     Raises:
-      TypeError: As `optperm.apollo`.
-      ValueError: As `optperm.apollo`.
+      TypeError: As in `optperm.apollo`.
+      ValueError: As in `optperm.apollo`.
     """
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     direction = apollo(

@@ -48,9 +48,9 @@ class ApolloState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      norm: q, the norm of the last step of each matrix before `scale`, of shape (...). It is 0 before
-        the first step and for leaves at full rank.
-      sign: 1 if `inner` points along the gradient, -1 if it points against it, 0 while this is unknown.
+      norm: q, of shape (...), the norm of each matrix's last step without the factor `scale`. It is 0
+        before the first step and for leaves at full rank.
+      sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
 
@@ -73,20 +73,20 @@ def apollo(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale each gradient as an optimizer scales a random projection of it.
 
-    Let G be the d x k gradient of a matrix, with d its smaller side. The optimizer sees
+    Let G be the d x k gradient of a matrix, where d is its smaller side. The optimizer sees
     :math:`R = B^\top G`, where the entries of the d x r matrix B are drawn from
-    :math:`\mathcal N(0, 1 / r)`. Its moments thus have r x k numbers. Let N be its direction for R. Each
-    column j of the gradient (a channel) is scaled as its projection was,
+    :math:`\mathcal N(0, 1 / r)`. Its moments therefore have r x k entries. Let N be its direction for R.
+    Each column j of the gradient (a channel) is scaled as its projection was,
 
     .. math::
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},
 
     or the whole matrix is scaled by one number. The norm of the step grows by at most the factor `limit`
-    per step. B changes every `every` steps. It is drawn in each step and never stored. The moments are
-    kept when B changes, because only norms are used.
+    per step. B changes every `every` steps. Each step draws B again from its key instead of storing it.
+    The moments do not change when B changes, because the step uses only norms.
 
-    APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The learning rate and weight
-    decay come after it. The leaves to project are chosen as in `optperm.low_rank`::
+    APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The leaves to project are
+    chosen as in `optperm.low_rank`. The learning rate and weight decay come after this transformation::
 
       optax.chain(
           optperm.apollo(rank=1 / 4), optax.add_decayed_weights(0.1),
@@ -94,17 +94,19 @@ def apollo(
       )
 
     Args:
-      inner: The optimizer, a direction that needs no params. None for `optax.scale_by_adam()`. A
-        complete optimizer works too: the step takes its sign.
-      rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
+      inner: The optimizer: a transformation without a learning rate that needs no params. None for
+        `optax.scale_by_adam()`. A complete optimizer works too; the step then has the sign of the
+        optimizer's steps.
+      rank: r, an integer of at least 1, or a fraction in (0, 1) of each leaf's smaller side.
       every: The number of steps with the same projection, at least 1.
-      by: The part of a gradient that is scaled by one number: each "channel", or the "tensor".
-      scale: A factor on the steps of projected leaves. N has r entries per column, while Adam's step has
-        d. "auto", the factor :math:`\sqrt{d / r}`, corrects for this, so AdamW's learning rate is a
-        first guess. Tune it: for the matrices of a small decoder, the best rate was four to eight times
-        AdamW's. The option of the authors' code is the square of this number.
-      limit: The maximum factor by which the norm of the step grows, at least 1, or None for no limit.
-      dimension_numbers: The axes of leaves to project, with the same default as in `optperm.low_rank`.
+      by: The part of a gradient that shares one factor: each "channel", or the whole "tensor".
+      scale: A factor that multiplies the steps of projected leaves. N has r entries per column, while
+        Adam's step has d. "auto", the factor :math:`\sqrt{d / r}`, corrects for this, so you can start
+        with AdamW's learning rate. Then tune the rate: for the matrices of a small decoder, the best
+        rate was four to eight times AdamW's. The scale in the authors' code is the square of this
+        factor.
+      limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit.
+      dimension_numbers: The axes of the matrices to project, as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.
 
     Returns:
@@ -121,18 +123,19 @@ def apollo(
 
     Notes:
       With Adam, a projected leaf takes 2 r k words instead of 2 d k. With `by="channel"`, a matrix with
-      sharded columns communicates only the limiter's norms; sharded rows cost an all-reduce of R. 1e-8
-      is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about 1e-8 hardly move.
+      sharded columns communicates only the norms for `limit`. Sharded rows need an all-reduce of R. The
+      method adds 1e-8 to :math:`\lVert R_j \rVert`, so columns whose norm is below about 1e-8 hardly
+      move.
 
-      Nonfinite numbers propagate to `inner`, whose moments keep them. Put `optax.apply_if_finite`
-      outside.
+      Nonfinite gradients reach `inner`, and its moments keep them. To skip such steps, put
+      `optax.apply_if_finite` around the whole optimizer.
 
     Raises:
-      TypeError: If `inner` is not a transformation, a number has another type, entries of
-        `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `rank` is above the smaller side of every matrix or
-        of a leaf that `dimension_numbers` names, if `dimension_numbers` are not like params, or name an
-        axis twice or an axis that does not exist, or if `inner` needs params.
+      TypeError: If `inner` is not a transformation, a number or an entry of `dimension_numbers` has the
+        wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
+        of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
+        params, repeats an axis, or names a missing axis; or if `inner` needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance

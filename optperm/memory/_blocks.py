@@ -34,13 +34,16 @@ _NAN_BLOCK = -128  # the exponent of a block with NaN in 4 bits
 _ROOT_LIMITS, _LIMITS, _PAIR_LIMITS = (-54, 56), (-117, 119), (-117, 126)
 
 
-def encode(x: jax.Array, form: Form, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def encode(
+    x: jax.Array, form: Form, seed: jax.Array, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the codes of an array, in blocks along its last axis, and the exponents of the blocks.
 
     Args:
       x: The array, (..., n), of a real floating dtype. Subnormal numbers count as 0.
       form: What is rounded, and how.
       seed: A uint32 that decides the random numbers of this array.
+      start: A uint32 that places are counted from.
 
     Returns:
       Codes of float8_e4m3fn, (..., n), or in 4 bits of uint8, (..., ceil(n / 2)); and exponents e of
@@ -59,7 +62,7 @@ def encode(x: jax.Array, form: Form, seed: jax.Array) -> tuple[jax.Array, jax.Ar
     # y = x / 2^e, or x / 4^e for roots, exactly
     scale = _power(_spread(-2 * e if form in _ROOTS else -e, x))
     y = jax.lax.bitcast_convert_type(size, jnp.float32) * scale
-    draw = _draw(x, n, seed)
+    draw = _draw(x, n, seed, start)
     if form in _PAIRS:
         codes = _fix(y, 22, 126) + (draw >> 10).astype(jnp.int32) >> 22
         # Stored, since a kernel that computes every second number is slow.
@@ -160,20 +163,22 @@ def _power(exponents: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(exponents + 127 << 23, jnp.float32)
 
 
-def _draw(x: jax.Array, n: int, seed: jax.Array) -> jax.Array:
+def _draw(x: jax.Array, n: int, seed: jax.Array, start: jax.Array) -> jax.Array:
     """Return a uint32 for each number, by an integer hash of the seed and of the number's place.
 
-    The seed is added to each index before a multiplication, so that no two arrays share a factor: what
-    reads the same factor XLA computes in one kernel on a GPU, which would need all moments at once.
+    XLA for GPUs encodes all arrays that read one vector in one kernel, and holds all of them for it. So
+    each place is counted from `start`: without it, all arrays of a shape would read one vector.
     """
     *rows, groups, g = x.shape
-    place = jnp.broadcast_to(seed, rows)
+    ones = [1] * len(rows)
+    place = jnp.broadcast_to(start, rows)
     for axis, size in enumerate([*rows[1:], n][: len(rows)]):
         place = (place + jax.lax.broadcasted_iota(jnp.uint32, rows, axis)) * jnp.uint32(size)
-    # Since g divides a block, the seed's share is the same for each g.
-    group = (jnp.arange(groups, dtype=jnp.uint32) + seed * jnp.uint32(BLOCK // g)) * jnp.uint32(g)
+    # As g divides a block, the share of the start is the same for each g.
+    group = jax.lax.broadcasted_iota(jnp.uint32, (*ones, groups), len(rows))
+    group = (group + start * jnp.uint32(BLOCK // g)) * jnp.uint32(g)
     place = shard_like((place[..., None] + group)[..., None], x[..., :1])
-    inner = jax.lax.broadcasted_iota(jnp.uint32, (*[1] * (x.ndim - 1), g), x.ndim - 1)
+    inner = jax.lax.broadcasted_iota(jnp.uint32, (*ones, 1, g), len(rows) + 1)
     return mix((place + inner) * jnp.uint32(0x9E3779B1) ^ seed)
 
 

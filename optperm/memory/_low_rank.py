@@ -76,13 +76,13 @@ class LowRankState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      basis: P of each leaf, of shape (..., d, r), in float32, or in float64 for float64 params. It is
+      basis: P of each leaf, of shape (..., d, r), in float32, or in float64 for float64 params. P is
         zero before the first basis.
-      next_refresh: The first step in which each matrix may get its next basis, of shape (...). It is 0
-        before the first basis.
-      norm: q, the norm of the scaled residual of each matrix in its last step, of shape (...). It is 0
-        before the first step.
-      sign: 1 if `inner` points along the gradient, -1 if it points against it, 0 while this is unknown.
+      next_refresh: For each matrix, the first step in which it may get its next basis; an array of shape
+        (...). It is 0 before the first basis.
+      norm: q, of shape (...), the norm of each matrix's scaled residual in the last step. It is 0 before
+        the first step.
+      sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
 
@@ -112,26 +112,26 @@ def low_rank(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run an optimizer on the part of each gradient in a small subspace.
 
-    Let G be the d x k gradient of a matrix, with d its smaller side. The optimizer sees
+    Let G be the d x k gradient of a matrix, where d is its smaller side. The optimizer sees
     :math:`R = P^\top G`, where the d x r matrix P is an orthonormal basis that changes every `every`
-    steps. Its moments thus have r x k numbers instead of d x k. With its direction N for R, the step is
+    steps. Its moments therefore have r x k entries instead of d x k. If N is its direction for R, the
+    step is
 
     .. math::
       U = \text{scale} \, (P N + S), \qquad
       S_j = (G - P R)_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert}
 
-    for each column j. The part outside the subspace is scaled like the part inside it (Fira), with the
-    sign of the optimizer's steps, and S is divided by a number L so that its norm grows by at most the
-    factor `limit` per step. At a new basis,
-    :math:`C = P_{new}^\top P_{old}` carries the moments over. First moments become
-    :math:`M \leftarrow C M`. With :math:`c_i = 1 - \beta_i^t`, LDAdam's estimate gives Adam's second
-    moment,
+    for each column j. The part outside the subspace is scaled like the part inside it (Fira), and gets
+    the sign of the optimizer's steps. S is divided by a number L so that its norm grows by at most the
+    factor `limit` per step. When the basis changes, :math:`C = P_{new}^\top P_{old}` carries the moments
+    over. First moments become :math:`M \leftarrow C M`. With :math:`c_i = 1 - \beta_i^t`, LDAdam's
+    estimate gives Adam's second moment,
 
     .. math::
       V \leftarrow c_2 \left| (C \circ C) \left(V / c_2 - (M / c_1)^2\right)
       + (C M / c_1)^2 \right|.
 
-    The learning rate and weight decay come after it::
+    The learning rate and weight decay come after this transformation::
 
       optax.chain(
           optperm.low_rank(optax.scale_by_adam(), 1 / 4),
@@ -139,44 +139,46 @@ def low_rank(
           optax.scale_by_learning_rate(3e-3),
       )
 
-    Without `dimension_numbers`, `optperm.memory.matrix_axes` selects the leaves to project, if this
-    shrinks their state: leaves with two axes, Flax's attention, and convolutions. The same optimizer
-    trains all other leaves at full rank. **Embeddings are not projected**, as in the papers; name
-    embeddings whose names differ from Flax's. The gradient of a batch has only as many nonzero rows as
-    the batch has tokens, and frequent tokens would choose the basis. `init` warns if more than half of
-    the entries in leaves with two or more axes stay at full rank.
+    Without `dimension_numbers`, `optperm.memory.matrix_axes` selects the leaves to project: leaves with
+    two axes, Flax's attention, and convolutions, if projecting them shrinks their state. The same
+    optimizer trains all other leaves at full rank. **Embeddings are not projected**, as in the papers,
+    because their gradients have a nonzero row only for each token of the batch, so frequent tokens would
+    determine the basis. Name embeddings whose names differ from Flax's. `init` warns if more than half
+    of the entries in leaves with two or more axes stay at full rank.
 
     Args:
-      inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()` or
-        `optax.trace(0.9)`; `optax.contrib.scale_by_muon` needs `weight_dimension_numbers`. It gets no
-        params. A complete optimizer, such as `optax.adam(1e-3)`, works too. The residual takes its sign,
-        the sign of :math:`\sum \langle N, R \rangle` in the first step where this is not 0. Put
-        schedules outside, because the limiter would limit a warm-up.
-      rank: r, an integer of at least 1, or a ratio in (0, 1) to each leaf's smaller side.
+      inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
+        `optax.scale_by_lion()` or `optax.trace(0.9)`. `optax.contrib.scale_by_muon` needs
+        `weight_dimension_numbers`. `inner` gets no params. A complete optimizer, such as
+        `optax.adam(1e-3)`, works too: the residual gets the sign of :math:`\sum \langle N, R \rangle` in
+        the first step where this sum is not 0. Put schedules outside, because `limit` would limit a
+        warm-up.
+      rank: r, an integer of at least 1, or a fraction in (0, 1) of each leaf's smaller side.
       every: The number of steps from one basis to the next, at least 1, or a schedule of this number.
-        All matrices get their first basis in step 0. Later, the j-th of J projected leaves changes
-        its basis at step j * every // J, modulo every.
+        All matrices get their first basis in step 0. Later, the j-th of J projected leaves changes its
+        basis at steps equal to j * every // J, modulo `every`.
       projection: "random" for uniformly distributed bases, "svd" for the first singular vectors of the
-        gradient, or "power". "power" also starts with singular vectors, and then takes one step of
+        gradient, or "power". "power" also starts with singular vectors, but then takes one step of
         subspace iteration from the last basis; use it with `every` from 1 to 20.
-      residual: "scaled" for S, or None to drop the part outside the subspace. With a random basis,
-        :math:`E P P^\top = (r / d) I`, so a learning rate times d / r is then unbiased, but noisy.
-      carry: Whether to carry over moments of Adam, Lion, EMA, trace, Muon and RMSProp. RAdam and Yogi
-        share Adam's state and are treated as Adam. If False, moments do not change, and each new basis
-        vector has a nonnegative product with the last one. Adamax and ADOPT use Adam's state for other
-        moments; a step of `inner` on a few numbers detects them. Adamax's second moment is carried as a
-        size. ADOPT needs False. If `inner` cannot take this step, or first makes all entries equally
-        large (signs), such a state counts as Adam's.
-      scale: A factor on the steps of projected leaves.
-      side: The side of a matrix for its basis. "smaller" is the columns of a square matrix. "larger"
-        gives a smaller state and a poorer subspace.
+      residual: "scaled" for S, or None to drop the part outside the subspace. With None and a random
+        basis, multiply the learning rate by d / r: since :math:`E P P^\top = (r / d) I`, the step is
+        then unbiased, but noisy.
+      carry: Whether to carry over the moments of Adam, Lion, EMA, trace, Muon and RMSProp. RAdam and
+        Yogi share Adam's state and are treated as Adam. If False, moments do not change, and each new
+        basis vector has a nonnegative product with the last one. Adamax and ADOPT keep other moments in
+        Adam's state; a trial step of `inner` on a few numbers detects them. Adamax's second moment is
+        carried over as a magnitude. ADOPT needs `carry=False`. If `inner` cannot take the trial step, or
+        first makes all entries equally large (signs), the state counts as Adam's.
+      scale: A factor that multiplies the steps of projected leaves.
+      side: The side of each matrix to project, "smaller" or "larger". For a square matrix, "smaller" is
+        the columns. "larger" gives a smaller state and a poorer subspace.
       limit: The maximum factor by which the norm of S grows, at least 1, or None for no limit.
-      dimension_numbers: The axes of leaves to project. One `optax.contrib.GaLoreDimensionNumbers` for
-        all leaves with two or more axes, a tree of these like params, with None for full rank, or a
-        function from params to such a tree. Axes that are not named are batch axes, along which each
-        matrix has its own basis. None for the axes of `optperm.memory.matrix_axes`.
-      b1: :math:`\beta_1`, in [0, 1), of an Adam in `inner`, whose state does not contain it. 0.0 carries
-        first moments over without a bias correction.
+      dimension_numbers: The axes of the matrices to project: one `optax.contrib.GaLoreDimensionNumbers`
+        for all leaves with two or more axes, a tree like params with None for full rank, or a function
+        from params to such a tree. Axes that are not named are batch axes, along which each matrix has
+        its own basis. None for the axes of `optperm.memory.matrix_axes`.
+      b1: :math:`\beta_1`, in [0, 1), of Adam in `inner`, because Adam's state does not contain it. 0.0
+        carries first moments over without a bias correction.
       b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments.
       key: The random key of random bases: an int or a `jax.random.key`.
 
@@ -206,36 +208,38 @@ def low_rank(
       - LDAdam without its error buffer: `projection="power", residual=None, every=1`.
       - SubTrack++ and GrassJump are similar to `projection="power"` and `projection="random"`.
 
-      With Adam, a projected leaf takes (d r + 2 r k) words instead of 2 d k. The gradient itself stays
-      whole. A step costs two products of 2 d k r operations. On a CPU, these may take longer than Adam's
-      update, but little time compared with a gradient on a few hundred tokens. A basis costs a d x d
-      Gram matrix and its eigenvectors, or a QR decomposition of a d x r matrix. Under `jax.vmap` over
-      independent runs, if one run needs a new basis, bases are computed for all. An update has no
-      reverse-mode derivative, because moments change in a loop of at most one iteration.
+      With Adam, a projected leaf takes (d r + 2 r k) words instead of 2 d k. The gradient itself is not
+      compressed. A step costs two matrix products of 2 d k r operations each. On a CPU, these may take
+      longer than Adam's update, but much less time than a gradient on a few hundred tokens. A basis
+      costs a d x d Gram matrix and its eigenvectors, or a QR decomposition of a d x r matrix. Under
+      `jax.vmap` over independent runs, all runs compute bases whenever one run needs a new basis. An
+      update has no reverse-mode derivative, because moments change in a loop of at most one iteration.
 
-      With "svd" and "power", a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
-      and by Fira's formula its first step would be thousands of times longer than Adam's. Therefore
-      :math:`\lVert R_j \rVert` counts as at least a tenth of :math:`\sqrt{r / d} \, \lVert G_j \rVert`,
-      its value with a random basis, and
-      :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j \rVert`. A column exactly outside gets
-      no step. Use "random", whose bases hardly ever miss a column, or `residual=None`.
+      With "svd" and "power", a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`.
+      By Fira's formula, its first step would be thousands of times longer than Adam's. Therefore
+      :math:`\lVert R_j \rVert` counts as at least a tenth of its value with a random basis,
+      :math:`\sqrt{r / d} \, \lVert G_j \rVert`, so that
+      :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j \rVert`. A column exactly outside the
+      subspace gets no step. To avoid this, use "random", whose bases hardly ever miss a column, or
+      `residual=None`.
 
-      1e-8 is added to :math:`\lVert R_j \rVert`, so columns with norms below about 1e-8 lose S.
+      The method adds 1e-8 to :math:`\lVert R_j \rVert`, so columns with norms below about 1e-8 lose S.
 
-      If a gradient is zero or not finite, the matrix keeps its basis and tries again in the next step.
-      Random bases need no gradient. Nonfinite numbers propagate, for example to `optax.apply_if_finite`.
+      If the gradient of a matrix is zero or not finite, the matrix keeps its basis, and the next step
+      tries again. Random bases need no gradient. Nonfinite gradients give nonfinite updates, so
+      `optax.apply_if_finite` can skip these steps.
 
-      If the gradient is sharded along k, a step all-reduces a few numbers, and an SVD a d x d Gram
-      matrix. If it is sharded along d, a step all-reduces R, and a Gram matrix gathers the gradient.
-      Random bases need no communication. Bases are sharded like the rows of the gradient.
+      If the gradient is sharded along k, a step all-reduces a few numbers, and an SVD all-reduces a d x
+      d Gram matrix. If the gradient is sharded along d, a step all-reduces R, and a Gram matrix gathers
+      the gradient. Random bases need no communication. Bases are sharded like the rows of the gradient.
 
     Raises:
-      TypeError: If `inner` is not a transformation, a number has another type, entries of
-        `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `rank` is above the smaller side of every matrix or
-        of a leaf that `dimension_numbers` names, if `dimension_numbers` are not like params, or name an
-        axis twice or an axis that does not exist, if `carry` does not know a state of `inner` or its
-        tree is not like params (`optax.flatten`), or if `inner` needs params.
+      TypeError: If `inner` is not a transformation, a number or an entry of `dimension_numbers` has the
+        wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
+        of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
+        params, repeats an axis, or names a missing axis; if `carry=True` and a state of `inner` is
+        unknown or not like params (`optax.flatten`); or if `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection

@@ -1,6 +1,6 @@
 """The leaves of a tree as matrices: which leaves are projected, along which axes, and to what rank.
 
-All functions see matrices of shape (..., d, k), with the basis on the side of length d.
+All functions take matrices of shape (..., d, k) and project the side of length d.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Side = Literal["smaller", "larger"]
 # `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
 DimensionNumbers: TypeAlias = Any
 _WANTED_NUMBERS = (
-    "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params of these and "
-    "of None, or a function to such a tree"
+    "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params with these "
+    "and None, or a function that returns such a tree"
 )
 # On accelerators float32 products have half the precision by default.
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -187,7 +187,7 @@ def warn_of_full_rank(
     if dimension_numbers is None and 2 * full > total:
         warnings.warn(
             f"{method} leaves {full / total:.0%} of the entries in leaves of two axes and more at full "
-            "rank. optperm.memory.matrix_axes(params) prints what each leaf is taken for, and takes the "
+            "rank. optperm.memory.matrix_axes(params) shows how each leaf is classified, and takes the "
             "axes of other leaves.",
             UserWarning,
             stacklevel=2,

@@ -33,28 +33,29 @@ class _Taken(NamedTuple):
 
 
 def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None) -> optax.Params:
-    r"""Find the axes along which each leaf is a matrix, print them, and return them.
+    r"""Find the axes that make each leaf a matrix, print them, and return them.
 
     - A leaf with two axes is a matrix.
-    - A `kernel` in `query`, `key` or `value` with the axes (d, heads, head_dim) is a d x (heads
-      head_dim) matrix. A `kernel` in `out` is a (heads head_dim) x d matrix. Axes before these index a
+    - A `kernel` in `query`, `key` or `value` with the axes (d, heads, head_dim) is a d x (heads *
+      head_dim) matrix. A `kernel` in `out` is a (heads * head_dim) x d matrix. Axes before these index a
       stack of matrices.
-    - A leaf with four or more axes is a convolution if all but its last two axes (Flax, outputs last) or
-      its first two (Equinox, outputs first) form a window. A window has sides of at most 16, which are
-      equal except for sides of 1. If both are windows, the smaller one counts. The matrix has the
-      outputs as one side and all other axes as the other.
+    - A leaf with four or more axes is a convolution if all axes but the last two (Flax, outputs last) or
+      but the first two (Equinox, outputs first) form a window. The sides of a window are at most 16, and
+      are equal except for sides of 1. If both candidates are windows, the smaller one counts. One side
+      of the matrix is the outputs, and the other side consists of all other axes.
     - All other leaves stay at full rank, and so do `embedding`, `bias` and `scale`.
 
-    The names are whole elements of a path, as in Flax's linen and nnx.
+    A name matches only a whole element of a path, as in Flax's linen and nnx.
 
     Args:
       params: The model's params, or their shapes from `jax.eval_shape`.
-      **overrides: For an element of a path, the axes of all leaves under it, or None for full rank.
+      **overrides: For an element of a path, the axes of all leaves below this element, or None for full
+        rank.
 
     Returns:
-      A tree like params of `optax.contrib.GaLoreDimensionNumbers`, with None for full rank. Pass it as
-      `dimension_numbers` to `optperm.low_rank` or `optperm.apollo`, whose default is the same tree
-      without overrides.
+      A tree like params with an `optax.contrib.GaLoreDimensionNumbers` for each leaf, or None for full
+      rank. Pass the tree as `dimension_numbers` to `optperm.low_rank` or `optperm.apollo`. Their default
+      is the tree without overrides.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -69,11 +70,12 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
       GaLoreDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
 
     Notes:
-      In a model that is scanned over its layers, attention kernels have the axis of the layers first,
-      and each layer has its own matrix. Any other leaf with three axes stays at full rank, because it
-      may be a stack of matrices along any axis. Name its axes. Also name leaves that only look like a
-      matrix or a convolution: Equinox's `Embedding`, tables of positions, norms and biases of scanned
-      layers, and stacks such as (4, 4, 64, 256) for four layers with four experts.
+      In a model that is scanned over its layers, the first axis of an attention kernel indexes the
+      layers, and each layer has its own matrix. Any other leaf with three axes stays at full rank,
+      because it may be a stack of matrices along any axis. To project such a leaf, name its axes. Also
+      pass overrides for leaves that only look like a matrix or a convolution: Equinox's `Embedding`,
+      tables of positions, norms and biases of scanned layers, and stacks such as (4, 4, 64, 256) for
+      four layers with four experts.
 
     Raises:
       TypeError: If an override is neither a `GaLoreDimensionNumbers` nor None.

@@ -237,7 +237,7 @@ def check_moments(inner_state: Any, plans: Any, low: Any, probe: Probe) -> None:
     unknown = _find_unlike_params(inner_state, low)
     unknown = unknown or _find_unknown_state(inner_state, plans, low)
     if not unknown and "unknown" in probe(inner_state, lambda: low, find_carried_states):
-        unknown = "ScaleByAdamState that is not Adam's (as ADOPT's)"
+        unknown = "ScaleByAdamState that is not Adam's (such as ADOPT's)"
     if unknown:
         raise ValueError(
             f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."

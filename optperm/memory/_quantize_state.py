@@ -66,11 +66,11 @@ def quantize_state(
     include: Any | Callable[[optax.Params], Any] | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run any optimizer with its moments in 8 bits, a quarter of their memory.
+    r"""Store the moments of any optimizer in 8 bits, a quarter of their usual memory.
 
-    Each step decodes the moments, takes a step of `inner`, and encodes its new moments. The last axis of
-    a moment is cut into blocks of 32 numbers. A block has 32 codes c in float8_e4m3fn and one exponent
-    e, with
+    Each step decodes the moments, takes a step of `inner`, and encodes the new moments. The last axis of
+    a moment is divided into blocks of 32 numbers. A block has 32 codes c in float8_e4m3fn and one
+    exponent e, with
 
     .. math::
       m_i \approx c_i \, 2^e \quad \text{(first moments)}, \qquad
@@ -78,27 +78,28 @@ def quantize_state(
 
     where e is such that the maximum of :math:`|m|` or :math:`\sqrt{v}` over the block, divided by
     :math:`2^e`, is in (128, 256]. With :math:`\beta_2` near 1, a step changes v by less than half the
-    distance of two codes, so rounding to the nearest code would hardly ever change v. Therefore the root
-    :math:`r = \sqrt{v} / 2^e` is rounded at random to one of its neighbors :math:`r_0 \le r < r_1`. It
-    is rounded up with the probability
+    distance between two codes, so rounding to the nearest code would hardly ever change v. Therefore the
+    root :math:`r = \sqrt{v} / 2^e` is rounded at random to one of its neighbors :math:`r_0 \le r < r_1`.
+    The probability of rounding up is
 
     .. math::
       p = \frac{r^2 - r_0^2}{r_1^2 - r_0^2},
 
-    which is unbiased in v. First moments are also rounded at random, unbiased in m::
+    so the rounding is unbiased in v. First moments are also rounded at random, without bias in m::
 
       tx = optperm.quantize_state(optax.adamw(1e-3))
 
     Args:
-      inner: Any optimizer with moments in known states of Optax: Adam and its variants (AdamW, NAdam,
+      inner: Any optimizer with moments in a known state of Optax: Adam and its variants (AdamW, NAdam,
         RAdam, Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, Adagrad, Muon, RMSProp
-        without bias correction, and unfactored second moments of Adafactor. These states can be anywhere
-        in it, such as in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
+        without bias correction, and unfactored second moments of Adafactor. The states can be nested in
+        `inner`, such as in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
       bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments keep 8 bits. In
-        4 bits, a first moment that is small for its block is 0 or many times too large. Some weights
-        then take steps tens of times as long as the learning rate, and the loss of a long run may rise.
+        4 bits, a first moment that is much smaller than others in its block becomes 0 or many times too
+        large. Some weights then take steps that are tens of times the learning rate, and the loss of a
+        long run may rise.
       min_size: Moments with fewer entries are not quantized.
-      include: The params whose moments are quantized. A tree of booleans like params, a prefix of such a
+      include: The params whose moments are quantized: a tree of booleans like params, a prefix of such a
         tree, or a function from params to such a tree. None for all. The authors of 8-bit optimizers
         exclude embeddings.
       key: The random key of the rounding: an int or a `jax.random.key`.
@@ -119,28 +120,28 @@ def quantize_state(
 
     Notes:
       `inner` may include weight decay and a learning rate, which have no moments. Put `optax.masked`
-      around this transformation, not inside. Maxima of second moments (AMSGrad) climb with the rounding
-      noise, by a tenth to a half in a few thousand steps; use Adam for long runs. First moments below
-      1e-5 of the maximum of their block become 0. Second moments below 1e-10 of the maximum stay at the
+      around this transformation, not inside. Rounding noise raises the maxima of second moments
+      (AMSGrad) by 10% to 50% in a few thousand steps; use Adam for long runs. First moments below 1e-5
+      of the maximum of their block become 0. Second moments below 1e-10 of the maximum stay at the
       smallest code, because dividing a first moment by a second moment of 0 would give an enormous step.
-      One outlier therefore slows its block until it is forgotten, so clip gradients first.
+      One outlier therefore slows its block until the moments forget it, so clip gradients first.
 
       Counts, keys, float64 moments, arrays without an axis, and unknown states are not quantized. `init`
       warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block
       of 32. Other blocks do not change.
 
-      A sharded moment has sharded codes. If each device has a multiple of 32 numbers of the last axis,
-      the exponents are sharded too; otherwise they are replicated along this axis. Within
-      `jax.shard_map`, each device has its own blocks.
+      A sharded moment has sharded codes. If the number of entries per device along the last axis is a
+      multiple of 32, the exponents are sharded too; otherwise they are replicated along this axis.
+      Within `jax.shard_map`, each device has its own blocks.
 
       `optperm.memory.quantize` and `optperm.memory.dequantize` convert a checkpoint of the plain
       optimizer to a checkpoint of the quantized optimizer and back.
 
     Raises:
-      TypeError: If `inner` is not a transformation, or a number has another type.
+      TypeError: If `inner` is not a transformation, or a number has the wrong type.
       ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params, no state of `inner` is
-        known, a device has an odd number of entries of a sharded last axis in 4 bits, or `update` gets a
-        state with other `bits`.
+        known, or `update` gets a state with other `bits`. With 4 bits, also if a device has an odd
+        number of entries of a sharded last axis.
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
@@ -163,7 +164,7 @@ def quantize_state(
             raise ValueError(
                 "inner of quantize_state has no state with known moments: it has "
                 f"{checks.name_states(inner_state)}. "
-                f"Known are {', '.join(each.__name__ for each in KNOWN)}."
+                f"Known states are {', '.join(each.__name__ for each in KNOWN)}."
             )
         _warn_of_unknown(inner_state, params, min_size)
         seconds = probe(inner_state, lambda: params, find_known_states)
@@ -177,7 +178,7 @@ def quantize_state(
         has_arrays = any(jnp.ndim(leaf) and jnp.size(leaf) for leaf in jax.tree.leaves(params))
         if has_arrays and not any(map(any, names)):
             warnings.warn(
-                "quantize_state saves nothing: no moment of a float of 16 or 32 bits is included and "
+                "quantize_state saves nothing: no moment in 16 or 32 bits is included and "
                 f"has min_size={min_size} entries or more.",
                 UserWarning,
                 stacklevel=2,
@@ -210,7 +211,7 @@ def quantize_state(
         update,
         method="quantize_state",
         needs_params=False,
-        conversion="optperm.memory.quantize(opt_state, like) makes one of a plain optimizer's state.",
+        conversion="optperm.memory.quantize(opt_state, like) converts the state of a plain optimizer.",
     )
 
 
@@ -328,20 +329,20 @@ def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
     return [place is None or bool(chosen[place]) for place in found]
 
 
-def _map_moments(function: Callable[[int, int, Any], Any], inner_state: Any) -> Any:
-    """Return a state with `function(i, j, moment)` for moment j of known state i."""
+def _map_moments(function: Callable[[int, int, int, Any], Any], inner_state: Any) -> Any:
+    """Return a state with `function(i, j, k, moment)` for moment j of known state i, k of its field."""
     states = itertools.count()
 
     def replace(node: Any) -> Any:
         if not is_known(node):
             return node
         i, j = next(states), itertools.count()
-        return node._replace(
-            **{
-                field: jax.tree.map(lambda leaf: function(i, next(j), leaf), getattr(node, field))
-                for field in KNOWN[type(node)].roles
-            }
-        )
+        moments = {}
+        for field in KNOWN[type(node)].roles:
+            leaves, structure = jax.tree.flatten(getattr(node, field))
+            mapped = [function(i, next(j), k, leaf) for k, leaf in enumerate(leaves)]
+            moments[field] = jax.tree.unflatten(structure, mapped)
+        return node._replace(**moments)
 
     return jax.tree.map(replace, inner_state, is_leaf=is_known)
 
@@ -358,13 +359,16 @@ def _encode_state(
     words = key_data(key)
     seed = computed_once(mix(mix(mix(words[0]) ^ words[1]) ^ count.astype(jnp.uint32)))
     # XLA compiles equal kernels once: a number that it knows would make a kernel for each array.
-    numbers = iter(computed_once([np.uint32(i * 0x9E3779B1 % 2**32) for i in range(1, total + 1)]))
+    numbers = computed_once([np.uint32(i * 0x9E3779B1 % 2**32) for i in range(1, total + 1)])
+    unused = iter(numbers)
 
-    def encode_moment(i: int, j: int, moment: Any) -> Any:
+    def encode_moment(i: int, j: int, k: int, moment: Any) -> Any:
         if not (name := names[i][j]):
             return moment
         form, _ = name.split("_")
-        codes, e = _encode(moment, form, mix(seed ^ next(numbers)))
+        # The moments of one parameter have one start, as they are encoded in one kernel.
+        own, start = mix(seed ^ next(unused)), mix(~seed ^ numbers[k])
+        codes, e = _encode(moment, form, own, start)
         exponents[i][j] = {name: _shard_exponents(e, moment)}
         return shard_like(codes, moment) if codes.shape == moment.shape else codes
 
@@ -376,7 +380,8 @@ def _decode_state(state: QuantizedState) -> Any:
     """Return the state of `inner` with its moments."""
     names = _find_names(state.exponents)
 
-    def decode_moment(i: int, j: int, codes: Any) -> Any:
+    def decode_moment(i: int, j: int, k: int, codes: Any) -> Any:
+        del k
         if not (name := names[i][j]):
             return codes
         form, dtype = name.split("_")

@@ -1,4 +1,4 @@
-"""The rank of low-rank states that keeps an optimizer within a number of words per parameter."""
+"""Find the rank at which a low-rank optimizer state fits a number of words per parameter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rank_for(
     *,
     dimension_numbers: DimensionNumbers | None = None,
 ) -> float:
-    r"""Return the maximum rank for which `optperm.low_rank` of Adam keeps at most `words` per param.
+    r"""Return the maximum rank at which `optperm.low_rank` with Adam keeps at most `words` per param.
 
     With ranks :math:`r = \rho \min(d, k)`, a d x k matrix has a basis and two moments. Any other leaf
     has two moments:
@@ -49,13 +49,13 @@ def rank_for(
       0.592
 
     Notes:
-      To save 70% of AdamW's memory, pass `words=0.6`. Leaves at full rank, such as embeddings, count two
-      words per parameter; counters count as zero. This function counts numbers, not bytes: with 16-bit
+      To save 70% of AdamW's memory, pass `words=0.6`. Leaves at full rank, such as embeddings, need two
+      words per parameter; counters are ignored. This function counts numbers, not bytes: with 16-bit
       params, moments have 16 bits too, and bases have 32.
 
     Raises:
-      TypeError: If `words` is not a number, or the entries of `dimension_numbers` are of another type.
-      ValueError: If `words` is not positive, or no rank is small enough because other leaves keep more.
+      TypeError: If `words` is not a number, or an entry of `dimension_numbers` has the wrong type.
+      ValueError: If `words` is not positive, or if even the smallest rank needs more words.
     """
     checks.check_positive("words", words)
     structure: Any

@@ -1,4 +1,4 @@
-"""A report on the size of an optimizer's state, leaf by leaf, before any training."""
+"""A report on the size of an optimizer's state, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class StateReport(NamedTuple):
     Attributes:
       leaves: For each leaf, in the order of the tree: `name` (its path), `shape`, `treatment`, `words`
         of its state, `bytes`, and `words_per_param` (the words per entry). `treatment` is "full rank",
-        or for example "rank 4 of 16 x 64" for matrices with these sides, of which the first has the
-        basis. It is empty without a low-rank method.
+        or for example "rank 4 of 16 x 64" for 16 x 64 matrices whose side of 16 is projected. It is
+        empty without a low-rank method.
       other_words: The words of arrays that do not belong to a leaf, such as counts and keys.
       words: The words of the whole state. `bytes` is four times this number.
       words_per_param: The words of the whole state per parameter.
@@ -81,11 +81,11 @@ class StateReport(NamedTuple):
 def state_report(tx: optax.GradientTransformation, params: optax.Params) -> StateReport:
     """Report the size of an optimizer's state in bytes and in 32-bit words, leaf by leaf.
 
-    The report needs only shapes. Every array of the state counts a quarter of its bytes, so an entry of
-    an int8 array or of a mask is a quarter of a word. An array belongs to a leaf if it is in a tree like
-    params. The exponents of `optperm.quantize_state`, 1 / 32 of the bytes of its codes, count as others.
-    If the optimizer contains `optperm.low_rank` or `optperm.apollo`, the report shows the rank of each
-    leaf. A leaf with three or more axes that are not named stays at full rank.
+    The report needs only shapes. A word is four bytes, so an entry of an int8 array or of a mask is a
+    quarter of a word. An array belongs to a leaf if it is in a tree like params. The line "others"
+    includes the exponents of `optperm.quantize_state`, 1 / 32 of the bytes of its codes. If the
+    optimizer contains `optperm.low_rank` or `optperm.apollo`, the report shows the rank of each leaf. A
+    leaf with three or more axes that are not named stays at full rank.
 
     Args:
       tx: Any optimizer.

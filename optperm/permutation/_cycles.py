@@ -1,6 +1,6 @@
 """The cycle search of SGPerm and the sort of LaPerm, as operations of a program.
 
-A call takes this way:
+A call follows this path:
 
     permute_rows, reorder_rows      operands in the kernel's dtypes, with a leading batch axis
       |
@@ -12,7 +12,7 @@ A call takes this way:
       '- else:                      call_python, for `permute_on_host`; to sort,
                                     XLA's own sort                                    (_host_calls.py)
 
-`_library.py` finds the compiled kernel, and says which kernel runs.
+`_library.py` finds the compiled kernel, and chooses the kernel to run.
 """
 
 import ctypes

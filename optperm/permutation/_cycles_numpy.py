@@ -1,8 +1,8 @@
-"""SGPerm's cycle search in NumPy: slow, and written to be read.
+"""SGPerm's cycle search in NumPy: slow, but easy to read.
 
 The compiled kernel (kernel/cycles.cc) gives the same result bit for bit, which the tests prove.
 
-Some threads, XLA's among them, take subnormal numbers for zero. So weights and recommendations are
+Some threads, including XLA's, treat subnormal numbers as zero. Therefore weights and recommendations are
 compared as integers made from their bits, and no float64 result is subnormal.
 """
 

@@ -1,7 +1,8 @@
-"""Conversions and gathers of floating numbers that keep every bit.
+"""Conversions and gathers of floating-point numbers that keep every bit.
 
-A plain conversion may take subnormal numbers for zero: XLA's threads on the CPU do, and so do some
-accelerators. Where a gather crosses devices, XLA adds zeros from all but one: -0.0 becomes 0.0.
+A plain conversion may treat subnormal numbers as zero, as XLA's threads on the CPU and some
+accelerators do. In a gather across devices, XLA adds zeros from all devices but one, so -0.0 becomes
+0.0.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A trained network as its initial weights and a permutation."""
+"""Represent a trained network as its initial weights and a permutation."""
 
 import warnings
 from typing import Any
@@ -28,16 +28,15 @@ PERMUTED_STATES = (PermuteByCyclesState, LapermState)
 def permuted_params(
     opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
 ) -> optax.Params:
-    """Return the exact weights of a permutation method, which are a permutation of the initial ones.
+    """Return the exact weights of a permutation method, a permutation of the initial weights.
 
     For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the given params
-    after a synchronization. Without params, they are the weights of the last synchronization.
+    after a synchronization or, without params, the weights of the last synchronization.
 
     Args:
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
-      params: The current params, for leaves that the method does not train because another optimizer
-        does. Without params, these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its
-        variables.
+      params: The current params, which supply the leaves that another optimizer trains. Without params,
+        these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its variables.
       output_axes: As passed to `optperm.laperm`. `optperm.sgperm` does not need it.
 
     Returns:
@@ -51,11 +50,11 @@ def permuted_params(
       True
 
     Notes:
-      With plain `optax.apply_updates`, the params of training are within one rounding error of these
+      With plain `optax.apply_updates`, the params during training are within one rounding error of these
       weights.
 
     Raises:
-      ValueError: If `opt_state` holds no permutation state or more than one, or if `params` do not
+      ValueError: If `opt_state` does not contain exactly one permutation state, or if `params` do not
         match.
     """
     state = _find_permutation_state(opt_state)
@@ -79,7 +78,7 @@ def export_permutation(
       initial_params: The params passed to `init`.
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
       params: The current params, to export `permuted_params(opt_state, params)`. For `optperm.laperm`,
-        this differs from the export without params.
+        this export differs from the export without params.
       output_axes: As passed to the method.
 
     Returns:
@@ -97,7 +96,7 @@ def export_permutation(
       [1, 0, 2]
 
     Raises:
-      ValueError: If `opt_state` holds no permutation state or more than one, if `initial_params` or
+      ValueError: If `opt_state` does not contain exactly one permutation state, if `initial_params` or
         `params` have another structure, shape or dtype, or if the trained weights are not a permutation
         of the initial weights.
     """
@@ -138,7 +137,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
 
     Args:
       initial_params: A tree of parameters.
-      permutation: The result of `export_permutation`. If a leaf is `optax.MaskedNode`, the initial
+      permutation: The result of `export_permutation`. For a leaf that is `optax.MaskedNode`, the initial
         parameter is returned unchanged.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The schedule by which the aggressiveness of SGPerm falls."""
+"""A decreasing schedule for the aggressiveness of SGPerm."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ _LEFT, _HALVING = 1 / 100, 100.0
 def falling(
     init_value: float | jax.Array, num_steps: int | jax.Array | None = None
 ) -> optax.Schedule:
-    r"""Make a schedule of the aggressiveness of `optperm.sgperm` that falls from step to step.
+    r"""Make a decreasing schedule for the aggressiveness of `optperm.sgperm`.
 
-    With the initial value :math:`\alpha_0`, its value at the counts :math:`t = 0, 1, \dots` is
+    At the counts :math:`t = 0, 1, \dots`, its value is
 
     .. math::
       \alpha_0 \cdot 100^{-\min(t + 1, T) / T} \text{ with num_steps } T, \qquad
@@ -23,11 +23,11 @@ def falling(
 
     Args:
       init_value: :math:`\alpha_0 \ge 0`, a number. The first step already takes a smaller value.
-      num_steps: :math:`T \ge 1`, the number of steps of the whole run. Afterwards the value stays at a
-        hundredth of :math:`\alpha_0`.
+      num_steps: :math:`T \ge 1`, the number of steps of the whole run. Afterwards, the value stays at
+        one hundredth of :math:`\alpha_0`.
 
     Returns:
-      An Optax schedule, which maps a count, which may be traced, to a float32 scalar.
+      An Optax schedule, which maps a count, traced or not, to a float32 scalar.
 
     Example:
       >>> import optperm

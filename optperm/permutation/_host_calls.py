@@ -1,13 +1,13 @@
-"""Calls of Python from a program, for the weight vectors that a device holds.
+"""Calls of Python from a compiled program, for the weight vectors that a device holds.
 
-`jax.pure_callback` would do on one device. It has no partitioning rule: on a mesh XLA gathers the
-operands on device 0, which calls the host, and copies the results to the other devices. And on the CPU
-it can hang: it hands arrays to JAX that the device it waits for has to copy. So
+`jax.pure_callback` would suffice on one device. However, it has no partitioning rule: on a mesh, XLA
+gathers the operands on device 0, which calls the host, and copies the results to the other devices. On
+the CPU, it can also hang: it passes arrays to JAX that the device it waits for has to copy. Therefore
 
-- on the CPU and on a GPU the target that JAX's own callbacks call is called by `call_target`, under its
+- on the CPU and on a GPU, `call_target` calls the target of JAX's own callbacks, under its own
   partitioning rule; on the CPU with the buffers themselves;
-- on a TPU, which has no custom calls of the host, there are a send or a receive for each array, within
-  a `jax.shard_map` over all devices.
+- on a TPU, which has no custom calls of the host, there is a send or a receive for each array, within a
+  `jax.shard_map` over all devices.
 """
 
 import functools

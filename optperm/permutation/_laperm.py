@@ -1,4 +1,4 @@
-"""LaPerm: training with any optimizer, and periodically sorting the initial weights.
+"""LaPerm: train with any optimizer, and periodically reorder the initial weights.
 
 Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
 NeurIPS 2020.
@@ -44,10 +44,11 @@ Interval = int | jax.Array | Callable[[jax.Array], Any]
 class LapermState(NamedTuple):
     """State of `laperm`.
 
-    It holds the sorted values of each weight vector: the value with rank k is where `ranks` is k.
+    The state determines the sorted values of each weight vector: the value with rank k is where `ranks`
+    is k.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       inner_state: State of `inner`, which moves the weights.
       weights: The weights of the last synchronization, a permutation of the initial weights in each
         weight vector.
@@ -84,7 +85,7 @@ def laperm(
     *,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train a network by putting its initial weights in the order that an optimizer finds (LaPerm).
+    r"""Train a network by reordering its initial weights as an optimizer suggests (LaPerm).
 
     The inner optimizer moves the weights freely. Steps t count from 0. If :math:`t + 1` is a multiple of
     k, each weight vector :math:`w` with the initial values :math:`w_0` is synchronized after step t:
@@ -93,17 +94,17 @@ def laperm(
       w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)].
 
     The smallest initial value moves to the position of the smallest weight, and so on; ties keep their
-    order. The network then holds its initial weights, bit for bit, in another order.
+    order. The network then has its initial weights, bit for bit, in another order.
 
     Args:
-      inner: The optimizer that moves the weights. It must not place params, as `optperm.sgperm` does,
-        fix entries, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
+      inner: The optimizer that moves the weights. It must not set exact params, as `optperm.sgperm`
+        does, fix entries, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       output_axes: As in `optperm.permute_by_cycles`.
 
     Returns:
-      A transformation whose state is a `LapermState`. Its `update` needs `params`, and the extra
+      A transformation whose state is a `LapermState`. Its `update` needs `params` and the extra
       arguments of the inner optimizer.
 
     Example:
@@ -125,22 +126,23 @@ def laperm(
       test or save a network between synchronizations.
 
       If k is too small, no weight passes its neighbors before the next synchronization, and the network
-      learns nothing. Try values from a few synchronizations per epoch to one in a few epochs. Initialize
-      biases at random, or train them with another optimizer (`optax.partition`). Scalars keep their
-      values. The inner state is neither reset nor permuted: it stays with the position.
+      learns nothing. Try values between a few synchronizations per epoch and one synchronization every
+      few epochs. Initialize biases at random, or train them with another optimizer (`optax.partition`).
+      Scalars keep their values. The inner state is neither reset nor permuted: it belongs to positions,
+      not to weights.
 
-      A nonfinite gradient entry counts as zero. If a weight vector holds a NaN at a synchronization, it
-      returns to its last synchronized order. The sort runs only in steps that synchronize, except under
-      `jax.vmap`, where it runs in every step.
+      A nonfinite gradient entry counts as zero. If a weight vector contains a NaN at a synchronization,
+      it returns to its last synchronized order. The sort runs only in steps that synchronize, except
+      under `jax.vmap`, where it runs in every step.
 
-      LaPerm must come last in its chain: a transformation after it changes updates, but not the weights
-      that it places. `optperm.apply_updates` places the weights bit for bit. With `optax.apply_updates`,
-      they stay within one rounding error of these values and never drift.
+      LaPerm must come last in its chain: a transformation after it would change the updates, but not the
+      exact weights in the state. `optperm.apply_updates` sets these weights bit for bit. With
+      `optax.apply_updates`, the params stay within one rounding error of these weights and never drift.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer places params, fixes entries or keeps zeros,
-        or the trees passed to `update` do not match.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If `every` is below 1, the inner optimizer sets exact params, fixes entries or keeps
+        zeros, or the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
@@ -156,7 +158,7 @@ def laperm(
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
-                "inner places params, fixes some or keeps zeros: use one that moves all of them."
+                "inner places params, fixes some or keeps zeros: use an optimizer that moves all params."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),

@@ -1,14 +1,14 @@
 """The compiled library: find it, load it, register its handlers with XLA, and choose a kernel.
 
-Three kernels search cycles, with the same bits:
+Three kernels search cycles, with bit-identical results:
 
 - `"ffi"`, on the CPU: XLA calls the compiled kernel, which runs on XLA's threads, without Python.
-- `"callback"`, on other platforms, and on the CPU where XLA refuses the compiled handler: XLA calls
-  Python, which calls the compiled kernel's C entry point, which runs on threads of its own.
-- `"numpy"`, where nothing is compiled: XLA calls Python, which runs `cycles_numpy`.
+- `"callback"`, on other platforms, and on the CPU if XLA rejects the compiled handler: XLA calls Python,
+  and Python calls the C entry point of the compiled kernel, which runs on its own threads.
+- `"numpy"`, without a compiled library: XLA calls Python, which runs `cycles_numpy`.
 
-The best available kernel runs, unless the environment variable OPTPERM_KERNEL names another. A call
-uses as many threads as the process may, or OPTPERM_NUM_THREADS.
+The best available kernel runs, unless the environment variable OPTPERM_KERNEL names another kernel. A
+call uses as many threads as the process may use, or OPTPERM_NUM_THREADS.
 """
 
 import ctypes
@@ -57,8 +57,8 @@ def find_kernels() -> tuple[tuple[str, ...], str]:
     """Return the available kernels, fastest first, and a message if the fastest of all is missing."""
     if load_library() is None:
         return ("numpy",), (
-            "optperm runs without its compiled kernel, thousands of times slower. With a C++17 compiler "
-            "install again: pip install --force-reinstall --no-deps --no-cache-dir optperm"
+            "optperm runs without its compiled kernel, thousands of times slower. With a C++17 "
+            "compiler, install it again: pip install --force-reinstall --no-deps --no-cache-dir optperm"
         )
     refused = _register_handlers()
     if refused:

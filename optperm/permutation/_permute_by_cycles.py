@@ -48,13 +48,13 @@ class PermuteByCyclesState(NamedTuple):
     """State of `permute_by_cycles`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       key: Data of the threefry key for the random partitions.
       weights: The exact weights, a permutation of the initial weights in each weight vector.
       ranks: The rank of each weight in its weight vector.
       fraction_moved: The fraction of all weights that the last step moved.
-      mismatches: Steps whose params differed from the previous weights by more than rounding. Something
-        else moved the params, so they are not a permutation.
+      mismatches: Number of steps whose params differed from the previous weights by more than rounding.
+        Something else moved these params, so they are not a permutation.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -92,7 +92,7 @@ def permute_by_cycles(
     key: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Permute each weight vector along cycles, in which every weight moves as recommended.
+    r"""Permute each weight vector along cycles in which every weight moves as recommended.
 
     The incoming updates are a recommendation :math:`m`, which is negative where the weight should rise
     and positive where it should fall. All weights that enter one output unit form a weight vector, with
@@ -100,7 +100,7 @@ def permute_by_cycles(
     vector:
 
     1. Split the vector at random into disjoint subsets of
-       :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries; the last one may be smaller.
+       :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries; the last subset may be smaller.
        Exclude entries whose recommendation is zero or not finite, which leaves :math:`s` entries of a
        subset.
     2. Let a weight :math:`w` move to the position of any weight in :math:`[w, w + \epsilon)` if it
@@ -110,7 +110,7 @@ def permute_by_cycles(
        that are not in a cycle yet: depth first, nearest weight first. Every entry on the cycle moves one
        position along it.
 
-    Each weight vector thus keeps its values bit for bit, and every moved weight follows its
+    Each weight vector therefore keeps its values bit for bit, and every moved weight follows its
     recommendation, by at most :math:`\epsilon`.
 
     Args:
@@ -118,13 +118,14 @@ def permute_by_cycles(
       partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
       min_partition_size: :math:`P_{\min} \ge 1`, in entries.
       include_remainder: Whether to include a last subset of fewer than :math:`P` entries.
-      centralize: Whether to subtract the pivot :math:`\bar m + z \sigma / 2` from :math:`m`, with the
-        mean and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn in
-        each step. All permutations have the same sum, so none can follow the mean. If two weights should
-        rise and the pivot is between them, the weight with the larger :math:`|m|` can pass the other.
-        Entries with zero :math:`m` then take part. Platforms may round the pivot differently.
-      key: The random key of the partitions, or an int that seeds it. The same key gives the same
-        training run on every platform.
+      centralize: Whether to subtract the pivot :math:`\bar m + z \sigma / 2` from :math:`m`, where
+        :math:`\bar m` and :math:`\sigma` are the mean and standard deviation over the weight vector, and
+        :math:`z \sim N(0, 1)` is drawn in each step. All permutations have the same sum, so no
+        permutation can follow the mean. If two weights should rise and the pivot is between their
+        recommendations, the weight with the larger :math:`|m|` can pass the other weight. Entries with
+        zero :math:`m` then also take part. Platforms may round the pivot differently.
+      key: The random key of the partitions, or an int as its seed. The same key gives the same training
+        run on every platform.
       output_axes: The axes of a parameter that index output units: one or several integers, or a
         function that computes them from a path, such as "Dense_0/kernel", and the parameter. Parameters
         of rank 1 are one weight vector.
@@ -145,12 +146,12 @@ def permute_by_cycles(
       0.5
 
     Notes:
-      This transformation computes updates from targets in its state, so nothing may follow it in a
-      chain. `optperm.apply_updates` places the weights bit for bit. With `optax.apply_updates`, they
-      stay within one rounding error of these values and never drift. Scalars keep their values.
+      This transformation computes updates from the exact weights in its state, so nothing may follow it
+      in a chain. `optperm.apply_updates` sets these weights bit for bit. With `optax.apply_updates`, the
+      params stay within one rounding error of these weights and never drift. Scalars keep their values.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or the trees passed to `update` do not match.
 
     References:

@@ -1,7 +1,7 @@
 """Custom calls of XLA on weight vectors: one batching and one partitioning rule for any target.
 
-Every operand belongs to weight vectors ("rows"), which are independent of each other. So a batch of
-calls is one call with more of them, and each device of a mesh calls for the rows that it holds.
+Every operand belongs to weight vectors ("rows"), which are independent of each other. Therefore a batch
+of calls is one call with more rows, and each device of a mesh makes the call for its own rows.
 """
 
 import functools

@@ -36,7 +36,7 @@ class RecommendationState(NamedTuple):
     """State of the first half of `sgperm`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       recommendation: m, the running recommendation at each location.
       steps_past_end: Steps taken after `num_steps`, all with the last aggressiveness; 0 without it.
     """
@@ -77,22 +77,23 @@ def sgperm(
     .. math::
       m_{t+1} = \eta g_t + \mu m_t
 
-    Then `permute_by_cycles` permutes each weight vector as :math:`m_{t+1}` recommends, with the
-    aggressiveness :math:`\alpha_t` and the partition ratio :math:`\lambda_t`.
+    Then `permute_by_cycles` permutes each weight vector as the recommendation :math:`m_{t+1}` requires,
+    with the aggressiveness :math:`\alpha_t` and the partition ratio :math:`\lambda_t`.
 
-    The recommendation stays with the position, not with the weight. The network keeps its initial
-    weights, bit for bit, in another order.
+    The recommendation belongs to the position, not to the weight. The network keeps its initial weights,
+    bit for bit, in another order.
 
     Args:
       aggressiveness: :math:`\alpha_t \ge 0`. A weight moves by at most this fraction of its weight
-        vector's range, plus 1 / s of the range in a subset of s entries, about the distance of two
-        neighbors. A number, a schedule of the step, or None for a schedule that falls from 0.1,
+        vector's range, plus 1 / s of the range in a subset of s entries, about the distance between two
+        neighbors. A number, a schedule, or None for the decreasing schedule
         `optperm.permutation.falling(0.1, num_steps)`. If a subset is a whole weight vector, small values
         allow hardly any moves; `optax.tree.get(opt_state, "fraction_moved")` shows this.
-      partition_ratio: :math:`\lambda_t \in [0, 1]`, the fraction of a weight vector in one subset. A
-        number or a schedule of the step.
-      learning_rate: :math:`\eta`, the factor on the newest gradient. A number or a schedule of the step.
-      momentum: :math:`\mu \in [0, 1]`, the factor on the last recommendation.
+      partition_ratio: :math:`\lambda_t \in [0, 1]`, the fraction of a weight vector in one subset, a
+        number or a schedule.
+      learning_rate: :math:`\eta`, the factor that multiplies the current gradient, a number or a
+        schedule.
+      momentum: :math:`\mu \in [0, 1]`, the factor that multiplies the last recommendation.
       num_steps: The number of updates of the whole run, over which the aggressiveness falls. This is the
         number of epochs times the batches per epoch, divided by k inside `optax.MultiSteps(..., k)`.
         Later updates use the last aggressiveness, and `steps_past_end` in the state counts them.
@@ -100,7 +101,7 @@ def sgperm(
       include_remainder: Whether to include a smaller last subset.
       centralize: Whether to subtract a random pivot from the recommendation, near its mean over the
         weight vector (see `permute_by_cycles`). The paper does not do this.
-      key: The random key of the partitions, or an int that seeds it.
+      key: The random key of the partitions, or an int as its seed.
       output_axes: As in `permute_by_cycles`.
 
     Returns:
@@ -130,12 +131,12 @@ def sgperm(
       >>> tx = optperm.sgperm(falls, grows)
 
     Notes:
-      If you know the length of the run, pass `num_steps`, which trains best. With the original decay of
-      0.99 per step, hardly any weights move after about 500 steps. Initialize biases at random, or train
-      them with another optimizer (`optax.partition`).
+      If you know the length of the run, pass `num_steps` for the best results. With the original decay
+      of 0.99 per step, hardly any weights move after about 500 steps. Initialize biases at random, or
+      train them with another optimizer (`optax.partition`).
 
-      Weights with v evenly spaced values move only while :math:`\alpha_t` is above about 1 / (v - 1), so
-      the aggressiveness must not fall. Pass `aggressiveness=1.0` and a momentum of 0.99 or 0.999.
+      Weights with v evenly spaced values move only if :math:`\alpha_t` is above about 1 / (v - 1), so
+      the aggressiveness must not decrease. Pass `aggressiveness=1.0` and a momentum of 0.99 or 0.999.
 
       Only the sign and the order of the recommendation matter. The learning rate therefore has an effect
       only as a schedule, or if its product with a gradient is too small for the dtype of the params. Use
@@ -145,17 +146,17 @@ def sgperm(
 
       SGPerm must come last in its chain. Other transformations may change gradients before it (clip
       them, or average them over replicas). A transformation after it, such as weight decay, would break
-      the permutation; `optperm.apply_updates` warns about it.
+      the permutation, and `optperm.apply_updates` warns.
 
-      These are test accuracies after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden units,
-      batches of 50), and after 10 epochs of 25 steps on the digits. With `num_steps` and `centralize`,
-      they are 0.968 and 0.981. Without these, they are 0.959 and 0.977, and with :math:`0.99^t` they are
-      0.942 and 0.981. Other schedules without a length lost on one of the two: :math:`1 / (1 + t / 50)`
-      has 0.954 and 0.982, :math:`(1 + t / 10)^{-0.6}` has 0.955 on MNIST, and
-      :math:`1 / \sqrt{1 + t / 30}` has 0.970 on the digits.
+      The following test accuracies are after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden
+      units, batches of 50), and after 10 epochs of 25 steps on the digits. With `num_steps` and
+      `centralize`, they are 0.968 and 0.981. Without these arguments, they are 0.959 and 0.977, and with
+      :math:`0.99^t` they are 0.942 and 0.981. Other schedules without `num_steps` were worse on one of
+      the data sets: :math:`1 / (1 + t / 50)` has 0.954 and 0.982, :math:`(1 + t / 10)^{-0.6}` has 0.955
+      on MNIST, and :math:`1 / \sqrt{1 + t / 30}` has 0.970 on the digits.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or both `aggressiveness` and `num_steps` are given.
 
     References:
@@ -166,7 +167,7 @@ def sgperm(
         aggressiveness = falling(_START, num_steps)
     elif num_steps is not None:
         raise ValueError(
-            "Pass aggressiveness or num_steps, not both: to start elsewhere than at 0.1, "
+            "Pass aggressiveness or num_steps, not both: to start at another value than 0.1, pass "
             "aggressiveness=optperm.permutation.falling(start, num_steps)."
         )
     return optax.chain(

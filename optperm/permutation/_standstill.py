@@ -1,4 +1,4 @@
-"""The warning of a loop that SGPerm's weights stand still."""
+"""The warning of a training loop that SGPerm's weights hardly move."""
 
 from collections.abc import Mapping
 

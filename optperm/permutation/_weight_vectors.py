@@ -1,7 +1,7 @@
 """Weight vectors: the columns that a permutation method permutes.
 
-A weight vector holds all weights that enter one output unit. Here it is a column of an array
-(n, *outputs): a leaf's output axes come last, its other axes, flattened in order, are the n entries.
+A weight vector consists of all weights that enter one output unit. Here it is a column of an array (n,
+*outputs): a leaf's output axes come last, and its other axes, flattened in order, are the n entries.
 """
 
 import functools

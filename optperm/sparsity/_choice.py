@@ -2,12 +2,13 @@
 
 The answer takes four steps, in the order of this file:
 
-1. `include` says which leaves take part (`include_leaves`). The others are masked in all that follows.
+1. `include` selects leaves (`include_leaves`). The following steps mask the other leaves.
 2. Each unit of a structure, a single entry by default, gets a code: an unsigned integer in the order of
    the scores (`encode_scores`), or a random one (`draw_codes`).
-3. `sparsity` and `scope` say how many units are zero, of each leaf or of all (`group_leaves`).
-4. The units with the highest codes stay, exactly as many as are left, of equal ones the first
-   (`keep_highest`). They are found by counting instead of sorting.
+3. `sparsity` and `scope` determine how many units are zero, in each leaf or in all leaves
+   (`group_leaves`).
+4. The remaining number of units with the highest codes stay; ties keep the earlier unit
+   (`keep_highest`). Counting replaces sorting.
 """
 
 import functools
@@ -247,7 +248,7 @@ def check_fraction(name: str, fraction: Any) -> None:
 def erk_sparsity(
     params: Any, sparsity: float | jax.Array, *, include: Include | None = None
 ) -> Any:
-    r"""Return a sparsity for each leaf by the Erdős-Rényi kernel, which keeps small leaves denser.
+    r"""Return a sparsity per leaf by the Erdős-Rényi kernel (ERK), which keeps small leaves denser.
 
     A leaf with N entries and the shape :math:`(n_1, \dots, n_k)` has the density
 
@@ -255,9 +256,9 @@ def erk_sparsity(
       d = \min(1, \epsilon r), \qquad r = \frac{n_1 + \dots + n_k}{n_1 \cdots n_k}
 
     with the same :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts
-    are rounded by the largest remainder, which makes exactly floor(s N + 1/2) of all N entries zero.
-    `scope="erk"` in other functions means these sparsities. Call this function to change some of them
-    before you pass the tree.
+    are rounded by the largest-remainder method, so that exactly floor(s N + 1/2) of all N entries are
+    zero. Other functions use these sparsities with `scope="erk"`. To change some of them, call this
+    function and pass the changed tree.
 
     Args:
       params: A tree of arrays, or of shapes from `jax.eval_shape`.

@@ -29,7 +29,7 @@ class _Member(NamedTuple):
 
 
 def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | None = None) -> Any:
-    """Return params with each matrix W of shape (in, out) replaced by a sparse matrix of its transpose.
+    """Replace each matrix W of shape (in, out) with its transpose as a sparse matrix.
 
     If w is the sparse matrix, `x @ W` is `(w @ x.T).T`. Zeros are not stored.
 
@@ -59,12 +59,12 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
 
       Below 90% zeros, sparse products are not faster on a CPU. On an MLP with 300 and 100 hidden units
       and batches of 32 and 256, BCSR takes 0.5 to 0.75 of the time of dense products at 90% zeros, and a
-      quarter to a third at 98%. scipy's format suits single examples from 98% zeros. A dense network
-      with the same number of bytes (`optperm.sparsity.remove_units`) is faster than all formats
-      (`python benchmarks/sparsity.py --only export`).
+      quarter to a third at 98%. SciPy's format is useful for single examples with at least 98% zeros. A
+      dense network with the same number of bytes (`optperm.sparsity.remove_units`) is faster than all
+      sparse formats (`python benchmarks/sparsity.py --only export`).
 
     Raises:
-      TypeError: If a leaf is traced, not a dense array, or of a dtype that scipy cannot multiply.
+      TypeError: If a leaf is traced, is not a dense array, or has a dtype that SciPy cannot multiply.
       ValueError: If `format` is unknown, or `include` does not fit.
     """
     checks.check_choice("format", format, get_args(SparseFormat))
@@ -89,15 +89,15 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
 
     This function removes a unit if all its outgoing weights are zero. With `zero_at_zero`, it also
     removes a unit if all its incoming weights and its bias are zero. It repeats this until no unit can
-    be removed. Outputs agree up to rounding. A unit with only a bias is a constant, and stays.
+    be removed. Outputs agree up to rounding. A unit with only a bias has a constant output, and stays.
 
     Args:
       params: A tree of arrays, outside `jax.jit`.
-      groups: For each group of units, the leaves with an axis of these units, as pairs of a path and the
-        axis: `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`. In a
-        pair, the last axis means incoming weights, and any other axis means outgoing weights. This is
-        wrong for weights of shape (out, in), as in Equinox and PyTorch, for kernels of shape (in, heads,
-        dim), and for an outgoing vector. Add `"in"` or `"out"` as a third item for these, as in
+      groups: For each group of units, the leaves with an axis of these units, as pairs (path, axis):
+        `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`. In a pair, the
+        last axis means incoming weights, and any other axis means outgoing weights. This is wrong for
+        weights of shape (out, in), as in Equinox and PyTorch, for kernels of shape (in, heads, dim), and
+        for an outgoing vector. Add `"in"` or `"out"` as a third item for these, as in
         `[("layers/0/weight", 0, "in"), ("layers/0/bias", 0), ("layers/1/weight", 1, "out")]`. Name all
         leaves with the axis, including the statistics of a `BatchNorm`.
       zero_at_zero: Whether the activation maps 0 to 0, as relu and tanh do.
@@ -150,7 +150,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
             )
         taken |= lengths.keys()
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"groups[{name!r}] has axes of several lengths: {lengths}.")
+            raise ValueError(f"groups[{name!r}] has axes of different lengths: {lengths}.")
         if len({member.is_incoming for member in members}) < 2:
             raise ValueError(
                 f"groups[{name!r}] must name incoming weights (the last axis, or 'in' as a third item) "

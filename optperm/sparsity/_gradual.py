@@ -53,10 +53,10 @@ def prune_gradually(
     structure: Structure | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train with an optimizer while the sparsity rises to its final value.
+    r"""Train with any optimizer while the sparsity rises to its final value.
 
-    Finally, Z entries of each leaf, or of all leaves together, are zero. Step :math:`t = 0, 1, \dots`
-    uses the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of `inner`:
+    At the end, Z entries of each leaf, or of all leaves together, are zero. Step :math:`t = 0, 1, \dots`
+    uses a ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of `inner`:
 
     .. math::
       \text{if } t \bmod \text{every} = 0:\quad &
@@ -68,8 +68,8 @@ def prune_gradually(
     The scores are :math:`|\theta|` before the step ("magnitude"), :math:`|\theta g|` with the batch's
     gradient ("saliency"), or S with :math:`S \leftarrow S - \theta g` in each step ("movement"). With
     "movement", weights that move away from zero score high. Ties keep the earlier entry. If the score of
-    a live entry is not finite, or its gradient for "movement", all masks stay until the next multiple of
-    `every`.
+    a live entry is not finite (or, for "movement", its gradient), no mask changes until the next
+    multiple of `every`.
 
     Args:
       inner: Any optimizer. It sees gradients with zeros for pruned entries, so clipping inside it uses
@@ -89,8 +89,9 @@ def prune_gradually(
         params or gradients differ. None if they agree.
 
     Returns:
-      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`. It
-      must come last in its chain. With `optperm.apply_updates`, zeros stay zero at any position.
+      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`.
+      With `optax.apply_updates`, the transformation must come last in its chain. With
+      `optperm.apply_updates`, zeros stay zero at any position.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -113,19 +114,19 @@ def prune_gradually(
       first multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more
       entries, and `optperm.sparsity.reset_masks` frees all entries.
 
-      Products stay dense, so training is not faster. While the ramp rises, a step whose mask may change
-      costs a selection; under `jax.vmap`, every step does. "movement" reads and writes S, a float32
-      number for each entry, in every step. An external average of the params, such as that of
-      `optax.ema`, is not sparse where masks change. `optperm.rigl` also takes
-      `optax.contrib.schedule_free` inside.
+      Products stay dense, so training is not faster. While the ramp rises, a step that may change the
+      mask also selects entries; under `jax.vmap`, every step does. "movement" reads and writes S, a
+      float32 number for each entry, in every step. An average of the params outside this transformation
+      is not sparse where masks change. Unlike this method, `optperm.rigl` accepts
+      `optax.contrib.schedule_free` as `inner`.
 
     Raises:
       TypeError: If `inner` is not a transformation, a sparsity or the ramp is not a number, or a
-        parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or higher,
-        if a structure does not fit a leaf, if `inner` places params or keeps averages of them
-        (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`), if `axis_name` is
-        not bound in `update`, or if trees do not match.
+        parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `include` is None and no leaf has rank 2 or higher;
+        if a structure does not fit a leaf; if `inner` sets exact params or keeps averages of params
+        (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`); if `axis_name` is
+        not bound in `update`; or if trees do not match.
 
     References:
       Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression

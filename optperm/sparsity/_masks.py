@@ -75,15 +75,15 @@ def mask_elements(
     .. math::
       u_i \leftarrow \begin{cases} u_i & \text{if } m_i \\ -0 & \text{else} \end{cases}
 
-    Each entry has its own boolean :math:`m_i`, while `optax.masked` has one per leaf.
+    Each entry has its own boolean :math:`m_i`, while `optax.masked` has one boolean per leaf.
     `optperm.sparsity.prune`, `optperm.sparsity.freeze` and `optperm.sparsity.reset_masks` change the
     booleans between steps, also inside `jax.jit`, without a new compilation. The incoming update of a
-    masked entry may be any number, even NaN: it is replaced.
+    masked entry is replaced, so it may be any number, even NaN.
 
     Args:
-      mask: The entries that may move initially. A tree of booleans like params, each for a whole leaf or
-        of the leaf's shape, a prefix of such a tree, or a function from params to such a tree. None for
-        all entries.
+      mask: The entries that may move initially: a tree like params with a boolean, or a boolean array of
+        the leaf's shape, for each leaf; a prefix of such a tree; or a function from params to such a
+        tree. None for all entries.
 
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
@@ -98,16 +98,16 @@ def mask_elements(
       [[2.5, 0.0], [0.0, 3.5]]
 
     Notes:
-      With `optax.apply_updates`, it must come last in its chain; weight decay after it, for example,
-      would move masked entries. With `optperm.apply_updates`, masked entries keep their bits at any
-      position in the chain. This holds under methods that place weights (`optperm.sgperm`,
-      `optperm.agn`), under `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros turn -0.0
-      into 0.0, and on processors that flush subnormal numbers. A method that places weights does not
-      know the masks, so results from its own state, such as `optperm.distributed.center_params`, are not
-      masked.
+      With `optax.apply_updates`, this transformation must come last in its chain; for example, weight
+      decay after it would move masked entries. With `optperm.apply_updates`, it can have any position in
+      the chain, and masked entries keep their bits. This also holds with methods that set exact weights
+      (`optperm.sgperm`, `optperm.agn`), with `optax.MultiSteps` and `optax.apply_if_finite`, whose own
+      zeros turn -0.0 into 0.0, and on processors that flush subnormal numbers. A method that sets exact
+      weights does not know the masks, so results from its own state, such as
+      `optperm.distributed.center_params`, are not masked.
 
     Raises:
-      TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
+      TypeError: If a parameter does not have a real floating dtype, or the mask does not have booleans.
       ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
     """
 
@@ -141,7 +141,7 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
 
     def spread(allowed: Any, leaf: jax.Array) -> jax.Array:
         if checks.dtype_of("mask", allowed) != jnp.bool_:
-            raise TypeError(f"mask must be of booleans, got {jnp.result_type(allowed)}.")
+            raise TypeError(f"mask must have booleans, got {jnp.result_type(allowed)}.")
         shape, wanted = jnp.shape(allowed), jnp.shape(leaf)
         if shape not in ((), wanted):
             raise ValueError(f"mask has shape {shape} for a parameter of shape {wanted}.")
@@ -171,14 +171,14 @@ def prune(
 
     For the sparsity p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` entries with the highest scores
     out of n stay. The scores are :math:`|w|`, or `scores` with their signs. Ties keep the earlier entry,
-    and NaN ranks above all numbers, so the count is exact for any scores. The n entries depend on
-    `scope`. They are the entries of each leaf, with a p for each leaf from
-    `optperm.sparsity.erk_sparsity` (`"erk"`) or the same p for all leaves (`"leaf"`). With `"global"`,
-    they are the entries of all leaves together. With `"unit"`, they are the inputs of one output unit, a
-    slice along the last axis. With a structure, units are counted instead of entries.
+    and NaN ranks above all numbers, so the count is exact for any scores. `scope` determines the n
+    entries. `"erk"` and `"leaf"` rank the entries of each leaf; `"erk"` uses a p for each leaf from
+    `optperm.sparsity.erk_sparsity`, and `"leaf"` the same p for all leaves. `"global"` ranks the entries
+    of all leaves together. `"unit"` ranks the inputs of each output unit, a slice at one index of the
+    last axis. With a structure, n counts units instead of entries.
 
-    All entries are ranked, including masked ones, and none becomes free: masks accumulate. Pruned
-    entries have the lowest magnitude, so pruning 0.5 and then 0.6 leaves 0.4. A frozen weight is set to
+    The ranking includes masked entries, which stay masked: masks accumulate. Pruned entries have the
+    lowest magnitude, so pruning 0.5 and then 0.6 leaves a fraction of 0.4. A frozen weight is set to
     zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl`, all dead entries are set to
     zero. If you call `prune(params, opt_state, 0.0)` before the first step, the first gradient is the
     gradient of the sparse network.
@@ -195,11 +195,11 @@ def prune(
       criterion: `"magnitude"` or `"random"`. The random order depends only on the key, so with the same
         key, the zeros of a higher sparsity include those of a lower one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
-      scores: A tree like params, or None for the magnitude of the params. Criterion `"random"` ignores
-        it.
-      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same key.
-        `"magnitude"` ignores it.
-      include: The leaves to prune. A tree of booleans like params, a prefix of such a tree, or a
+      scores: A tree like params, or None for the magnitude of the params. `criterion="random"` ignores
+        scores.
+      key: The random key for `"random"`: an int or a `jax.random.key`. All replicas need the same key.
+        `"magnitude"` ignores the key.
+      include: The leaves to prune: a tree of booleans like params, a prefix of such a tree, or a
         function from params to such a tree. None for all leaves of rank 2 or higher.
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
@@ -221,19 +221,18 @@ def prune(
     Notes:
       `prune` works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced sparsity and key. The
       exception is a state of `optperm.switch_after`, whose phase is unknown there. A Python or NumPy
-      number counts as the decimal number that it prints as. A JAX array, traced or not, is rounded to a
-      multiple of :math:`2^{-24}`. A traced sparsity that is out of range counts as the nearest limit,
-      and NaN counts as 0.
+      number has the value of its printed decimal. A JAX array, traced or not, is rounded to a multiple
+      of :math:`2^{-24}`. A traced sparsity is clipped to [0, 1], and NaN counts as 0.
 
       16-bit scores often tie; then the position decides. On a mesh, only `NOfM` and `Blocks` gather
-      anything.
+      data.
 
     Raises:
-      TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `sparsity` is out of range, or not 0 for a leaf that is not included, if `criterion`
-        or `scope` is unknown, if `key` is missing, if a tree does not match the masks, if a structure
-        does not fit a leaf, if `include` is None and no leaf has rank 2 or higher, or if there is not
-        exactly one state with masks.
+      TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
+      ValueError: If `sparsity` is out of range, or is not 0 for a leaf that is not included; if
+        `criterion` or `scope` is unknown; if `key` is missing; if a tree does not match the masks; if a
+        structure does not fit a leaf; if `include` is None and no leaf has rank 2 or higher; or if there
+        is not exactly one state with masks.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
@@ -291,14 +290,14 @@ def freeze(
         inside `optax.masked`, `optax.partition` or `optax.inject_hyperparams`, or kept as variables by
         `flax.nnx.Optimizer`. This function does not change it.
       fraction: p, in [0, 1], or a tree of fractions, as in `optperm.sparsity.prune`.
-      scores: g, a tree like params, for example from `optperm.variance.full_gradient`. Criterion
-        `"random"` ignores it.
+      scores: g, a tree like params, for example from `optperm.variance.full_gradient`.
+        `criterion="random"` ignores scores.
       criterion: `"gradient"`, `"preconditioned_gradient"` (for an optimizer that contains
         `optperm.constant_sgd` or `optperm.mandt_sgd`), or `"random"`. `"random"` needs no scores; with
         the same key, a larger fraction includes the weights of a smaller one.
       scope: As in `optperm.sparsity.prune`.
-      key: The random key of `"random"`: an int or a `jax.random.key`. All replicas need the same key.
-        Other criteria ignore it.
+      key: The random key for `"random"`: an int or a `jax.random.key`. All replicas need the same key.
+        Other criteria ignore the key.
       include: The leaves to freeze, as in `optperm.sparsity.prune`. A function receives the masks, which
         have the structure and shapes of the params.
 
@@ -316,11 +315,11 @@ def freeze(
       [[1.0, 1.0], [3.0, 3.0]]
 
     Raises:
-      TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, if `criterion`
-        or `scope` is unknown, if `scores` or `key` is missing, if a tree does not match the masks, or if
-        there is not exactly one state of `mask_elements`, or of a preconditioner if the criterion needs
-        it.
+      TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
+      ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if
+        `criterion` or `scope` is unknown; if `scores` or `key` is missing; if a tree does not match the
+        masks; or if there is not exactly one state of `mask_elements`, or of a preconditioner if the
+        criterion needs one.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference

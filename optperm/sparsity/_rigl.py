@@ -1,7 +1,7 @@
 """RigL: drop weights by magnitude and grow others by gradient, at a constant number of weights.
 
-U. Evci et al., "Rigging the Lottery: Making All Tickets Winners", arXiv 1911.11134. With random
-growth it is SET: D. Mocanu et al., arXiv 1707.04780.
+U. Evci et al., "Rigging the Lottery: Making All Tickets Winners", arXiv 1911.11134. With random growth,
+the method is SET: D. Mocanu et al., arXiv 1707.04780.
 """
 
 from typing import Any, Literal, get_args
@@ -53,7 +53,7 @@ def rigl(
     skip_step: bool = False,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train a network that is always sparse, and move its weights to entries with large gradients.
+    r"""Train a sparse network, and periodically move weights to entries with large gradients.
 
     The first mask is random. In each step t with :math:`t \bmod \text{every} = 0` and :math:`0 < t < T`,
     :math:`k = \lfloor \alpha_t n + \tfrac12 \rfloor` of the n live weights of each leaf move:
@@ -66,7 +66,7 @@ def rigl(
 
     A weight that is dropped and grown in the same step keeps its value and its state. Other grown
     weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
-    gradients and params with 0 for dead entries. Each leaf keeps its number of live weights. With
+    gradients and params with zeros for dead entries. Each leaf keeps its number of live weights. With
     `grow="random"`, positions are random (SET). With `drop_fraction=0`, the mask never changes. With
     `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
 
@@ -76,8 +76,8 @@ def rigl(
         norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses the norm
         of all entries.
       sparsity: The fraction of zeros, in [0, 1], which `optperm.sparsity.erk_sparsity` distributes over
-        the leaves. Or a tree of fractions like params, or a prefix of such a tree. Only `init` uses it;
-        to raise the sparsity of a resumed run, call `optperm.sparsity.prune`.
+        the leaves; or a tree of fractions like params, or a prefix of such a tree. Only `init` uses this
+        argument; to raise the sparsity of a resumed run, call `optperm.sparsity.prune`.
       end: T, the step after which the mask no longer changes, about three quarters of the run.
       key: The random key of the first mask and of random growth: an int or a `jax.random.key`. All
         replicas need the same key.
@@ -91,8 +91,9 @@ def rigl(
         for replicas whose params or gradients differ. None if they agree.
 
     Returns:
-      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`. It
-      must come last in its chain. With `optperm.apply_updates`, zeros stay zero at any position.
+      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`.
+      With `optax.apply_updates`, the transformation must come last in its chain. With
+      `optperm.apply_updates`, zeros stay zero at any position.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -115,21 +116,20 @@ def rigl(
       The params are dense until the first update. To make them sparse earlier, call
       `params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)`.
 
-      Products and gradients are dense, so training is not faster. At the same cost, gradual pruning had
-      a higher accuracy on MNIST, and a lower one on CIFAR-10 at 90 % zeros. With Adam, a new weight
-      moves farther than an old one, because its moments are new but their step count is not: 3.2 times
-      as far at first and at most 6.6 times, for decay rates of 0.9 and 0.999. If this hurts, use
-      b2=0.99.
+      Products and gradients are dense, so training is not faster. At the same cost, gradual pruning was
+      more accurate on MNIST, and less accurate on CIFAR-10 at 90% zeros. With Adam, a new weight moves
+      farther than an old one, because its moments are new but their step count is not: 3.2 times as far
+      at first and at most 6.6 times, for decay rates of 0.9 and 0.999. If this hurts, use b2=0.99.
 
-      Under `jax.vmap`, every step costs a selection. Within `jax.lax.scan`, a step that does not change
-      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. In every
-      call, a program of a single step allocates the memory of a selection, four times the bytes of the
+      Under `jax.vmap`, every step selects entries. Within `jax.lax.scan`, a step that does not change
+      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. A compiled program
+      of a single step allocates the memory for a selection in every call: four times the bytes of the
       params.
 
     Raises:
-      TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or higher,
-        if a state of `inner` is not like params, if `axis_name` is not bound in `update`, or if trees do
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `include` is None and no leaf has rank 2 or higher;
+        if a state of `inner` is not like params; if `axis_name` is not bound in `update`; or if trees do
         not match.
 
     References:
@@ -145,7 +145,7 @@ def rigl(
     checks.check_choice("grow", grow, get_args(Grow))
     is_known = all(map(checks.is_concrete_number, (end, every, drop_fraction)))
     if is_known and drop_fraction > 0 and end <= every:
-        raise ValueError(f"end must be above every={every}, or drop_fraction 0, got {end}.")
+        raise ValueError(f"end must be above every={every}, or drop_fraction must be 0, got {end}.")
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SparseState:

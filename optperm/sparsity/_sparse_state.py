@@ -22,7 +22,7 @@ class SparseState(NamedTuple):
       count: Number of steps taken.
       mask: Whether each entry is live; `optax.MaskedNode` for a leaf that is not included.
       inner_state: State of `inner`.
-      scores: S of criterion "movement", like the mask; None for the other criteria.
+      scores: S of the criterion "movement", a tree like the mask; None for the other criteria.
       key: The raw data of the key of `grow="random"`; None for `grow="gradient"`.
     """
 
@@ -44,7 +44,7 @@ def check_places_nothing(inner_state: Any) -> None:
     """Raise if `inner` places params, which zeros would take from their places."""
     if placing_states(inner_state):
         raise ValueError(
-            "inner places params itself: use an optimizer that moves them by its updates."
+            "inner places params itself: use an optimizer that moves params by its updates."
         )
 
 

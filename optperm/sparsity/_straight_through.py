@@ -62,8 +62,8 @@ def keep_top(
       step. The selection of `NOfM` is cheap.
 
     Raises:
-      TypeError: If an included parameter is not of a real floating dtype, a leaf is not an array, or a
-        sparsity is not a number.
+      TypeError: If an included parameter does not have a real floating dtype, a leaf is not an array, or
+        a sparsity is not a number.
       ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
 
     References:

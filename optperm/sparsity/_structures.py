@@ -1,6 +1,6 @@
 """Structured sparsity: single entries, n of m, blocks, and whole units.
 
-A structure counts the units of a leaf, pools the scores of entries into scores of units, and spreads a
+A structure counts the units of a leaf, averages the scores of entries to scores of units, and expands a
 mask of units to a mask of entries.
 """
 
@@ -44,11 +44,11 @@ class NOfM(Entries):
     """Keep n of every m consecutive entries along an axis, as 2:4 hardware requires.
 
     Ties keep the earlier entry. The default axis is the input axis of kernels of shapes (in, out) and
-    (h, w, in, out), over which such hardware sums.
+    (h, w, in, out): the axis over which 2:4 hardware sums.
 
     Attributes:
       n: The number of entries kept in each group, from 1 to m.
-      m: The length of a group. The length of the axis must be a multiple of it.
+      m: The length of a group, a divisor of the length of the axis.
       axis: The axis.
 
     Example:

@@ -39,14 +39,14 @@ _ROUNDINGS = 16
 
 
 class DimReduceState(NamedTuple):
-    r"""State of `dim_reduce`, one on each replica.
+    r"""State of `dim_reduce` on each replica.
 
     Attributes:
       count: Number of calls of `update`, including skipped steps.
       subspace: The basis :math:`P`.
       residual: :math:`m`, the momentum of the part of the gradients outside the subspace.
-      quasi_newton: :math:`B`, :math:`s` and :math:`g_k^{\text{last}}`, and the number of consecutive
-        line searches that found no step.
+      quasi_newton: :math:`B`, :math:`s`, :math:`g_k^{\text{last}}`, and the number of consecutive line
+        searches without a step.
       step_length: :math:`c`, the length accepted by the last line search, or 0.
       num_trials: Number of trials of the last line search.
       inner_state: State of `inner`.
@@ -84,8 +84,8 @@ def dim_reduce(
     r"""Train with quasi-Newton steps in a subspace, and with small gradient steps outside it.
 
     The :math:`k` rows of :math:`P` are orthonormal over all params; `optperm.subspace.set_basis` or
-    `optperm.dldr` sets them. With the loss :math:`f` on this batch, its gradient :math:`g` and the step
-    :math:`u` of `inner`,
+    `optperm.dldr` sets them. Let :math:`f` be the loss on the batch, :math:`g` its gradient, and
+    :math:`u` the step of `inner`:
 
     .. math::
       g_k &= P g, \qquad y = g_k - g_k^{\text{last}} \\
@@ -106,7 +106,7 @@ def dim_reduce(
       inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. It sees
         :math:`\alpha m - c P^\top d` as the gradient.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
-      rho: :math:`\rho \in [0, 1]`, the maximum ratio of a length to the previous, rejected length.
+      rho: :math:`\rho \in [0, 1]`, the maximum ratio of a trial length to the previous, rejected length.
       gamma: :math:`\gamma \in [0, 1]`, the momentum of the residual.
       alpha: :math:`\alpha \ge 0`, the learning rate of the residual.
       sigma: :math:`\sigma \in [0, 1]`, the fraction of the predicted decrease that a trial must reach.
@@ -119,8 +119,7 @@ def dim_reduce(
     Returns:
       A transformation whose state is a `DimReduceState`. Its `update` needs `params` and the extra
       arguments `value` and `value_fn`, which `optperm.evaluate` makes. `rho`, `gamma`, `alpha` and
-      `sigma` may be schedules of the step. A traced value that is out of range counts as the nearest
-      limit.
+      `sigma` may be schedules. A traced value that is out of range is clipped to the range.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -139,29 +138,30 @@ def dim_reduce(
 
     Notes:
       `line_search="safeguarded"` does not depend on the scale of the loss or of the params, and does not
-      stall. Before the first pair, :math:`B` is :math:`(s^\top y / y^\top y) I`. The first length is 1,
-      or :math:`|f| / |g_k|^2` while there is no pair. Each further length is at the minimum of the
-      parabola through both losses, but at most :math:`\rho` times and at least 0.1 times the previous
-      length. After `max_search_steps` failed trials, the next step continues with the next length; after
-      two such steps, the search resets :math:`B`. If the loss is smooth, all steps use the same batch,
-      and `inner` is linear (SGD without momentum, at any learning rate), the search finds a step until
-      the rounding of the loss hides the decrease. The search has no curvature condition: if the
-      curvatures in the subspace differ by a factor of 1e4 or more, it takes several times as many steps
-      as BFGS in SciPy. A residual :math:`g - P^\top g_k` as small as its own rounding counts as zero.
+      stall. Before the first update with a pair :math:`(s, y)`, :math:`B` is
+      :math:`(s^\top y / y^\top y) I`. The first trial length is 1, or :math:`|f| / |g_k|^2` as long as
+      there is no pair. Each further length minimizes the parabola through both losses, but is at most
+      :math:`\rho` times and at least 0.1 times the previous length. After `max_search_steps` failed
+      trials, the next step continues with the next length. After two such steps, the search resets
+      :math:`B`. If the loss is smooth, all steps use the same batch, and `inner` is linear (SGD without
+      momentum, at any learning rate), the search finds a step until the rounding of the loss hides the
+      decrease. The search has no curvature condition. If the curvatures in the subspace differ by a
+      factor of 1e4 or more, it therefore takes several times as many steps as BFGS in SciPy. A residual
+      :math:`g - P^\top g_k` as small as its own rounding counts as zero.
 
       Entries that `optperm.mask_elements` fixes, inside or before this method, must be zero in the
-      basis. They are zero in the basis of a trajectory under the same mask. With another basis, the
-      search stalls, because it tries steps that are not taken.
+      basis. This holds for the basis of a trajectory under the same mask. With another basis, the search
+      stalls, because it tries steps that cannot be taken.
 
-      `line_search="mindspore"` is MindSpore's search, which may stall forever (with its two trials, from
-      a curvature of 2.2):
+      `line_search="mindspore"` is MindSpore's search, which may stall forever (with its two trials, at
+      curvatures above 2.2):
 
       .. math::
         c = \max \{\rho^i : f(\theta + v(\rho^i)) < f(\theta) + \sigma \rho^i g_k^\top d,\
         0 \le i < i_{\max} \}
 
-      Initially :math:`B = I`, and pairs need :math:`y^\top s > 10^{-20}`. `quasi_newton.rejections` in
-      the state counts the consecutive failures of the search.
+      Initially, :math:`B = I`, and :math:`B` is updated only if :math:`y^\top s > 10^{-20}`.
+      `quasi_newton.rejections` in the state counts the consecutive failures of the search.
 
       A step costs two passes over :math:`P`, and one evaluation of the loss per trial. Trials do not
       change the state of `inner`. The search rejects trials with a nonfinite loss, and makes no trials
@@ -170,7 +170,7 @@ def dim_reduce(
 
       Inside `optax.MultiSteps`, the search would follow the mean gradient of several batches but use the
       loss of the last batch. `optperm.subspace.set_basis` rejects this; inside `optperm.dldr`, it cannot
-      be detected. For large batches, evaluate the mean loss over microbatches once, in the memory of one
+      be detected. For large batches, evaluate the mean loss over microbatches, with the memory of one
       microbatch:
 
       .. code-block:: python
@@ -182,11 +182,11 @@ def dim_reduce(
         e = optperm.evaluate(mean_loss, params, microbatches)
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
 
-      Each of :math:`R` replicas holds :math:`\lceil k / R \rceil` rows of :math:`P`, and everything else
-      in full. A step then needs an all-gather of k numbers, one all-reduce of :math:`P^\top d` and
-      :math:`P^\top g_k` together, and averages of the loss and the gradient. The params must be the same
-      on all replicas, and `update` takes the extra arguments of the replica's own batch. Call `init`
-      within the mapped function, where the number of replicas is known:
+      Each of :math:`R` replicas holds :math:`\lceil k / R \rceil` rows of :math:`P`, and all other
+      arrays in full. A step then needs an all-gather of k numbers, one all-reduce for both
+      :math:`P^\top d` and :math:`P^\top g_k`, and averages of the loss and the gradient. The params must
+      be the same on all replicas, and `update` takes the extra arguments from the replica's own batch.
+      Call `init` within the mapped function, where the number of replicas is known:
 
       .. code-block:: python
 
@@ -194,10 +194,10 @@ def dim_reduce(
         opt_state = jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))(opt_state, basis)
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument, or a value of a schedule where Python can see it, is out of range, an
-        extra argument is missing, `axis_name` is not bound in `init` or `update`, or the trees passed to
-        `update` do not match.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument or an untraced value of a schedule is out of range, an extra argument is
+        missing, `axis_name` is not bound in `init` or `update`, or the trees passed to `update` do not
+        match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces

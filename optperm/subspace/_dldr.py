@@ -1,4 +1,4 @@
-"""DLDR: train all params, then in the subspace that the trajectory spans, with one optimizer.
+"""DLDR: train all params, then train in the subspace of the trajectory, as one optimizer.
 
 T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
@@ -37,11 +37,11 @@ class DldrState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       inner_state: State of `inner`, the optimizer of the first phase.
-      further_snapshots: The snapshots for which the basis has no rows.
+      further_snapshots: The snapshots for which the basis has no row.
       second: State of the subspace optimizer.
       restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
-        far, in float32 or float64. It has no leaves for the last snapshot.
-      is_restarted: Whether the last step placed the params at the restart point.
+        far, in float32 or float64. It has no leaves with `restart="last"`.
+      is_restarted: Whether the last step set the params to the restart point.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -90,8 +90,8 @@ def dldr(
     r"""Train with any optimizer, then in the subspace of the principal components of its trajectory.
 
     `dldr` records the params at steps :math:`t_0, t_0 + T, \dots, t_0 + (m - 1) T`. At the last of these
-    steps, it computes the basis :math:`P` of their first :math:`k` principal components
-    (`optperm.subspace.pca_basis`). From this step, the subspace optimizer moves the params:
+    steps, it computes the basis :math:`P` of the first :math:`k` principal components
+    (`optperm.subspace.pca_basis`). From this step on, the subspace optimizer moves the params:
 
     - `optperm.dim_reduce`: quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
     - `optperm.project`: an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
@@ -101,12 +101,12 @@ def dldr(
       `optax.partition`, the snapshots and the basis hold the params that the subspace optimizer trains.
 
     Args:
-      inner: The optimizer of the first phase. It must not place params, as `optperm.sgperm` does.
+      inner: The optimizer of the first phase. It must not set exact params, as `optperm.sgperm` does.
       subspace_optimizer: The optimizer of the second phase, whose schedules start in this phase. Its
         `n_components` is k, and its `axis_name` is the axis of both phases.
       every: :math:`T \ge 1`, the number of steps from one snapshot to the next.
-      num_snapshots: m, the number of snapshots after which the second phase starts, at least k + 1, or k
-        for `optperm.twa`.
+      num_snapshots: m, the number of snapshots after which the second phase starts: at least k + 1, or
+        at least k for `optperm.twa`.
       start: :math:`t_0 \ge 0`, the step of the first snapshot.
       restart: The start of the second phase: the `"last"` snapshot, the `"first"` snapshot as in the
         authors' code, or the `"mean"` of all snapshots.
@@ -134,20 +134,20 @@ def dldr(
       [3.0, 2.0, 1.0]
 
     Notes:
-      Both phases are one optimizer, whose state has a fixed structure. It runs in a `jax.lax.scan`
-      through the switch, and resumes from a checkpoint at any step. Snapshots take the memory of m
-      copies of the params, and the basis overwrites them. Under `jax.vmap` over independent runs (not
-      over an axis of replicas), every step computes both phases and the basis. If all snapshots are
-      equal (for `twa`: zero) or not finite, there is no subspace, and the first phase continues.
-      `subspace.is_set` in the state of the subspace optimizer is then False.
+      Both phases are one optimizer, whose state has a fixed structure. One `jax.lax.scan` can therefore
+      run through the switch, and training can resume from a checkpoint at any step. Snapshots take the
+      memory of m copies of the params, and the basis overwrites them. Under `jax.vmap` over independent
+      runs (not over an axis of replicas), every step computes both phases and the basis. If all
+      snapshots are equal (for `twa`: zero) or not finite, there is no subspace, and the first phase
+      continues. `subspace.is_set` in the state of the subspace optimizer is then False.
 
       With `restart="last"`, the second phase continues from the params at the last snapshot, in the same
-      step. Otherwise this step places the params exactly at the restart point (with
+      step. Otherwise, this step sets the params exactly to the restart point (with
       `optperm.apply_updates`), and the state holds a copy of the params until then.
 
       If the gradient is not finite, both phases skip the step. If the subspace optimizer has an
-      `axis_name`, both phases average gradients over it, all replicas record snapshots, and each replica
-      holds its own rows of the basis. Call `init` within the mapped function.
+      `axis_name`, both phases average gradients over this axis, all replicas record snapshots, and each
+      replica holds its own rows of the basis. Call `init` within the mapped function.
 
       For CIFAR, the paper takes one snapshot per epoch of SGD, 81 in all, and then trains for 20 epochs
       with batches of 1024 (for ImageNet, m = 121, k = 120, and 4 epochs):
@@ -162,14 +162,14 @@ def dldr(
             every=steps_per_epoch, num_snapshots=81, restart="first",
         )
 
-      If none of the 20 trials is accepted, the authors' code takes the last one, 1e-8 of the step. This
-      function takes no step.
+      If none of the 20 trials is accepted, the authors' code takes the last trial, 1e-8 of the step.
+      `dldr` takes no step.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, the subspace optimizer does not hold exactly one
-        subspace, there are too few snapshots for it, an extra argument is missing, its `axis_name` is
-        not bound in `init` or `update`, or the trees passed to `update` do not match.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range, the subspace optimizer does not have exactly one
+        subspace, `num_snapshots` is too small for this subspace, an extra argument is missing, its
+        `axis_name` is not bound in `init` or `update`, or the trees passed to `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces

@@ -2,8 +2,8 @@
 
 J. Nocedal and S. J. Wright, "Numerical Optimization", 2006, chapter 3.
 
-A rule has two methods: `learn` updates B by the pair of the last step, and `search` looks for a length
-and returns the state for the next step.
+A rule has two methods: `learn` updates B with the pair of the last step, and `search` finds a length and
+returns the state for the next step.
 """
 
 from __future__ import annotations

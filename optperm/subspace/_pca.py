@@ -3,10 +3,10 @@
 The axes of a leaf are split into pieces, so that each device holds whole pieces. Sums within pieces stay
 on their devices: only m x m numbers of the Gram matrix are communicated.
 
-The inner products are summed in float64 for snapshots of all dtypes: at a lower precision the small
-components, orders of magnitude below the first, are lost in the rounding of the large components.
-`jax.enable_x64` gives float64 with any setting outside it, for operations of XLA itself. Operations that
-JAX rewrites when it lowers them, outside that scope, use float32 here.
+The inner products are summed in float64 for snapshots of all dtypes: at a lower precision, the small
+components, orders of magnitude below the first, are lost in the rounding of the large components. Inside
+`jax.enable_x64`, operations of XLA itself use float64 with any outer setting. Operations that JAX
+rewrites when it lowers them, outside this scope, use float32.
 """
 
 import functools
@@ -47,18 +47,19 @@ def pca_basis(
       X X^\top = U \Lambda U^\top, \qquad P = \Lambda_k^{-1/2} U_k^\top X
 
     with the :math:`k` largest eigenvalues in descending order. The inner products :math:`X X^\top` are
-    sums over all leaves. Each row points toward the snapshot that is farthest out along it.
+    sums over all leaves. The sign of each row is such that the snapshot farthest from the mean along
+    this row has a positive coordinate.
 
     Args:
       snapshots: A tree like params whose leaves have a leading axis of m snapshots and any real floating
         dtypes, such as the result of `optperm.subspace.trajectory`.
       n_components: k, at most m - 1, because the mean is subtracted.
-      num_snapshots: The number of valid snapshots, which come first, or None for all.
+      num_snapshots: The number of valid snapshots, which come first; None if all are valid.
 
     Returns:
       A tree like `snapshots` whose leaves have a leading axis of k rows, in float32 or in the leaf's
-      dtype if it is wider. The rows of all leaves together are orthonormal. In a traced call, where
-      Python cannot see the rank, rows that the snapshots do not determine are zero.
+      dtype if it is wider. The rows are orthonormal over all leaves together. In a traced call, where
+      the rank is unknown, rows that the snapshots do not determine are zero.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -69,14 +70,14 @@ def pca_basis(
 
     Notes:
       The products are summed over slices of the leaves, which avoids a copy of the snapshots. The same
-      snapshots give the same signs; if two snapshots are equally far out, the later one decides. In
-      float64, rows whose singular values are below 3e-5 of the maximum are orthonormal only to float32
-      precision.
+      snapshots give the same signs; if two snapshots are equally far from the mean, the later snapshot
+      decides. In float64, rows whose singular values are below 3e-5 of the maximum are orthonormal only
+      to float32 precision.
 
     Raises:
-      TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.
-      ValueError: If there are too few snapshots, the leaves hold different numbers of snapshots, or the
-        snapshots are not finite or span fewer than k directions about their mean.
+      TypeError: If a leaf does not have a real floating dtype, or `n_components` is not an integer.
+      ValueError: If there are too few snapshots, the leaves have different numbers of snapshots, or the
+        snapshots are not finite or span fewer than k directions around their mean.
     """
     checks.check_static_count("n_components", n_components)
     checks.check_real_floating("snapshots", snapshots, advice="Leave the others out.")

@@ -49,8 +49,8 @@ def project(
     .. math::
       \theta \leftarrow \theta + u(P^\top P g)
 
-    With SGD, with or without momentum, the params stay in the subspace through their current values.
-    This is P-SGD. Until a basis is set, `inner` sees a zero gradient.
+    With SGD as `inner`, with or without momentum, this is P-SGD: the params stay in the subspace through
+    their current values. Until a basis is set, `inner` sees a zero gradient.
 
     Args:
       inner: :math:`u`, any optimizer.
@@ -71,12 +71,12 @@ def project(
       [2.0, 2.0]
 
     Notes:
-      An optimizer that is not linear in the gradient leaves the subspace. `optperm.twa` trains the
-      coordinates themselves, with any optimizer. If the gradient or its projection is not finite, the
-      step is skipped.
+      An optimizer that is not linear in the gradient leaves the subspace. `optperm.twa` instead trains
+      the coordinates, with any optimizer. If the gradient or its projection is not finite, the step is
+      skipped.
 
     Raises:
-      TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
+      TypeError: If `n_components` is not an integer, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, `axis_name` is not bound in `init` or `update`, or the
         trees passed to `update` do not match.
 

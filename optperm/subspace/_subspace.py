@@ -1,7 +1,7 @@
 """A subspace of all params, given by orthonormal rows P: its products P g and P' c, and steps in it.
 
-Methods in a subspace average over replicas, and skip steps whose gradient is not finite, alike; and
-`set_basis` gives any of them their rows.
+All methods in a subspace average over replicas and skip steps with nonfinite gradients in the same way,
+and `set_basis` sets the rows of any of them.
 """
 
 from __future__ import annotations
@@ -254,14 +254,14 @@ def step_where(
 def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     r"""Set the basis of `dim_reduce`, `project` or `twa` in an optimizer state.
 
-    `dim_reduce` resets the curvature of an earlier basis, and keeps its residual.
+    `dim_reduce` then resets the curvature of an earlier basis, and keeps its residual.
 
     Args:
       opt_state: The state of an optimizer with one of these methods anywhere in it. This function does
         not change it.
-      basis: A tree like params, each leaf with an extra leading axis of length `n_components`, such as
-        the result of `optperm.subspace.pca_basis`. The rows are orthonormal over all leaves together,
-        and have any real floating dtypes. Zero rows stand for missing components.
+      basis: A tree like params in which each leaf has an extra leading axis of length `n_components`,
+        such as the result of `optperm.subspace.pca_basis`. The rows must be orthonormal over all leaves
+        together, in any real floating dtypes. Zero rows represent missing components.
 
     Returns:
       The optimizer state, with the same structure, shapes and dtypes.
@@ -276,15 +276,15 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
       True
 
     Notes:
-      For a state of many replicas, map this function over them with the same basis for all:
-      `jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))`, or the same with `jax.vmap`. Within
-      `jax.shard_map`, call it in the mapped function. Each replica takes its own rows.
+      For a state of many replicas, map this function over the replicas with the same basis for all:
+      `jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))`, or the same with `jax.vmap`. With
+      `jax.shard_map`, call this function in the mapped function. Each replica takes its own rows.
 
     Raises:
-      TypeError: If a leaf is not of a real floating dtype.
+      TypeError: If a leaf does not have a real floating dtype.
       ValueError: If there is not exactly one such state, `dim_reduce` is inside `optax.MultiSteps`, the
-        basis does not match the params in the state, or (where Python can see it) its rows are not
-        finite, not orthonormal to within 1e-3 or the rounding of their dtype, or all zero.
+        basis does not match the params in the state, or (unless traced) its rows are not finite, not
+        orthonormal to within 1e-3 or the rounding of their dtype, or all zero.
     """
     subspace = find_state(opt_state, Subspace, method=_METHODS)
     for accumulating in find_states(opt_state, optax.MultiStepsState):

@@ -26,7 +26,7 @@ class TrajectoryState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       num_recorded: Number of snapshots taken, including overwritten ones.
-      snapshots: A ring buffer: the i-th snapshot is in row i modulo their number.
+      snapshots: A ring buffer: snapshot i is in row i modulo the number of rows.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -44,13 +44,14 @@ def record_trajectory(
     """Record snapshots of the params, and return the updates unchanged.
 
     This transformation records the params passed to `update` at steps 0, every, 2 * every, ..., and
-    keeps the last `num_snapshots` of them.
+    keeps the last `num_snapshots` snapshots.
 
     Args:
       every: The number of steps from one snapshot to the next, at least 1.
-      num_snapshots: The maximum number of snapshots, at least 1. Each takes the memory of the params.
+      num_snapshots: The maximum number of snapshots, at least 1. Each snapshot takes the memory of the
+        params.
       dtype: The dtype of the snapshots. None for float32, or float64 for float64 params. With
-        `jnp.bfloat16`, snapshots take half the memory, and lose changes below about 0.4% of a weight.
+        `jnp.bfloat16`, snapshots take half the memory, but lose changes below about 0.4% of a weight.
 
     Returns:
       A transformation whose state is a `TrajectoryState`. Its `update` needs `params`.
@@ -72,7 +73,8 @@ def record_trajectory(
       snapshots are written in place, and steps without a snapshot cost nothing.
 
     Raises:
-      TypeError: If a count is not an integer, or `dtype` or a parameter is not real floating.
+      TypeError: If a count is not an integer, or `dtype` or the dtype of a parameter is not real
+        floating.
       ValueError: If an argument is out of range, or the trees passed to `update` do not match.
     """
     checks.check_count("every", every)
@@ -128,8 +130,9 @@ def write_row(
 def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
     """Return the snapshots of `optperm.record_trajectory`, oldest first, and their number.
 
-    `optperm.subspace.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To use them
-    in another run, save them with Orbax like any tree of arrays, in bfloat16 if memory is scarce.
+    `optperm.subspace.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To use the
+    snapshots in another run, save them with Orbax like any tree of arrays, in bfloat16 if memory is
+    scarce.
 
     Args:
       opt_state: The optimizer state, in any nesting.
@@ -137,7 +140,8 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
     Returns:
       A tree like params whose leaves have a leading axis of `num_snapshots`, with the valid rows first
       and zeros after them, and the number of valid rows, int32 (). If `jax.vmap` or `jax.pmap` has made
-      the state for many runs, the results have its leading axes, as if this function had been mapped:
+      the state for many runs, the results have the leading axes of the state, as if this function had
+      been mapped. Then map `pca_basis` too:
       `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
 
     Example:
@@ -151,7 +155,7 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       ([[2.0], [3.0]], 2)
 
     Raises:
-      ValueError: If there is not exactly one such state in `opt_state`.
+      ValueError: If `opt_state` does not contain exactly one such state.
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
     sort = _sort_rings

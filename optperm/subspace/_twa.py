@@ -29,7 +29,7 @@ class TwaState(NamedTuple):
 
     Attributes:
       subspace: The basis :math:`P` of the span of the snapshots.
-      inner_state: State of `inner`, the optimizer of the coordinates :math:`\beta`, k numbers.
+      inner_state: State of `inner`, the optimizer of the k coordinates :math:`\beta`.
     """
 
     subspace: Subspace
@@ -45,14 +45,14 @@ def twa(
     r"""Train the weights of an average of snapshots, as coordinates in their span.
 
     The :math:`k` rows of :math:`P` are orthonormal over all params. They span the snapshots
-    :math:`\theta_1, \dots, \theta_m` themselves (completely for :math:`k = m`), not their differences.
-    The coordinates and the step of `inner` on them are
+    :math:`\theta_1, \dots, \theta_m` themselves (completely if :math:`k = m`), not their differences.
+    The coordinates :math:`\beta` and the step :math:`u` of `inner` give
 
     .. math::
       \beta = P \theta, \qquad \theta \leftarrow \theta + P^\top u(P g, \beta)
 
-    Any optimizer therefore stays in the span, with a state for :math:`k` numbers. Trainable weight
-    averaging starts at the mean of the snapshots:
+    The params therefore stay in the span with any optimizer, and its state is only for :math:`k`
+    numbers. Trainable weight averaging starts at the mean of the snapshots:
 
     .. code-block:: python
 
@@ -64,8 +64,8 @@ def twa(
     In this example, the schedule starts with the second phase.
 
     Args:
-      inner: :math:`u`, any optimizer of an array of shape (k,), in float32, or float64 if any
-        parameter is. `value` is its only extra argument.
+      inner: :math:`u`, any optimizer for an array of shape (k,) in float32, or in float64 if any
+        parameter is float64. `value` is its only extra argument.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`, at most the number of snapshots.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the
         basis and the batch are distributed, as in `optperm.dim_reduce`. None for a single replica.
@@ -94,11 +94,11 @@ def twa(
       [1.0, 2.0, 0.0]
 
     Notes:
-      `optperm.subspace.set_basis` accepts any orthonormal rows. Until a basis is set, nothing moves. If
-      the gradient or its projection is not finite, the step is skipped.
+      `optperm.subspace.set_basis` accepts any orthonormal rows. Until a basis is set, the params do not
+      move. If the gradient or its projection is not finite, the step is skipped.
 
     Raises:
-      TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
+      TypeError: If `n_components` is not an integer, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, `axis_name` is not bound in `init` or `update`, or the
         trees passed to `update` do not match.
 

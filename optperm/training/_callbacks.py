@@ -1,4 +1,4 @@
-"""Callbacks of `fit`: the event that a callback receives, early stopping, and metrics for writers."""
+"""Callbacks for `fit`: the event that a callback receives, early stopping, and a metrics writer."""
 
 import dataclasses
 import functools
@@ -17,17 +17,17 @@ Mode = Literal["min", "max"]
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A moment between two steps, as a callback sees it.
+    """The state of a run between two steps, which callbacks of `fit` receive.
 
-    `state` is a copy of what has been trained so far, as `fit` would return it. The `flax.nnx` model
-    that was passed to `fit` changes only when training ends.
+    `state` is a copy of the trained state, as `fit` would return it now. The `flax.nnx` model that was
+    passed to `fit` changes only when training ends.
 
     Attributes:
       epoch: The epoch of the last step, from 1.
-      step: The number of steps done.
+      step: The number of steps taken.
       history: The history so far.
       is_row: True for a row of `history.epochs`, False for a call by `every`.
-      metrics: That row, or with `every={n: f}` the means over the last n steps.
+      metrics: The row, or with `every={n: f}`, the means over the last n steps.
     """
 
     epoch: int
@@ -53,7 +53,7 @@ class Event:
         return self._trained()
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of `eval_fn` on `eval_data` now. All processes have to call it."""
+        """Return the current metrics of `eval_fn` on `eval_data`. All processes must call it."""
         return self._evaluate()
 
 
@@ -63,16 +63,16 @@ Names = Iterable[str]
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stop training once a metric of the history's rows has not improved for some time.
+    """Stop training when a metric has not improved for several rows of the history.
 
-    An epoch is a row, and with `eval_every` so is an evaluation within an epoch. The decision depends
-    on the rows alone, so a resumed run stops where the uninterrupted run would have stopped.
+    Each epoch has a row and, with `eval_every`, so has each evaluation within an epoch. The decision
+    depends only on the rows, so a resumed run stops where the uninterrupted run would have stopped.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
       patience: The number of rows without an improvement after which training stops, at least 1.
       mode: `"min"` if smaller is better, `"max"` if larger is better.
-      min_delta: The least improvement over the best row so far that counts, at least 0.
+      min_delta: The minimum improvement over the best row so far that counts, at least 0.
 
     Example:
       >>> from optperm.training import EarlyStopping, fit
@@ -136,11 +136,12 @@ class MetricsWriter:
 
 
 def metrics_writer(writer: Any) -> MetricsWriter:
-    """Make a callback for `every` and `on_epoch_end` that passes metrics to a writer, in process 0.
+    """Make a callback for `every` and `on_epoch_end` that writes metrics, in process 0 only.
 
-    Means over the steps between two calls by `every` keep their names (`loss`, and `learning_rate`
-    of `optax.inject_hyperparams`). The means of a row of `history.epochs` are named `epoch_loss` and
-    so on; its evaluation is `eval_loss` and so on.
+    With `every`, the metrics are means over the steps since the last call, under their own names (such
+    as `loss`, and `learning_rate` of `optax.inject_hyperparams`). With `on_epoch_end`, the means of a
+    row of `history.epochs` have names such as `epoch_loss`, and evaluated metrics have names such as
+    `eval_loss`.
 
     Args:
       writer: An object with `write_scalars(step, scalars)`, such as clu's, or with

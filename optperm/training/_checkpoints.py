@@ -1,9 +1,9 @@
-"""Checkpoints by Orbax's manager: each holds all that a run needs to resume.
+"""Checkpoints with Orbax's manager. Each checkpoint contains all that a run needs to resume.
 
 The items of a checkpoint are `state`, the arrays of the carry; `best`, the arrays of the best row with
 `keep_best`; `history`, the rows of the steps as one float32 array; and `run`, everything else as JSON.
-Orbax writes a checkpoint under another name and renames it at the end, so a run that dies while it
-writes leaves the earlier checkpoints whole.
+Orbax writes a checkpoint under a temporary name and renames it at the end, so a run that dies while it
+writes leaves the earlier checkpoints intact.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ _ADVICE = f"was not written by this version of optperm; {TAKE_ANOTHER}"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read.
+    """Raised if a checkpoint cannot be written or read.
 
     Attributes:
-      result: The `FitResult` of what was trained before the error; None if nothing was.
+      result: The `FitResult` of the training before the error; None if there was none.
     """
 
     result: Any = None

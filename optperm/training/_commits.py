@@ -1,4 +1,4 @@
-"""The params of a run with replicas that train apart: those after a commit on a copy of the carry."""
+"""The params of a run whose replicas train apart: the params after a commit on a copy of the carry."""
 
 import functools
 import warnings
@@ -130,8 +130,10 @@ def _average(leaf: jax.Array) -> jax.Array:
 def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, where: int) -> None:
     """Warn if the merged params lack local steps, or are a mean of replicas that have no center."""
     if steps := steps_since_commit(merged.opt_state):
-        says = f"The params that fit returns lack (parts of) the last {steps} steps"
-        advice = "a wrapper keeps the last commit from agn or diloco; put it around their inner one"
+        says = f"The params that fit returns lack all or part of the last {steps} steps"
+        advice = (
+            "a wrapper blocks the last commit of agn or diloco; put it around their inner optimizer"
+        )
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
     if _are_apart(carry, layout) and not _running_centers(carry.opt_state):
         says = "The phase of switch_after in which training ended has no commits"

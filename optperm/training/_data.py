@@ -1,4 +1,4 @@
-"""The batches of an epoch, from arrays or a stream, and the calls of the compiled steps on them."""
+"""The batches of an epoch, from arrays or a stream, and the calls of the compiled steps."""
 
 import inspect
 import json
@@ -33,16 +33,16 @@ AHEAD = 8
 def shuffled(
     key: int | jax.Array, epoch: int, num_examples: int, replace: bool = False
 ) -> jax.Array:
-    """Return the order in which `fit` goes through examples in memory, int32 (num_examples,).
+    """Return the order in which `fit` visits examples in memory, an int32 array (num_examples,).
 
     A step takes the next `batch_size` examples. Examples at the end that do not fill a batch are left
-    out. The order depends on these arguments alone, and on no flag of JAX.
+    out. The order depends only on these arguments, not on any JAX flag.
 
     Args:
       key: The key of `fit`.
       epoch: The number of the epoch, from 1.
       num_examples: The number of examples.
-      replace: If True, draw each example from all of them, as `fit` does for a method that samples.
+      replace: If True, draw examples with replacement, as `fit` does for a sampler.
 
     Example:
       >>> from optperm.training import shuffled
@@ -252,7 +252,7 @@ class StreamFeed:
 
     def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
         if batch_size is not None:
-            raise ValueError("batch_size is for arrays: these batches have sizes of their own.")
+            raise ValueError("batch_size is for arrays: these batches have their own sizes.")
         self._source, self._layout = source, layout
         self._iterator: Any = None
         self._last: Any = None  # the batch of the last step

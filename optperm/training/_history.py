@@ -17,10 +17,10 @@ def find_divergence(history: "History") -> int | None:
 
 
 class History:
-    """The history of training, from its first step on.
+    """The history of training, starting with the first step.
 
     Attributes:
-      num_steps: The number of rows of steps.
+      num_steps: The number of rows for steps.
       epoch_rows: The rows of the epochs, as JSON values.
 
     Example:
@@ -47,9 +47,10 @@ class History:
     def steps(self) -> Columns:
         """The rows of the steps by name, float32 (steps,).
 
-        `loss` is the loss of each batch before its step. Further columns are the metrics that the loss
+        `loss` is the loss of each batch before its step. Other columns are the metrics that the loss
         function returns with `has_aux`, `learning_rate` of `optax.inject_hyperparams`, and
-        `fraction_moved` of a method that permutes weights. A step without a metric has NaN there.
+        `fraction_moved` of a method that permutes weights. If a step has no value for a metric, the
+        entry is NaN.
         """
         if len(self._parts) > 1:
             self._parts = [(self._between(0, self.num_steps), self.num_steps)]
@@ -76,11 +77,12 @@ class History:
     def epochs(self) -> Columns:
         """The rows of the epochs by name, (epochs,).
 
-        `epoch`, from 1, and `step`, the steps done by then, are int64. The other columns are float64:
-        `seconds` of wall time, the mean of each column of `steps` over the steps since the last row,
-        and the metrics of the evaluation as `eval_<name>`. If `steps` ends training within an epoch,
-        this part has a row, which the row of the whole epoch replaces when training resumes. An epoch
-        that a callback, a signal or an error cuts short has no row.
+        `epoch`, from 1, and `step`, the number of steps taken so far, are int64. The other columns are
+        float64: `seconds` of wall time, the mean of each column of `steps` over the steps since the
+        last row, and the metrics of the evaluation as `eval_<name>`. If the argument `steps` ends
+        training within an epoch, the partial epoch has a row; the row of the whole epoch replaces it
+        when training resumes. If a callback, a signal or an error cuts an epoch short, this epoch has
+        no row.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
         names = dict.fromkeys(name for row in rows for name in row)
@@ -91,7 +93,7 @@ class History:
 
     @property
     def last(self) -> dict[str, float]:
-        """The last row of `epochs`; empty before the first."""
+        """The last row of `epochs`; empty before the first row."""
         return dict(self.epoch_rows[-1]) if self.epoch_rows else {}
 
     def add_steps(self, columns: Mapping[str, Any], count: int | None = None) -> None:

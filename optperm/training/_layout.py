@@ -1,8 +1,8 @@
 """The placement of a run's arrays, and the mapping of its steps over devices.
 
-Without `axis_name` a method is compiled as one program for all devices: batches are sharded, params stay
-where the user placed them, and XLA inserts the communication. With `axis_name` the method runs in
-`jax.shard_map` over that axis of the mesh, and the other axes stay automatic.
+Without `axis_name`, a method is compiled as one program for all devices: batches are sharded, params
+stay where the user placed them, and XLA inserts the communication. With `axis_name`, the method runs in
+`jax.shard_map` over this axis of the mesh, and the other axes stay automatic.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class Layout:
             return
         size = checks.count_examples(name, batch, has_scalars=True) * jax.process_count()
         if size % self.replicas:
-            advice = "leave the rest of an epoch out, or fill it up with examples of weight 0"
+            advice = "leave out the rest of an epoch, or pad it with examples of weight 0"
             says = (
                 f"{name} has {size} examples, of which {self.replicas} replicas need equally many"
             )
@@ -164,7 +164,7 @@ class Layout:
                 return self.put(leaf)
             if here.device_set == set(self.mesh.devices.flat):
                 return jax.device_put(leaf, self.sharding(*here.spec))
-            says = f"The state{jax.tree_util.keystr(path)} lies on {here.mesh}"
+            says = f"The state{jax.tree_util.keystr(path)} is on {here.mesh}"
             raise ValueError(f"{says}, but the mesh is {self.mesh}: pass the mesh of the state.")
 
         return jax.tree_util.tree_map_with_path(put, tree)

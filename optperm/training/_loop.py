@@ -26,9 +26,9 @@ from optperm.training._terminal import Interrupt, progress_bar
 
 # Arguments of Keras and others, and what does the same here.
 _ELSEWHERE = {
-    "validation_data": "Pass eval_data, and eval_fn, which says what to evaluate.",
+    "validation_data": "Pass eval_data, and eval_fn, which computes the metrics.",
     "validation_freq": "Pass eval_every, in steps.",
-    "callbacks": "Pass on_epoch_end, or every={100: callback} for a callback by steps.",
+    "callbacks": "Pass on_epoch_end, or every={100: callback} for a callback every 100 steps.",
     "devices": 'Pass mesh=jax.make_mesh((4,), ("replica",)), for example.',
     "verbose": "Pass progress=True for a progress bar.",
 }
@@ -74,69 +74,74 @@ def fit(
 ) -> FitResult:
     r"""Train a linen `TrainState`, or a `flax.nnx` model with its optimizer.
 
-    Every step evaluates one batch (`optperm.evaluate`), calls the method's update with all extra
-    arguments that the method may need, and applies the updates (`optperm.apply_updates`).
+    Each step evaluates one batch (`optperm.evaluate`), calls the method's `update` with all extra
+    arguments that it may need, and applies the updates (`optperm.apply_updates`).
 
     Args:
-      state_or_model: A `TrainState`, which stays as it is, or a `flax.nnx` model, trained in place.
-      loss_fn: For a `TrainState`, `loss_fn(params, batch)`, the scalar mean loss as in
-        `optperm.evaluate`. If it also takes `model_state` by name, it returns
-        `(loss, new_model_state)`; if it takes `rng`, it gets a new key in each step. For a model,
-        `loss_fn(model, batch)`, which may change the model's state.
-      train_data: A tree of arrays that agree in their leading axis, an iterable of batches (a list, a
-        data loader; each process passes its part), or a function that takes the number of the epoch,
-        from 1, and returns an iterable. Each batch must be new arrays: if a loader reuses a buffer, it
-        may change while it is still being read. Mapped replicas need batches that they divide equally.
-        See Notes.
-      optimizer: The `nnx.Optimizer` of the model. Any of them places weights exactly.
-      epochs: The epoch after which to end, counted from the start of the first run.
-      steps: The step after which to end, counted likewise. With both, training ends at the first.
-      batch_size: For arrays, the number of examples per step of all devices together.
+      state_or_model: A `TrainState`, which does not change, or a `flax.nnx` model, which is trained in
+        place.
+      loss_fn: For a `TrainState`, a function `loss_fn(params, batch)` that returns the scalar mean loss,
+        as in `optperm.evaluate`. If it has an argument `model_state`, it returns
+        `(loss, new_model_state)`; if it has an argument `rng`, it gets a new key in each step. For a
+        model, a function `loss_fn(model, batch)`, which may change the model's state.
+      train_data: A tree of arrays with leading axes of the same length, an iterable of batches (a list
+        or a data loader; each process passes its part), or a function that takes the number of the
+        epoch, from 1, and returns an iterable. Each batch must consist of new arrays: a buffer that a
+        loader reuses may change while `fit` still reads it. With `axis_name`, the number of replicas
+        must divide the batch size. See Notes.
+      optimizer: The `nnx.Optimizer` of the model. With `fit`, any `nnx.Optimizer` sets exact weights.
+      epochs: The number of the last epoch, counted from the start of the first run.
+      steps: The number of the last step, counted in the same way. With both, training ends at whichever
+        comes first.
+      batch_size: For arrays, the number of examples per step over all devices.
       key: The key of the shuffles: an int in [0, 2**32), or a key of `jax.random`.
-      has_aux: If True, `loss_fn` also returns a dict of scalar metrics, means over the batch, as the
-        last entry of its tuple.
-      eval_fn: The metrics to compute at the end of each epoch: `eval_fn(params, batch)`, which may take
-        `model_state`, or `eval_fn(model, batch)` with a copy in eval mode. It returns a dict. A value
-        is a scalar, the mean over the batch, or a pair of scalars, a sum and a count; with masked or
-        weighted examples, return the sum of the weighted values and the sum of the weights.
-      eval_data: The data to evaluate on, as `train_data`. All devices share each batch. The params are
-        those that `fit` would return if training ended then.
+      has_aux: If True, the last entry of the tuple that `loss_fn` returns is a dict of scalar metrics,
+        which are means over the batch.
+      eval_fn: A function that computes metrics at the end of each epoch: `eval_fn(params, batch)`, which
+        may have an argument `model_state`, or `eval_fn(model, batch)` with a copy in eval mode. It
+        returns a dict. Each value is a scalar, the mean over the batch, or a pair of scalars, a sum and
+        a count. With masked or weighted examples, return the sum of the weighted values and the sum of
+        the weights.
+      eval_data: The data to evaluate on, in the form of `train_data`. All devices share each batch. The
+        evaluation uses the params that `fit` would return if training ended then.
       eval_batch_size: For arrays, the number of examples per batch; by default `batch_size`.
-      eval_every: Evaluate after every so many steps as well, and add a row to `history.epochs`, which
-        `EarlyStopping` and `metrics_writer` see. Use it for a stream without an end.
-      keep_best: The column of `history.epochs` that chooses the result's `best_state`: a name such as
-        `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`. The best state
-        has the params that were evaluated.
+      eval_every: The number of steps between additional evaluations. Each adds a row to
+        `history.epochs`, which `EarlyStopping` and `metrics_writer` see. Use this argument for an
+        endless stream.
+      keep_best: The column of `history.epochs` that determines `best_state` of the result: a name such
+        as `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`. The best
+        state has the params that were evaluated.
       mesh: A `jax.sharding.Mesh`, whose first axis (or `axis_name`) divides batches, or the
-        `NamedSharding` of a batch. By default the mesh on which the state is sharded, if any; else, with
-        `axis_name` or several processes, all devices of all processes with one axis, `"replica"`.
-      axis_name: The axis of the mesh over which the method is mapped, or several. Pass it if the method
-        is built with `axis_name`, as `optperm.agn` and `optperm.diloco` are. None for one program on all
-        devices. See Notes.
-      every: Functions of an `Event`, or lists of functions, by the number of steps between their calls:
-        `{100: log, 1000: evaluate}`. A function that returns True stops training. With several
-        processes, all of them call the functions.
+        `NamedSharding` of a batch. The default is the mesh on which the state is sharded, if any.
+        Otherwise, with `axis_name` or several processes, it is a mesh of all devices of all processes
+        with the single axis `"replica"`.
+      axis_name: The axis or axes of the mesh over which the method is mapped. Pass the same value to
+        methods that take `axis_name`, such as `optperm.agn` and `optperm.diloco`. None for one program
+        on all devices. See Notes.
+      every: A dict from a number of steps to the function of an `Event`, or the list of functions, to
+        call at this interval: `{100: log, 1000: evaluate}`. A function that returns True stops training.
+        With several processes, all processes call the functions.
       epoch_start: A function `change(opt_state, params, full_gradient)` that returns the optimizer state
-        with which each epoch begins, such as `optperm.variance.take_snapshot` for SVRG; the
-        gradient is over all training examples. Or a function of the epoch's number that returns such a
-        function, or None.
+        with which each epoch begins, such as `optperm.variance.take_snapshot` for SVRG; `full_gradient`
+        is over all training examples. Alternatively, a function of the epoch's number that returns such
+        a function or None.
       on_epoch_end: A function of an `Event`, or a list of functions, called after each epoch and its
         evaluation. A function that returns True stops training. See `EarlyStopping`, `metrics_writer`.
-      checkpoints: The folder of the checkpoints, which are named by their steps. Any file system that
-        `etils.epath` knows will do, such as `gs://`.
-      checkpoint_every: The number of steps between checkpoints. A last checkpoint is written whenever
-        training ends, even by an error of a callback, of the data or of `loss_fn`, except by a
+      checkpoints: The folder of the checkpoints, which are named by their steps. It can be on any file
+        system that `etils.epath` supports, such as `gs://`.
+      checkpoint_every: The number of steps between checkpoints. `fit` also writes a checkpoint when
+        training ends, even if a callback, the data or `loss_fn` raises an error, but not after a
         `KeyboardInterrupt`.
       checkpoint_keep: The number of newest checkpoints to keep; None keeps all.
-      resume: If True, resume from the newest checkpoint, if there is one; a number resumes from the
-        checkpoint of that step. Later checkpoints are overwritten. See Notes.
+      resume: If True, resume from the newest checkpoint, if there is one. A number resumes from the
+        checkpoint of this step. Later checkpoints are overwritten. See Notes.
       progress: If True, show a progress bar.
-      steps_per_call: For arrays, the largest number of steps per call of a compiled program. Ctrl-C and
-        SIGTERM take effect after a call; a second Ctrl-C takes effect at once.
-      on_signal: What happens on Ctrl-C or SIGTERM, after the last checkpoint: `"raise"` prints a line on
-        stderr and sends the signal again, which ends a program that does not handle it. `"return"` is
-        for a program that checks `result.ended`.
-      **unknown: Not allowed. If another library has this argument, the error names its equivalent.
+      steps_per_call: For arrays, the maximum number of steps per call of a compiled program. Ctrl-C and
+        SIGTERM take effect after a call; a second Ctrl-C takes effect immediately.
+      on_signal: What to do on Ctrl-C or SIGTERM, after the last checkpoint. `"raise"` prints a line to
+        stderr and sends the signal again, which ends a program that does not handle it. `"return"`
+        returns the result, for a program that checks `result.ended`.
+      **unknown: Not allowed. For an argument of another library, the error names the equivalent.
 
     Returns:
       A `FitResult`.
@@ -157,51 +162,50 @@ def fit(
       True
 
     Notes:
-      Line searches and second gradients within a step see the batch statistics and the random key of
-      that step; only the main evaluation's new statistics are kept.
+      Line searches and second gradients within a step use the batch statistics and the random key of
+      this step. Only the new statistics of the main evaluation are kept.
 
       On a mesh, one program runs on all devices: batches are sharded, the state stays where it is, and
-      BatchNorm and dropout see the whole batch. With `axis_name` the method runs in `jax.shard_map` over
-      that axis, and each replica takes its part of a batch. With `optperm.agn` and `optperm.diloco` each
-      replica has its own params. The other axes of the mesh stay automatic: on a mesh of hosts and
-      devices, `mesh=NamedSharding(mesh, P(("host", "device")))` and `axis_name="host"` make local steps
-      in which the devices of each host share a batch.
+      BatchNorm and dropout see the whole batch. With `axis_name`, the method runs in `jax.shard_map`
+      over this axis, and each replica takes its part of a batch. With `optperm.agn` and
+      `optperm.diloco`, each replica has its own params. The other axes of the mesh stay automatic: on a
+      mesh of hosts and devices, pass `mesh=NamedSharding(mesh, P(("host", "device")))` and
+      `axis_name="host"` for local steps in which the devices of each host share a batch.
 
-      With several processes, each passes either all arrays, the same in all processes, or an iterable of
-      its own part of each batch. All processes need the same number of devices and of batches, and parts
-      of equal size.
+      With several processes, each process passes either all arrays, which are the same in all processes,
+      or an iterable of its own part of each batch. All processes need the same number of devices and of
+      batches, and parts of equal size.
 
       With `optperm.agn` and `optperm.diloco`, the params that `fit` returns, evaluates and passes to
-      callbacks are the center after a commit of the steps since the last one. This commit is made on a
-      copy, so it changes neither training nor checkpoints. In a phase of `optperm.switch_after` that
-      does not commit, the params are the mean over replicas, and a warning says so. The optimizer state
-      that is returned belongs to these params; to train as if nothing had happened, resume from a
-      checkpoint.
+      callbacks are the center after a commit of all steps so far. This commit is made on a copy, so it
+      changes neither training nor checkpoints. In a phase of `optperm.switch_after` that does not
+      commit, the params are the mean over replicas, and `fit` warns. The returned optimizer state
+      belongs to these params; to continue training without this commit, resume from a checkpoint.
 
-      Arrays are shuffled in each epoch by `key` (`optperm.training.shuffled`), or drawn with
-      replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`); examples at the end that fill
-      no batch are left out. A batch of an iterable is requested only for its step. To `resume` within an
-      epoch, pass a new iterator: `fit` drops the batches that were taken, or restores the state of an
-      iterator that has one.
+      Arrays are shuffled in each epoch with `key` (`optperm.training.shuffled`), or drawn with
+      replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`). Examples at the end that do
+      not fill a batch are left out. `fit` requests a batch of an iterable only for its step. To `resume`
+      within an epoch, pass a new iterator: `fit` drops the batches that were used, or restores the state
+      of an iterator that has one.
 
-      A checkpoint is written after everything else that is due at its step: first the row, then the
-      callbacks. Whatever an error prevented is done first when training resumes, but a callback that has
-      raised is not called again.
+      At each step, `fit` first adds the row, then calls the callbacks, then writes the checkpoint. When
+      training resumes after an error, `fit` first does what the error prevented, but does not call again
+      a callback that raised.
 
-      On the same devices, a resumed run ends with the same bits as an uninterrupted run. Another number
-      of replicas takes the saved states in turn. `fit` does not check that `loss_fn` and the method's
-      hyperparameters are the same as in the earlier run: a number that the optimizer state holds
-      (`optax.inject_hyperparams`) is the earlier run's, and any other number is that of this run.
+      On the same devices, a resumed run ends with the same bits as an uninterrupted run. With a
+      different number of replicas, the replicas take the saved states in turn. `fit` does not check
+      whether `loss_fn` and the method's hyperparameters are the same as in the earlier run.
+      Hyperparameters in the optimizer state (`optax.inject_hyperparams`) come from the earlier run, and
+      all others from this run.
 
-      Functions are traced in each call of `fit`, with the values that they read then; changes during the
-      call have no effect. Programs that an earlier call has compiled are reused.
+      Each call of `fit` traces the functions with the current values of outside variables; changes
+      during the call have no effect. Programs that an earlier call has compiled are reused.
 
     Raises:
-      TypeError: If an argument has the wrong type, or a function returns something else than it must.
-      ValueError: If an argument is out of range or does not fit another one, data hold no examples, a
-        checkpoint is of another run, or several processes disagree on params, data or numbers.
-      CheckpointError: If a checkpoint cannot be read or written. `fit` tests that it can write before it
-        trains.
+      TypeError: If an argument or the result of a function has the wrong type.
+      ValueError: If an argument is out of range or contradicts another argument, data contain no
+        examples, a checkpoint belongs to another run, or processes disagree on params, data or numbers.
+      CheckpointError: If a checkpoint cannot be read or written. `fit` tests writing before it trains.
       ImportError: If an optional package that the progress bar or checkpoints need is missing.
     """
     given = dict(locals())

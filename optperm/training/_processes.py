@@ -1,4 +1,4 @@
-"""Exchanges between the processes of a run. All processes have to call each of these functions."""
+"""Exchanges between the processes of a run. All processes must call each of these functions."""
 
 import collections
 import contextlib
@@ -59,7 +59,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
     values = {name: [other[name] for other in others] for name in facts}
     which = "; ".join(f"{k} {v}" for k, v in values.items() if any(each != v[0] for each in v))
     if which:
-        advice = "Each passes all arrays, or its own part of each batch as an iterable"
+        advice = "Each process passes all arrays, or its own part of each batch as an iterable"
         raise ValueError(
             f"The arguments of fit are not the same in all processes: {which}. {advice}."
         )

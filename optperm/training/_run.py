@@ -42,17 +42,18 @@ class FitResult:
     Attributes:
       state: The trained `TrainState`; None for a `flax.nnx` model. With `optperm.agn` and
         `optperm.diloco`, its params are the center after a commit of the last steps, and its optimizer
-        state is the first replica's after that commit. The model state is the mean over replicas.
+        state is the first replica's state after this commit. The model state is the mean over replicas.
       model: The trained `flax.nnx` model, the object that was passed; None for a `TrainState`.
       optimizer: The optimizer of the model; None for a `TrainState`.
       history: The `History` of the run.
       ended: `"finished"`, `"stopped"` by a callback, or `"interrupted"` by Ctrl-C or SIGTERM.
-      epoch: Whole epochs done since the start of the first run.
-      step: Steps done since the start of the first run.
+      epoch: The number of whole epochs since the start of the first run.
+      step: The number of steps since the start of the first run.
       best_state: With `keep_best`, the `TrainState` or the `flax.nnx` model of the best row of the
-        history, with the params that were evaluated; None without it, or if the metric was never finite.
-      best_step: The number of steps done at the best row.
-      signal: The number of the signal that interrupted training; 0 for none.
+        history, with the params that were evaluated. None without `keep_best`, or if the metric was
+        never finite.
+      best_step: The number of steps taken at the best row.
+      signal: The number of the signal that interrupted training; 0 for no signal.
     """
 
     state: TrainState | None
@@ -386,7 +387,7 @@ class Run:
             failure.result = result
             if error is None:
                 raise failure
-            error.add_note(f"What had been trained could not be saved: {failure}")
+            error.add_note(f"The trained state could not be saved: {failure}")
         if isinstance(error, CheckpointError):
             error.result = result
         return result

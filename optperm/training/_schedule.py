@@ -1,4 +1,4 @@
-"""When a run ends, and what is due after its steps: rows, callbacks and checkpoints, in this order."""
+"""The end of a run, and the tasks after its steps: rows, callbacks and checkpoints, in this order."""
 
 import dataclasses
 import math

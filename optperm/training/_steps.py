@@ -39,7 +39,9 @@ def wrap_model(
     """Return the model with its loss function, and the state to carry, of the arguments of `fit`."""
     if isinstance(source, TrainState):
         if optimizer is not None:
-            raise ValueError("optimizer is for a flax.nnx model: a TrainState has its own.")
+            raise ValueError(
+                "optimizer is for a flax.nnx model: a TrainState has its own optimizer."
+            )
         return Model(loss_fn, has_aux), source
     if not (isinstance(source, nnx.Module) and isinstance(optimizer, nnx.Optimizer)):
         wanted = "optperm.training.TrainState.create(...), or a flax.nnx model and its optimizer"

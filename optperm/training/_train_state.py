@@ -1,4 +1,4 @@
-"""Flax's train states, for methods that ask for more than gradients and place weights exactly."""
+"""Flax's train states, for methods that need more than gradients and set exact weights."""
 
 import dataclasses
 import inspect
@@ -57,7 +57,9 @@ class Model:
         else:
             takes, known = arguments_of(self.loss_fn), {"model_state": model_state, "rng": rng}
             if "rng" in takes and rng is None:
-                raise ValueError("loss_fn takes rng: pass rng=jax.random.key(0) to create.")
+                raise ValueError(
+                    "loss_fn takes rng: pass rng=jax.random.key(0) to TrainState.create."
+                )
             out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
         names = ["loss", *(name for name in takes if name != "rng"), *["aux"] * self.has_aux]
         if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
@@ -128,7 +130,7 @@ def convert_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[s
 class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for a linen model and any method.
 
-    Its `apply_gradients` passes extra arguments to the transformation and applies updates exactly
+    `apply_gradients` passes extra arguments to the transformation and applies updates exactly
     (`optperm.apply_updates`).
 
     Attributes:
@@ -180,12 +182,12 @@ class TrainState(train_state.TrainState):
         Args:
           apply_fn: Usually `model.apply`.
           params: The initial params.
-          tx: The transformation, with or without extra arguments. If its `init` needs a mapped axis, as
-            `optperm.dim_reduce` does with `axis_name`, pass `opt_state=None` as well.
+          tx: The transformation, with or without extra arguments. If its `init` needs a mapped axis,
+            such as `optperm.dim_reduce` with `axis_name`, also pass `opt_state=None`.
           model_state: The non-trained collections by name.
-          rng: A random key for dropout and the like.
-          **fields: The fields of a subclass, and `opt_state` to replace `tx.init(params)`. If it is
-            None, `optperm.training.fit` initializes it on its devices.
+          rng: A random key, such as for dropout.
+          **fields: The fields of a subclass, and `opt_state` to replace `tx.init(params)`. If
+            `opt_state` is None, `optperm.training.fit` initializes the state on its devices.
 
         Raises:
           TypeError: If `tx` is not a transformation.
@@ -213,19 +215,19 @@ class TrainState(train_state.TrainState):
     ) -> Evaluation:
         """Evaluate a loss at this state's params and model state, with the key of the step.
 
-        All closures of the result use the same model state and key, so what a method evaluates later
-        within the step does not change the model state.
+        All functions of the result use the same model state and key, so later evaluations within the
+        step do not change the model state.
 
         Args:
-          loss_fn: `loss_fn(params, batch)`, the scalar mean loss. It may take `rng` by name. If it takes
-            `model_state` by name, it returns `(loss, new_model_state)`.
+          loss_fn: A function `loss_fn(params, batch)` that returns the scalar mean loss. It may have an
+            argument `rng`. If it has an argument `model_state`, it returns `(loss, new_model_state)`.
           batch: As in `optperm.evaluate`.
-          has_aux: If True, `loss_fn` also returns aux, as the last entry of its tuple.
+          has_aux: If True, the last entry of the tuple that `loss_fn` returns is aux.
           axis_name: As in `optperm.evaluate`.
 
         Returns:
-          An `optperm.Evaluation`. Its `aux.model_state` is the new model state, to pass to
-          `apply_gradients`; its `aux.aux` is the aux of `loss_fn`.
+          An `optperm.Evaluation`. Pass its `aux.model_state`, the new model state, to `apply_gradients`.
+          Its `aux.aux` is the aux of `loss_fn`.
         """
         loss = Partial(Model(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
         return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
@@ -233,7 +235,7 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
     ) -> Self:
-        """Return the state after one step, from what `evaluate` returned.
+        """Return the state after one step, given the results of `evaluate`.
 
         Without `model_state`, the state keeps its own.
         """
@@ -248,7 +250,7 @@ class TrainState(train_state.TrainState):
 
 
 class Optimizer(nnx.Optimizer[Any]):
-    """`flax.nnx.Optimizer` that places weights exactly and makes the extra arguments of a method.
+    """A `flax.nnx.Optimizer` that sets exact weights and makes the extra arguments of a method.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -279,9 +281,9 @@ class Optimizer(nnx.Optimizer[Any]):
     ) -> Evaluation:
         """Evaluate the loss of a model as `optperm.evaluate` does, and update the model's other state.
 
-        What a method evaluates later within the step starts from the state before this evaluation
-        (batch statistics, counts of random numbers), and does not change the model. `loss_fn(model,
-        batch)` returns the scalar mean loss, or `(loss, aux)` with `has_aux`.
+        Later evaluations within the step start from the state before this evaluation (batch statistics,
+        counts of random numbers), and do not change the model. `loss_fn(model, batch)` returns the
+        scalar mean loss, or `(loss, aux)` with `has_aux`.
         """
         graphdef, params, model_state = split_model(model, self.wrt)
         loss = Partial(Model(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
@@ -290,7 +292,7 @@ class Optimizer(nnx.Optimizer[Any]):
         return dataclasses.replace(e, aux=e.aux.aux)
 
     def update(self, model: Any, grads: optax.Updates, /, **extra_args: Any) -> optax.Updates:
-        """Update the model as `nnx.Optimizer` does, and put placed weights on their exact values."""
+        """Update the model as `nnx.Optimizer` does, and give exact entries their exact values."""
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)
         # Gradients of `nnx.grad` hold variables, from which `wrt` selects; `evaluate` returns arrays.

@@ -1,4 +1,4 @@
-"""Gradients on the batch of a step at other params, and the order in which they are computed."""
+"""Gradients of a step's batch at other params, and the order in which they are computed."""
 
 from collections.abc import Callable
 

@@ -47,7 +47,7 @@ def full_gradient(
     .. math::
       \mu = \frac{\sum_i w_i \nabla \ell(\theta, x_i)}{\sum_i w_i}
 
-    where :math:`i` runs over examples, not over batches. Larger batches therefore have a larger weight.
+    where :math:`i` runs over examples, not over batches, so larger batches have a larger weight.
 
     Args:
       loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
@@ -63,9 +63,9 @@ def full_gradient(
         values, such as NaN. `loss_fn` must be the plain mean. If your loss divides by its own weights,
         per example or per token, pass those weights here instead. BatchNorm has to use its running
         averages.
-      axis_name: A mapped axis, or a tuple of axes, over which losses and weights are summed.
+      axis_name: The mapped axis or axes over which losses and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
-      progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
+      progress: Whether to show a progress bar. This needs `rich`: `pip install 'optperm[progress]'`.
 
     Returns:
       The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
@@ -92,27 +92,27 @@ def full_gradient(
       Each call traces the loss once for each batch shape, so `loss_fn` sees the current values of
       globals, attributes and batch statistics. Functions that the loss passes to `jax.lax.scan`,
       `jax.lax.cond` or `jax.checkpoint` are an exception, because JAX caches their traces. A call
-      compiles only new programs, unless the loss calls functions of the host or captures an array of
-      more than 2**18 entries. Bind large or changing arrays with `jax.tree_util.Partial`: as arguments
-      of the program, they need no new compilation.
+      compiles only new programs, unless the loss calls host functions or captures an array of more than
+      2**18 entries. Bind large or changing arrays with `jax.tree_util.Partial`: they are then arguments
+      of the program and need no new compilation.
 
       Random numbers of a loss, such as dropout masks, are drawn once. The result is the gradient for
       this draw, not the mean over masks; it is unbiased over draws. For a mean over several masks, pass
       each batch several times, each time with another key.
 
-      There are two ways to use many devices. Under `jax.jit`, batches can be arrays sharded over a mesh
-      of one process or many (`jax.make_array_from_process_local_data`), with params replicated over the
-      mesh. Inside `jax.pmap` or `jax.shard_map`, each device has its own batches, and `axis_name` sums
-      over devices. In both cases, all processes need the same number of batches with the same shapes.
-      Pad missing batches with weight 0.
+      There are two ways to use many devices. Under `jax.jit`, batches can be arrays that are sharded
+      over a mesh of one or many processes (`jax.make_array_from_process_local_data`), while params are
+      replicated over the mesh. Inside `jax.pmap` or `jax.shard_map`, each device has its own batches,
+      and `axis_name` sums over devices. In both cases, all processes need the same number of batches
+      with the same shapes. Pad missing batches with weight 0.
 
     Raises:
-      TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, or
+      TypeError: If the loss is not a real scalar, a parameter does not have a real floating dtype, or
         `batches` or `weights` is not an iterable of arrays.
       ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch have
         different leading axes, weights do not match the batches in number or length, weights are
         negative, nonfinite or all zero, or the loss with weights is not the mean over its examples.
-        Traced values are not checked: if traced weights are wrong, the gradient is NaN.
+        Traced weights are not checked: if they are invalid, the gradient is NaN.
       ImportError: If `progress` is True and `rich` is not installed.
 
     References:
@@ -140,7 +140,9 @@ def full_gradient(
             gap = _measure_gap(bound, params, batch, of_batch, has_aux=has_aux)
             if gap:
                 wanted = "the mean of the losses of single examples (without BatchNorm)"
-                raise ValueError(f"With weights loss_fn must be {wanted}: it differs by {gap:.3g}.")
+                raise ValueError(
+                    f"With weights, loss_fn must be {wanted}: it differs by {gap:.3g}."
+                )
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
         sums = sum_batch(params, batch, of_batch, arrays)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))

@@ -27,9 +27,9 @@ class KatyushaState(NamedTuple):
     """State of `katyusha`.
 
     Attributes:
-      svrg: The number of steps, the random key, and the snapshot (w and the full gradient there).
-      y: The point that a gradient step leads to, in float32 or the parameter's dtype if wider.
-      z: The point that the sum of all gradients leads to, in the same dtype.
+      svrg: The number of steps, the random key, and the snapshot (w and the full gradient at w).
+      y: The point after a gradient step, in float32 or the parameter's dtype if wider.
+      z: The point after steps along all gradients so far, in the same dtype.
     """
 
     svrg: SvrgState
@@ -44,7 +44,7 @@ class KatyushaState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation follows katyusha, which is a whole optimizer, in an optax.chain: "
-            "steps that it changes lead away from the optimum. Remove it, or use optperm.svrg and "
+            "changed steps lead away from the optimum. Remove it, or use optperm.svrg and "
             "optax.sgd."
         )
 
@@ -71,20 +71,20 @@ def katyusha(
 
     from :math:`x_0 = y_0 = z_0 = w_0`. This is the paper's method with :math:`\theta_1 = \tau`,
     :math:`\theta_2 = 1/2`, :math:`\eta = 1 / 3 \tau` and :math:`\alpha = 1 / 3 L`. A step moves y by
-    :math:`-\alpha g`, as a step of SGD would, so the learning rates of SVRG suit it. If the condition
+    :math:`-\alpha g`, like a step of SGD, so learning rates for SVRG are suitable. If the condition
     number :math:`L / \mu` is above the number of examples, as with an L2 penalty of 1/n, Katyusha needs
-    fewer passes than `optperm.svrg`.
+    fewer passes over the examples than `optperm.svrg`.
 
-    Katyusha is a complete optimizer. No transformation that changes its updates may follow it. If
+    Katyusha is a complete optimizer. No transformation after it in a chain may change its updates. If
     something else changes the params, make a new state.
 
     Args:
-      learning_rate: :math:`\alpha > 0`. Use `optperm.variance.svrg_learning_rate` to find it, and keep
-        it constant: the params are averages whose weights depend on it.
+      learning_rate: :math:`\alpha > 0`. Use `optperm.variance.svrg_learning_rate` to find a rate, and
+        keep it constant: the params are averages whose weights depend on the rate.
       strong_convexity: :math:`\mu > 0`, such as the weight of a penalty :math:`\mu |x|^2 / 2` that is
         part of a convex loss.
-      probability: p, in (0, 1]. With n examples in batches of b, p = b / 2n gives one full gradient for
-        every two passes of steps. All replicas draw the same random numbers.
+      probability: p, in (0, 1]. With n examples in batches of b, p = b / (2 n) gives one full gradient
+        per two passes over the examples. All replicas draw the same random numbers.
       key: The random key of the snapshots: an int or a `jax.random.key`.
 
     Returns:
@@ -115,20 +115,20 @@ def katyusha(
 
     Notes:
       `benchmarks/variance.py` compares Katyusha with SVRG and L-BFGS. On small problems, L-BFGS is
-      better. If the learning rate is too large, the final loss is finite, but high.
+      better. If the learning rate is too large, the final loss is high but finite.
 
-      A step needs two gradients. The state holds two more trees than the state of `optperm.svrg`. If the
-      params have 16 bits, only x is rounded; y and z are not.
+      A step needs two gradients. The state contains two more trees than the state of `optperm.svrg`. If
+      the params have 16 bits, x is rounded to 16 bits, but y and z are not.
 
       Inside `optax.MultiSteps`, only the last of the accumulated gradients would be corrected. Use
       larger batches instead. Inside `optax.partition` or `optax.masked`, Katyusha is exact only while
       the other params do not change.
 
-      If an entry of the gradient is not finite, this entry of z does not change. No snapshot is taken if
-      its params or its full gradient are not finite.
+      If an entry of the gradient is not finite, the same entry of z does not change. A snapshot with
+      nonfinite params or a nonfinite full gradient is not taken.
 
     Raises:
-      TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, an extra argument is missing, or the trees passed to
         `update` do not match.
 

@@ -39,28 +39,29 @@ def svrg_learning_rate(
     r"""Find a learning rate for `optax.sgd` after `optperm.svrg`, or for `optperm.katyusha`.
 
     Let :math:`L` be the maximum curvature of the mean loss over n examples, and :math:`L_{\max}` the
-    maximum curvature of a single example. Batches of b drawn without replacement have the expected
-    smoothness
+    maximum curvature of a single example. Batches of b examples, drawn without replacement, have the
+    expected smoothness
 
     .. math::
       \mathcal{L}_b = \frac{n (b - 1)}{b (n - 1)} L + \frac{n - b}{b (n - 1)} L_{\max}
 
-    Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often far higher,
-    because the curvature along the way is lower than at `params` or is in other directions. So this
-    function runs SVRG for some passes, first at :math:`\eta = 1 / \mathcal{L}_b`. It halves the rate
-    until the final loss is no higher than at `params`. Then it doubles the rate as long as the final
-    loss falls. If the first doubling does not help, it halves the rate in the same way.
+    Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often much higher,
+    because the curvature during training is lower than at `params` or is in other directions. Therefore
+    this function runs SVRG for some passes over the examples, first at :math:`\eta = 1 / \mathcal{L}_b`.
+    It halves the rate until the final loss is no higher than the loss at `params`. Then it doubles the
+    rate as long as the final loss decreases. If the first doubling does not help, it halves the rate
+    instead, also as long as the final loss decreases.
 
     Args:
       loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
         leading axis of the batch's leaves. A penalty is part of the loss of each example.
       params: The initial params.
-      data: All examples, or a sample of them, as a tree of arrays of shape (n, ...). Bind arguments that
-        all examples share, such as a random key, to `loss_fn`.
+      data: All examples, or a sample of the examples, as a tree of arrays of shape (n, ...). Bind
+        arguments that all examples share, such as a random key, to `loss_fn`.
       batch_size: b, the number of examples per step.
-      num_passes: Passes over the examples per trial, with a full gradient every two passes. With 0, the
-        rate is :math:`1 / \mathcal{L}_b`. This rate may be a tenth too large, because eight steps of
-        power iteration estimate the curvatures.
+      num_passes: The number of passes over the examples per trial, with a full gradient every two
+        passes. With 0, the rate is :math:`1 / \mathcal{L}_b`. This rate may be 10% too large, because
+        the curvatures are estimated with eight steps of power iteration.
       chunk_size: The number of per-example losses that are evaluated together. The mean loss is
         evaluated on all examples together.
       key: The random key of the batches and of the initial vectors of power iterations: an int or a
@@ -85,13 +86,13 @@ def svrg_learning_rate(
       this function found. In one of the ten cases, with unscaled features, it was 4 times this rate
       (`benchmarks/variance.py`).
 
-      Each call traces the loss, so `loss_fn` sees current values from outside. Functions that it passes
-      to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint` are an exception, because JAX caches their
-      traces.
+      Each call traces the loss, so `loss_fn` sees the current values of outside variables. Functions
+      that `loss_fn` passes to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint` are an exception,
+      because JAX caches their traces.
 
     Raises:
-      TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, a number
-        is not an integer, or this function is called under `jax.jit`.
+      TypeError: If the loss is not a real scalar, a parameter does not have a real floating dtype, a
+        number is not an integer, or this function is called under `jax.jit`.
       ValueError: If the examples' arrays have different lengths, there are fewer examples than in a
         batch, the loss or its curvature at `params` is not finite, the curvature is zero, the loss is a
         sum over examples, or no rate lowers the loss.

@@ -31,7 +31,7 @@ class MarsState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      last: The last finite gradient, in float32 or wider, or infinity before the first one. With
+      last: The last finite gradient, in float32 or wider, or infinity before the first gradient. With
         `exact`, the last params.
     """
 
@@ -51,16 +51,16 @@ def mars(
       c_t = g_t + \gamma \frac{\beta_1}{1 - \beta_1} (g_t - g_{t-1}), \qquad
       \tilde c_t = c_t \min(1, \text{max\_norm} / \|c_t\|)
 
-    with the norm of each leaf, as in the authors' code, and :math:`c_0 = g_0`. In the approximate form,
-    :math:`g_{t-1}` is the gradient of the last step on its own batch. With `exact`, it is the gradient
-    of this step's batch at the last params. The paper's MARS-AdamW is
+    where the norm is over a leaf, as in the authors' code, and :math:`c_0 = g_0`. In the approximate
+    form, :math:`g_{t-1}` is the gradient of the last step on its own batch. With `exact`, it is the
+    gradient of this step's batch at the last params. The paper's MARS-AdamW is
     `optax.chain(optperm.mars(), optax.adamw(3e-3, b1=0.95, b2=0.99))`. With `optax.lion` instead of
     AdamW, it is MARS-Lion.
 
     Args:
       gamma: :math:`\gamma \ge 0`, a number or a schedule of the step.
-      b1: :math:`\beta_1 \in [0, 1)`, usually the optimizer's own value. With :math:`\gamma = 1`, the
-        optimizer's momentum of :math:`c_t` is then STORM's estimate of the gradient.
+      b1: :math:`\beta_1 \in [0, 1)`, usually the optimizer's own value. With this value and
+        :math:`\gamma = 1`, the optimizer's momentum of :math:`c_t` is STORM's estimate of the gradient.
       max_norm: The maximum norm of a leaf, or infinity for no clipping.
       exact: Whether :math:`g_{t-1}` is the gradient on this batch at the last params.
 
@@ -79,22 +79,22 @@ def mars(
       [2.5, 2.0]
 
     Notes:
-      The approximate form costs only its memory. The exact form also costs a second gradient per step,
-      and is the only one that reduces the variance between batches.
+      The approximate form costs only memory. The exact form also costs a second gradient per step, and
+      only the exact form reduces the variance between batches.
 
       Put `mars` before the optimizer. With `exact`, also put it before gradient clipping, because the
       gradients at the last params are not clipped. Put it after any averaging of gradients. Inside
-      `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)`, the approximate form correctly sees
-      the mean gradient, but `exact` would compare the mean with the gradient of the last batch.
-      Draw random numbers from a key in the batch, which gives both gradients the same numbers.
+      `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)`, the approximate form correctly uses
+      the mean gradient, but `exact` would compare the mean with the gradient of the last batch. Draw
+      random numbers from a key in the batch, so that both gradients use the same numbers.
 
       An entry whose correction is not finite passes through uncorrected, and does not count in the norm.
-      Put `optax.zero_nans` and similar transformations after `mars`; otherwise the next gradient is
-      compared with zero. By default, the authors' code trains biases and scales with plain AdamW, as
-      `optax.masked(optperm.mars(), mask)` does.
+      Put `optax.zero_nans` and similar transformations after `mars`; otherwise `mars` compares the next
+      gradient with zero. By default, the authors' code trains biases and scales with plain AdamW; for
+      this, use `optax.masked(optperm.mars(), mask)`.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, a needed extra argument is missing, or the trees passed
         to `update` do not match.
 

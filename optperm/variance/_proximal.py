@@ -58,14 +58,14 @@ def proximal(
       optax.chain(optperm.svrg(every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
 
     Args:
-      learning_rate: :math:`\eta_t`, the length of a step in units of the gradient. This is the learning
-        rate of SGD, or :math:`\eta / (1 - \beta)` for SGD with momentum :math:`\beta`. A number or a
-        schedule of the step.
-      l1: :math:`\lambda_1 \ge 0` of the lasso, or of the elastic net with `l2`.
-      l2: :math:`\lambda_2 \ge 0` of ridge.
-      group: :math:`\lambda_g \ge 0` of the group lasso, or None for no groups. The weight of a group is
-        the square root of its size. Leaves with one axis, such as biases, have no groups. To shrink a
-        vector as one group, give it the shape (d, 1).
+      learning_rate: :math:`\eta_t`, a number or a schedule: the length of a step in units of the
+        gradient. This is the learning rate :math:`\eta` of SGD, or :math:`\eta / (1 - \beta)` with
+        momentum :math:`\beta`.
+      l1: :math:`\lambda_1 \ge 0`, the weight of the lasso, or of the elastic net with `l2`.
+      l2: :math:`\lambda_2 \ge 0`, the weight of the ridge penalty.
+      group: :math:`\lambda_g \ge 0`, the weight of the group lasso, or None for no groups. The weight of
+        a group is the square root of its size. Leaves with one axis, such as biases, have no groups. To
+        shrink a vector as one group, give it the shape (d, 1).
       group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
         of a dense kernel, (1,) for the outgoing weights of each input.
       lower: The minimum value of an entry, such as 0.0 for nonnegative params.
@@ -89,18 +89,18 @@ def proximal(
 
     Notes:
       `proximal` must come last in its chain, after SGD. With momentum, the updates approach
-      :math:`-\eta / (1 - \beta)` times the gradient, so with the plain learning rate the penalty would
-      be smaller by the factor :math:`1 - \beta`. After Adam and similar optimizers, it converges to
+      :math:`-\eta / (1 - \beta)` times the gradient, so with :math:`\eta` alone the penalty would be
+      smaller by the factor :math:`1 - \beta`. After Adam and similar optimizers, the params converge to
       another point, because each entry has its own learning rate. To accumulate gradients, put the whole
-      chain into `optax.MultiSteps`; after `optax.MultiSteps(...).gradient_transformation()`, it would
-      shrink the params in each micro-step. The gradient must not contain the penalty. Biases usually
-      have no penalty; exclude them with `optax.masked`.
+      chain into `optax.MultiSteps`; after `optax.MultiSteps(...).gradient_transformation()`, `proximal`
+      would shrink the params in each micro-step. The gradient must not include the penalty. Biases
+      usually have no penalty; exclude them with `optax.masked`.
 
-      Params reach a bound up to the rounding of `params + updates`, and reach 0.0 exactly. A NaN in the
+      Params reach 0.0 exactly, and a bound up to the rounding of `params + updates`. A NaN in the
       updates propagates to the params.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, `lower` is above `upper`, `group` is given with a
         bound, a leaf does not have the axes of a group, `params` is missing, or the trees passed to
         `update` do not match.

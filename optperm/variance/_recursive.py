@@ -45,14 +45,14 @@ def recursive_gradient(
     - SGD: `recursive_gradient(1.0)`;
     - STORM: `recursive_gradient(a)` with a between 0 and 1; in the paper, a is a multiple of the squared
       learning rate;
-    - SARAH and SPIDER: `recursive_gradient(0.0, every=m)`; for SPIDER's steps of a given length, add
-      `optax.normalize_by_update_norm()` after it;
+    - SARAH and SPIDER: `recursive_gradient(0.0, every=m)`; for SPIDER's steps of a fixed length, add
+      `optax.normalize_by_update_norm()` after this transformation;
     - PAGE: `recursive_gradient(0.0, probability=p)`. All replicas draw the same random numbers.
 
     Args:
       a: :math:`a_t` in [0, 1], a number or a schedule of the step.
-      probability: p, the probability of a restart in a step, in [0, 1]. A number or a schedule of the
-        step. The first step restarts.
+      probability: p, in [0, 1], the probability of a restart in a step, a number or a schedule. The
+        first step restarts.
       every: m, the number of steps from one restart to the next: steps 0, m, 2m, ... restart.
       key: The random key of the restarts: an int or a `jax.random.key`.
 
@@ -89,17 +89,18 @@ def recursive_gradient(
       the variance of STORM's estimate approaches :math:`\sigma^2 a / (2 - a)`. With a = 0 and no
       restarts, the error of the first gradient remains forever.
 
-      Unlike SVRG's estimate, this one is biased by earlier estimates, and after a large step it is worse
-      than the plain gradient. A step costs two gradients. A step that restarts costs the full gradient
-      instead of the second one. The state holds the last params and a float32 estimate. The notes of
-      `svrg` on dropout, on other gradient transformations, and on `optax.MultiSteps`, `optax.masked` and
-      `optax.partition` apply here too. `optperm.variance.take_snapshot` sets the estimate between steps.
+      Unlike SVRG's estimate, this estimate is biased by earlier estimates, and after a large step it is
+      worse than the plain gradient. A step costs two gradients. A step that restarts costs the full
+      gradient instead of the second gradient. The state contains the last params and a float32 estimate.
+      The notes of `svrg` on dropout, on other gradient transformations, and on `optax.MultiSteps`,
+      `optax.masked` and `optax.partition` apply here too. `optperm.variance.take_snapshot` sets the
+      estimate between steps.
 
-      The gradient of the batch replaces a nonfinite entry of the estimate. If the gradient's entry is
-      not finite either, the next step restarts this entry.
+      The gradient of the batch replaces a nonfinite entry of the estimate. If this entry of the gradient
+      is not finite either, the next step restarts the entry.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, both `every` and `probability` are given, a needed
         extra argument is missing, or the trees passed to `update` do not match.
 

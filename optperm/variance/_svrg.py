@@ -35,7 +35,7 @@ FULL_GRADIENT = {
     "epoch_start=optperm.variance.take_snapshot): "
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
-_IN_FIT = "pass fit epoch_start=optperm.variance.take_snapshot to take one before each epoch"
+_IN_FIT = "pass epoch_start=optperm.variance.take_snapshot to fit for a snapshot before each epoch"
 _ADVICE = "call optperm.variance.take_snapshot, or pass every= or probability="
 
 
@@ -61,7 +61,7 @@ class SvrgState(NamedTuple):
       count: Number of steps taken.
       key: Data of the threefry key for the random draws of `probability`.
       snapshot: The snapshot that the next step uses. For `recursive_gradient`, the last params and the
-        estimate of the full gradient there.
+        estimate of the full gradient at these params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -93,35 +93,33 @@ def svrg(
       g_t = \nabla f_{B_t}(\theta_t) - c_t (\nabla f_{B_t}(\tilde\theta) - \mu), \qquad
       \mu = \nabla f(\tilde\theta)
 
-    where :math:`\tilde\theta` are the params at the snapshot and :math:`\mu` is the full gradient there.
-    The correction has mean zero over batches, so the gradient stays unbiased. Its variance goes to zero
-    as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. Therefore SGD with a constant
-    learning rate, with or without momentum, converges up to the rounding of the params, for example
-    `optax.chain(optperm.svrg(), optax.sgd(0.025))`. Before the first snapshot, gradients pass through
-    unchanged.
+    where :math:`\tilde\theta` are the params at the snapshot and :math:`\mu` is their full gradient. The
+    correction has mean zero over batches, so the gradient stays unbiased. Its variance goes to zero as
+    :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. Therefore SGD with a constant learning
+    rate, such as `optax.chain(optperm.svrg(), optax.sgd(0.025))`, converges up to the rounding of the
+    params, with or without momentum. Before the first snapshot, gradients pass through unchanged.
 
     You can take snapshots in three ways:
 
     - between steps, every few epochs, with `optperm.variance.full_gradient` and
       `optperm.variance.take_snapshot`;
     - `every` m: inside the compiled step, at the start of steps 0, m, 2m, ...;
-    - `probability` p: loopless SVRG, with :math:`\tilde\theta_{t+1} = \theta_t` with probability p, else
-      :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same random
-      numbers.
+    - `probability` p: loopless SVRG, where :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
+      else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same
+      random numbers.
 
     Args:
-      coefficient: :math:`c_t \ge 0`, a number or a schedule of the step. It is 1 in SVRG. In
-        :math:`\alpha`-SVRG, it falls linearly during training, for example from 0.75 to 0.
+      coefficient: :math:`c_t \ge 0`, a number or a schedule. SVRG uses 1. In :math:`\alpha`-SVRG, the
+        coefficient decreases linearly during training, for example from 0.75 to 0.
       every: m, the number of steps from one snapshot to the next.
-      probability: p, the probability of a snapshot in a step, in [0, 1]. A number or a schedule of the
-        step.
+      probability: p, in [0, 1], the probability of a snapshot in a step, a number or a schedule.
       key: The random key of the snapshots: an int or a `jax.random.key`.
 
     Returns:
       A transformation whose state is a `SvrgState`. Its `update` needs `params` and the extra argument
       `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes. To
       take snapshots inside the step, it also needs `full_grad_fn(params)`, the gradient over all
-      examples. You can pass `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`;
+      examples. You can pass `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`, but
       outside `jax.jit`, this call evaluates all examples in each step.
 
     Example:
@@ -147,16 +145,16 @@ def svrg(
       True
 
     Notes:
-      SVRG pays off on convex problems that need high accuracy. On networks, even on small ones, it
+      SVRG pays off on convex problems that need high accuracy. On networks, even small networks, it
       *hurts*. The gradient soon differs from its value at the snapshot, the correction adds variance,
       and plain SGD takes more than twice as many steps for the same number of gradients.
       :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
-      step without SVRG. `benchmarks/variance.py` compares these methods. Any optimizer may follow, but
-      Adam with a constant learning rate does not converge to the optimum, because it divides by a
-      running average of the size of the gradients.
+      step without SVRG. `benchmarks/variance.py` compares these methods. Any optimizer may follow
+      `svrg`, but Adam with a constant learning rate does not converge to the optimum, because it divides
+      by a running average of the gradients' magnitude.
 
       Both gradients of a step use the same batch. Draw random numbers, such as dropout masks, from a key
-      in the batch, which gives both gradients the same numbers. :math:`\mu` holds one draw of masks, so
+      in the batch, so that both gradients use the same numbers. :math:`\mu` uses one draw of masks, so
       the corrected gradient has the error of this draw until the next snapshot; it is unbiased only over
       snapshots. The notes of `optperm.variance.full_gradient` explain how to average over several draws.
 
@@ -164,20 +162,21 @@ def svrg(
       weight decay, because it subtracts untransformed gradients. Inside `optax.MultiSteps`, only the
       last of the accumulated gradients would be corrected; chain `svrg` with
       `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
-      `optax.masked`, it sees only its own part of the params, and the functions of `optperm.evaluate`
-      use the current values of the other params. This is exact only while the other params do not
-      change. Your own `full_grad_fn` has to fill in the other params itself.
+      `optax.masked`, `svrg` sees only its own part of the params, and the functions of
+      `optperm.evaluate` use the current values of the other params. This is exact only while the other
+      params do not change. If you write your own `full_grad_fn`, it has to insert the other params.
 
-      An entry whose correction is not finite passes through uncorrected. No snapshot is taken if its
-      params or its full gradient are not finite.
+      An entry whose correction is not finite passes through uncorrected. A snapshot with nonfinite
+      params or a nonfinite full gradient is not taken.
 
       An unstable learning rate does not always produce NaNs. If gradients are bounded, as in logistic
-      regression, the loss stays finite, above its first value. `svrg` does not know the learning rate
-      and cannot warn. Compare the loss over all examples with its value before the first step, and find
-      the rate with `optperm.variance.svrg_learning_rate`, especially for unscaled features.
+      regression, the loss stays finite but rises above its initial value. `svrg` does not know the
+      learning rate, so it cannot warn. Compare the loss over all examples with its value before the
+      first step, and find the rate with `optperm.variance.svrg_learning_rate`, especially for unscaled
+      features.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, both `every` and `probability` are given, a needed
         extra argument is missing, or the trees passed to `update` do not match.
 
@@ -389,15 +388,15 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
 
     Args:
       opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
-        in it: chained, masked, partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`.
-        This function does not change it.
+        in it: in a chain, inside `optax.masked`, `optax.partition` or `optax.inject_hyperparams`, or
+        kept as variables by `flax.nnx.Optimizer`. This function does not change it.
       params: All current params, including masked ones. They are copied. For the states of many training
         runs, use `jax.vmap(optperm.variance.take_snapshot)`.
       full_grad: The full gradient at these params, from `optperm.variance.full_gradient`.
 
     Returns:
       The optimizer state, with the same structure, shapes and dtypes. If the params or the full gradient
-      are not finite, the old snapshot stays, with a warning where Python can see it.
+      are not finite, the old snapshot stays, with a warning if the values are not traced.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -409,7 +408,7 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       [0.5, 0.0]
 
     Raises:
-      ValueError: If there is not exactly one such state, or if the trees do not match it.
+      ValueError: If `opt_state` does not contain exactly one such state, or if the trees do not match.
     """
     state = find_state(opt_state, SvrgState, method="svrg")
     snapshot, is_finite = install_snapshot(

@@ -1,13 +1,30 @@
-"""Properties of all leaves of a tree, in programs whose size does not grow faster than the tree."""
+"""Dtypes of sums, and whether all leaves of a tree are finite."""
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from optperm.core.dtypes import all_finite
+from optperm.core.dtypes import accumulation_dtype, all_finite
+
+
+@pytest.mark.usefixtures("x64")
+def test_sums_over_leaves_are_as_wide_as_the_widest_of_them():
+    cases = ((), jnp.float32), (("bfloat16",), jnp.float32), (("float64", "bfloat16"), jnp.float64)
+    for dtypes, wide in cases:
+        assert accumulation_dtype([jnp.zeros(1, dtype) for dtype in dtypes]) == wide
+
+
+def test_numbers_whose_sum_overflows_are_finite():
+    """Look at every entry of every leaf, and not at their sum."""
+    largest = {"a": jnp.full(4, jnp.finfo(jnp.float32).max), "b": jnp.zeros(2, jnp.bfloat16)}
+    assert all_finite(largest)
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        assert not all_finite(largest | {"b": largest["b"].at[1].set(bad)})
+    assert all_finite({})
 
 
 def count_lines(number):
-    """The lines of an optimized program that keeps leaves where all are finite."""
+    """Return the lines of an optimized program that keeps leaves where all are finite."""
 
     def keep(tree):
         is_finite = all_finite(tree)

@@ -6,6 +6,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -16,81 +17,56 @@ import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
 Numbers = optax.contrib.GaLoreDimensionNumbers
-D, VOCABULARY, LAYERS = 64, 96, 2
+D, VOCABULARY = 64, 96
+SEQUENCE, IMAGE = (2, 5, D), (2, 8, 8, 16)
 
 
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
-        return x + nn.Dense(D)(nn.gelu(nn.Dense(4 * D)(nn.LayerNorm()(x))))
+def linen(layer, shape, dtype=jnp.float32):
+    inputs = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.eval_shape(layer.init, jax.random.key(0), inputs)["params"]
 
 
-class LinenDecoder(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, D)(tokens)
-        for _ in range(LAYERS):
-            x = LinenBlock()(x)
-        return nn.Dense(VOCABULARY)(x)
+def linen_layers():
+    return {
+        "embed": linen(nn.Embed(VOCABULARY, D), (2, 5), jnp.int32),
+        "attention": linen(nn.MultiHeadDotProductAttention(4), SEQUENCE),
+        "up": linen(nn.Dense(4 * D), SEQUENCE),
+        "norm": linen(nn.LayerNorm(), SEQUENCE),
+    }
 
 
-class ScannedDecoder(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, D)(tokens)
-        layers = nn.scan(
-            lambda block, x, _: (block(x), None),
-            variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS,
-        )  # fmt: skip
-        x, _ = layers(LinenBlock(), x, None)
-        return nn.Dense(VOCABULARY)(x)
+def convolutions():
+    return {
+        "conv": linen(nn.Conv(64, (3, 3)), IMAGE),
+        "norm": linen(nn.BatchNorm(use_running_average=False), IMAGE),
+        "dense": linen(nn.Dense(10), IMAGE),
+    }
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(4, D, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
-        self.norms = nnx.List([nnx.LayerNorm(D, rngs=rngs) for _ in range(2)])
+def nnx_layers():
+    def make():
+        rngs = nnx.Rngs(0)
+        layers = {
+            "embed": nnx.Embed(VOCABULARY, D, rngs=rngs),
+            "attention": nnx.MultiHeadAttention(4, D, decode=False, rngs=rngs),
+            "up": nnx.Linear(D, 4 * D, rngs=rngs),
+            "norm": nnx.LayerNorm(D, rngs=rngs),
+        }
+        return {name: nnx.state(layer, nnx.Param) for name, layer in layers.items()}
+
+    return jax.eval_shape(make)
 
 
-class NnxDecoder(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(VOCABULARY, D, rngs=rngs)
-        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
-        self.head = nnx.Linear(D, VOCABULARY, rngs=rngs)
+def equinox_layers():
+    def make(key):
+        layers = (
+            eqx.nn.MultiheadAttention(4, D, key=key),
+            eqx.nn.MLP(D, D, 4 * D, 1, key=key),
+            eqx.nn.Conv2d(16, 32, 3, key=key),
+        )
+        return eqx.filter(layers, eqx.is_array)
 
-
-class Cnn(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(32, (3, 3))(x))
-        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(64, (3, 3))(x)))
-        return nn.Dense(10)(x.mean((1, 2)))
-
-
-def equinox_decoder():
-    keys = jax.random.split(jax.random.key(0), 5)
-    layers = (
-        eqx.nn.MultiheadAttention(4, D, key=keys[0]),
-        eqx.nn.MLP(D, D, 4 * D, 1, key=keys[1]),
-        eqx.nn.Conv2d(16, 32, 3, key=keys[2]),
-        eqx.nn.Linear(D, VOCABULARY, key=keys[3]),
-    )
-    return eqx.filter(layers, eqx.is_array)
-
-
-def linen(model, *inputs):
-    return jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
-
-
-TOKENS = jnp.zeros((2, 5), jnp.int32)
-MODELS = {
-    "linen": lambda: linen(LinenDecoder(), TOKENS),
-    "nnx": lambda: nnx.state(NnxDecoder(nnx.Rngs(0)), nnx.Param),
-    "equinox": equinox_decoder,
-    "cnn": lambda: linen(Cnn(), jnp.zeros((2, 8, 8, 16))),
-}
+    return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
 def by_hand(path, leaf):
@@ -105,18 +81,17 @@ def by_hand(path, leaf):
     return Numbers(0, 1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_default_axes_keep_as_few_words_as_axes_by_hand(name):
-    params = MODELS[name]()
+@pytest.mark.parametrize("model", [linen_layers, convolutions, nnx_layers, equinox_layers])
+def test_default_axes_keep_as_few_words_as_axes_by_hand(model):
+    params, adam = model(), optax.scale_by_adam()
     numbers = jax.tree_util.tree_map_with_path(by_hand, params)
-    adam = optax.scale_by_adam()
-    for rank in (1 / 4, 1 / 8):
+    for rank, most in ((1 / 4, 0.95), (1 / 8, 0.7)):
         found, wanted = (
             optperm.memory.state_report(optperm.low_rank(adam, rank, **how), params)
             for how in ({}, {"dimension_numbers": numbers})
         )
         assert abs(found.words_per_param - wanted.words_per_param) < 0.01
-        assert found.words_per_param < {1 / 4: 0.85, 1 / 8: 0.6}[rank]
+        assert found.words_per_param < most
 
 
 def test_axes_are_found_by_whole_elements_of_paths_and_printed(capsys):
@@ -139,24 +114,16 @@ def test_axes_are_found_by_whole_elements_of_paths_and_printed(capsys):
 
 
 def test_axes_of_a_scanned_model_are_those_of_each_layer():
-    params = linen(ScannedDecoder(), TOKENS)
+    """Of attention; kernels of other layers of three axes stay at full rank, which is warned of."""
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), linen_layers()
+    )
     tx = optperm.low_rank(optax.scale_by_adam(), 1 / 4)
-    with pytest.warns(UserWarning, match=r"leaves 65% of the entries .* at full rank.*matrix_axes"):
+    with pytest.warns(UserWarning, match=r"leaves 59% of the entries .* at full rank.*matrix_axes"):
         report = optperm.memory.state_report(tx, params)
     treatments = {leaf.name: leaf.treatment for leaf in report.leaves}
-    names = [name for name in treatments if "query" in name and "kernel" in name]
-    assert [treatments[name] for name in names] == [f"rank 16 of {LAYERS} x 64 x 64"]
-
-
-def test_a_step_with_default_axes_is_that_of_the_same_axes_by_hand():
-    block = MODELS["linen"]()["LinenBlock_0"]
-    params = jax.tree.map(lambda leaf: support.normal(leaf.shape), block)
-    numbers = jax.tree_util.tree_map_with_path(by_hand, params)
-    steps = []
-    for how in ({}, {"dimension_numbers": numbers}):
-        tx = optperm.low_rank(optax.scale_by_adam(), 1 / 4, **how)
-        steps.append(jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)[0])
-    support.assert_close(*steps, rtol=1e-5, atol=1e-6)
+    assert treatments["['attention']['query']['kernel']"] == "rank 16 of 2 x 64 x 64"
+    assert treatments["['up']['kernel']"].startswith("full rank")
 
 
 def test_wrong_overrides_are_refused():
@@ -167,78 +134,64 @@ def test_wrong_overrides_are_refused():
         optperm.memory.matrix_axes(params, kernel=None)
 
 
-@pytest.mark.parametrize("words", [0.3, 0.6, 1.2])
-def test_rank_for_keeps_the_words_and_the_next_rank_does_not(words):
+def test_leaves_of_four_axes_are_convolutions_by_their_smaller_window_or_stay_at_full_rank():
+    wanted = {
+        (3, 3, 16, 16): Numbers((0, 1, 2), 3),
+        (16, 16, 3, 3): Numbers((1, 2, 3), 0),
+        **dict.fromkeys([(3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6)]),
+    }
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in wanted]
+    assert optperm.memory.matrix_axes(params) == list(wanted.values())
+
+
+def test_rank_for_keeps_the_words_and_the_next_rank_does_not():
     params, adam = {"a": jnp.zeros((512, 2048)), "b": jnp.zeros(2048)}, optax.scale_by_adam()
-    rank = optperm.memory.rank_for(params, words)
-    kept, more = (
-        optperm.memory.state_report(optperm.low_rank(adam, each), params).words_per_param
-        for each in (rank, rank + 1 / 256)
-    )
-    assert kept <= words + 1e-3 < more + 2e-3
-    np.testing.assert_allclose(kept, words, atol=0.02)
-
-
-def test_words_below_those_of_other_leaves_are_refused():
-    with pytest.raises(
-        ValueError, match=r"words=0\.5 cannot be reached: the smallest rank keeps 2"
-    ):
-        optperm.memory.rank_for({"embedding": jnp.zeros((64, 64))}, 0.5)
-
-
-def test_aliases_are_the_chain_that_they_name():
-    params = {"w": support.normal((16, 24)), "b": support.normal((24,))}
-    adam = optax.scale_by_adam(b1=0.8, b2=0.99, eps=1e-6)
-    options = {"b1": 0.8, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
-    after = optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.01)
-    for alias, first in (
-        (optperm.memory.low_rank_adamw, optperm.low_rank(adam, 4, b1=0.8, b2=0.99, every=2)),
-        (optperm.memory.apollo_adamw, optperm.apollo(adam, 4, every=2)),
-    ):
-        ends = []
-        for tx in (alias(0.01, rank=4, every=2, **options), optax.chain(first, *after)):
-            p, state = params, tx.init(params)
-            for _ in range(5):
-                updates, state = tx.update(p, state, p)
-                p = optax.apply_updates(p, updates)
-            ends.append(p)
-        support.assert_same_bits(*ends)
-
-
-@pytest.mark.parametrize(
-    "shape", [(3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6)]
-)
-def test_a_stack_of_four_axes_that_is_no_window_stays_at_full_rank(shape):
-    assert optperm.memory.matrix_axes({"w": jnp.ones(shape)})["w"] is None
-
-
-def test_aliases_take_injected_rates_and_the_options_of_their_directions():
-    params = {"kernel": jnp.ones((16, 64))}
-    for alias in (optperm.memory.low_rank_adamw, optperm.memory.apollo_adamw):
-        tx = optax.inject_hyperparams(alias, static_args=("rank", "b1", "b2", "eps", "every"))(
-            1e-3, rank=4
+    for words in (0.3, 0.6, 1.2):
+        rank = optperm.memory.rank_for(params, words)
+        kept, more = (
+            optperm.memory.state_report(optperm.low_rank(adam, each), params).words_per_param
+            for each in (rank, rank + 1 / 256)
         )
-        state = tx.init(params)
-        updates, _ = tx.update(params, state, params)
-        expected, _ = alias(1e-3, rank=4).update(params, alias(1e-3, rank=4).init(params), params)
-        np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=1e-5)
+        assert kept <= words + 1e-3 < more + 2e-3
+        np.testing.assert_allclose(kept, words, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("alias", "direction"),
-    [
-        (optperm.memory.low_rank_adamw, optperm.low_rank),
-        (optperm.memory.apollo_adamw, optperm.apollo),
-    ],
-)
+def test_words_that_no_rank_reaches_are_refused_with_the_largest_leaf_at_full_rank():
+    params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
+    says = r"words=0\.6 cannot be reached: .* keeps 1\.89 .* full rank is params\['experts'\]\."
+    with pytest.raises(ValueError, match=says):
+        optperm.memory.rank_for(params, words=0.6)
+
+
+ALIASES = [
+    (optperm.memory.low_rank_adamw, optperm.low_rank),
+    (optperm.memory.apollo_adamw, optperm.apollo),
+]
+
+
+@pytest.mark.parametrize(("alias", "direction"), ALIASES)
+def test_aliases_are_the_chain_that_they_name(alias, direction):
+    """With a rate that `optax.inject_hyperparams` gives, and other options for Adam than its own."""
+    params = {"w": support.normal((16, 24)), "b": support.normal((24,))}
+    adam = {"b1": 0.8, "b2": 0.99, "eps": 1e-6}
+    decay_rates = {"b1": 0.8, "b2": 0.99} if direction is optperm.low_rank else {}
+    static = ("rank", "b1", "b2", "eps", "weight_decay", "every")
+    whole = optax.inject_hyperparams(alias, static_args=static)(
+        lambda count: 0.01 / (1 + count), rank=4, every=2, weight_decay=0.1, **adam
+    )
+    parts = optax.chain(
+        direction(optax.scale_by_adam(**adam), 4, every=2, **decay_rates),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(lambda count: 0.01 / (1 + count)),
+    )
+    grads = [support.random_like(params, step) for step in range(4)]
+    (wanted, _), (found, _) = (loops.train(tx, params, grads)[-1] for tx in (parts, whole))
+    support.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("alias", "direction"), ALIASES)
 def test_aliases_have_every_argument_of_their_direction(alias, direction):
     own, theirs = (inspect.signature(each).parameters for each in (alias, direction))
     for name, argument in theirs.items():
         if name not in ("inner", "rank"):
             assert own[name].default == argument.default
-
-
-def test_the_rank_of_a_target_that_cannot_be_reached_names_the_largest_leaf_at_full_rank():
-    params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
-    with pytest.raises(ValueError, match=r"full rank is params\['experts'\]\."):
-        optperm.memory.rank_for(params, words=0.6)

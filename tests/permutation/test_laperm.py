@@ -219,31 +219,3 @@ def test_targets_of_another_state_bring_their_order():
     merged = replace_targets(start, other)
     support.assert_same_bits((merged.weights, merged.ranks), (other.weights, other.ranks))
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
-
-
-def test_constant_rows_are_warned_of_once():
-    """A zero bias goes back to zero at every synchronization: `init` says so, with its own remedy."""
-    start = params() | {"bias": jnp.zeros(5)}
-    tx = optperm.laperm(optax.sgd(0.1), 10)
-    with pytest.warns(UserWarning, match=r"In bias all weights.*optax.partition"):
-        opt_state = tx.init(start)
-    jax.eval_shape(lambda: tx.update(grads(0), opt_state, start))  # warns no more
-
-
-def test_step_that_does_not_synchronize_stores_nothing_more_than_the_inner_optimizer():
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 128), jnp.float32) for i in range(3)}
-    tx = optperm.laperm(optax.adam(1e-3), every=10)
-
-    def step(p, opt_state, g):
-        updates, opt_state = tx.update(g, opt_state, p)
-        return optperm.apply_updates(p, updates, opt_state), opt_state
-
-    state = jax.eval_shape(tx.init, shapes)
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, shapes).compile()
-    entry = compiled.as_text().split("\nENTRY ")[1]
-    results = [line.split("=")[1] for line in entry.splitlines() if "=" in line]
-    # The params and both moments of each leaf are written over; the loop around the sort has the rest.
-    assert sum("[64,128]" in each and " fusion(" in each for each in results) <= 9
-    # JAX below 0.12 drops the barrier, and copies the moments that the loop reads.
-    copies = sum("[64,128]" in each and " copy(" in each for each in results)
-    assert copies <= (0 if jax.__version_info__ >= (0, 12) else 6)

@@ -99,7 +99,7 @@ def test_exchange_with_the_host_gives_the_bits_of_the_direct_call():
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     on_host = functools.partial(cycles.permute_on_host, "ffi", False)
     exchange = functools.partial(host_calls.exchange, cycles.PERMUTE, on_host)
-    for rows in ((8,), (3, 4), (2, 6), (5,), ()):
+    for rows in ((3, 4), (5,), ()):
         w, m = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 30, *rows)))
         seeds = jnp.asarray(rng.integers(0, 2**32, (*rows, 2), np.uint32))
         numbers = jnp.float32(0.2), jnp.int32(11)

@@ -16,8 +16,8 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("format", ["bcsr", "bcoo", "scipy"])
-def test_products_and_matrices_are_those_of_the_dense_one(format):
-    """Zeros are not stored, -0.0 neither, and the dtype stays; other leaves are as they were."""
+def test_sparse_matrix_of_each_format_has_the_entries_and_products_of_the_dense_one(format):
+    """Store neither 0.0 nor -0.0, keep the dtype, and leave other leaves as they were."""
     w = support.normal((5, 4)).at[jnp.array([0, 2, 4])].set(-0.0)
     params = {"w": w, "bias": jnp.ones(4), "conv": jnp.ones((2, 2, 1, 1)), "kept": w}
     got = optperm.sparsity.to_sparse(params, format, include=lambda p: {n: n != "kept" for n in p})
@@ -47,7 +47,7 @@ def network():
 
 
 def test_units_that_contribute_nothing_are_removed():
-    """By what leaves them, by what enters them where 0 stays 0, and by what that leaves of others."""
+    """Look at what leaves units, at what enters them where 0 stays 0, and again after each removal."""
     params = network()
     # Unit 1 of the second layer leads nowhere; unit 2 of the first leads to that one alone.
     params["c"]["kernel"] = params["c"]["kernel"].at[1].set(0.0)
@@ -71,34 +71,15 @@ def test_units_that_contribute_nothing_are_removed():
     np.testing.assert_array_equal(outputs(small, x), outputs(params, x))
 
 
-def test_units_of_a_residual_stream():
-    """What writes to a stream and what reads it, in one group; other leaves stay as they are."""
-    shapes = {"in": (6, 8), "up": (8, 5), "down": (5, 8), "out": (8, 3)}
-    params = {name: support.normal(shape, i) for i, (name, shape) in enumerate(shapes.items())}
-    # Nothing writes unit 2 of the stream, and nothing reads unit 5.
-    for name, index in (("in", np.s_[:, 2]), ("down", np.s_[:, 2]), ("up", 5), ("out", 5)):
-        params[name] = params[name].at[index].set(0.0)
-    params["key"] = jax.random.key(0)
-
-    def outputs(params, x):
-        x = x @ params["in"]
-        return (x + jax.nn.relu(x @ params["up"]) @ params["down"]) @ params["out"]
-
-    groups = {"stream": [("in", -1), ("down", -1), ("up", -2), ("out", -2)]}
-    small = optperm.sparsity.remove_units(params, groups, zero_at_zero=True)
-    assert small["in"].shape == (6, 6)
-    assert small["key"] is params["key"]
-    x = support.normal((4, 6), 9)
-    np.testing.assert_allclose(outputs(small, x), outputs(params, x), rtol=1e-4, atol=1e-5)
-
-
-def test_weights_of_other_layouts_name_their_side():
-    """Of shape (out, in), as Equinox's; of heads, (in, heads, dim); and a value head, a vector."""
+def test_weights_of_other_layouts_that_name_their_side_lose_the_same_units():
+    """Have the shapes (out, in) as in Equinox, (in, heads, dim), and a vector of one value a head."""
     params = {"a": support.normal((5, 6)), "q": support.normal((5, 4, 2), 1), "v": jnp.ones(4)}
     params["o"] = support.normal((4, 2, 3), 2)
-    # Nothing reads unit 1 of the first layer, and neither the value nor the output reads head 2.
-    params["q"], params["v"] = params["q"].at[1].set(0.0), params["v"].at[2].set(0.0)
+    # Nothing reads unit 1 of the first layer. Neither the value nor the output reads head 2, and the
+    # output alone reads head 3.
+    params["q"], params["v"] = params["q"].at[1].set(0.0), params["v"].at[2:].set(0.0)
     params["o"] = params["o"].at[2].set(0.0)
+    params["key"] = jax.random.key(0)
 
     def outputs(params, x):
         heads = jnp.einsum("bi,ihd->bhd", jax.nn.relu(x @ params["a"].T), params["q"])
@@ -110,11 +91,12 @@ def test_weights_of_other_layouts_name_their_side():
     }
     small = optperm.sparsity.remove_units(params, groups)
     assert [small[n].shape for n in "aqvo"] == [(4, 6), (4, 3, 2), (3,), (3, 2, 3)]
+    assert small["key"] is params["key"]
     x = support.normal((7, 6), 9)
     for got, wanted in zip(outputs(small, x), outputs(params, x), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_export_in_a_program_is_refused():
+def test_export_in_a_compiled_program_is_refused():
     with pytest.raises(TypeError, match=r"outside jax\.jit"):
         jax.jit(optperm.sparsity.to_sparse)(jnp.eye(2))

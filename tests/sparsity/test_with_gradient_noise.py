@@ -13,8 +13,8 @@ import optperm
 PARAMS = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.array([0.5, -0.5])}
 
 
-def warm(preconditioner, wrap=lambda tx: tx):
-    """A state whose noise is that of one batch, and the gradients of its examples as rows."""
+def warm(preconditioner, wrap):
+    """Return a state whose noise is that of one batch, and the covariance of its gradients."""
     rows = jax.tree.map(lambda p: support.random_like(jnp.zeros((12, *p.shape)), p.size), PARAMS)
     scales = {"w": jnp.geomspace(0.1, 10.0, 6).reshape(1, 3, 2), "b": jnp.array([[5.0, 0.2]])}
     rows = jax.tree.map(jnp.multiply, rows, scales)
@@ -32,13 +32,16 @@ def warm(preconditioner, wrap=lambda tx: tx):
     return state, np.cov(flat.T)
 
 
-@pytest.mark.parametrize("preconditioner", ["scalar", "diagonal", "full"])
+def kernel_alone(tx):
+    return optax.masked(tx, {"w": True, "b": False})
+
+
+@pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
 def test_those_with_the_smallest_preconditioned_gradient_are_frozen(preconditioner):
-    state, covariance = warm(preconditioner)
+    state, covariance = warm(preconditioner, lambda tx: tx)
     scores = support.random_like(PARAMS, 3)
     flat = np.asarray(ravel_pytree(scores)[0])
     moved = {
-        "scalar": flat,
         "diagonal": flat / np.diag(covariance),
         "full": np.linalg.solve(covariance, flat),
     }[preconditioner]
@@ -46,10 +49,6 @@ def test_those_with_the_smallest_preconditioned_gradient_are_frozen(precondition
     state = optperm.sparsity.freeze(state, 0.5, scores=scores, **chosen)
     mask = np.asarray(ravel_pytree(jax.tree.map(lambda m: m.astype(int), state[1].mask))[0])
     np.testing.assert_array_equal(np.flatnonzero(mask == 0), np.sort(np.argsort(abs(moved))[:4]))
-
-
-def kernel_alone(tx):
-    return optax.masked(tx, {"w": True, "b": False})
 
 
 def test_scores_may_be_whole_where_both_are_masked():
@@ -61,20 +60,14 @@ def test_scores_may_be_whole_where_both_are_masked():
     np.testing.assert_array_equal(np.flatnonzero(~mask), np.sort(np.argsort(abs(moved))[:3]))
 
 
-def test_exactly_one_preconditioner_is_needed():
-    """None and two are named, with what to build; so is one that does not see all that is masked."""
-    noise = optperm.mandt_sgd(100, 12)
-
-    def freeze(*transformations):
-        state = optax.chain(*transformations, optperm.mask_elements()).init(PARAMS)
-        optperm.sparsity.freeze(state, 0.5, scores=PARAMS, criterion="preconditioned_gradient")
-
-    wanted = r"PreconditioningState .*optperm.constant_sgd or optperm.mandt_sgd.*"
-    with pytest.raises(ValueError, match=wanted + "found none"):
-        freeze(optax.sgd(0.1))
-    with pytest.raises(ValueError, match=wanted + "found 2"):
-        freeze(noise, optax.chain(noise))
-    with pytest.raises(
-        ValueError, match="the preconditioned scores has a different tree structure"
+def test_a_preconditioner_that_is_missing_or_of_other_params_is_refused():
+    for transformation, message in (
+        (optax.sgd(0.1), r"PreconditioningState .*optperm.constant_sgd .*found none"),
+        (
+            kernel_alone(optperm.mandt_sgd(100, 12)),
+            "the preconditioned scores has a different tree",
+        ),
     ):
-        freeze(kernel_alone(noise))
+        state = optax.chain(transformation, optperm.mask_elements()).init(PARAMS)
+        with pytest.raises(ValueError, match=message):
+            optperm.sparsity.freeze(state, 0.5, scores=PARAMS, criterion="preconditioned_gradient")

@@ -11,7 +11,7 @@ import optperm
 
 
 def snapshots_with(spectrum, n=8_011, seed=0, dtype=np.float32):
-    """Snapshots around a point of size 1 with given singular values, float32 rounding included."""
+    """Return snapshots around a point with entries of size 1, with given singular values."""
     m = len(spectrum) + 1
     rng = np.random.default_rng(seed)
     u = np.linalg.qr(np.eye(m) - 1 / m + 1e-3 * rng.normal(size=(m, m)))[0][:, : m - 1]
@@ -25,7 +25,7 @@ def exact(snapshots, k):
 
 
 def quality(basis, wanted):
-    """The smallest cosine of the principal angles, and the error of orthonormality."""
+    """Return the smallest cosine of the principal angles, and the error of orthonormality."""
     b = np.concatenate(
         [np.asarray(leaf, np.float64).reshape(len(leaf), -1) for leaf in jax.tree.leaves(basis)], 1
     )
@@ -34,8 +34,8 @@ def quality(basis, wanted):
 
 
 def test_components_over_many_decades_are_those_of_float64():
-    """A float32 Gram matrix loses the small ones; where the one of float64 has no digits left either a
-    second pass makes the rows orthonormal."""
+    """Find the small ones, which a float32 Gram matrix loses, and make rows orthonormal by a second pass
+    where a float64 one has no digits left either."""
     for decades in (0, 3, 5):
         snapshots = snapshots_with(300 * np.logspace(0, -decades, 14))
         wanted = exact(snapshots, 10)
@@ -52,7 +52,6 @@ def test_components_over_many_decades_are_those_of_float64():
 
 @pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["shard_map"]))
 def test_rows_of_any_tree_under_any_mapping_are_the_same(mapping):
-    """Leaf by leaf, jitted, and mapped."""
     snapshots = snapshots_with(np.logspace(0, -2, 6), n=811)
     whole = optperm.subspace.pca_basis(snapshots, 4)
     tree = {"a": snapshots[:, :600].reshape(-1, 30, 20), "b": (snapshots[:, 600:],)}
@@ -66,7 +65,6 @@ def test_rows_of_any_tree_under_any_mapping_are_the_same(mapping):
 
 
 def test_rows_of_every_dtype_are_float32_or_wider():
-    """Rows are float32 for 16-bit leaves, and float64 for float64 ones."""
     with jax.enable_x64(True):
         drawn = np.random.default_rng(0).normal(size=(5, 9))
         snapshots = {name: drawn.astype(dtype) for name, dtype in support.DTYPES.items()}
@@ -80,7 +78,7 @@ def test_rows_of_every_dtype_are_float32_or_wider():
 
 
 def test_sign_of_a_row_is_that_of_the_furthest_snapshot():
-    """Turning all displacements round turns the rows round; the order of snapshots does not matter."""
+    """Turn rows with the displacements, but not with the order of snapshots."""
     snapshots = snapshots_with(np.logspace(0, -1, 5), n=811)
     basis = np.asarray(optperm.subspace.pca_basis(snapshots, 3))
     along = (snapshots - snapshots.mean(axis=0)) @ basis.T
@@ -90,7 +88,7 @@ def test_sign_of_a_row_is_that_of_the_furthest_snapshot():
 
 
 def test_snapshots_past_their_number_do_not_count():
-    """Rows past `num_snapshots` are left out, traced or not, whatever they hold."""
+    """Leave rows past `num_snapshots` out, traced or not, even if they are not finite."""
     snapshots = snapshots_with(np.logspace(0, -1, 5), n=811)
     padded = np.concatenate([snapshots, np.full_like(snapshots[:3], 7.0)])
     wanted = optperm.subspace.pca_basis(snapshots, 3)
@@ -103,8 +101,7 @@ def test_snapshots_past_their_number_do_not_count():
 
 
 def test_components_that_snapshots_do_not_determine_are_refused_or_zero():
-    """An error where Python can see it; rows of zeros, and never NaN, where it cannot. A derivative is
-    refused by name, where it is asked for."""
+    """Raise where Python can see it, and give rows of zeros, and never NaN, where it cannot."""
     x = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
     flat, spoiled = x[:2][[0, 1, 0, 1, 1, 0]], np.where(x > 1, np.float32(np.nan), x)
     for snapshots, message in (
@@ -117,6 +114,11 @@ def test_components_that_snapshots_do_not_determine_are_refused_or_zero():
     np.testing.assert_allclose(np.linalg.norm(compute(flat), axis=1), [1, 0, 0], atol=1e-6)
     for snapshots in (np.ones_like(x), spoiled):
         assert not np.any(compute(snapshots))
+
+
+def test_derivative_of_a_basis_is_refused():
+    """Refuse it by name where it is asked for, but not of snapshots that are stopped."""
+    x = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
 
     def of_basis(x, stop):
         x = jax.lax.stop_gradient(x) if stop else x
