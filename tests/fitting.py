@@ -20,7 +20,6 @@ from optperm.training import _run as run
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
 KINDS = ("linen", "nnx")
 MAPPED = ("constant_sgd", "agn", "diloco")  # take the name of an axis
-METHODS = ("adam", "sgperm", "laperm", "svrg", "dldr", "constant_sgd", "agn", "diloco")
 
 
 def method(name, axis_name=None):
@@ -37,7 +36,6 @@ def _method(name, axis_name):
         "dldr": lambda: optperm.dldr(
             optax.sgd(0.1), optperm.dim_reduce(n_components=3), every=2, num_snapshots=4
         ),
-        "laperm": lambda: optperm.laperm(optax.adam(1e-2), 4),
         # With batch statistics the examples of a batch cannot be told apart.
         "constant_sgd": lambda: optperm.constant_sgd(
             EXAMPLES,
@@ -220,6 +218,12 @@ def arrays(result):
             result.optimizer.step.get_value(),
         ],
     )
+
+
+def params_of(trained):
+    """The params of a `TrainState` or of a model of `flax.nnx`, by name."""
+    is_model = isinstance(trained, nnx.Module)
+    return nnx.to_pure_dict(nnx.state(trained, nnx.Param)) if is_model else trained.params
 
 
 def linear_loss(params, batch):

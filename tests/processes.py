@@ -12,89 +12,66 @@ import pytest
 
 import optperm
 
-_TESTS = pathlib.Path(__file__).parent
-# Characters of what a worker wrote, at its end.
-_SHOWN = 6000
+PROCESSES, DEVICES = 2, 2  # devices of each process
+# Seconds until workers count as hanging, and characters that are shown of what one wrote at its end.
+_LIMIT, _SHOWN = 180, 6000
 
 
-def run_workers(script, *arguments, processes=2, devices=2, timeout=180):
-    """Runs `script ADDRESS PROCESSES INDEX *arguments` in several processes at a time.
+def run_workers(script, *arguments):
+    """Run `script ADDRESS PROCESSES INDEX *arguments` in two processes; return what each has written.
 
-    The workers meet by `jax.distributed.initialize(ADDRESS, PROCESSES, INDEX)`, over loopback. They find
-    this checkout's optperm and the helpers of the tests, and are as strict about dtypes and ranks.
-
-    Args:
-      script: The worker's file.
-      *arguments: Further arguments, for all workers the same.
-      processes: How many.
-      devices: CPU devices of each.
-      timeout: Seconds until the workers count as hanging.
-
-    Returns:
-      What each worker wrote, standard output and standard error together.
-
-    Fails the test, with what the workers wrote, once one of them fails, or if they hang; no worker
-    outlives the call.
+    They meet by `jax.distributed.initialize(ADDRESS, PROCESSES, INDEX)`, over loopback. They find this
+    checkout's optperm and the helpers of the tests, and are as strict about dtypes and ranks. The test
+    fails once one of them fails, or if they hang; no worker outlives the call.
     """
-    command = [sys.executable, str(script), f"127.0.0.1:{free_port()}", str(processes)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    paths = [pathlib.Path(optperm.__file__).parents[1], pathlib.Path(__file__).parent]
     settings = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_NUM_CPU_DEVICES": str(DEVICES),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
         "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "PYTHONPATH": os.pathsep.join(
-            [str(pathlib.Path(optperm.__file__).parents[1]), str(_TESTS)]
-        ),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONUNBUFFERED": "1",
         "XLA_FLAGS": xla_flags(),
     }
     workers = []
     with tempfile.TemporaryDirectory() as folder:
-        logs = [pathlib.Path(folder, str(index)) for index in range(processes)]
+        logs = [pathlib.Path(folder, str(index)) for index in range(PROCESSES)]
         try:
             for index, log in enumerate(logs):
-                each = [*command, str(index), *map(str, arguments)]
+                given = map(str, (script, address, PROCESSES, index, *arguments))
                 with log.open("w") as stream:
-                    workers.append(
-                        subprocess.Popen(each, env=settings, stdout=stream, stderr=stream)
-                    )
-            codes = _wait(workers, time.monotonic() + timeout)
+                    command = [sys.executable, *given]
+                    out = {"stdout": stream, "stderr": stream}
+                    workers.append(subprocess.Popen(command, env=settings, **out))
+            codes = _wait(workers)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
         wrote = [log.read_text() for log in logs]
     if any(code != 0 for code in codes):
-        reports = [
-            f"worker {index} of {script}: {_state(code, timeout)}\n{said[-_SHOWN:]}"
-            for index, (code, said) in enumerate(zip(codes, wrote, strict=True))
-        ]
-        pytest.fail("\n".join(reports), pytrace=False)
+        states = ["still ran" if code is None else f"exit code {code}" for code in codes]
+        ends = [f"{state}\n{said[-_SHOWN:]}" for state, said in zip(states, wrote, strict=True)]
+        pytest.fail("\n".join(f"A worker of {script}: {end}" for end in ends), pytrace=False)
     return wrote
 
 
 def xla_flags():
-    """Those that the tests were started with, without the devices of their own process."""
+    """Return the flags that the tests were started with, without the devices of their own process."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return " ".join(f for f in flags if "xla_force_host_platform_device_count" not in f)
 
 
-def free_port():
-    """A port of loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait(workers, deadline):
-    """Exit codes, None for a worker that still runs: at the first failure, or at the deadline."""
+def _wait(workers):
+    """Wait until all have ended, one has failed, or the time is over; return the exit codes, or None."""
+    deadline = time.monotonic() + _LIMIT
     while True:
         codes = [worker.poll() for worker in workers]
         if None not in codes or any(codes) or time.monotonic() > deadline:
             return codes
         time.sleep(0.05)
-
-
-def _state(code, timeout):
-    return f"still ran, {timeout} s at most" if code is None else f"exit code {code}"

@@ -19,17 +19,12 @@ from sklearn.metrics import log_loss
 ROOT = pathlib.Path(__file__).parents[1]
 FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
 # Each with flags that make it small, and its tables, or functions that make one, with what is left of
-# them; a part that is not asked for has flags of its own.
+# them. Other parts of a script run by night.
 USUAL = [
     (
         "distributed.py",
         "--only local periods stacked traffic commits --repetitions 1 --leaves 2 --leaf-size 100",
         {"OPTIMIZERS": ("Adam",), "COMMITTING": ("Adam",), "RULES": ("mean",)},
-    ),
-    (
-        "distributed.py",
-        "--only bytes --seeds 1 --steps 10 --common 1 --layers 1 --width 8 --methods diloco agn",
-        {},
     ),
     (
         "constant_sgd.py",
@@ -38,7 +33,6 @@ USUAL = [
     ),
     ("training.py", "--only methods --methods sgd svrg --seeds 1 --epochs 1 --units 4", {}),
     ("compile.py", "--leaves 4,8 --shapes 2 --only agn ivon mask_elements", {}),
-    ("training.py", "--only cost --repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("memory.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
@@ -51,7 +45,6 @@ USUAL = [
         "--seeds 1 --epochs 0.2 --methods Adam temperature IVON",
         {},
     ),
-    ("uncertainty.py", "--only defaults --seeds 1 --steps 2", {"TASKS": ("MLP", "transformer")}),
     (
         "permutation.py",
         "--only methods values bytes --seeds 1 --epochs 0.9",
@@ -62,20 +55,29 @@ USUAL = [
         "--only images --seeds 1 --steps 30 --labels wrong",
         {"METHODS": ("SWA", "dldr, dim_reduce")},
     ),
-    ("permutation.py", "--only speed --repetitions 1", {"SHAPES": ((10, 100),)}),
     (
         "variance.py",
         "--only table --examples 100 --lbfgs-passes 4 --saga-passes 2 --svrg-passes 5 --seeds 1 "
         "--batch-sizes 50",
         {},
     ),
+]
+RUNS = [
+    *USUAL,
+    (
+        "distributed.py",
+        "--only bytes --seeds 1 --steps 10 --common 1 --layers 1 --width 8 --methods diloco agn",
+        {},
+    ),
+    ("training.py", "--only cost --repetitions 1 --seconds 0.01 --hidden 4", {}),
+    ("posterior.py", "--problems quadratic --batch-sizes 32 --seeds 1 --steps 50 --defaults", {}),
+    ("sparsity.py", "--only sweep --seeds 1 --fractions 3 --sweep-steps 2 2 --hidden 4", {}),
+    ("uncertainty.py", "--only defaults --seeds 1 --steps 2", {"TASKS": ("MLP", "transformer")}),
+    ("permutation.py", "--only speed --repetitions 1", {"SHAPES": ((10, 100),)}),
     ("variance.py", "--only rates --rate-passes 1 --batch-sizes 50", {"FACTORS": (1.0,)}),
     ("subspace.py", "--only pca update communication --smallest", {}),
     ("variance.py", "--only lbfgs --passes 2 --full-passes 4", {}),
     ("variance.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
-]
-RUNS = [
-    *USUAL,
     (
         "distributed.py",
         "--only outer --seeds 1 --layers 1 --width 8",

@@ -56,7 +56,7 @@ PROGRAMS = [
 
 @pytest.mark.usefixtures("lenient", "one_device")
 @pytest.mark.parametrize(("page", "program"), PROGRAMS)
-def test_each_program_prints_what_its_comments_say(page, program, capsys):
+def test_program_of_a_page_prints_what_its_comments_say(page, program, capsys):
     program = program.replace(
         'jax.config.update("jax_num_cpu_devices", 4)', "# here there are eight"
     )
@@ -68,7 +68,7 @@ def test_each_program_prints_what_its_comments_say(page, program, capsys):
     assert capsys.readouterr().out.splitlines() == says
 
 
-def test_every_public_name_of_training_stands_on_its_page():
+def test_public_names_of_training_stand_on_their_page():
     """The pages of the methods are written from the package itself."""
     exported = [name for name in dir(training) if not name.startswith("_")]
     page = (DOCS / "reference" / "training.rst").read_text(encoding="utf-8")
@@ -94,10 +94,11 @@ def test_lines_for_each_method_call_what_there_is():
     assert called >= registered & {*dir(optperm)}
 
 
-def test_results_are_tables():
-    """Each row has a cell for each column, and says by which command it was made, where and when."""
+def test_results_are_tables_that_stand_on_pages():
+    """Each says by which command it was made, where and when; no page asks for another."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "benchmarks").glob("*.md"))
     results = sorted((DOCS.parent / "benchmarks" / "results").glob("*.json"))
-    assert results
+    assert set(re.findall(r"^```{measured} (\w+)", pages, re.M)) == {each.stem for each in results}
     for path in results:
         result = json.loads(path.read_text(encoding="utf-8"))
         assert [*result] == ["benchmark", "command", "machine", "date", "tables"], path.name
@@ -105,13 +106,6 @@ def test_results_are_tables():
         assert script.startswith("optperm ") or (DOCS.parent / script).exists()
         for table in result["tables"]:
             assert {len(row) for row in table["rows"]} == {len(table["columns"])}, path.name
-
-
-def test_every_result_stands_on_a_page():
-    """And no page asks for one that is not there, which Sphinx would say."""
-    text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "benchmarks").glob("*.md"))
-    results = {path.stem for path in (DOCS.parent / "benchmarks" / "results").glob("*.json")}
-    assert set(re.findall(r"^```{measured} (\w+)", text, re.MULTILINE)) == results
 
 
 def test_scripts_that_sentences_name_exist():
@@ -142,7 +136,7 @@ def test_figures_in_pages_are_those_of_the_results():
     assert figures["with_figures"](wrong).startswith("0.9670 ± 0.0007<!-- permutation_mnist;")
 
 
-def test_the_method_on_the_page_works():
+def test_method_on_the_page_takes_the_step_of_polyak():
     """The invented method of add_a_method.md takes Polyak's step, and the door checks for it."""
     namespace = {"__name__": "polyak"}
     exec(compile(code_blocks("guides/add_a_method.md")[0], "add_a_method.md", "exec"), namespace)

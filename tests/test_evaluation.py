@@ -3,7 +3,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import loops
 import numpy as np
 import optax
 import pytest
@@ -42,31 +41,26 @@ def test_values_and_gradients_are_those_of_jax():
     assert value != e.value
 
 
-def test_per_example_gradients_are_a_loop_over_the_batch():
-    """Entry i is the gradient on example i alone, and their mean is the gradient."""
-    params, batch = support.random_params(), make_batch()
-    e = optperm.evaluate(loss_fn, params, batch)
-    each = e.extra_args["per_example_grad_fn"](params)
-    for i in range(8):
-        alone = jax.grad(loss_fn)(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))
-        chex.assert_trees_all_close(jax.tree.map(lambda g, i=i: g[i], each), alone, rtol=1e-5)
-    mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), each)
-    chex.assert_trees_all_close(mean, e.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_leaves_of_rank_zero_are_shared_by_all_examples():
-    """A number in the batch reaches every example whole."""
+def test_gradients_of_examples_are_a_loop_over_the_batch():
+    """Entry i is the gradient on example i alone, and a part of the batch has that of its examples; a
+    number in the batch reaches every example whole."""
 
     def scaled(params, batch):
-        return batch["scale"] * jnp.mean(batch["x"] @ params["kernel"])
+        return batch["scale"] * loss_fn(params, batch)
 
-    params = support.random_params()
-    batch = {"x": make_batch()["x"], "scale": jnp.float32(2.0)}
-    e = optperm.evaluate(scaled, params, batch)
-    each = e.extra_args["per_example_grad_fn"](params)
-    assert each["kernel"].shape == (8, 12, 5)
-    mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), each)
-    chex.assert_trees_all_close(mean, e.grad, rtol=1e-4, atol=1e-6)
+    def part(start, size):
+        return {name: batch[name][start : start + size] for name in ("x", "y")} | scale
+
+    scale = {"scale": jnp.float32(2.0)}
+    params, batch = support.random_params(), make_batch() | scale
+    fns = optperm.evaluate(scaled, params, batch).extra_args
+    each = fns["per_example_grad_fn"](params)
+    for i in range(8):
+        alone = jax.grad(scaled)(params, part(i, 1))
+        chex.assert_trees_all_close(replicas.take(each, i), alone, rtol=1e-5)
+    expected = jax.grad(scaled)(params, part(3, 2))
+    found = fns["grad_fn"](params, start=3, size=2)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -181,27 +175,6 @@ def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
     chex.assert_trees_all_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
-def test_without_an_axis_name_nothing_is_averaged():
-    """Under pmap without axis_name each replica keeps its own gradient."""
-    params = support.random_params()
-
-    def grad(batch):
-        return optperm.evaluate(loss_fn, params, batch).grad
-
-    got = jax.pmap(grad, devices=jax.devices()[:4])(quarters(make_batch()))
-    assert not np.allclose(got["kernel"][0], got["kernel"][1])
-
-
-@pytest.mark.usefixtures("lenient")
-def test_extra_args_serve_optax_line_search():
-    """`optax.lbfgs`, which asks for value, grad and value_fn, takes extra_args as they are."""
-    batch, evaluate = make_batch(40), loops.evaluation(loss_fn)
-    trail = loops.train(optax.lbfgs(), support.random_params(), [batch] * 20, evaluate=evaluate)
-    design = np.concatenate([np.asarray(batch["x"]), np.ones((40, 1))], axis=1)
-    _, residuals, *_ = np.linalg.lstsq(design, np.asarray(batch["y"]), rcond=None)
-    np.testing.assert_allclose(loss_fn(trail[-1][0], batch), residuals.sum() / 200, rtol=1e-3)
-
-
 def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     """Its opaque mode passes the number of the step too; every one sees the same batch."""
     params, batch = {"w": jnp.array([1.0, -2.0])}, {"x": support.normal((4, 2), 0)}
@@ -217,11 +190,3 @@ def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     grads = grad_fn(params)
     above = optax.tree.add_scale(params, 0.1 / optax.tree.norm(grads), grads)
     chex.assert_trees_all_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
-
-
-def test_the_gradient_of_a_part_of_the_batch_is_that_of_its_examples():
-    params, batch = support.random_params(), make_batch()
-    grad_fn = optperm.evaluate(loss_fn, params, batch).extra_args["grad_fn"]
-    part = jax.tree.map(lambda leaf: leaf[3:5], batch)
-    expected = jax.grad(loss_fn)(params, part)
-    chex.assert_trees_all_close(grad_fn(params, start=3, size=2), expected, rtol=1e-5, atol=1e-6)

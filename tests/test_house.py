@@ -59,16 +59,9 @@ def test_imports_point_downwards():
 
 
 def test_transformations_are_made_by_one_function():
-    """Nothing else builds an Optax transformation, and no method repeats its checks."""
+    """Nothing else builds an Optax transformation."""
     for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        assert "GradientTransformationExtraArgs(" not in text, path
-        assert 'check_real_floating("params"' not in text or path.stem in (
-            "_full_gradient",
-            "_learning_rate",
-            "_prior",
-            "_sampling",
-        ), path
+        assert "GradientTransformationExtraArgs(" not in path.read_text(encoding="utf-8"), path
 
 
 def typed_names(path):

@@ -113,7 +113,9 @@ def num_kernels(text):
     return len(found)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", support.every_night(STEPS, ["dim_reduce"], mark=pytest.mark.entries)
+)
 def test_leaves_of_one_shape_share_their_kernels_and_no_loop_is_one_function(name):
     """A kernel takes XLA about 20 ms; a loop without a sort that it takes for a small one, minutes."""
     few, many = (compiled_step(name, number) for number in (4, 12))

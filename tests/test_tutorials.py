@@ -19,7 +19,7 @@ RESULTS = runpy.run_path(str(DOCS / "draw_results.py"))
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page", RUNNER["PAGES"])
-def test_a_tutorial_prints_and_draws_what_it_shows(page, is_short, tmp_path):
+def test_tutorial_prints_and_draws_what_it_shows(page, is_short, tmp_path):
     """The words are the same, the numbers near; comparisons of many trainings run by night."""
     outputs, _ = RUNNER["run"](page, tmp_path, is_short=is_short)
     assert RUNNER["wrong_outputs"](page, outputs) == []
@@ -33,7 +33,7 @@ def test_a_tutorial_prints_and_draws_what_it_shows(page, is_short, tmp_path):
 
 
 @pytest.mark.parametrize("page", RUNNER["PAGES"])
-def test_a_tutorial_begins_with_figures_of_the_benchmarks(page, tmp_path):
+def test_tutorial_begins_with_figures_of_the_benchmarks(page, tmp_path):
     """All rows with a figure are in the picture, and the page shows it before its first section."""
     text = (DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
     assert f"]({page}-results.png)" in text.split("\n## ")[0]

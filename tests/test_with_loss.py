@@ -5,9 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 import support
-from flax import nnx
 
 import optperm
 
@@ -140,12 +138,6 @@ def test_what_places_weights_says_so_through_it():
     assert not np.array_equal(params["w"], START["w"])
 
 
-def test_data_without_a_common_axis_are_refused():
-    for data in ({"x": X, "y": X[:5]}, {"scale": jnp.ones([])}, {"x": X[:0]}, {}):
-        with pytest.raises(ValueError, match=r"agree in their leading axis|holds no examples"):
-            optperm.with_loss(optax.sgd(0.1), loss_fn, data)
-
-
 def test_example_is_drawn_apart_from_the_batch():
     """An estimator of noise takes their difference, which would be zero for the batch's own example."""
 
@@ -177,21 +169,3 @@ def test_a_method_that_draws_gets_its_gradient_at_a_draw_of_each_step():
     (w, state), _ = jax.jit(lambda start: jax.lax.scan(step, start, length=10_000))(start)
     chex.assert_trees_all_close(w, jnp.ones(2), atol=0.05)
     chex.assert_trees_all_close(state.inner_state.hessian, curvature, rtol=0.2)
-
-
-def test_ivon_trains_a_state_of_nnx_at_its_draws():
-    x = jax.random.normal(jax.random.key(0), (64, 3))
-    params = nnx.state(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Param)
-
-    def loss_fn(params, batch):
-        kernel, bias = params["kernel"].get_value(), params["bias"].get_value()
-        return jnp.mean((batch @ kernel + bias[None] - batch[:, :1]) ** 2)
-
-    tx = optperm.with_loss(optperm.ivon(1.0, 1000.0), loss_fn, x)
-    opt_state = tx.init(params)
-    step = jax.jit(lambda params, opt_state: tx.update(params, opt_state, params))
-    first = loss_fn(params, x)
-    for _ in range(100):
-        updates, opt_state = step(params, opt_state)
-        params = optax.apply_updates(params, updates)
-    assert loss_fn(params, x) < 0.1 * first

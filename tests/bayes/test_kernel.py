@@ -1,5 +1,7 @@
 """The kernel: its steps have the noise that samples, in any basis and whatever limits them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import support
 import optperm
 from optperm.bayes._forms import FORMS, Full, decompose
 
-N, S, D, T = 1000, 8, 4, 1.7
+N, S, D, T, MU = 1000, 8, 4, 1.7, 0.8
 SCALE = jnp.float32(2 * S * T / N)
 
 
@@ -133,69 +135,51 @@ def test_what_has_neither_noise_nor_curvature_takes_no_step():
     assert np.all(np.isfinite(kernel.injected(jnp.float32(h), SCALE)))
 
 
-def test_each_step_injects_noise_of_its_own():
-    """Without gradients an entry moves by 0 or by sqrt(3) standard deviations, either way."""
+@functools.cache
+def after_warm_up(form):
+    """A compiled step, from a gradient and a state, and the state after a warm-up on one batch."""
     tx = optperm.constant_sgd(
-        N, S, preconditioner="diagonal", momentum=0.0, burn_in=0, freeze_after=4
+        N, S, preconditioner=form, momentum=MU, temperature=T, burn_in=0, freeze_after=4
     )
-    rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, 30))), jnp.zeros(30)
-    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w}
-
-    def step(state, grads):
-        updates, state = tx.update(grads, state, w, **extras, grad=None)
-        return state, updates
-
-    grads = jnp.concatenate([jnp.tile(rows.mean(0), (5, 1)), jnp.zeros((4, 30))])
-    state, moves = jax.jit(lambda state: jax.lax.scan(step, state, grads))(tx.init(w))
-    sampler = state.then[0]
-    h = sampler.kernel.step_sizes(sampler.scale, sampler.limit)
-    sd = h * jnp.sqrt(sampler.kernel.injected(h, sampler.scale) / S)
-    points = np.asarray(moves)[5:] / np.asarray(sd) / np.sqrt(3)
-    np.testing.assert_allclose(points, np.round(points), atol=1e-4)
-    assert {*np.unique(np.round(points))} == {-1.0, 0.0, 1.0}
-    assert len(np.unique(np.round(points), axis=0)) == 4
-
-
-@pytest.mark.chains
-def test_the_update_adds_the_noise_of_its_kernel():
-    """Without gradients the moves have the covariance W diag(h^2 b / S) W^T, to the error of so many."""
-    tx = optperm.constant_sgd(N, S, momentum=0.0, temperature=T, burn_in=0, freeze_after=4)
     rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, D))), jnp.zeros(D)
-    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w}
+    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w, "grad": None}
+    step = jax.jit(lambda g, state: tx.update(g, state, w, **extras))
     state = tx.init(w)
     for _ in range(5):
-        _, state = jax.jit(lambda state: tx.update(rows.mean(0), state, w, **extras))(state)
-    inner = state.then[0]
+        _, state = step(rows.mean(0), state)
+    return step, state
 
-    def move(number):
-        at = state._replace(then=(inner._replace(count=100 + number), *state.then[1:]))
-        return tx.update(jnp.zeros(D), at, w, **extras, grad=None)[0]
 
-    moves = np.asarray(jax.jit(jax.vmap(move))(jnp.arange(20_000)), np.float64)
-    kernel = inner.kernel
-    h = kernel.step_sizes(inner.scale, inner.limit)
-    b, basis = np.asarray(kernel.injected(h, inner.scale)), np.asarray(kernel.basis.w)
-    wanted = basis @ np.diag(np.asarray(h) ** 2 * b / S) @ basis.T
-    sizes = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)))
-    assert np.abs((np.cov(moves.T) - wanted) / sizes).max() < 5 * np.sqrt(2 / 20_000)
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_each_step_injects_the_noise_of_the_kernel_anew(form):
+    """Without gradients a step is W diag(h sqrt(b / S)) z, with z of 0 or sqrt(3), either way."""
+    step, state = after_warm_up(form)
+    sampler, moves = state.then[0], []
+    for _ in range(9):
+        move, state = step(jnp.zeros(D), state)
+        moves.append(move)
+    kernel = sampler.kernel
     assert bool(kernel.is_ready)
     support.assert_same_bits(optperm.bayes.adapted_kernel(state), kernel)
+    h = kernel.step_sizes(sampler.scale, sampler.limit)
+    deviations = np.asarray(h * jnp.sqrt(kernel.injected(h, sampler.scale) / S))
+    basis = np.asarray(kernel.basis.w) if form == "full" else np.eye(D)
+    moves = np.stack(moves)
+    noise = (moves[1:] - MU * moves[:-1]) / (1 - MU)
+    z = np.linalg.solve(basis, noise.T).T / deviations
+    points = np.round(z / np.sqrt(3))
+    np.testing.assert_allclose(z, np.sqrt(3) * points, atol=1e-3)
+    assert {*np.unique(points)} == {-1.0, 0.0, 1.0}
+    assert len(np.unique(points, axis=0)) >= 4
 
 
 def test_step_of_constant_sgd_is_the_preconditioned_gradient():
     """A gradient moves by -(1 - mu) H g, of any noise, for the scale s = 2 S T / N of the noise."""
-    options = {"temperature": T, "burn_in": 0, "freeze_after": 4, "preconditioner": "diagonal"}
-    tx = optperm.constant_sgd(N, S, momentum=0.8, **options)
-    rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, D))), jnp.zeros(D)
-    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w}
-    update = jax.jit(lambda g, state: tx.update(g, state, w, **extras))
-    state = jax.jit(tx.init)(w)
-    for _ in range(5):
-        _, state = update(rows.mean(0), state)
+    step, state = after_warm_up("diagonal")
     g = jnp.float32([1.0, -2.0, 3.0, 0.5])
-    moved = update(g, state)[0] - update(jnp.zeros(D), state)[0]
+    moved = step(g, state)[0] - step(jnp.zeros(D), state)[0]
     sampler = state.then[0]
-    wanted = -(1 - 0.8) * sampler.preconditioned(g)
+    wanted = -(1 - MU) * sampler.preconditioned(g)
     np.testing.assert_allclose(moved, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
     np.testing.assert_allclose(sampler.scale, SCALE, rtol=1e-6)
     assert bool(sampler.kernel.is_ready)

@@ -1,8 +1,6 @@
 """Mandt's method: step sizes against their formulas, and the life of the estimate; the chains are in
 test_chains.py."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,18 +76,21 @@ def test_the_full_one_is_decomposed_at_powers_of_two_and_their_halves_threefold(
 
 
 def test_a_frozen_estimate_is_not_computed():
-    calls = []
+    rows, calls = jnp.asarray(batch_gradients(0)), []
 
     def count(rows):
         calls.append(1)
         return rows
 
-    def gradients(params):
-        rows = jnp.asarray(batch_gradients(0))
-        return jax.pure_callback(count, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
-
     tx = optperm.mandt_sgd(N, S, burn_in=1, freeze_after=2)
-    step = jax.jit(lambda s: tx.update(jnp.ones(D), s, jnp.ones(D), per_example_grad_fn=gradients))
+    step = jax.jit(
+        lambda state: tx.update(
+            jnp.ones(D),
+            state,
+            jnp.ones(D),
+            per_example_grad_fn=lambda w: jax.pure_callback(count, rows, rows),
+        )
+    )
     state = tx.init(jnp.ones(D))
     for _ in range(5):
         _, state = step(state)
@@ -168,8 +169,7 @@ def test_full_waits_for_enough_estimates():
         assert bool(jnp.any(updates != 0)) == (index * (S - 1) >= 2 * d)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 4])
-def test_rows_of_weight_zero_are_no_examples(chunk_size):
+def test_rows_of_weight_zero_are_no_examples():
     """A mean by weights makes 0 / 0 of a lone one: the estimate is that of the others."""
     x, weights = jnp.float32(batch_gradients(0)), jnp.ones(S).at[-3:].set(0.0)
 
@@ -179,7 +179,7 @@ def test_rows_of_weight_zero_are_no_examples(chunk_size):
 
     w = jnp.zeros(D)
     e = optperm.evaluate(loss_fn, w, (x, weights))
-    tx = mandt("full", chunk_size=chunk_size)
+    tx = mandt("full", chunk_size=4)
     state = jax.jit(lambda w: tx.update(e.grad, tx.init(w), w, **e.extra_args)[1])(w)
     np.testing.assert_allclose(
         state[0].covariance, np.cov(np.asarray(x)[:-3].T), rtol=1e-5, atol=1e-6
@@ -236,26 +236,12 @@ def test_a_loss_without_a_forward_derivative_has_its_curvature():
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
-def test_bad_arguments():
-    for options, message in (
-        ({"max_step": 0.0}, "max_step must be above 0"),
-        ({"damping": -1.0}, "damping must be at least 0"),
-        ({"momentum": 2.0}, "momentum must be in"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\) in float32, got 1.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optperm.mandt_sgd(N, S, **options)
+def test_batches_of_another_size_are_refused():
     w = jnp.ones(D)
-    tx = optperm.mandt_sgd(
-        N, S, temperature=lambda count: -1.0, burn_in_optimizer=optax.set_to_zero()
+    e = optperm.evaluate(
+        lambda w, x: jnp.mean(x @ w), w, jnp.ones((3, D)), example=jnp.ones((1, D))
     )
-    with pytest.raises(ValueError, match=r"schedule temperature returns must be .*, got -1"):
-        tx.update(w, tx.init(w), w, per_example_grad_fn=lambda w: jnp.ones((S, D)))
     for estimator in ("single_example", "two_batches"):
         tx = optperm.mandt_sgd(N, S, estimator=estimator)
-        e = optperm.evaluate(
-            lambda w, x: jnp.mean(x @ w), w, jnp.ones((3, D)), example=jnp.ones((1, D))
-        )
-        update = functools.partial(tx.update, e.grad, tx.init(w), w, **e.extra_args)
         with pytest.raises(ValueError, match=r"batch_size is 10, but grad_fn is that .* 3 "):
-            update()
+            tx.update(e.grad, tx.init(w), w, **e.extra_args)

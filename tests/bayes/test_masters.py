@@ -42,20 +42,6 @@ def test_params_are_the_rounded_masters(dtype):
         assert np.median(np.abs(error)) < 3e-6
 
 
-def test_a_sampler_that_gets_no_params_is_named():
-    samplers = {
-        "sgld": optperm.sgld(0.1, 10),
-        "sghmc": optperm.sghmc(0.1, 10, 0.1),
-        "ivon": optperm.ivon(0.1, 10.0),
-        "mandt_sgd": optperm.mandt_sgd(10, 2),
-        "constant_sgd": optperm.constant_sgd(10, 2),
-    }
-    p = jnp.ones(2)
-    for method, tx in samplers.items():
-        with pytest.raises(ValueError, match=f"^{method} needs params"):
-            tx.update(p, tx.init(p), None)
-
-
 def test_params_changed_by_something_else_begin_anew():
     tx, p = with_masters(IDENTITY, method="identity"), jnp.array([1.0, 2.0], jnp.bfloat16)
     _, state = tx.update(jnp.array([0.001, 0.001]), tx.init(p), p)

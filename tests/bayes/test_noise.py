@@ -1,11 +1,10 @@
-"""The injected noise: its bits, its moments, and the law of the iterates that it moves."""
+"""The injected noise: its bits, its moments, and how it is compiled."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-import scipy.stats
 import support
 from jax.extend.random import threefry2x32_p
 
@@ -22,20 +21,18 @@ from optperm.core.noise import (
 )
 
 
-def test_threefry_is_that_of_jax():
-    """Bit for bit, whose own is a loop on the CPU."""
+def test_bits_are_those_of_jax():
+    """Of Threefry, of a key that a number is folded into, and of arrays by their numbers."""
     data = key_data(12345)
     high, low = (jax.random.bits(jax.random.key(seed), (1000,), jnp.uint32) for seed in range(2))
-    for ours, theirs in zip(
-        threefry(data, high, low), threefry2x32_p.bind(*data, high, low), strict=True
-    ):
-        support.assert_same_bits(ours, theirs)
-
-
-def test_bits_of_many_arrays_are_those_of_jax():
-    """Each by the number of its array; none of no arrays."""
-    shapes = [(5, 4), (), (5, 4), (0, 3), (7,)]
+    support.assert_same_bits(
+        list(threefry(data, high, low)), list(threefry2x32_p.bind(*data, high, low))
+    )
     key = jax.random.key(5, impl="threefry2x32")
+    for number in (3, -5, 2**31 - 1):
+        wanted = jax.random.key_data(jax.random.fold_in(key, jnp.int32(number)))
+        support.assert_same_bits(fold(key_data(key), jnp.int32(number)), wanted)
+    shapes = [(5, 4), (), (5, 4), (0, 3), (7,)]
     wanted = [
         jax.random.bits(jax.random.fold_in(key, index), shape) for index, shape in enumerate(shapes)
     ]
@@ -43,15 +40,8 @@ def test_bits_of_many_arrays_are_those_of_jax():
     assert bits(key_data(key), []) == []
 
 
-def test_normal_numbers_and_signs_are_distributed_so():
-    """By the quantiles that a hundred thousand of them show."""
-    tree = {"a": jnp.zeros((300, 400))}
-    drawn = np.sort(np.asarray(normal_like(key_data(1), tree)["a"], np.float64).ravel())
-    wanted = scipy.stats.norm.cdf(drawn)
-    # Kolmogorov's distance, at a level of 1e-3.
-    assert np.abs(wanted - (np.arange(drawn.size) + 0.5) / drawn.size).max() < 1.95 / 400
-    assert np.all(np.isfinite(drawn))
-    ones = np.asarray(signs_like(key_data(2), tree)["a"])
+def test_signs_are_minus_one_and_one_alike():
+    ones = np.asarray(signs_like(key_data(2), {"a": jnp.zeros((300, 400))})["a"])
     assert set(np.unique(ones)) == {-1, 1}
     assert abs(ones.mean()) < 4 / np.sqrt(ones.size)
 
@@ -64,14 +54,7 @@ def test_normal_numbers_are_the_quantiles_of_their_places():
     np.testing.assert_allclose(drawn, wanted, rtol=5e-7)
 
 
-def test_folding_is_that_of_jax():
-    key = jax.random.key(7)
-    for number in (3, -5, 2**31 - 1):
-        wanted = jax.random.key_data(jax.random.fold_in(key, jnp.int32(number)))
-        support.assert_same_bits(fold(jax.random.key_data(key), jnp.int32(number)), wanted)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_three_points_have_the_moments_of_a_normal(dtype):
     """To the fifth, each within five of its standard errors; neighbors are not correlated."""
     with jax.enable_x64(dtype == "float64"):
@@ -91,40 +74,6 @@ def test_three_points_have_the_moments_of_a_normal(dtype):
         for one, other in ((rows[1:], rows[:-1]), (rows[:, 1:], rows[:, :-1])):
             assert abs(np.mean(one * other)) < 5 / np.sqrt(x.size)
     assert abs(np.mean(a * b)) < 5 / np.sqrt(a.size)
-
-
-def test_steps_draw_noise_that_is_not_correlated():
-    """Nor do the keys of two chains."""
-
-    def of(key, count):
-        return three_point_like(fold(key_data(key), count), jnp.zeros(100_000))
-
-    first = of(0, 0)
-    for other in (of(0, 1), of(1, 0)):
-        assert abs(float(jnp.mean(first * other))) < 5 / np.sqrt(100_000)
-
-
-@pytest.mark.parametrize("decay", [0.8, 0.98])
-def test_iterates_have_the_moments_that_normal_noise_gives_them(decay):
-    """At steps of 0.2 of the relaxation time too, where normal noise would give N(0, 1)."""
-    size, steps = 20_000, 40
-
-    @jax.jit
-    def run(start):
-        def step(x, count):
-            xi = three_point_like(fold(key_data(0), count), x)
-            return decay * x + jnp.sqrt(1 - decay**2) * xi, x
-
-        first, _ = jax.lax.scan(step, start, jnp.arange(400))
-        thin = jax.lax.scan(step, first, jnp.arange(400, 400 + 25 * steps))[1][::25]
-        return thin
-
-    x = np.asarray(run(jnp.zeros(size)), np.float64).ravel()
-    # Of so many draws, independent to 0.98^25 = 0.6 at worst, the kurtosis is known to about 1 %.
-    assert abs(x.mean()) < 0.01
-    assert x.var() == pytest.approx(1.0, abs=0.01)
-    assert np.mean(x**3) == pytest.approx(0.0, abs=0.03)
-    assert np.mean(x**4) == pytest.approx(3.0, abs=0.06)
 
 
 def test_a_cut_leaf_draws_what_a_whole_one_does_and_gathers_nothing():
@@ -163,7 +112,7 @@ def test_leaves_of_one_shape_share_a_kernel():
     assert many - few == 6
 
 
-def test_numbers_and_keys_of_arrays_give_independent_normal_numbers():
+def test_numbers_steps_and_keys_give_independent_normal_numbers():
     """A step folds its count into the key, and each leaf has a number."""
     shape = (200, 500)
     draws = [
@@ -172,7 +121,6 @@ def test_numbers_and_keys_of_arrays_give_independent_normal_numbers():
     ]
     error = 1 / np.sqrt(np.prod(shape))
     for i, one in enumerate(draws):
-        assert abs(one.mean()) < 5 * error
-        assert abs(np.mean(one**2) - 1) < 5 * np.sqrt(2) * error
-        assert abs(np.mean(one**4) - 3) < 5 * np.sqrt(96) * error
+        moments = [np.mean(one**power) for power in (1, 2, 4)]
+        assert np.all(np.abs(np.subtract(moments, [0, 1, 3])) < 5 * error * np.sqrt([1, 2, 96]))
         assert all(abs(np.mean(one * other)) < 5 * error for other in draws[:i])

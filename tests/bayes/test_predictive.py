@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import support
 
 import optperm
 
@@ -29,22 +28,6 @@ def test_an_entropy_is_of_probabilities():
         for call in (predictions(draws).entropy, predictions(draws).mutual_information):
             with pytest.raises(ValueError, match=r"probabilities .*two classes|sum to one"):
                 call()
-
-
-@pytest.mark.parametrize("dtype", [support.FLOAT16, "bfloat16"])
-def test_predictions_in_16_bits_have_an_entropy(dtype):
-    """The mean in float32 of probabilities whose rows sum to one in 16 bits alone."""
-    for classes in (10, 1000):
-        logits = 4 * jax.random.normal(jax.random.key(0), (3, 6, classes))
-        found = optperm.bayes.posterior_predictive(
-            lambda w, x: jax.nn.softmax(w.astype(x.dtype)),
-            optperm.bayes.Ensemble(logits),
-            jnp.ones((), dtype),
-        )
-        assert np.abs(found.mean.sum(axis=1) - 1).max() > 1e-4
-        mean = np.asarray(jax.nn.softmax(logits), np.float64).mean(axis=0)
-        entropy = -(mean * np.log(mean)).sum(axis=1)
-        np.testing.assert_allclose(found.entropy(), entropy, rtol=0.02)
 
 
 def test_entropy_and_mutual_information_of_two_draws():

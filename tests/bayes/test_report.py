@@ -1,11 +1,8 @@
 """What a report says, of draws whose law is known and of samplers in the states that it warns of."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.special
 import scipy.stats
@@ -173,60 +170,30 @@ def test_what_a_state_of_constant_sgd_tells():
     assert "There are 2 samplers, each of a part" in report_of(samples_of(draws, two))[0]
 
 
-def langevin_samples(tx, *, rows=None, hessian=1.0, scale=1.0, **options):
-    """Draws of a parabola in two entries, whose batches' gradients are those of rows."""
-
-    def step(w, opt_state, key):
-        noise = jnp.zeros((8, 2)) if rows is None else rows * jax.random.normal(key, (8, 2))
-        each = noise + (jnp.float32(hessian) * w * jnp.array(scale))[None]
-        grad = each.mean(0)
-        extras = {} if rows is None else {"per_example_grad_fn": lambda w: each, "grad": grad}
-        updates, opt_state = tx.update(grad, opt_state, w, **extras)
-        return optax.apply_updates(w, updates), opt_state
-
-    w = jnp.zeros(2)
-    options = {"num_chains": 4, "num_draws": 400, "thinning": 40, "burn_in": 500} | options
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return optperm.bayes.draw_samples(step, w, tx.init(w), jax.random.key(0), **options)
-
-
-@pytest.mark.chains
-def test_small_batches_of_langevin_dynamics_are_named():
-    """Sd three times too large: what the batches add is warned of where R is given, and right."""
-    tx = optperm.sgld(1e-3, 100)
-    samples = langevin_samples(tx, rows=8.0)
-    assert report_of(samples)[1].batch_bias is None
-    samples = samples._replace(batch_noise=jnp.full(2, 8.0), batch_noise_norm=jnp.float32(8.0))
+@pytest.mark.parametrize(
+    ("preconditioner", "noise", "norm", "warning", "unchecked"),
+    [
+        (None, None, None, "", "batches adds: it is not known here"),
+        (None, 1e-3, 1e-3, "", ""),
+        (None, 8.0, 8.0, "The noise of the batches makes the variance", ""),
+        (None, 1e-3, None, "", "its trace bounds what it adds"),
+        (2.0, 8.0, 8.0, "", "not checked with a preconditioner"),
+    ],
+)
+def test_what_a_state_of_sgld_tells(preconditioner, noise, norm, warning, unchecked):
+    """Of the noise of the batches, by its maximum eigenvalue or its trace, if it is known."""
+    w = jnp.zeros(3)
+    scales = None if preconditioner is None else jnp.full(3, preconditioner)
+    tx = optperm.sgld(1e-3, 100, preconditioner=scales)
+    _, state = tx.update(w, tx.init(w), w)
+    samples = samples_of(autoregressive(0.3, (4, 1000, 3)), state)
+    if noise is not None:
+        samples = samples._replace(batch_noise=np.full(3, noise), batch_noise_norm=norm)
     text, report = report_of(samples)
-    assert "The noise of the batches makes the variance" in text
-    ratio = np.asarray(samples.params, np.float64).var(axis=(0, 1)) * 100
-    np.testing.assert_allclose(ratio, 1 + report.batch_bias, rtol=0.2)
-    noise = jnp.full(2, 0.3**2 / 8)
-    samples = langevin_samples(tx, rows=0.3)._replace(batch_noise=noise, batch_noise_norm=noise[0])
-    text, report = report_of(samples)
-    assert "batches" not in text
-    assert report.batch_bias < 0.05
-    # The diagonal alone bounds the variance of linear functions by its sum
-    given = optperm.bayes.posterior_report(samples, batch_noise=noise)
-    np.testing.assert_allclose(given.batch_bias, 2 * report.batch_bias, rtol=1e-5)
-    assert any("its trace bounds" in line for line in given.not_checked)
-
-
-@pytest.mark.chains
-def test_langevin_dynamics_that_diverge_or_never_move_are_named():
-    """With a preconditioner whose step is too long for one entry; with a gradient that is NaN."""
-    tx = optperm.sgld(1e-1, 100, preconditioner=jnp.array([1.0, 1000.0]))
-    samples = langevin_samples(tx, num_draws=60, thinning=1, burn_in=0)
-    text, report = report_of(samples)
-    assert text.startswith("The chains diverge")
-    assert "R-hat" not in text
-    assert any("not checked with a preconditioner" in line for line in report.not_checked)
-    tx = optperm.sgld(1e-3, 100)
-    text, report = report_of(langevin_samples(tx, scale=(1.0, np.nan), num_draws=60))
-    assert "1 of 2 entries have not moved" in text
-    assert report.unmoved == 1
-    assert any("it is not known here" in line for line in report.not_checked)
+    assert text.startswith(warning)
+    assert len(report.warnings) == bool(warning)
+    assert unchecked in " ".join(report.not_checked)
+    assert (len(report.not_checked) == 1) == (not unchecked)
 
 
 def test_infinite_draws_of_any_optimizer_are_named():
@@ -253,11 +220,6 @@ def test_params_of_16_bits_that_are_too_coarse_are_named():
     assert "neighboring numbers of bfloat16 differ" in report_of(samples)[0]
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="holds no draws"):
-        optperm.bayes.posterior_report(samples_of(np.ones((2, 5)))._replace(params=()))
-
-
 def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
     """The message makes the Samples that the report takes."""
     draws = np.float32(autoregressive(0.3, (4, 500, 3)))
@@ -265,6 +227,8 @@ def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
         name = type(wrong).__name__
         with pytest.raises(TypeError, match=f"must be Samples, got {name}.*Samples\\(draws, "):
             optperm.bayes.posterior_report(wrong)
+    with pytest.raises(ValueError, match="holds no draws"):
+        optperm.bayes.posterior_report(samples_of(draws)._replace(params=()))
     tree = {"w": draws, "b": draws[..., 0]}
     last = jax.tree.map(lambda x: x[:, -1], tree)
     report = optperm.bayes.posterior_report(optperm.bayes.Samples(tree, last, (), 500, 1))
@@ -282,14 +246,17 @@ def test_bias_of_langevin_steps_is_half_of_reach_over_the_minimum_variance():
 
 
 @pytest.mark.parametrize(
-    ("decay", "draws", "entries", "runs", "most"),
-    [(0.0, 100, 34, 40, 6), (0.5, 400, 34, 40, 6), (0.7, 100, 17, 200, 17), (0.9, 400, 1, 40, 6)],
+    ("decay", "shape", "runs", "most"),
+    [(0.0, (4, 100, 34), 40, 6), (0.9, (4, 400, 1), 40, 6), (0.8, (1, 150, 200), 100, 11)],
 )
-def test_split_r_hats_of_right_chains_are_below_their_limits(decay, draws, entries, runs, most):
-    """In 95 of 100 runs: at most as many are above as a binomial law has in 99 of 100 tests."""
-    above = 0
+def test_split_r_hats_of_right_chains_are_below_their_limits(decay, shape, runs, most):
+    """In 95 of 100 runs: at most as many are above as a binomial law has in 99 of 100 tests.
+
+    The two halves of one chain have some 14 degrees of freedom by the autocorrelation time of 9 draws.
+    """
+    above, entries = 0, shape[2]
     for seed in range(runs):
-        values = autoregressive(decay, (4, draws, entries), seed)
+        values = autoregressive(decay, shape, seed)
         above += np.any(split_r_hats(values) > r_hat_limits(values, entries))
     assert above <= most
 
@@ -313,9 +280,3 @@ def test_of_many_entries_the_ones_that_have_mixed_least_are_ranked():
     assert report.warnings == optperm.bayes.posterior_report(samples).warnings
     assert len(report.warnings) == 3
     assert report.unmoved == 1
-
-
-def test_a_report_prints_its_figures():
-    text = str(report_of(samples_of(autoregressive(0.3, (4, 1000, 3))))[1])
-    assert text.splitlines()[0].startswith("R-hat, maximum")
-    assert "warning" not in text

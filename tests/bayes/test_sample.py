@@ -11,7 +11,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes._sample import _add_prior, _search, _spread
+from optperm.bayes._sample import _add_prior
 
 # Draws that are few enough for tests are too few for figures
 pytestmark = pytest.mark.filterwarnings(
@@ -48,14 +48,15 @@ def test_starts_draws_and_progress():
     starts = jnp.array([2.5, 3.5])
     run = functools.partial(
         optperm.bayes.sample, loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=8,
-        sampler=sampler, burn_in=0, **QUICK,
+        sampler=sampler, burn_in=0, **QUICK | {"num_draws": 25},
     )  # fmt: skip
     samples = run(starts=starts, on_draws=lambda n, new: told.append((n, new.shape)))
     assert sizes == [(N, 8)]
     np.testing.assert_array_equal(samples.starts, starts)
-    assert told == [(2 * i, (2, 2)) for i in range(1, 11)]
-    assert samples.params.shape == (2, 20)
-    assert int(samples.next_step) == 40
+    # After each tenth, rounded up, and at the end
+    assert told == [*((n, (2, 3)) for n in range(3, 25, 3)), (25, (2, 1))]
+    assert samples.params.shape == (2, 25)
+    assert int(samples.next_step) == 9 * 3 * QUICK["thinning"]
     assert abs(float(samples.params[0, 0]) - 2.5) < 0.2
     drawn = run(starts=lambda key: 3.0 + jax.random.normal(key)).starts
     assert np.ptp(np.asarray(drawn)) > 0.01
@@ -83,23 +84,18 @@ def test_sample_warns_of_what_a_report_warns_of(sampler, says):
     assert tuple(found) == optperm.bayes.posterior_report(samples).warnings
 
 
-@pytest.mark.parametrize("is_bounded", [True, pytest.param(False, marks=pytest.mark.chains)])
-def test_prior_with_bounds_is_warned_of_with_the_transform(is_bounded, recwarn):
-    """Its gradient is zero on both sides, so that draws go through it; a smooth prior is not warned of.
-
-    Steps of the warm-up do not count: here they begin outside.
-    """
-    wall = (lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)) if is_bounded else (lambda m: -(m**2) / 2)
+def test_prior_with_bounds_is_warned_of_with_the_transform(recwarn):
+    """Its gradient is zero on both sides, so that draws go through it."""
+    wall = lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)  # noqa: E731
     samples = optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), log_prior=wall, sampler=sgld,
         starts=jnp.array([2.9, 3.1]), burn_in=50, **QUICK,
     )  # fmt: skip
     says = [str(w.message) for w in recwarn if "log prior was infinite" in str(w.message)]
-    assert len(says) == int(is_bounded)
-    if is_bounded:
-        share = float(says[0].split("%")[0].split()[-1]) / 100
-        assert share == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.1)
-        assert "m = exp(u)" in says[0]
+    assert len(says) == 1
+    share = float(says[0].split("%")[0].split()[-1]) / 100
+    assert share == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.1)
+    assert "m = exp(u)" in says[0]
 
 
 @pytest.mark.chains
@@ -128,46 +124,13 @@ def test_batches_of_one_example_are_sampled_with_another_example():
     np.testing.assert_allclose(np.square(np.asarray(kernel.basis.w).ravel()), 1, rtol=0.3)
 
 
-@pytest.mark.parametrize(("num_draws", "calls"), [(1, 1), (10, 10), (11, 6), (25, 9), (30, 10)])
-@pytest.mark.chains
-def test_progress_of_any_number_of_draws_ends_with_all_of_them(num_draws, calls):
-    """After each tenth, rounded up."""
-    told, tenth = [], -(-num_draws // 10)
-    optperm.bayes.sample(
-        loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, burn_in=0, num_chains=2,
-        starts=jnp.array([2.9, 3.1]), num_draws=num_draws, thinning=1,
-        on_draws=lambda n, _: told.append(n),
-    )  # fmt: skip
-    assert told == [*range(tenth, num_draws, tenth), num_draws]
-    assert len(told) == calls
-
-
-@pytest.mark.chains
-def test_chains_begin_on_either_side_and_are_searched_for_an_optimum():
-    """In pairs, so that of two modes both are found; a prior by itself takes part."""
-    begun = _spread(jnp.float32(0.5), jax.random.key(0), 4)
-    np.testing.assert_allclose(begun[0] + begun[1], 1.0, rtol=1e-5)
-    found = jax.vmap(functools.partial(_search, lambda w: (w**2 - 1) ** 2))(begun)
-    np.testing.assert_allclose(np.abs(found), 1, atol=1e-3)
-    assert set(np.sign(np.asarray(found))) == {-1, 1}
-    scales = jnp.exp(jnp.array([-4.0, 0.0, 4.0]))
-    optimum = 3 / scales
-    found = _search(lambda w: jnp.mean(((w - optimum) * scales) ** 2), jnp.zeros(3))
-    np.testing.assert_allclose(found, optimum, rtol=0.05)
-    found = _search(lambda w: jnp.sum((w - jnp.float32(3)) ** 2), jnp.zeros(2, jnp.bfloat16))
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float32(found), 3, rtol=0.01)
-
-
-def test_bad_arguments():
+def test_arguments_that_do_not_fit_are_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     on_mesh = jax.device_put(jnp.zeros(()), jax.NamedSharding(mesh, jax.P()))
     good = {"loss_fn": loss_fn, "data": data(), "params": jnp.zeros(()), "key": jax.random.key(0)}
     for change, error, message in (
         ({"batch_size": N + 1}, ValueError, "batch_size is 301, but there are 300 examples"),
         ({"data": {"x": jnp.ones(3), "y": jnp.ones(4)}}, ValueError, "agree in their leading"),
-        ({"params": jnp.int32(1)}, TypeError, "params"),
-        ({"num_draws": 0}, ValueError, "num_draws"),
         ({"sampler": optperm.sgld(1e-5, N)}, TypeError, "sampler must be a function"),
         ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, r"^log_prior .* got float32\[2\]"),
         ({"log_prior": lambda w: (w, w)}, TypeError, "^log_prior must return a real scalar"),
@@ -236,21 +199,15 @@ def test_both_modes_are_found_and_said():
 
 
 @pytest.mark.chains
-@pytest.mark.parametrize("which", ["collinear", "year"])
-def test_long_and_narrow_posteriors_are_sampled(which):
-    """By defaults, from zero: conditions of 3.8e3 and 2e11, in whose narrow directions isotropic noise
-    made some 15 effective draws, and C in the params' own coordinates is lost in float32."""
+def test_long_and_narrow_posteriors_are_sampled():
+    """By defaults, from zero: a condition of 2e11, where C in the params' own coordinates is lost in
+    float32."""
     rng = np.random.default_rng(0)
-    if which == "collinear":
-        z = rng.normal(size=(600, 2))
-        x = np.c_[z, z @ rng.normal(size=(2, 4)) + 0.05 * rng.normal(size=(600, 4))]
-    else:
-        x = np.c_[rng.normal(2000, 3, 500), rng.normal(size=(500, 2))]
-    x = np.c_[np.ones(len(x)), x]
+    x = np.c_[np.ones(500), rng.normal(2000, 3, 500), rng.normal(size=(500, 2))]
     y = x @ rng.normal(size=x.shape[1]) * 0.3 + rng.normal(size=len(x))
     precision = 0.01
     covariance = np.linalg.inv(x.T @ x + precision * np.eye(x.shape[1]))
-    assert np.linalg.cond(covariance) > 1e3
+    assert np.linalg.cond(covariance) > 1e10
 
     def loss(w, batch):
         residuals = batch[0] @ w - batch[1]

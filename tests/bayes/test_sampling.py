@@ -1,13 +1,12 @@
-"""Draws against a plain loop over the same keys, and chains against where they must settle."""
+"""Draws against a plain loop over the same keys, and what is made of them."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import loops
 import numpy as np
 import optax
 import pytest
-import replicas
+import scipy.special
 import support
 
 import optperm
@@ -116,34 +115,6 @@ def test_a_step_is_compiled_once(monkeypatch):
     support.assert_same_bits(jax.jit(lambda key: run(key, burn_in=2, thinning=2))(KEY), first)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.8])
-def test_chains_settle_where_they_must(momentum):
-    """On a quadratic with Gaussian noise the draws have the stationary covariance, momentum or not."""
-    hessian = np.float32([[1.0, 0.4], [0.4, 0.5]])
-    root = np.float32([[1.0, 0.0], [-0.5, 0.3]])
-    tx = optax.sgd(0.3 * (1 - momentum), momentum=momentum)
-
-    def slope(params, key):
-        return hessian @ params + root @ jax.random.normal(key, (2,)), {}
-
-    step, params = loops.make_step(tx, slope), jnp.zeros(2)
-    samples = optperm.bayes.draw_samples(
-        step, params, tx.init(params), KEY, num_chains=64, num_draws=300, thinning=20, burn_in=100
-    )
-    flat = np.asarray(samples.params).reshape(-1, 2)
-
-    def divergence(momentum_of_theory):
-        """That of the draws from where a momentum leads, at the rate they were made with."""
-        theory = optperm.bayes.stationary_covariance(
-            0.3 * (1 - momentum), hessian, root @ root.T, momentum=momentum_of_theory
-        )
-        return optperm.bayes.gaussian_kl(flat.mean(axis=0), np.cov(flat.T), np.zeros(2), theory)
-
-    # Of 19,200 draws the divergence is about 5 / (2 x 19,200), times what they depend on each other.
-    assert divergence(momentum) < 1e-3
-    assert divergence(0.8 - momentum) > 0.01
-
-
 def test_names_of_the_draws():
     """Paths joined by dots, NumPy arrays that ArviZ takes, 16-bit floats widened."""
     tree = {
@@ -169,24 +140,19 @@ def test_names_of_the_draws():
             samples_of(params).as_dict()
 
 
-def test_mean_prediction_of_a_linen_model():
-    """The mean over all draws of the probabilities, and not the prediction of the mean params."""
-    model = nn.Dense(3)
-    x = jax.random.normal(KEY, (7, 4))
-    params = model.init(KEY, x)["params"]
-    draws = jax.tree.map(lambda p: jax.random.normal(KEY, (2, 5, *p.shape)), params)
-
-    def predict(params, x):
-        return jax.nn.softmax(model.apply({"params": params}, x))
-
-    found = optperm.bayes.posterior_predictive(predict, samples_of(draws), x)
-    one_by_one = jax.tree.map(lambda d: d.reshape(10, *d.shape[2:]), draws)
-    each = [predict(replicas.take(one_by_one, index), x) for index in range(10)]
+def test_prediction_is_the_mean_over_draws():
+    """Of the probabilities, and not the prediction of the mean params."""
+    rng = np.random.default_rng(0)
+    x, draws = np.float32(rng.normal(size=(7, 4))), np.float32(rng.normal(size=(2, 5, 4, 3)))
+    found = optperm.bayes.posterior_predictive(
+        lambda w, x: jax.nn.softmax(x @ w), samples_of(jnp.asarray(draws)), x
+    )
+    each = scipy.special.softmax(x @ draws.reshape(10, 4, 3), axis=-1)
     np.testing.assert_allclose(found.draws.reshape(10, 7, 3), each, atol=1e-6)
     np.testing.assert_allclose(found.mean, np.mean(each, axis=0), atol=1e-6)
     np.testing.assert_allclose(found.deviation, np.std(each, axis=0), atol=1e-6)
     np.testing.assert_allclose(found.quantile(0.5), np.median(each, axis=0), atol=1e-6)
-    of_mean = predict(jax.tree.map(lambda d: d.mean(axis=(0, 1)), draws), x)
+    of_mean = scipy.special.softmax(x @ draws.mean(axis=(0, 1)), axis=-1)
     assert np.abs(found.mean - of_mean).max() > 0.05
 
 

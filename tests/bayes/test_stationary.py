@@ -65,8 +65,9 @@ def test_divergences_from_the_posterior(name, dtype, tolerance):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+@pytest.mark.parametrize(
+    ("form", "momentum"), [("scalar", 0.9), ("diagonal", 0.0), ("full", 0.0), ("full", 0.5)]
+)
 def test_the_recursion_settles_there(form, momentum):
     """Against the covariance of theta after thousands of steps, momentum as optax.trace has it."""
     a, r = spd(0), spd(1)
@@ -124,7 +125,7 @@ def test_up_to_the_edge_of_stability(momentum):
 
 @pytest.mark.parametrize("continuous", [False, True])
 def test_no_curvature_no_stationary_distribution(continuous):
-    """A flat direction, or one that curves down, is an error, and NaN where it is traced."""
+    """A flat direction, or one that curves down, is an error, and NaN where it is traced or mapped."""
     r = np.eye(2)
     compute = jax.jit(
         lambda a: optperm.bayes.stationary_covariance(0.1, a, r, continuous=continuous)
@@ -133,20 +134,9 @@ def test_no_curvature_no_stationary_distribution(continuous):
         with pytest.raises(ValueError, match=r"No stationary distribution.*prior"):
             optperm.bayes.stationary_covariance(0.1, flat, r, continuous=continuous)
         assert np.all(np.isnan(compute(flat)))
-
-
-def test_mapped_over_preconditioners():
-    """Under vmap, within jit and without, each is what it is alone."""
-    steps = np.array([0.1, 0.5, 3.0], np.float32)
-
-    def one(h):
-        return optperm.bayes.stationary_covariance(h, M, C1, momentum=0.5)
-
-    mapped = jax.vmap(one)(steps)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(one))(steps), mapped)
-    np.testing.assert_allclose(mapped[0], one(0.1), rtol=1e-6)
-    np.testing.assert_allclose(mapped[1], one(0.5), rtol=1e-6)
-    assert np.all(np.isnan(mapped[2]))
+    mapped = jax.vmap(compute)(np.stack([np.zeros((2, 2)), np.eye(2)]))
+    assert np.isnan(mapped[0]).all()
+    assert np.isfinite(mapped[1]).all()
 
 
 @pytest.mark.usefixtures("x64")
@@ -175,7 +165,7 @@ def test_a_small_divergence_is_not_lost_in_float32():
     assert float(optperm.bayes.gaussian_kl(np.ones(d), 3 * one, np.ones(d), 3 * one)) < 1e-11
 
 
-@pytest.mark.parametrize("condition", [pytest.param(1e3, marks=pytest.mark.chains), 1e8, 1e10])
+@pytest.mark.parametrize("condition", [1e3, 1e10])
 def test_divergence_of_a_large_condition_number_is_right_in_float32(condition):
     """KL(N(0, S), N(0, 1.3 S)) is the same for all S; matrices of float64 are not rounded first.
 

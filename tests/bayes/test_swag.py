@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import optperm
 
@@ -43,21 +42,6 @@ def test_mean_variance_and_deviations_are_those_of_numpy():
         np.testing.assert_allclose(rows[i % 3], (seen - running)[i], atol=2e-3)
 
 
-def test_a_model_of_nnx_is_drawn():
-    """One collection has no spread: the draw is the model."""
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(
-        model, optax.chain(optax.sgd(0.0), optperm.swag(every=5)), wrt=nnx.Param
-    )
-    optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model))
-    params = nnx.state(model, nnx.Param)
-    draw = optperm.bayes.sample_params(optimizer.opt_state, params, jax.random.key(0))
-    kernel = np.asarray(model.kernel[...])
-    np.testing.assert_allclose(draw["kernel"], kernel, rtol=1e-6)
-    nnx.update(model, jax.tree.map(lambda leaf: leaf + 1, draw))
-    np.testing.assert_allclose(model.kernel[...], kernel + 1, rtol=1e-6)
-
-
 def test_draws_have_the_covariance_of_the_paper():
     for rank in (0, 3):
         seen, state = collected(rank)
@@ -86,6 +70,16 @@ def test_draws_for_params_of_16_bits_are_not_rounded():
     draws = optperm.bayes.sample_params(state, w, jax.random.key(0), num_draws=10)
     assert draws.dtype == jnp.float32
     np.testing.assert_allclose(draws.std(), 2**-8, rtol=0.03)
+
+
+def test_draws_before_the_first_collection_are_refused_and_nan_where_they_are_traced():
+    m = jnp.ones(3)
+    state = optperm.swag(1, rank=2).init(m)
+    draw = functools.partial(optperm.bayes.sample_params, params=m, key=0)
+    for read in (draw, optperm.bayes.posterior_mean):
+        with pytest.raises(ValueError, match="collected no params"):
+            read(state)
+        assert np.isnan(jax.jit(read)(state)).all()
 
 
 def test_state_of_models_side_by_side_is_read_under_vmap():

@@ -23,7 +23,7 @@ def nll(temperature, logits, labels):
     return -np.mean(scores[np.arange(len(labels)), labels])
 
 
-@pytest.mark.parametrize("scale", [1e-3, 0.3, 1.0, 7.0, 1e4])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_the_temperature_is_the_minimum_of_the_likelihood(scale):
     logits, labels = sample(scale)
     found = scipy.optimize.minimize_scalar(
@@ -34,79 +34,68 @@ def test_the_temperature_is_the_minimum_of_the_likelihood(scale):
     assert fitted == pytest.approx(scale, rel=0.15)  # the labels were drawn at the temperature 1
 
 
-def test_the_derivative_is_zero_in_float64():
-    logits, labels = sample(3.0)
-    with jax.enable_x64(True):
-        fitted = float(optperm.bayes.fit_temperature(jnp.asarray(logits), labels))
-    p = scipy.special.softmax(logits / fitted, axis=1)
-    slope = np.mean((p * logits).sum(axis=1) - logits[np.arange(len(labels)), labels])
-    assert abs(slope) < 1e-9
-
-
-def test_a_constant_in_each_row_and_jit_change_nothing():
+def test_a_constant_in_each_row_jit_and_16_bits_change_nothing():
     logits, labels = sample()
     wanted = optperm.bayes.fit_temperature(jnp.float32(logits), labels)
     moved = jnp.float32(logits + np.arange(len(labels))[:, None] / 64)
     np.testing.assert_allclose(optperm.bayes.fit_temperature(moved, labels), wanted, rtol=1e-4)
     traced = jax.jit(optperm.bayes.fit_temperature)(jnp.float32(logits), jnp.asarray(labels))
     np.testing.assert_allclose(traced, wanted, rtol=1e-5)
-
-
-def test_logits_of_16_bits_are_widened():
-    logits, labels = sample()
-    fitted = optperm.bayes.fit_temperature(jnp.bfloat16(logits), labels)
-    assert fitted.dtype == jnp.float32
-    assert float(fitted) == pytest.approx(1.0, rel=0.15)
+    narrow = optperm.bayes.fit_temperature(jnp.bfloat16(logits), labels)
+    assert narrow.dtype == jnp.float32
+    np.testing.assert_allclose(narrow, wanted, rtol=0.01)
 
 
 def test_labels_for_which_no_temperature_is_best_are_refused():
+    """They are all the largest or the smallest logit, or tie with it, however wide the margins."""
     logits, _ = sample()
-    for labels, says in ((logits.argmax(axis=1), "smallest"), (logits.argmin(axis=1), "largest")):
+    few, ties = np.array([[300, 0, -1], [0, 500, 0]]), np.array([[5, 5, 0], [9, 1, 0]])
+    for z, labels, says in (
+        (np.float32(logits), logits.argmax(axis=1), "smallest"),
+        (np.float32(logits), logits.argmin(axis=1), "largest"),
+        (np.float32(few), few.argmax(axis=1), "smallest"),
+        (np.float32(ties), ties.argmax(axis=1), "smallest"),
+    ):
         with pytest.raises(ValueError, match=rf"No temperature is best: .* {says}"):
-            optperm.bayes.fit_temperature(logits, labels)
-        assert np.isnan(jax.jit(optperm.bayes.fit_temperature)(jnp.float32(logits), labels))
+            optperm.bayes.fit_temperature(z, labels)
+        assert np.isnan(jax.jit(optperm.bayes.fit_temperature)(z, labels))
 
 
-@pytest.mark.parametrize("logits", [[[3, 0, -1]], [[3, 0, -1], [0, 5, 0]], [[5, 5, 0], [9, 1, 0]]])
-def test_few_examples_that_are_all_right_or_tie_have_no_best_temperature(logits):
-    """However wide the margins: float32 takes the probability of a wrong class for zero."""
-    labels = np.argmax(logits, axis=1)
-    for dtype in (np.float16, np.float32):
-        with pytest.raises(ValueError, match=r"No temperature is best: .* smallest"):
-            optperm.bayes.fit_temperature(np.array(logits, dtype), labels)
+def test_wrong_labels_and_logits_give_nan_where_they_are_traced():
+    fit = jax.jit(optperm.bayes.fit_temperature)
+    for label, logit in ((5, 0.0), (-1, 0.0), (0, np.nan), (0, np.inf)):
+        logits, labels = sample()
+        labels[7], logits[8, 2] = label, logits[8, 2] + logit
+        assert np.isnan(fit(jnp.float32(logits), labels))
 
 
-@pytest.mark.parametrize(("label", "logit"), [(5, 0.0), (-1, 0.0), (0, np.nan), (0, np.inf)])
-def test_wrong_labels_and_logits_give_nan_where_they_are_traced(label, logit):
-    logits, labels = sample()
-    labels[7], logits[8, 2] = label, logits[8, 2] + logit
-    assert np.isnan(jax.jit(optperm.bayes.fit_temperature)(jnp.float32(logits), labels))
-
-
-def test_the_gradient_is_that_of_finite_differences():
+def test_gradient_in_float64_is_that_of_finite_differences():
+    """And the derivative of the likelihood is zero at the temperature."""
     logits, labels = sample(3.0)
     direction = np.random.default_rng(1).normal(size=logits.shape)
     with jax.enable_x64(True):
 
+        @jax.jit
         def fit(t):
             return optperm.bayes.fit_temperature(jnp.asarray(logits + t * direction), labels)
 
+        fitted = float(fit(0.0))
         wanted = float(fit(1e-5) - fit(-1e-5)) / 2e-5
         got = float(jax.grad(fit)(0.0))
         forward = float(jax.jvp(fit, (0.0,), (1.0,))[1])
     assert abs(wanted) > 1e-3
     np.testing.assert_allclose([got, forward], wanted, rtol=1e-5)
+    p = scipy.special.softmax(logits / fitted, axis=1)
+    slope = np.mean((p * logits).sum(axis=1) - logits[np.arange(len(labels)), labels])
+    assert abs(slope) < 1e-9
 
 
-def test_one_logit_for_two_classes_is_refused():
-    with pytest.raises(ValueError, match=r"two classes or more.*\(0, z\)"):
-        optperm.bayes.fit_temperature(np.ones((4, 1)), np.zeros(4, int))
-
-
-def test_probabilities_in_place_of_logits_are_refused():
+def test_probabilities_and_single_logits_are_refused():
     logits = np.random.default_rng(0).normal(size=(40, 3))
     labels = np.arange(40) % 3
-    probabilities = np.asarray(jax.nn.softmax(logits))
+    probabilities = scipy.special.softmax(logits, axis=1)
+    with pytest.raises(ValueError, match=r"two classes or more.*\(0, z\)"):
+        optperm.bayes.fit_temperature(logits[:, :1], 0 * labels)
     with pytest.raises(ValueError, match=r"^logits are probabilities, .*: pass their logarithms"):
         optperm.bayes.fit_temperature(probabilities, labels)
     found, expected = (

@@ -1,8 +1,6 @@
 """The traffic of a compiled program is what its collectives send."""
 
-import pathlib
-import runpy
-
+import collectives
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 pytestmark = pytest.mark.programs
-
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
 def test_traffic_is_read_from_the_compiled_program():
@@ -32,14 +28,13 @@ def test_traffic_is_read_from_the_compiled_program():
     )
     arguments = jnp.ones(8), jnp.ones((4, 5)), jnp.ones((4, 3), jnp.int8)
     hlo = jax.jit(mapped).lower(*arguments).compile().as_text()
-    collectives = runpy.run_path(str(BENCHMARKS / "collectives.py"))
-    found = set(map(tuple, collectives["find_collectives"](hlo)))
+    found = set(map(tuple, collectives.find_collectives(hlo)))
     assert found == {
         ("all-reduce", 2 * 4, False),
         ("all-reduce", 5 * 4, True),
         ("all-gather", 3 * 1, True),
     }
-    assert collectives["traffic"](hlo, 4) == (1 + 2 / 4, 8 + 23 / 4)
+    assert collectives.traffic(hlo, 4) == (1 + 2 / 4, 8 + 23 / 4)
 
 
 def test_what_is_also_reached_without_a_conditional_is_in_every_step():
@@ -67,5 +62,5 @@ ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {
   ROOT %z = f32[4] conditional(%i, %y, %y), branch_computations={%branch, %rare}
 }
 """
-    found = runpy.run_path(str(BENCHMARKS / "collectives.py"))["find_collectives"](hlo)
+    found = collectives.find_collectives(hlo)
     assert list(map(tuple, found)) == [("all-reduce", 16, False), ("all-gather", 16, True)]

@@ -1,15 +1,12 @@
 import functools
 import json
-import os
-import subprocess
-import sys
-import time
+import signal
 
 import jax
 import numpy as np
 import pytest
 
-from optperm.cli import run_folder
+from optperm.cli import report, run_folder
 from optperm.cli.main import main
 
 jax.devices()  # started here, with eight: a test of --devices does not decide how many there are
@@ -32,20 +29,29 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory, data):
-    """Trains for three epochs, once for all tests that ask for the same, and returns the folder."""
+def run(data):
+    """Runs `optperm train` for three epochs of 12 steps, and returns the exit code."""
+
+    def call(out, method, *flags, devices=1, batch_size=5):
+        numbers = {"devices": devices, "batch-size": batch_size, "epochs": 3, "hidden": 7}
+        more = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+        return main(["train", method, *more, "--data", data, "--out", str(out), *flags])
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory, run):
+    """Trains once for all tests that ask for the same, and returns the folder."""
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
-    def run(method, *flags, devices=1, batch_size=5):
+    def train_once(method, *flags, **numbers):
         out = folder / str(len(list(folder.iterdir())))
-        numbers = {"devices": devices, "batch-size": batch_size, "epochs": 3, "hidden": 7}
-        more = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            assert main(["train", method, *more, "--data", data, *flags, "--out", str(out)]) == 0
+        assert run(out, method, *flags, **numbers) == 0
         return out
 
-    return run
+    return train_once
 
 
 class Files:
@@ -64,8 +70,9 @@ class Files:
 
     @property
     def metrics(self):
+        """The lines, without their seconds."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) | {"seconds": None} for line in lines]
 
     @property
     def losses(self):
@@ -96,41 +103,19 @@ def error_line(capsys):
     return line
 
 
-def spawned(command, *flags, **environment):
-    """A process of its own, `optperm COMMAND ...`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "optperm.cli.main", command, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-
-
 @pytest.fixture
-def start():
-    """Starts processes, which no test leaves behind."""
-    started = []
+def signal_after(monkeypatch):
+    """Sends a signal once, as soon as an epoch is shown."""
 
-    def begin(*arguments, **environment):
-        started.append(spawned(*arguments, **environment))
-        return started[-1]
+    def send(number, epoch):
+        show = report.Reporter.epoch
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+        def show_and_send(self, record):
+            show(self, record)
+            if record["epoch"] == epoch:
+                monkeypatch.undo()
+                signal.raise_signal(number)
 
+        monkeypatch.setattr(report.Reporter, "epoch", show_and_send)
 
-@pytest.fixture
-def wait_for_epochs():
-    """Waits until a run that a process has started has written so many epochs."""
-
-    def wait(folder, process, count):
-        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
-        while not (metrics.exists() and metrics.read_text().count("\n") > count):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    return wait
+    return send

@@ -52,77 +52,55 @@ def test_npz_takes_floats_as_they_are_and_scales_bytes(tmp_path):
     np.testing.assert_allclose(datasets.load(str(tmp_path / "bytes.npz")).x_test, 0.2)
 
 
-def test_unusable_npz_arrays_are_refused(tmp_path):
-    cases = [
-        (
-            {"y_test": None, "x_test": None},
-            r"arrays x_train, .*x_test is not a file in the archive",
-        ),
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"x_test": None}, r"arrays x_train, .*x_test is not a file in the archive"),
         ({"x_train": np.full((20, 6), np.nan)}, "x_train holds 120 values that are NaN"),
         ({"x_test": np.full((5, 6), 1e60)}, "x_test holds 30 values that are NaN or inf"),
         ({"x_train": np.zeros((20, 6), int), "x_test": np.zeros((5, 6), int)}, "uint8 or floating"),
         ({"x_train": np.zeros(20), "x_test": np.zeros(5)}, "at least one more, got float64.20."),
-        (
-            {"x_train": np.zeros((0, 6)), "y_train": np.zeros(0, int)},
-            "one for each example of x_train, got int64.0.",
-        ),
-        (
-            {"x_test": np.zeros((0, 6)), "y_test": np.zeros(0, int)},
-            "one for each example of x_test, got int64.0.",
-        ),
+        ({"x_test": np.zeros((0, 6)), "y_test": np.zeros(0, int)}, "for each example of x_test"),
         ({"x_test": np.zeros((5, 7))}, "one shape and dtype"),
         ({"x_test": np.zeros((5, 6), np.uint8)}, "one shape and dtype"),
         ({"y_train": np.zeros(20)}, "y_train must hold labels .*float64"),
-        ({"y_train": np.zeros((20, 1), int)}, "y_train must hold labels"),
         ({"y_train": np.full(20, -1)}, "got int64.20. with labels from -1 to -1"),
         (
             {"y_train": np.arange(20) * 1000},
             "labels from 0 to 9999, .* with labels from 0 to 19000",
         ),
-        ({"y_test": np.full(5, 10**9)}, "got int64.5. with labels from 1000000000 to 1000000000"),
-        (
-            {"y_train": np.full(20, 2)},
-            "all training examples are of class 2: nothing to learn",
-        ),
-        (
-            {"y_train": np.zeros(19, int)},
-            r"for each example of x_train, got int64.19. .* for 20 examples",
-        ),
+        ({"y_train": np.full(20, 2)}, "all training examples are of class 2: nothing to learn"),
+        ({"y_train": np.zeros(19, int)}, r"got int64.19. .* for 20 examples"),
         ({"y_train": np.array([None] * 20)}, r"cannot be read as an \.npz file .*\(no arrays\)"),
-    ]
-    for changes, says in cases:
-        write_npz(tmp_path / "data.npz", **changes)
-        with pytest.raises(CliError, match=says):
-            datasets.load(str(tmp_path / "data.npz"))
+    ],
+)
+def test_unusable_npz_array_is_refused(changes, says, tmp_path):
+    write_npz(tmp_path / "data.npz", **changes)
+    with pytest.raises(CliError, match=says):
+        datasets.load(str(tmp_path / "data.npz"))
 
 
-def test_files_that_are_no_npz_are_refused(tmp_path):
+def test_file_that_is_no_npz_is_refused(tmp_path):
     path = tmp_path / "data.npz"
     write_npz(path)
-    whole = path.read_bytes()
     np.save(tmp_path / "array.npy", np.zeros(3))
-    contents = (b"", b"x,y\n1,2\n", whole[: len(whole) // 2], (tmp_path / "array.npy").read_bytes())
-    for content in contents:
+    for content in (b"x,y\n1,2\n", path.read_bytes()[:500], (tmp_path / "array.npy").read_bytes()):
         path.write_bytes(content)
         with pytest.raises(CliError, match=r"cannot be read as an \.npz file") as caught:
             datasets.load(str(path))
         assert "allow_pickle" not in str(caught.value)
 
 
-def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path):
+def test_header_that_claims_more_than_there_is_is_refused(tmp_path):
     """Whether or not the memory for it can be had."""
     path = tmp_path / "data.npz"
-    arrays = write_npz(path)
     for examples in (10**9, 10**13):
         header = io.BytesIO()
         claim = {"descr": "<f8", "fortran_order": False, "shape": (examples, 50)}
         np.lib.format.write_array_header_1_0(header, claim)
-        with zipfile.ZipFile(path, "w") as archive:
-            for key, array in arrays.items():
-                content = io.BytesIO()
-                np.save(content, array)
-                false_or_true = header if key == "x_train" else content
-                archive.writestr(f"{key}.npy", false_or_true.getvalue())
+        write_npz(path, x_train=None)
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("x_train.npy", header.getvalue())
         with pytest.raises(CliError, match=r"cannot be read as an \.npz file"):
             datasets.load(str(path))
 
@@ -161,18 +139,16 @@ def test_known_data_come_from_the_library_datasets(monkeypatch):
             assert kind == "numpy"
             return self
 
+    def split(column, count):
+        images = rng.integers(0, 256, (count, 4, 4), np.uint8)
+        return Split({column: images, "label": np.arange(count) % 3})
+
     def load_dataset(repository):
         asked.append(repository)
+        if len(asked) > 3:
+            raise ConnectionError(f"could not reach {repository}")
         column = "img" if "cifar" in repository else "image"
-        shape = (4, 4, 3) if "cifar" in repository else (4, 4)
-        return Splits(
-            {
-                name: Split(
-                    {column: rng.integers(0, 256, (n, *shape), np.uint8), "label": np.arange(n) % 3}
-                )
-                for name, n in (("train", 12), ("test", 5))
-            }
-        )
+        return Splits(train=split(column, 12), test=split(column, 5))
 
     library = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", library)
@@ -182,11 +158,6 @@ def test_known_data_come_from_the_library_datasets(monkeypatch):
         assert (len(data.x_train), len(data.x_test)) == (12, 5)
         assert 0.9 < data.x_train.max() <= 1
     assert asked == ["ylecun/mnist", "zalando-datasets/fashion_mnist", "uoft-cs/cifar10"]
-
-    def offline(repository):
-        raise ConnectionError(f"could not reach {repository}")
-
-    library.load_dataset = offline
     with pytest.raises(CliError, match=r"could not load ylecun/mnist \(Conn.*needs a network"):
         datasets.load("mnist")
     monkeypatch.setitem(sys.modules, "datasets", None)

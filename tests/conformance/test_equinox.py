@@ -91,17 +91,6 @@ def test_closures_take_the_whole_model_and_the_filtered_one():
             support.assert_close(found, expected, rtol=1e-5)
 
 
-def test_a_full_gradient_is_that_of_the_filtered_model():
-    trained, rest = eqx.partition(model_of(START), eqx.is_inexact_array)
-
-    def loss_fn(trained, batch):
-        return loss_of_model(eqx.combine(trained, rest), batch)
-
-    found = jax.tree.leaves(optperm.variance.full_gradient(loss_fn, trained, BATCHES))
-    expected = optperm.variance.full_gradient(loops.linear_loss, START, BATCHES)
-    support.assert_close(found, jax.tree.leaves(expected), rtol=1e-5)
-
-
 def test_floating_leaves_may_be_held_too():
     """By a filter of the user's, as Equinox freezes layers: None in the updates."""
     model, tx = model_of(START), optax.sgd(0.1)

@@ -23,7 +23,22 @@ FILES = {"contrib": "contrib/_common_test.py", "alias": "_src/alias_test.py"}
 
 _INJECTED = "test_optimizers_can_be_wrapped_in_inject_hyperparams"
 _SHAPES = "a number that decides shapes cannot be traced; test_contract.py has it in static_args"
-_NO_MINIMUM = {ours.name: ours.no_minimum for ours in TRANSFORMATIONS if ours.no_minimum}
+_NO_MINIMUM = {
+    **dict.fromkeys(
+        ("sgperm", "permute_by_cycles", "laperm"), "has only the values that the params start with"
+    ),
+    **dict.fromkeys(
+        ("record_trajectory", "mask_elements", "proximal", "swag"), "hands on the updates"
+    ),
+    **dict.fromkeys(("project", "twa", "dldr", "dldr-twa"), "stays in a line or a plane"),
+    **dict.fromkeys(("prune_gradually", "rigl", "set"), "keeps half of the params at zero"),
+    **dict.fromkeys(("svrg", "mars"), "corrects gradients for an optimizer after it"),
+    **dict.fromkeys(
+        ("mars-exact", "recursive_gradient", "recursive-page", "ivon"),
+        "needs gradients of the case's loss at other params",
+    ),
+    **dict.fromkeys(("constant_sgd", "sgld", "sghmc"), "samples"),
+}
 _NOT_TRACED = {ours.name: _SHAPES for ours in TRANSFORMATIONS if ours.static}
 
 
@@ -73,9 +88,14 @@ LEFT_OUT = {
 # too, and of schedules test_fuzz.py.
 RUNS = [
     ("contrib.ContribTest.test_optimizers", {"_setup_parabola"}),
-    (f"contrib.ContribTest.{_INJECTED}", set()),
-    ("contrib.ContribTest.test_gradient_accumulation", {"bfloat16"}),
-    pytest.param("contrib.ContribTest.test_optimizers", set(), marks=pytest.mark.entries),
+    *(
+        pytest.param(name, wanted, marks=pytest.mark.entries)
+        for name, wanted in (
+            ("contrib.ContribTest.test_optimizers", set()),
+            (f"contrib.ContribTest.{_INJECTED}", set()),
+            ("contrib.ContribTest.test_gradient_accumulation", {"bfloat16"}),
+        )
+    ),
     *(pytest.param(name, set(), marks=pytest.mark.exhaustive) for name in OURS),
 ]
 
@@ -87,7 +107,7 @@ def _is_complex(value):
         return False
 
 
-@pytest.mark.spans("sgperm", "agn", "dim_reduce", "svrg", "mask_elements")
+@pytest.mark.spans("agn", "dim_reduce", "svrg_and_sgd")
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.programs
 
 FOLDER = pathlib.Path(__file__).parent
 GUIDE = FOLDER.parents[1] / "docs" / "guides" / "slow_links.md"
-HOSTS = 2
+HOSTS = processes.PROCESSES
 
 
 def write_program(folder, epochs=8):
@@ -38,13 +38,13 @@ def write_data(folder):
 
 def train_on_hosts(folder):
     """Run the program on two hosts; return the params that host 0 has written, and the accuracy."""
-    said = processes.run_workers(FOLDER / "guide_worker.py", folder / "train.py", processes=HOSTS)
+    said = processes.run_workers(FOLDER / "guide_worker.py", folder / "train.py")
     with np.load(folder / "trained.npz") as file:
         return dict(file), float(re.search(r"^accuracy ([\d.]+)$", said[0], re.M).group(1))
 
 
-def test_two_hosts_train_as_one_process_and_resume(lenient, tmp_path, monkeypatch):
-    """Whole, and cut off after 3 of 8 epochs between two commits."""
+def test_two_hosts_that_resume_train_as_one_process(lenient, tmp_path, monkeypatch):
+    """Cut off after 3 of 8 epochs, between two commits."""
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     write_program(tmp_path)
@@ -64,17 +64,14 @@ def test_two_hosts_train_as_one_process_and_resume(lenient, tmp_path, monkeypatc
     expected = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in paths}
     (tmp_path / "checkpoints").rename(tmp_path / "checkpoints-of-one")
 
-    whole, accuracy = train_on_hosts(tmp_path)
-    assert accuracy == pytest.approx(alone.history.epochs["eval_accuracy"][-1], abs=0.005)
-    assert accuracy > 0.9
-    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints-of-two")
     write_program(tmp_path, epochs=3)
     cut, _ = train_on_hosts(tmp_path)
     assert (tmp_path / "checkpoints" / "30").exists()
     write_program(tmp_path)
-    resumed, _ = train_on_hosts(tmp_path)
+    resumed, accuracy = train_on_hosts(tmp_path)
+    assert accuracy == pytest.approx(alone.history.epochs["eval_accuracy"][-1], abs=0.005)
+    assert accuracy > 0.9
     for name, leaf in expected.items():
         # Sums of four parts in another order: Adam divides a rounding of small gradients by their size.
-        np.testing.assert_allclose(whole[name], leaf, rtol=0, atol=1e-5, err_msg=name)
-        np.testing.assert_array_equal(resumed[name], whole[name], err_msg=name)
+        np.testing.assert_allclose(resumed[name], leaf, rtol=0, atol=1e-5, err_msg=name)
         assert np.abs(cut[name] - leaf).max() > 1e-3

@@ -1,8 +1,7 @@
-"""Training in two processes of two devices, beside one process: SVRG, AGN, DiLoCo, DimReduce, `fit`."""
+"""Training in two processes of two devices, beside one process: AGN, DiLoCo, DimReduce, `fit`."""
 
 import pathlib
 import runpy
-import shutil
 import types
 
 import dim_reduce_reference as golden
@@ -11,9 +10,6 @@ import jax
 import numpy as np
 import processes
 import pytest
-import support
-
-import optperm
 
 pytestmark = pytest.mark.programs
 
@@ -29,27 +25,6 @@ def test_two_processes_are_one(tmp_path):
         check(worker, *map(dict, held))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         check_fit(tmp_path)
-
-
-def check_svrg(worker, first, second):
-    """With parts of unequal size: one device's numbers, to rounding."""
-
-    def full_gradient(params):
-        return optperm.variance.full_gradient(worker.loss_fn, params, [worker.make_data()])
-
-    def batch_of(t):
-        parts = [worker.step_batch(index, t) for index in range(2)]
-        return {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
-
-    support.assert_same_bits(first, second)
-    with jax.enable_x64(True):
-        params, full_grad = worker.train_svrg(worker.start(), full_gradient, batch_of)
-        initial_grad = full_gradient(worker.start())
-    for kind, tree in (("trained", params), ("full_grad", full_grad), ("pmap", initial_grad)):
-        for name, expected in tree.items():
-            got = np.ravel(first[f"{kind}_{name}"])
-            np.testing.assert_allclose(got, np.ravel(expected), rtol=1e-12)
-    assert np.abs(params["kernel"]).max() > 0.1
 
 
 def check_local_steps(worker, first, second):
@@ -91,7 +66,7 @@ def check_dim_reduce(worker, *both):
         np.testing.assert_array_equal(own_rows, rows[4 * index : 4 * index + 4])
 
 
-CHECKS = {"svrg": check_svrg, "local_steps": check_local_steps, "dim_reduce": check_dim_reduce}
+CHECKS = {"local_steps": check_local_steps, "dim_reduce": check_dim_reduce}
 
 
 def check_fit(folder):
@@ -104,30 +79,3 @@ def check_fit(folder):
     where = {"checkpoints": folder / "agn", "checkpoint_every": 3}
     gone_on = fitting.fit("linen", "agn", epochs=2, devices=4, resume=3, **where)
     np.testing.assert_allclose(gone_on.history.steps["loss"], alone, rtol=2e-4)
-
-
-def test_processes_with_different_numbers_of_devices_are_refused_in_each():
-    processes.run_workers(FOLDER / "unequal_worker.py", timeout=60)
-
-
-def test_processes_with_different_methods_are_refused_in_each():
-    processes.run_workers(FOLDER / "different_worker.py", devices=1, timeout=90)
-
-
-@pytest.mark.exhaustive
-def test_two_processes_go_on_where_one_of_three_died(lenient, tmp_path):
-    """From the last checkpoint, between two commits: what one process with two devices comes to."""
-    script = FOLDER / "fewer_worker.py"
-    with pytest.raises(pytest.fail.Exception, match=r"worker 2 of .*: exit code 9"):
-        processes.run_workers(script, tmp_path, processes=3, devices=1)
-    shutil.copytree(tmp_path / "kept", tmp_path / "copy")
-    assert [path.name for path in (tmp_path / "copy").glob("[0-9]*")] == ["4"]
-    processes.run_workers(script, tmp_path, processes=2, devices=1)
-    worker = types.SimpleNamespace(**runpy.run_path(str(script)))
-    alone = worker.train(tmp_path / "copy", devices=2)
-    assert alone.step == worker.STEPS
-    for index in range(2):
-        with np.load(tmp_path / f"ended-{index}.npz") as file:
-            np.testing.assert_allclose(file["loss"], alone.history.steps["loss"], rtol=2e-4)
-            for name, leaf in alone.state.params["Dense_0"].items():
-                np.testing.assert_allclose(file[name], np.asarray(leaf), rtol=0, atol=1e-5)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 import threading
 import time
+import types
 from typing import NamedTuple
 
 import fitting
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,19 +88,6 @@ def test_fit_is_a_loop_written_by_hand_for_nnx():
     support.assert_same_bits(fitting.arrays(trained), fitting.arrays(result))
 
 
-class Recorder(nn.Module):
-    """A model whose batch statistics say at which params and with which key they were computed."""
-
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", nn.initializers.normal(), x.shape[-1:])
-        seen = self.variable("seen", "w", jnp.zeros, w.shape)
-        key = self.variable("seen", "key", jnp.zeros, (), jnp.uint32)
-        before = seen.value
-        seen.value, key.value = w, jax.random.bits(self.make_rng("dropout"))
-        return x @ w + jnp.sum(before) + jax.random.normal(self.make_rng("dropout"))
-
-
 def test_orders_follow_from_no_flag_of_jax():
     expected = [np.asarray(training.shuffled(3, 2, 101, replace)) for replace in (False, True)]
     flags = [jax.enable_x64(True), jax.threefry_partitionable(False)]
@@ -125,7 +113,7 @@ def test_orders_follow_from_their_seed_and_epoch():
 
 
 @pytest.mark.parametrize("name", ["adam", "sgld", "sghmc", "constant_sgd"])
-def test_the_order_follows_from_the_seed_and_is_drawn_anew_for_samplers(name):
+def test_order_of_a_sampler_is_drawn_with_replacement_from_the_seed(name):
     tx = {
         "adam": optax.adam(0.1),
         "constant_sgd": optperm.mandt_sgd(40, BATCH, max_step=0.1),
@@ -144,32 +132,6 @@ def test_the_order_follows_from_the_seed_and_is_drawn_anew_for_samplers(name):
     np.testing.assert_allclose(result.history.steps["loss"], expected, rtol=1e-6)
 
 
-@pytest.mark.chains
-def test_a_sampler_samples_the_posterior_from_arrays():
-    """The means of normal examples, whose posterior is known, and of 64 of them the mean variance.
-
-    The features are orthogonal, so a diagonal preconditioner is right. With shuffled batches the
-    variance is 0.42 of what it has to be.
-    """
-    examples, batch_size, burnt, steps = 96, 4, 2200, 5000
-    x = np.random.default_rng(0).normal(size=(examples, 64))
-    x = (np.sqrt(examples) * np.linalg.qr(x - x.mean(axis=0))[0]).astype(np.float32)
-    burn_in = {"burn_in": 200, "freeze_after": burnt, "burn_in_optimizer": optax.sgd(0.1)}
-    sampler = optperm.constant_sgd(examples, batch_size, preconditioner="diagonal", **burn_in)
-    state = training.TrainState.create(
-        apply_fn=None,
-        params={"w": jnp.asarray(x.mean(axis=0))},
-        tx=optax.chain(optperm.record_trajectory(1, steps), sampler),
-    )
-
-    def loss_fn(params, batch):
-        return 0.5 * jnp.mean(jnp.sum((params["w"] - batch) ** 2, axis=-1))
-
-    result = training.fit(state, loss_fn, x, steps=steps, batch_size=batch_size)
-    draws = optperm.subspace.trajectory(result.state.opt_state)[0]["w"][burnt:]
-    assert examples * np.mean((draws - x.mean(axis=0)) ** 2) == pytest.approx(1.0, abs=0.05)
-
-
 def test_each_replica_draws_from_a_key_of_its_own_in_each_step():
     state = training.TrainState.create(
         apply_fn=None, params={}, tx=optax.sgd(0.1), rng=jax.random.key(2)
@@ -185,14 +147,12 @@ def test_each_replica_draws_from_a_key_of_its_own_in_each_step():
 
 def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
     """A method that evaluates at other params; the loss depends on the model state and on the key."""
-    model, x = Recorder(), jnp.ones((4, 3))
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
 
     def loss_fn(params, batch, *, model_state, rng):
-        out, model_state = model.apply(
-            {"params": params, **model_state}, batch, mutable=["seen"], rngs={"dropout": rng}
-        )
-        return jnp.mean(out), model_state
+        """The model state says at which params and with which key it was computed."""
+        noise = jax.random.normal(rng)
+        loss = jnp.mean(batch @ params["w"]) + jnp.sum(model_state["w"]) + noise
+        return loss, {"w": params["w"], "noise": noise}
 
     def update(updates, state, params=None, *, value, value_fn, grad_fn, **_):
         elsewhere = optax.tree.scale(2.0, params)
@@ -205,56 +165,21 @@ def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
         lambda params: {"same": jnp.array(False), "other": jnp.array(False)}, update
     )
     state = training.TrainState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
+        apply_fn=None,
+        params={"w": jnp.arange(3.0)},
         tx=tx,
-        model_state={"seen": variables["seen"]},
+        model_state={"w": jnp.zeros(3), "noise": jnp.float32(0.0)},
         rng=jax.random.key(2),
     )
-    seen = []
-    training.fit(
-        state,
-        loss_fn,
-        np.ones((8, 3), np.float32),
-        epochs=1,
-        batch_size=4,
-        every={1: lambda event: seen.append(event.state)},
-    )
-    assert len(seen) == 2
-    for before, after in zip([state, seen[0]], seen, strict=True):
+    seen, note = [state], {1: lambda event: seen.append(event.state)}
+    x = np.ones((8, 3), np.float32)
+    training.fit(state, loss_fn, x, epochs=1, batch_size=4, every=note)
+    assert len(seen) == 3
+    for before, after in itertools.pairwise(seen):
         assert after.opt_state["same"]
         assert after.opt_state["other"]
-        support.assert_same_bits(after.model_state["seen"]["w"], before.params["w"])
-    assert seen[0].model_state["seen"]["key"] != seen[1].model_state["seen"]["key"]
-
-
-def test_a_basis_is_spread_over_devices():
-    """Four devices take the steps of one, whose batch they share; each holds its rows of the basis."""
-
-    def run(**options):
-        axis_name = options.get("axis_name")
-        tx = optperm.dldr(
-            optax.sgd(0.5),
-            optperm.project(optax.sgd(0.5), n_components=2, axis_name=axis_name),
-            every=1,
-            num_snapshots=4,
-        )
-        params = {"w": jnp.ones((fitting.FEATURES, 3))}
-        start = {"opt_state": None} if axis_name else {}
-        state = training.TrainState.create(apply_fn=None, params=params, tx=tx, **start)
-        options = {"epochs": 2, "batch_size": BATCH, "has_aux": True, **options}
-        return training.fit(state, loss_fn, data(), **options)
-
-    def loss_fn(params, batch):
-        logits = batch["x"] @ params["w"]
-        return fitting.cross_entropy(logits, batch["y"]), fitting.accuracy(logits, batch["y"])
-
-    with fitting.runs() as made:
-        alone, other = run(), run(**fitting.on(4, mapped=True))
-    for name in ("loss", "accuracy"):
-        columns = other.history.steps[name], alone.history.steps[name]
-        np.testing.assert_allclose(*columns, rtol=1e-3, atol=1e-5)
-    assert made[1].carry.opt_state.second.subspace.rows["w"].shape[:2] == (4, 1)
+        support.assert_same_bits(after.model_state["w"], before.params["w"])
+    assert seen[1].model_state["noise"] != seen[2].model_state["noise"]
 
 
 def test_replicas_of_local_steps_part_and_meet():
@@ -273,25 +198,33 @@ def test_replicas_of_local_steps_part_and_meet():
     mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
-    for axis_name, options, says in [
-        (None, fitting.on(4), "never commit: pass axis_name='replica' to the method and to fit"),
-        (
-            None,
-            fitting.on(4, mapped=True),
-            "never commit: pass axis_name='replica' to the method as",
-        ),
-        (
-            "replica",
-            fitting.on(4),
-            "never commit: pass axis_name='replica' to the method and to fit",
-        ),
-        ("replica", {}, "is not bound here.*in fit: pass axis_name='replica'"),
-        ("other", fitting.on(4, mapped=True), "in fit: pass axis_name='other'"),
-        ("other", {**fitting.on(4), "axis_name": "other"}, "mesh, whose axes are 'replica'"),
-    ]:
-        state = fitting.linen_state(fitting.method("agn", axis_name))
-        with pytest.raises(ValueError, match=says):
-            training.fit(state, fitting.linen_loss, data(), epochs=1, batch_size=BATCH, **options)
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "options", "says"),
+    [
+        (None, {}, "pass axis_name='replica' to the method and to fit"),
+        (None, {"axis_name": "replica"}, "pass axis_name='replica' to the method as"),
+        ("replica", {}, "pass axis_name='replica' to the method and to fit"),
+        ("replica", {"mesh": None}, "is not bound here.*in fit: pass axis_name='replica'"),
+        ("other", {"axis_name": "replica"}, "in fit: pass axis_name='other'"),
+        ("other", {"axis_name": "other"}, "mesh, whose axes are 'replica'"),
+    ],
+)
+def test_axis_that_fit_or_the_method_lacks_is_named(axis_name, options, says):
+    """Without it replicas of local steps would never commit."""
+    state = fitting.linen_state(fitting.method("agn", axis_name))
+    options = {**fitting.on(4), **options}
+    with pytest.raises(ValueError, match=says):
+        training.fit(state, fitting.linen_loss, data(), epochs=1, batch_size=BATCH, **options)
+
+
+def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    found = [types.SimpleNamespace(process_index=index) for index in (0, 1, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: found)
+    with pytest.raises(ValueError, match=r"The processes have \[1, 2\] devices"):
+        fitting.linear_fit(epochs=1)
 
 
 def test_callbacks_of_epochs_see_the_model_and_can_stop():
@@ -334,7 +267,7 @@ def test_evaluation_is_the_mean_over_all_examples():
         np.testing.assert_allclose(result.history.last["eval_accuracy"], exact, rtol=1e-6)
 
 
-def test_a_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
+def test_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
     """Dropout is off and BatchNorm takes its running statistics, in the evaluation alone."""
     seen = []
 
@@ -360,28 +293,12 @@ def test_a_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
     np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
 
 
-@pytest.mark.exhaustive
-def test_a_model_without_modes_is_evaluated():
-    model = nnx.Linear(fitting.FEATURES, fitting.CLASSES, rngs=nnx.Rngs(0))
-    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
-
-    def loss_fn(model, batch):
-        return fitting.cross_entropy(model(batch["x"]), batch["y"])
-
-    options = {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": data()}
-    result = training.fit(
-        model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH, **options
-    )
-    exact = loss_fn(model, data())
-    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
-
-
-def test_a_progress_bar_shows_steps(capsys):
+def test_progress_bar_shows_steps(capsys):
     fitting.fit("linen", "adam", epochs=1, progress=True)
     assert "5/5" in capsys.readouterr().out
 
 
-def test_a_missing_extra_is_named(monkeypatch, tmp_path):
+def test_missing_extra_is_named(monkeypatch, tmp_path):
     calls = {
         "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoints=tmp_path),
         "rich": lambda: fitting.fit("linen", "adam", epochs=1, progress=True),
@@ -398,202 +315,127 @@ EMPTY = {"x": np.zeros((0, 5), np.float32), "y": np.zeros(0, np.int32)}
 RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx)])
-def test_a_sampler_of_another_number_of_examples_is_refused(wrap):
-    x, params = np.zeros((64, 3), np.float32), {"w": jnp.zeros(3)}
-
-    def loss_fn(params, batch):
-        return jnp.mean((params["w"] - batch) ** 2)
-
-    tx = wrap(optperm.constant_sgd(1000, 16, burn_in=4))
-    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
-    with pytest.raises(ValueError, match=r"^The optimizer has num_data=1000, .* has 64 examples"):
-        training.fit(state, loss_fn, x, batch_size=16, epochs=1)
+def test_sampler_of_another_number_of_examples_is_refused():
+    tx = optax.chain(optax.clip(1.0), optperm.constant_sgd(1000, BATCH, burn_in=4))
+    with pytest.raises(ValueError, match=r"^The optimizer has num_data=1000, .* has 40 examples"):
+        fitting.linear_fit(tx=tx, epochs=1)
 
 
-def test_bad_arguments_are_named():
-    cases = [
-        ({}, ValueError, "Pass epochs or steps"),
-        ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0"),
-        ({"epochs": True}, TypeError, "epochs must be an integer, got True"),
-        ({"steps": 2.0}, TypeError, "steps must be an integer"),
-        ({"epochs": 1, "train_data": EMPTY, "batch_size": 1}, ValueError, "holds no examples"),
-        (
-            {"epochs": 1, "train_data": RAGGED, "batch_size": 1},
-            ValueError,
-            "agree in their leading",
-        ),
-        ({"epochs": 1, "batch_size": 41}, ValueError, "batch_size must be at most 40, got 41"),
-        ({"epochs": 1, "batch_size": None}, TypeError, "batch_size must be an integer, got None"),
-        ({"epochs": 1, "batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
-        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
-        ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
-        (
-            {"epochs": 1, "train_data": {"x": np.array(["a"])}},
-            TypeError,
-            r"train_data\['x'\] must be an array of numbers",
-        ),
-        (
-            {"epochs": 1, "train_data": [{"x": np.array(["a"])}]},
-            TypeError,
-            r"A batch of train_data\['x'\] must be an array of numbers",
-        ),
-        ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got dict"),
-        ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
-        ({"epochs": 2, "train_data": fitting.all_batches(1)}, ValueError, "only once"),
-        ({"epochs": 1, "train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., got function"),
-        ({"epochs": 1, "train_data": [], "batch_size": 2}, ValueError, "batch_size is for arrays"),
-        ({"epochs": 1, "key": -1}, ValueError, "key must be at least 0"),
-        (
-            {"epochs": 1, "has_aux": True},
-            TypeError,
-            "must return .loss, model_state, aux., got a tuple",
-        ),
-        ({"epochs": 1, "eval_fn": len}, ValueError, "pass eval_data"),
-        ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
-        ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
-        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints"),
-        ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints"),
-        (
-            {"epochs": 1, "resume": "yes", "checkpoints": "a"},
-            TypeError,
-            "resume, unless True or False, must be an integer, got 'yes'",
-        ),
-        ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
-        ({"epochs": 1, "checkpoints": 3}, training.CheckpointError, "cannot write .* to 3"),
-        ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
-        ({"epochs": 1, "devices": 2}, TypeError, "'devices'. Pass mesh=jax.make_mesh"),
-        ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a Mesh"),
-        ({"epochs": 1, "every": {0: print}}, ValueError, r"every\[0\] must be at least 1"),
-        ({"epochs": 1, "every": {6: 3}}, TypeError, r"every\[6\] must be functions .*, got 3"),
-        ({"epochs": 1, "on_epoch_end": [print, 3]}, TypeError, "on_epoch_end must be functions"),
-        ({"epochs": 1, "train_data": [data(), EMPTY]}, ValueError, "A batch of .* no examples"),
-        ({"epochs": 1, "epoch_start": 3}, TypeError, "callable"),
-        ({"epochs": 1, "keep_best": ("loss", "most")}, ValueError, "must be one of 'min', 'max'"),
-    ]
+# What is wrong with one argument, or with two together, and what the error says.
+REFUSED = [
+    ({"epochs": None}, ValueError, "Pass epochs or steps"),
+    ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0"),
+    ({"steps": 2.0}, TypeError, "steps must be an integer"),
+    ({"batch_size": 41}, ValueError, "batch_size must be at most 40, got 41"),
+    ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),
+    ({"batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
+    ({"key": -1}, ValueError, "key must be at least 0"),
+    ({"train_data": EMPTY}, ValueError, "holds no examples"),
+    ({"train_data": RAGGED}, ValueError, "agree in their leading"),
+    ({"train_data": "x"}, TypeError, "an iterable of batches, .* got str"),
+    ({"train_data": {"x": [1]}}, TypeError, "got dict"),
+    (
+        {"train_data": {"x": np.array(["a"])}},
+        TypeError,
+        r"train_data\['x'\] must be an array of num",
+    ),
+    ({"train_data": [data()]}, ValueError, "batch_size is for arrays"),
+    ({"has_aux": True}, TypeError, "must return .loss, model_state, aux., got a tuple"),
+    ({"eval_fn": len}, ValueError, "pass eval_data"),
+    ({"eval_data": data()}, ValueError, "pass eval_fn"),
+    ({"eval_fn": len, "eval_data": iter([])}, TypeError, "eval_data is an iterator.* only once"),
+    ({"checkpoint_every": 3}, ValueError, "goes with checkpoints"),
+    ({"checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
+    ({"checkpoints": "a", "resume": "yes"}, TypeError, "must be an integer, got 'yes'"),
+    ({"optimizer": 3}, ValueError, "a TrainState has its own"),
+    ({"mesh": 3}, TypeError, "mesh must be a Mesh"),
+    ({"every": {0: print}}, ValueError, r"every\[0\] must be at least 1"),
+    ({"every": {6: 3}}, TypeError, r"every\[6\] must be functions .*, got 3"),
+    ({"on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
+    ({"epoch_start": 3}, TypeError, "callable"),
+    ({"keep_best": ("loss", "most")}, ValueError, "must be one of 'min', 'max'"),
+    ({"on_signal": "ignore"}, ValueError, "on_signal must be one of 'raise', 'return'"),
+    ({"validation_data": 1}, TypeError, "Pass eval_data, and eval_fn"),
+    ({"batchsize": 1}, TypeError, r"Did you mean batch_size\?"),
+    ({"qqq": 1}, TypeError, "unexpected keyword argument 'qqq'.$"),
+]
+# The same of a stream, which has no batch_size.
+REFUSED_STREAMS = [
+    ({"train_data": []}, ValueError, "gives no batch in epoch 1"),
+    ({"train_data": [data(), EMPTY]}, ValueError, "A batch of .* no examples"),
+    ({"train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., got function"),
+    ({"train_data": fitting.all_batches(1), "epochs": 2}, ValueError, "only once"),
+    ({"train_data": iter([]), "epoch_start": print}, ValueError, "an iterator is read once"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [*REFUSED, *(({"batch_size": None, **each}, *rest) for each, *rest in REFUSED_STREAMS)],
+)
+def test_bad_argument_is_named(changed, error, says):
+    options = {"train_data": data(), "epochs": 1, "batch_size": BATCH, **changed}
     state = fitting.linen_state(fitting.method("adam"))
-    for case, error, says in cases:
-        options = {"train_data": data(), **case}
-        train_data = options.pop("train_data")
-        if train_data is data():
-            options.setdefault("batch_size", BATCH)
-        with pytest.raises(error, match=says):
-            training.fit(state, fitting.linen_loss, train_data, **options)
+    with pytest.raises(error, match=says):
+        training.fit(state, fitting.linen_loss, **options)
 
 
-def test_what_is_no_model_is_named():
+def test_what_is_no_model_or_no_transformation_is_named():
     params, tx = {"w": jnp.ones(3)}, fitting.method("adam")
     plain = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-    cases = [
-        (plain, {}, r"optperm.training.TrainState.create\(.*flax.training.train_state"),
-        (params, {}, "a flax.nnx model and its optimizer, got <class .dict"),
-        (fitting.NnxNet(), {}, "and its optimizer, got .*NnxNet.* and .*NoneType"),
-    ]
-    for model, options, says in cases:
+    for model, says in [
+        (plain, r"optperm.training.TrainState.create\(.*flax.training.train_state"),
+        (fitting.NnxNet(), "and its optimizer, got .*NnxNet.* and .*NoneType"),
+    ]:
         with pytest.raises(TypeError, match=says):
-            training.fit(model, lambda p, b: 0.0, data(), epochs=1, batch_size=8, **options)
+            training.fit(model, lambda p, b: 0.0, data(), epochs=1, batch_size=8)
+    with pytest.raises(TypeError, match=r"which MultiSteps\(\.\.\.\)\.gradient_transformation"):
+        fitting.linear_fit(tx=optax.MultiSteps(tx, 2), epochs=1)
 
 
-def test_what_a_loss_function_returns_is_checked():
-    def with_aux(aux):
-        return lambda params, batch: (jnp.sum(params["w"]), aux)
-
-    plain = {"has_aux": False}
-    cases = [
-        (lambda params, batch: params["w"], plain, TypeError, "a real scalar"),
-        (lambda params, batch, *, rng: 0.0, plain, ValueError, "pass rng=jax.random.key"),
-        (
-            lambda params, batch, *, model_state: 0.0,
-            plain,
-            TypeError,
-            "must return .loss, model_state.",
-        ),
-        (
-            lambda params, batch, *, model_state: (jnp.sum(params["w"]), {"a": 1.0}),
-            plain,
-            ValueError,
-            "model_state that loss_fn returned has a different tree structure",
-        ),
-    ]
-    for aux in (3.0, {"logits": jnp.ones(3)}):
-        cases.append((with_aux(aux), {}, TypeError, "must be a dict of scalar metrics"))
-    for name in ("loss", "epoch", "step", "seconds", "fraction_moved", "eval_loss"):
-        says = f"a metric named '{name}'; .* are reserved"
-        cases.append((with_aux({name: jnp.float32(9.0)}), {}, ValueError, says))
-    state = training.TrainState.create(
-        apply_fn=None, params={"w": jnp.ones(3)}, tx=fitting.method("adam")
-    )
-    for loss_fn, case, error, says in cases:
-        options = {"epochs": 1, "batch_size": 8, "has_aux": True, **case}
-        with pytest.raises(error, match=says):
-            training.fit(state, loss_fn, np.ones((8, 3)), **options)
+def constant(params, batch):
+    return jnp.sum(params["w"])
 
 
-def test_complex_params_descend_and_sam_gets_the_arguments_it_takes():
-    """Optax's rules take the conjugate of JAX's gradient; SAM takes no extra argument but `grad_fn`."""
-    weights = np.float32([1.0, -2.0, 0.5])
-    x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
-    params = {"w": jnp.asarray(weights * (1 + 0.5j), jnp.complex64)}
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "says"),
+    [
+        (lambda params, batch: params["w"], TypeError, "a real scalar"),
+        (lambda params, batch, *, rng: 0.0, ValueError, "pass rng=jax.random.key"),
+        (lambda *of, model_state: 0.0, TypeError, "must return .loss, model_state."),
+        (lambda *of, model_state: (constant(*of), {"a": 1.0}), ValueError, "different tree struct"),
+    ],
+)
+def test_loss_function_that_returns_something_else_is_refused(loss_fn, error, says):
+    with pytest.raises(error, match=says):
+        fitting.linear_fit(loss_fn, epochs=1)
 
-    def loss_fn(params, batch):
-        return jnp.mean(jnp.abs(batch["x"] @ (params["w"] - weights)) ** 2)
 
-    split = optax.contrib.split_real_and_imaginary
-    losses = []
-    for tx in (optax.sgd(0.05), split(optax.sgd(0.05))):
-        state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
-        losses.append(training.fit(state, loss_fn, {"x": x}, epochs=20, batch_size=8).history)
-    for history in losses:
-        assert history.epochs["loss"][-1] < 1e-2 * history.epochs["loss"][0]
-    np.testing.assert_allclose(losses[0].steps["loss"], losses[1].steps["loss"], rtol=1e-4)
+@pytest.mark.parametrize(
+    ("aux", "error", "says"),
+    [
+        (3.0, TypeError, "must be a dict of scalar metrics"),
+        ({"logits": jnp.ones(3)}, TypeError, "must be a dict of scalar metrics"),
+        ({"step": 9.0}, ValueError, "a metric named 'step'; .* are reserved"),
+        ({"eval_loss": 9.0}, ValueError, "a metric named 'eval_loss'; .* are reserved"),
+    ],
+)
+def test_aux_that_is_no_metric_is_refused(aux, error, says):
+    with pytest.raises(error, match=says):
+        fitting.linear_fit(lambda *of: (constant(*of), aux), epochs=1, has_aux=True)
 
-    real, sam = (
-        {"w": jnp.ones(3)},
-        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2),
-    )
-    state = training.TrainState.create(apply_fn=None, params=real, tx=sam)
-    result = training.fit(state, loss_fn, {"x": x}, steps=6, batch_size=32)
-    opt_state = sam.init(real)
+
+def test_sam_gets_the_arguments_that_it_takes():
+    """Of the extra arguments only `grad_fn`."""
+    params, batch = {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES))}, data()
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
+    result = fitting.linear_fit(tx=sam, train_data=[batch] * 6, epochs=1)
+    opt_state = sam.init(params)
     for _ in range(6):
-        updates, opt_state = sam.update(jax.grad(loss_fn)(real, {"x": x}), opt_state, real)
-        real = optax.apply_updates(real, updates)
-    np.testing.assert_allclose(result.state.params["w"], real["w"], rtol=1e-5)
-
-
-def test_metrics_that_not_every_batch_has():
-    def metrics(params, batch):
-        small = {"small": jnp.float32(1.0)} if batch["x"].shape[0] < BATCH else {}
-        return {"loss": fitting.linear_loss(params, batch), **small}
-
-    def loss_fn(params, batch):
-        out = metrics(params, batch)
-        return out.pop("loss"), out
-
-    batches = [*fitting.batches(1), {name: leaf[:3] for name, leaf in data().items()}]
-    result = fitting.linear_fit(loss_fn, batches, epochs=1, has_aux=True)
-    np.testing.assert_array_equal(result.history.steps["small"], [*[np.nan] * 5, 1.0])
-    with pytest.raises(ValueError, match=r"the same metrics for every batch, got .*'small'"):
-        fitting.linear_fit(epochs=1, eval_fn=metrics, eval_data=batches)
-
-
-def test_multi_steps_that_is_no_transformation_is_refused():
-    every_second = optax.MultiSteps(optax.adam(0.1), 2)
-    says = r"optax\.GradientTransformation, which MultiSteps\(\.\.\.\)\.gradient_transformation"
-    with pytest.raises(TypeError, match=says):
-        fitting.linear_fit(tx=every_second, epochs=1)
-    assert fitting.linear_fit(tx=every_second.gradient_transformation(), epochs=1).epoch == 1
-
-
-def test_a_function_of_an_nnx_model_may_have_arguments_that_it_does_well_without():
-    def loss_fn(model, batch, rng=None):
-        assert rng is None
-        return fitting.nnx_loss(model, batch)
-
-    model = fitting.NnxNet()
-    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
-    result = training.fit(model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH)
-    same = fitting.fit("nnx", "adam", epochs=1)
-    np.testing.assert_array_equal(result.history.steps["loss"], same.history.steps["loss"])
+        grads = jax.grad(fitting.linear_loss)(params, batch)
+        updates, opt_state = sam.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(result.state.params["w"], params["w"], rtol=1e-5)
 
 
 def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
@@ -604,55 +446,23 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
         worked = jax.lax.fori_loop(0, 25, lambda _, x: jnp.sin(x @ x), jnp.full((300, 300), w))
         return params["w"] * batch.mean() + worked.mean()
 
-    state = training.TrainState.create(
-        apply_fn=None, params={"w": jnp.float32(1.0)}, tx=optax.sgd(0.1)
-    )
-    ends = []
-    options = {
-        "epochs": 3,
-        "batch_size": 2,
-        "on_epoch_end": lambda _: ends.append(time.monotonic()),
-    }
-    result = training.fit(state, loss_fn, jnp.ones(4), **options)
+    params = {"w": jnp.float32(1.0)}
+    state = training.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    ends, note = [], {"on_epoch_end": lambda _: ends.append(time.monotonic())}
+    result = training.fit(state, loss_fn, jnp.ones(4), epochs=3, batch_size=2, **note)
     seconds = result.history.epochs["seconds"][1:]
     assert np.all(seconds > 0.5 * np.diff(ends))
     assert np.all(seconds < 1.1 * np.diff(ends))
 
 
-def test_refreshes_within_steps_are_refused_with_what_to_do():
-    tx = optax.chain(optperm.svrg(every=4), optax.sgd(0.05))
-    with pytest.raises(ValueError, match=r"(?s)full_grad_fn.*optperm\.variance\.take_snapshot"):
-        training.fit(
-            fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8
-        )
-
-
-@pytest.mark.chains
-def test_a_gradient_that_constant_sgd_should_not_meet_is_warned_of():
-    sampler = optperm.mandt_sgd(40, BATCH, burn_in=1, max_step=0.01)
-    tx = optax.chain(optax.clip_by_global_norm(1e-3), sampler)
-    what = fitting.linen_loss, data()
-    with pytest.warns(UserWarning, match="clipping"):
-        training.fit(fitting.linen_state(tx), *what, epochs=1, batch_size=BATCH)
-
-
 def test_svrg_without_snapshots_is_warned_of_once():
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
-    what = fitting.linen_loss, data()
     with pytest.warns(UserWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
-        result = training.fit(fitting.linen_state(tx), *what, epochs=3, batch_size=BATCH)
-    assert [w.filename for w in caught if "svrg" in str(w.message)] == [__file__]
-    assert not result.state.opt_state[0].snapshot.is_taken
-
-
-def test_svrg_whose_snapshots_begin_later_is_not_warned_of(recwarn):
-    def from_the_second(epoch):
-        return optperm.variance.take_snapshot if epoch > 1 else None
-
-    tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
-    what = fitting.linen_state(tx), fitting.linen_loss, data()
-    training.fit(*what, epochs=1, batch_size=BATCH, epoch_start=from_the_second)
-    assert not [w for w in recwarn if "svrg" in str(w.message)]
+        fitting.linear_fit(tx=tx, epochs=3)
+    assert len(caught) == 1
+    # A schedule may begin later; warnings are errors here.
+    later = lambda epoch: optperm.variance.take_snapshot if epoch > 1 else None  # noqa: E731
+    fitting.linear_fit(tx=tx, epochs=1, epoch_start=later)
 
 
 class Complaint(NamedTuple):
@@ -702,7 +512,7 @@ def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen(monkeypa
         run(state)
 
 
-def test_a_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():
+def test_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():
     """Once, with the step at which it began, also where a run goes on; a NaN that passes is none."""
     x = np.ones((10, 2), np.float32)
     x[7:] = np.nan
@@ -724,3 +534,60 @@ def test_keep_best_of_a_metric_that_is_never_finite_is_warned_of():
     options = {"eval_fn": lambda params, batch: {"loss": jnp.nan * jnp.sum(params["w"])}}
     with pytest.warns(RuntimeWarning, match="eval_loss was never finite, so keep_best has kept no"):
         fitting.linear_fit(epochs=1, eval_data=data(), keep_best="eval_loss", **options)
+
+
+def test_no_batch_of_an_iterator_is_taken_that_is_not_trained_on():
+    """What is left stays in it for the next run."""
+    taken = []
+
+    def endless():
+        for count, batch in enumerate(fitting.all_batches(10), 1):
+            taken.append(count)
+            yield batch
+
+    batches = endless()
+    first = fitting.linear_fit(train_data=batches, steps=9)
+    assert taken == [*range(1, 10)]
+    second = training.fit(first.state, fitting.linear_loss, batches, steps=11)
+    assert taken == [*range(1, 21)]
+    whole = fitting.linear_fit(train_data=endless(), steps=20)
+    support.assert_same_bits(second.state.params, whole.state.params)
+
+
+def test_epoch_start_that_is_the_change_itself_is_made_in_each_epoch():
+    tx = fitting.method("svrg")
+    change = fitting.linear_fit(tx=tx, epochs=3, epoch_start=optperm.variance.take_snapshot)
+    by_epoch = fitting.linear_fit(
+        tx=tx, epochs=3, epoch_start=lambda epoch: optperm.variance.take_snapshot
+    )
+    support.assert_same_bits(change.state.params, by_epoch.state.params)
+    never = fitting.linear_fit(tx=tx, epochs=3, epoch_start=lambda epoch: None)
+    assert np.any(never.state.params["w"] != change.state.params["w"])
+
+
+def test_later_run_sees_the_present_values_that_its_functions_read():
+    """Of the loss, of the evaluation and of the change before an epoch, which are the same objects."""
+    scale = {"value": 1.0}
+
+    def loss_fn(params, batch):
+        return scale["value"] * fitting.linear_loss(params, batch)
+
+    def eval_fn(params, batch):
+        return {"loss": loss_fn(params, batch)}
+
+    def change(opt_state, params, full_gradient):
+        return jax.tree.map(lambda leaf: leaf + scale["value"].astype(leaf.dtype), opt_state)
+
+    tx, found = optax.sgd(0.1, momentum=0.9), []
+    for value in (1.0, 2.0, 1.0):
+        scale["value"] = np.float32(value)
+        options = {"epoch_start": change, "eval_fn": eval_fn, "eval_data": data(), "epochs": 1}
+        found.append(fitting.linear_fit(loss_fn, tx=tx, **options))
+    first, other, again = (each.history for each in found)
+    np.testing.assert_allclose(other.steps["loss"][0], 2 * first.steps["loss"][0], rtol=1e-6)
+    support.assert_same_bits(first.steps, again.steps)
+    assert first.epochs["eval_loss"] == again.epochs["eval_loss"] != other.epochs["eval_loss"]
+    params = found[1].state.params
+    np.testing.assert_allclose(other.epochs["eval_loss"], eval_fn(params, data())["loss"] * 2)
+    moments = [optax.tree.get(each.state.opt_state, "trace")["w"] for each in found]
+    assert np.any(moments[0] != moments[1])

@@ -1,6 +1,5 @@
-"""Rows of the history, within epochs too: evaluations, early stopping, best params, writers."""
+"""Rows of the history, events, early stopping, best params and writers."""
 
-import functools
 import itertools
 import types
 
@@ -22,20 +21,17 @@ def endless(epoch=1):
     return itertools.cycle(fitting.batches(1))
 
 
-def test_a_stream_without_an_end_has_rows_of_its_evaluations(tmp_path):
-    """Also where the run is resumed; each row is that of its step."""
-    seen = {}
-    note = {5: lambda event: seen.update({event.step: event.evaluate()["loss"]})}
-    run = functools.partial(linear_fit, train_data=endless, eval_every=5, **EVALUATION)
-    whole = run(steps=23, every=note)
+def test_stream_without_an_end_has_rows_of_its_evaluations(tmp_path):
+    """Also where the run is resumed."""
+    options = {"train_data": endless, "eval_every": 5, **EVALUATION}
+    whole = linear_fit(steps=23, **options)
     rows = whole.history.epochs
     assert rows["step"].tolist() == [5, 10, 15, 20, 23]
     assert rows["epoch"].tolist() == [1] * 5
-    np.testing.assert_allclose(rows["eval_loss"][:4], [*seen.values()], rtol=1e-6)
     means = [part.mean() for part in np.split(whole.history.steps["loss"], [5, 10, 15, 20])]
     np.testing.assert_allclose(rows["loss"], means, rtol=1e-6)
-    run(steps=13, checkpoints=tmp_path)
-    resumed = run(steps=23, checkpoints=tmp_path, resume=True)
+    linear_fit(steps=13, checkpoints=tmp_path, **options)
+    resumed = linear_fit(steps=23, checkpoints=tmp_path, resume=True, **options)
     for name in ("step", "loss", "eval_loss"):
         np.testing.assert_array_equal(resumed.history.epochs[name], rows[name])
 
@@ -43,75 +39,91 @@ def test_a_stream_without_an_end_has_rows_of_its_evaluations(tmp_path):
 def test_rows_of_epochs_stay_beside_those_within_them():
     """Callbacks of epochs are called at ends of epochs alone, found late or not."""
     for train_data in (None, fitting.batches, list(fitting.batches(1))):
-        ends = []
-        options = {
-            "eval_every": 2,
-            "on_epoch_end": lambda event, ends=ends: ends.append(event.step),
-        }
-        result = linear_fit(train_data=train_data, epochs=2, **options, **EVALUATION)
-        assert result.history.epochs["step"].tolist() == [2, 4, 5, 6, 8, 10]
-        assert ends == [5, 10]
-        ends.clear()
-        options["eval_every"] = 5
-        result = linear_fit(train_data=train_data, epochs=2, **options, **EVALUATION)
-        assert result.history.epochs["step"].tolist() == [5, 10]
-        assert ends == [5, 10]
+        for eval_every, steps in ((2, [2, 4, 5, 6, 8, 10]), (5, [5, 10])):
+            ends, seen = [], []
+            result = linear_fit(
+                train_data=train_data,
+                epochs=2,
+                eval_every=eval_every,
+                on_epoch_end=lambda event, ends=ends: ends.append(event.step),
+                every={5: lambda event, seen=seen: seen.append(event.history.last["step"])},
+                **EVALUATION,
+            )
+            assert result.history.epochs["step"].tolist() == steps
+            assert ends == [5, 10]
+            # Of known length, an epoch ends with its last step: its row comes before the callbacks.
+            assert seen == [5, 10] or train_data is fitting.batches
 
 
-def test_epochs_of_known_length_end_with_their_last_step():
-    """Callbacks of that step see the row of the epoch."""
-    for train_data in (None, list(fitting.batches(1))):
-        seen = []
-        note = lambda event, seen=seen: seen.append(event.history.last.get("step"))  # noqa: E731
-        linear_fit(train_data=train_data, epochs=2, every={1: note})
-        assert seen == [None] * 4 + [5] * 5 + [10]
+def test_events_of_any_calls_come_at_their_steps():
+    """With the means since the event before, the state and an evaluation of then."""
+    seen, later = [], []
+
+    def note(event):
+        seen.append((event.step, event.metrics["loss"], event.evaluate()["loss"]))
+        exact = linear_loss(event.state.params, data())
+        np.testing.assert_allclose(seen[-1][2], exact, rtol=1e-5)
+        assert int(event.state.step) == event.step
+
+    every = {1: later.append, 3: note, 4: [print, lambda event: event.step == 12]}
+    result = linear_fit(epochs=9, steps_per_call=5, every=every, **EVALUATION)
+    assert (result.ended, result.step) == ("stopped", 12)
+    losses = result.history.steps["loss"]
+    assert [step for step, _, _ in seen] == [3, 6, 9, 12]
+    np.testing.assert_array_equal([event.metrics["loss"] for event in later], losses)
+    for step, mean, _ in seen:
+        np.testing.assert_allclose(mean, losses[step - 3 : step].mean(), rtol=1e-6)
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        linear_fit(steps=1, every={1: lambda event: event.evaluate() and None})
 
 
-def test_early_stopping_ends_a_stream(tmp_path):
-    """Wherever it is passed; a run that it has stopped stops at once when it is resumed."""
+def test_early_stopping_ends_a_stream_and_its_resumed_run(tmp_path):
+    """Wherever it is passed."""
     still = {"eval_fn": lambda *args: {"loss": jnp.float32(1.0)}, "eval_data": data()}
     stop = training.EarlyStopping("eval_loss", 2)
-    for options in ({"on_epoch_end": stop}, {"every": {3: stop}}, {"every": {1: stop}}):
-        options |= {"checkpoints": tmp_path / str(len(list(tmp_path.iterdir()))), **still}
-        options["eval_every"] = 3
+    for index, where in enumerate(({"on_epoch_end": stop}, {"every": {1: stop}})):
+        options = {"checkpoints": tmp_path / str(index), "eval_every": 3, **where, **still}
         for resume in (False, True):
             result = linear_fit(train_data=endless, steps=99, resume=resume, **options)
             assert (result.ended, result.step) == ("stopped", 9)
 
 
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
+def test_row_is_better_only_by_more_than_min_delta(mode, sign):
+    """Of rows that improve by less, as many as `patience` stop the run."""
+    stop = training.EarlyStopping("eval_loss", 2, mode, min_delta=0.1)
+    for values, wanted in (
+        ([1.0, 0.95, 0.92], True),
+        ([1.0, 0.95, 0.85], False),
+        ([1.0, 0.95], False),
+        ([1.0, 0.8, 0.75, 0.72], True),
+    ):
+        rows = [{"epoch": n, "step": n, "eval_loss": sign * x} for n, x in enumerate(values, 1)]
+        history = training.History(epoch_rows=rows)
+        assert stop(types.SimpleNamespace(history=history)) == wanted
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"patience": 0}, {"patience": True}, {"min_delta": float("nan")}, {"mode": "least"}],
+)
+def test_early_stopping_of_arguments_out_of_range_is_refused(arguments):
+    with pytest.raises((ValueError, TypeError), match=f"{next(iter(arguments))} must be"):
+        training.EarlyStopping("loss", **{"patience": 3, **arguments})
+
+
 @pytest.mark.parametrize("kind", fitting.KINDS)
-def test_the_best_params_are_kept(kind, tmp_path):
-    """Those of the step at which the evaluation was best, also where the run is resumed."""
+def test_best_params_are_those_of_the_best_evaluation(kind):
     states = {}
     note = {"every": {1: lambda event: states.update({event.step: event.state})}}
     options = {"eval_fn": fitting.ACCURACY[kind], "eval_data": data(), "eval_every": 2}
     best = {"keep_best": ("eval_accuracy", "max")}
-    whole = fitting.fit(kind, "adam", epochs=3, **options, **note, **best)
-    column = whole.history.epochs["eval_accuracy"]
-    step = int(whole.history.epochs["step"][np.argmax(column)])
-    assert whole.best_step == step
+    result = fitting.fit(kind, "adam", steps=8, **options, **note, **best)
+    column, steps = (result.history.epochs[name] for name in ("eval_accuracy", "step"))
+    assert result.best_step == steps[np.argmax(column)]
     assert np.any(column != column[0])
-
-    def params_of(state):
-        if kind == "linen":
-            return state.params
-        return state.out.kernel.get_value()
-
-    support.assert_same_bits(params_of(whole.best_state), params_of(states[step]))
-    where = {"checkpoints": tmp_path, "checkpoint_every": 3}
-    fitting.fit(kind, "adam", steps=12, **where, **options, **best)
-    resumed = fitting.fit(kind, "adam", epochs=3, resume=True, **where, **options, **best)
-    assert resumed.best_step == step
-    support.assert_same_bits(params_of(resumed.best_state), params_of(whole.best_state))
-    assert fitting.fit(kind, "adam", epochs=1).best_state is None
-
-
-def test_a_run_is_resumed_by_the_column_by_which_it_kept_the_best(tmp_path):
-    """Params of the best row so far are in its checkpoints, of no other."""
-    options = {"checkpoints": tmp_path, "resume": True, **EVALUATION}
-    linear_fit(epochs=1, keep_best=("eval_loss", "max"), **options)
-    with pytest.raises(ValueError, match=r"keep_best is \['eval_loss', 'max'\] there and .*'min'"):
-        linear_fit(epochs=2, keep_best="eval_loss", **options)
+    trained = result.best_state, states[result.best_step]
+    support.assert_same_bits(*map(fitting.params_of, trained))
 
 
 def test_names_of_columns_that_are_misspelt_are_found_as_soon_as_they_can_be():
@@ -122,7 +134,6 @@ def test_names_of_columns_that_are_misspelt_are_found_as_soon_as_they_can_be():
     of_streams = of_arrays | {"eval_data": lambda epoch: [data()]}
     stop = training.EarlyStopping
     for wrong, options, step in [
-        ({"keep_best": "eval_lsos"}, of_arrays, 0),
         ({"on_epoch_end": stop("eval_lsos", 1)}, of_arrays, 0),
         ({"keep_best": "eval_loss"}, {"every": {1: seen.append}}, 0),
         ({"keep_best": "lsos"}, of_arrays | {"steps_per_call": 2}, 0),
@@ -137,17 +148,11 @@ def test_names_of_columns_that_are_misspelt_are_found_as_soon_as_they_can_be():
     assert linear_fit(epochs=2, **right).best_step == 10
 
 
-def test_the_least_is_the_best_and_nan_never():
+def test_row_of_nan_is_never_the_best():
     rates = iter([1.0, np.nan, 0.5, 0.7])
     data_of = lambda epoch: [np.full((4, 1), next(rates), np.float32)]  # noqa: E731
     evaluation = {"eval_fn": lambda params, batch: {"value": jnp.mean(batch)}, "eval_data": data_of}
-    result = linear_fit(epochs=4, keep_best="eval_value", **evaluation)
-    assert result.best_step == 15
-    with pytest.raises(ValueError, match="eval_every goes with eval_fn"):
-        linear_fit(epochs=1, eval_every=2)
-    once = {"eval_fn": EVALUATION["eval_fn"], "eval_data": iter(fitting.batches(1))}
-    with pytest.raises(TypeError, match=r"eval_data is an iterator.* only once"):
-        linear_fit(epochs=1, **once)
+    assert linear_fit(epochs=4, keep_best="eval_value", **evaluation).best_step == 15
 
 
 def test_padded_batches_are_evaluated_by_sums_and_counts():
@@ -158,25 +163,22 @@ def test_padded_batches_are_evaluated_by_sums_and_counts():
         fill = 16 - len(part["y"])
         x = np.pad(part["x"], [(0, fill), (0, 0)], constant_values=99.0)
         y, mask = np.pad(part["y"], (0, fill)), np.arange(16) < 16 - fill
-        batches.append({"x": x, "y": y, "mask": mask, "scale": np.float32(2.0)})
+        batches.append({"x": x, "y": y, "mask": mask})
     batches.append(batches[0] | {"mask": np.zeros(16, bool)})  # a batch of nothing but filling
 
     def eval_fn(params, batch):
         logits = batch["x"] @ params["w"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         weights = batch["mask"].astype(jnp.float32)
-        total = jnp.sum(batch["scale"] * losses * weights)
-        return {"loss": (total, jnp.sum(weights)), "rows": jnp.float32(len(weights))}
+        pair = jnp.sum(losses * weights), jnp.sum(weights)
+        return {"loss": pair, "rows": jnp.float32(len(weights))}
 
     result = linear_fit(epochs=1, eval_fn=eval_fn, eval_data=batches)
-    exact = 2.0 * linear_loss(result.state.params, data())
+    exact = linear_loss(result.state.params, data())
     np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-6)
     assert result.history.last["eval_rows"] == 16
     result = linear_fit(epochs=1, eval_fn=eval_fn, eval_data=batches[-1:])
     assert np.isnan(result.history.last["eval_loss"])
-    three = {"loss": (jnp.float32(1.0), jnp.ones(3))}
-    with pytest.raises(TypeError, match=r"got 'loss' of shape \(3,\)"):
-        linear_fit(epochs=1, eval_fn=lambda *_: three, eval_data=batches)
 
 
 class Clu:
@@ -195,7 +197,7 @@ class Board:
         self.rows.append((step, name, value))
 
 
-def test_a_writer_gets_each_quantity_under_a_tag_of_its_own(monkeypatch):
+def test_writer_gets_each_quantity_under_a_tag_of_its_own(monkeypatch):
     """Once a step, with the learning rate, and without what is no metric; from process 0 alone."""
     tx = optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(1.0, 0.0, 10))
     written = []
@@ -219,33 +221,21 @@ def test_a_writer_gets_each_quantity_under_a_tag_of_its_own(monkeypatch):
     np.testing.assert_allclose(found[8, "learning_rate"], 1 - 6.5 / 10, rtol=1e-6)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     write = training.metrics_writer(other := Clu())
-    event = training.Event(1, 5, result.history, True, dict, dict, dict)
-    write(event)
+    write(training.Event(1, 5, result.history, True, dict, dict, dict))
     assert other.rows == []
 
 
-def test_names_of_other_libraries_are_answered_with_ours():
-    for name, says in [
-        ("validation_data", "Pass eval_data, and eval_fn"),
-        ("callbacks", "Pass on_epoch_end, or every="),
-        ("verbose", "Pass progress=True"),
-        ("batchsize", r"Did you mean batch_size\?"),
-        ("qqq", "unexpected keyword argument 'qqq'.$"),
-    ]:
-        with pytest.raises(TypeError, match=says):
-            linear_fit(epochs=1, **{name: 1})
+def test_metric_that_not_every_batch_has_is_nan_in_the_other_steps():
+    def metrics(params, batch):
+        small = {"small": jnp.float32(1.0)} if batch["x"].shape[0] < fitting.BATCH else {}
+        return {"loss": linear_loss(params, batch), **small}
 
+    def loss_fn(params, batch):
+        out = metrics(params, batch)
+        return out.pop("loss"), out
 
-@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
-def test_row_is_better_only_by_more_than_min_delta(mode, sign):
-    """Of rows that improve by less, as many as `patience` stop the run."""
-    stop = training.EarlyStopping("eval_loss", 2, mode, min_delta=0.1)
-    for values, wanted in (
-        ([1.0, 0.95, 0.92], True),
-        ([1.0, 0.95, 0.85], False),
-        ([1.0, 0.95], False),
-        ([1.0, 0.8, 0.75, 0.72], True),
-    ):
-        rows = [{"epoch": n, "step": n, "eval_loss": sign * x} for n, x in enumerate(values, 1)]
-        history = training.History(epoch_rows=rows)
-        assert stop(types.SimpleNamespace(history=history)) == wanted
+    batches = [*fitting.batches(1), {name: leaf[:3] for name, leaf in data().items()}]
+    result = linear_fit(loss_fn, batches, epochs=1, has_aux=True)
+    np.testing.assert_array_equal(result.history.steps["small"], [*[np.nan] * 5, 1.0])
+    with pytest.raises(ValueError, match=r"the same metrics for every batch, got .*'small'"):
+        linear_fit(epochs=1, eval_fn=metrics, eval_data=batches)
