@@ -3,6 +3,9 @@
 import itertools
 import re
 
+import flax.core
+import flax.nnx
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +137,64 @@ def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits
             )
             assert -error < ratio.mean() - 1 < (0.7 if climbs else error)
             assert ratio.std() < (0.8 if bits == 4 else 0.4)
+
+
+def second_moments(places, steps):
+    """v / s^2 of gradients N(0, s^2), s over a factor of 1,000 in each block."""
+    s = jnp.exp(jax.random.uniform(jax.random.key(0), (places // 64, 64)) * np.log(1000.0))
+    tx = optperm.quantize_state(optax.scale_by_adam(b2=0.999), min_size=2)
+
+    def step(state, key):
+        return tx.update({"w": s * jax.random.normal(key, s.shape)}, state)[1], None
+
+    keys = jax.random.split(jax.random.key(1), steps)
+    run = jax.jit(lambda state: jax.lax.scan(step, state, keys)[0])
+    return np.asarray(dequantize(run(tx.init({"w": s}))).nu["w"] / s**2)
+
+
+def test_second_moments_are_unbiased_over_5000_steps():
+    """With b2 = 0.999; the mean of 2,048 ratios of sd 0.3 has an error of 0.7 %."""
+    ratio = second_moments(2048, 5000) / (1 - 0.999**5000)
+    assert abs(ratio.mean() - 1) < 0.025
+    assert 0.1 < ratio.std() < 0.45
+
+
+@pytest.mark.exhaustive
+def test_second_moments_of_many_places_are_unbiased_over_10000_steps(capsys):
+    ratio = second_moments(65536, 10_000)
+    with capsys.disabled():
+        print(f"\nmean of v / s^2: {ratio.mean():.4f}, sd {ratio.std():.3f}")
+    assert abs(ratio.mean() - 1) < 0.02
+
+
+def test_a_state_in_any_container_is_quantized():
+    """In a FrozenDict, a dataclass and an `nnx.State`, where a state of Optax may stand."""
+
+    @flax.struct.dataclass
+    class Holder:
+        held: object
+        count: int = 0
+
+    def contained(wrap, unwrap):
+        inner = optax.scale_by_adam()
+
+        def update(updates, state, params=None):
+            updates, state = inner.update(updates, unwrap(state), params)
+            return updates, wrap(state)
+
+        return optax.GradientTransformation(lambda params: wrap(inner.init(params)), update)
+
+    params = {"w": jnp.ones((64, 64))}
+    expected = optperm.quantize_state(optax.scale_by_adam()).init(params)
+    for wrap, unwrap in (
+        (lambda s: flax.core.freeze({"s": s}), lambda s: s["s"]),
+        (Holder, lambda s: s.held),
+        (lambda s: flax.nnx.State({"s": flax.nnx.Param(1.0), "t": s}), lambda s: s["t"]),
+    ):
+        tx = optperm.quantize_state(contained(wrap, unwrap))
+        state = tx.init(params)
+        support.assert_same_bits(unwrap(state.inner_state), expected.inner_state)
+        tx.update(params, state, params)
 
 
 def test_leaves_and_steps_and_keys_have_other_random_numbers():

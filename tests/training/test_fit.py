@@ -293,6 +293,33 @@ def test_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
     np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
 
 
+def test_a_model_without_modes_is_evaluated():
+    model = nnx.Linear(fitting.FEATURES, fitting.CLASSES, rngs=nnx.Rngs(0))
+    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
+
+    def loss_fn(model, batch):
+        return fitting.cross_entropy(model(batch["x"]), batch["y"])
+
+    options = {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": data()}
+    result = training.fit(
+        model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH, **options
+    )
+    exact = loss_fn(model, data())
+    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
+
+
+def test_a_function_of_an_nnx_model_may_have_arguments_that_it_does_well_without():
+    def loss_fn(model, batch, rng=None):
+        assert rng is None
+        return fitting.nnx_loss(model, batch)
+
+    model = fitting.NnxNet()
+    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
+    result = training.fit(model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH)
+    same = fitting.fit("nnx", "adam", epochs=1)
+    np.testing.assert_array_equal(result.history.steps["loss"], same.history.steps["loss"])
+
+
 def test_progress_bar_shows_steps(capsys):
     fitting.fit("linen", "adam", epochs=1, progress=True)
     assert "5/5" in capsys.readouterr().out
