@@ -18,6 +18,7 @@ MOST = {
     "dldr": 192,
     "dldr-twa": 175,
     "low_rank": 112,
+    "mandt_sgd": 93,
     "rigl": 143,
     "set": 140,
     "sghmc": 159,
