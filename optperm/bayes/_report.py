@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optperm.bayes._biases import is_given, judge_biases, langevin_biases, measure_kernel_bias
 from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._convergence import convergence, r_hat_limits, split_r_hats
 from optperm.bayes._faults import COLD
@@ -25,9 +26,6 @@ _LARGEST_R_HAT, _LEAST_ESS, _NOT_MIXED = 1.01, 400, 1.1
 _FEWEST, _LEAST_DRAWS = 4, 40
 # Of more entries, as many are judged, spread evenly.
 _MOST_ENTRIES = 20_000
-_LARGEST_BIAS = 0.05
-# A fifth as of a kernel that was learned, and half of that for the errors of both estimates
-_LARGEST_KERNEL_BIAS = 0.3
 # A stationary chain does not spread so many times wider in its later half, nor this far.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
@@ -188,14 +186,14 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     figures = _measure(slowest)
     is_moving = ~find_unmoved(values)
     step_bias, batch_bias = langevin_biases(values, states, samples)
-    kernel_bias = _measure_kernel_bias(states, samples.batch_noise)
+    kernel_bias = measure_kernel_bias(states, samples.batch_noise)
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)
     # Chains that diverge, or of so few draws, are not judged by their mixing
     if found[:1] != [DIVERGED]:
         found += _judge_mixing(slowest, figures, values.shape[2])
-        found += _judge_biases(step_bias, batch_bias, kernel_bias)
+        found += judge_biases(step_bias, batch_bias, kernel_bias)
     return PosteriorReport(
         *figures,
         stability=None if one is None else float(np.max(one.stability)),
@@ -286,87 +284,6 @@ def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
         f"The maximum split R-hat is {value:.3g}, above that of chains that have mixed: the chains have "
         "not mixed, or are in several modes (a parameter and its mirror image). Compare their means."
     )
-
-
-def langevin_biases(
-    values: np.ndarray, states: list[Any], samples: Samples
-) -> tuple[float | None, float | None]:
-    """Return the fractions by which steps and batches of SGLD or SGHMC widen variances, where known.
-
-    Args:
-      values: The draws, (chain, draw, entry).
-      states: The states of samplers at the end.
-      samples: The samples, for the noise of the batches.
-    """
-    langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
-    if len(langevin) != 1 or not np.all(np.isfinite(values)):
-        return None, None
-    reach, gain = (float(np.max(x)) for x in (langevin[0].reach, langevin[0].gain))
-    variances = values.var(axis=(0, 1))
-    variances = variances[variances > 0]
-    steps = batches = None
-    if reach > 0 and variances.size:
-        # h lambda = reach / Var, since Var = T / (N lambda), and it widens Var by 1 / (1 - h lambda / 2)
-        steps = reach / float(np.min(variances)) / 2
-    if gain > 0 and samples.batch_noise is not None:
-        # The noise R of a batch's gradient and 1 / gain of the injected noise: along any direction the
-        # ratio is at most the maximum eigenvalue of R, which is at most its trace
-        diagonal = (np.asarray(r, np.float64) for r in jax.tree.leaves(samples.batch_noise))
-        norm = samples.batch_noise_norm
-        batches = gain * (sum(float(r.sum()) for r in diagonal) if norm is None else float(norm))
-    return steps, batches
-
-
-def is_given(state: Any) -> bool:
-    """Return whether the kernel of constant SGD was passed: then no step of its own learns."""
-    return isinstance(state, ConstantSgdState) and not np.any(np.asarray(state.freeze_after))
-
-
-def _measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
-    r"""Return by which fraction the noise of batches makes variances larger than a given kernel's would.
-
-    The mean over the directions of :math:`h_i (C_{ii} - \Lambda_i) / s`, of a covariance
-    :math:`(2 T / N) H + H (C - \Lambda) H / S` of the steps' noise; None where C is not known.
-    """
-    if len(states) != 1 or not is_given(states[0]) or batch_noise is None:
-        return None
-    state = states[0]
-    one = jax.tree.map(lambda leaf: leaf[0], state) if jnp.ndim(state.count) else state
-    h = one.kernel.step_sizes(one.scale, one.limit)
-    size, scale = float(one.kernel.batch_size), float(one.scale)
-    if not scale > 0:
-        return None
-
-    def excess(h: Any, r: Any, noise: Any) -> np.ndarray:
-        h, r, noise = (np.asarray(x, np.float64) for x in (h, r, noise))
-        # h (C - Lambda) / s
-        return np.ravel(h * (size * r - noise) / scale)
-
-    found = jax.tree.leaves(jax.tree.map(excess, h, batch_noise, one.kernel.noise))
-    return float(np.mean(np.concatenate(found)))
-
-
-def _judge_biases(steps: float | None, batches: float | None, kernel: float | None) -> list[str]:
-    """Return which of the fractions by which they change variances is too large."""
-    found = []
-    if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
-        found.append(
-            "The noise of the batches is not that of the kernel: variances are on average about "
-            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel belongs to other "
-            "data or another loss: learn a new kernel."
-        )
-    if steps is not None and steps > _LARGEST_BIAS:
-        found.append(
-            f"The length of the steps makes the variance of a parameter about {steps:.1%} too "
-            "large, and more along steep directions: lower step_size, and draw longer chains."
-        )
-    if batches is not None and batches > _LARGEST_BIAS:
-        found.append(
-            "The noise of the batches makes the variance of some linear function of the params up to "
-            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg before "
-            "the sampler."
-        )
-    return found
 
 
 def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> list[str]:

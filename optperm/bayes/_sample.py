@@ -13,39 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes._batch_noise import batch_covariance, measure_batch_noise
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
-from optperm.bayes._correlation import times_rows
-from optperm.bayes._covariance import BatchGradients, Outer, per_example
-from optperm.bayes._forms import Diagonal, Form, inner
 from optperm.bayes._kernel import NoiseKernel
-from optperm.bayes._langevin import SghmcState, SgldState
-from optperm.bayes._masters import MasterState
-from optperm.bayes._report import SAMPLERS, is_given, judge
+from optperm.bayes._report import SAMPLERS, judge
 from optperm.bayes._samples import Samples
 from optperm.bayes._sampling import make_runner, steps_to_learn
+from optperm.bayes._starts import cast_starts, search_starts
 from optperm.core import checks
 from optperm.core.current import jit_current
-from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.dtypes import all_finite
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
-from optperm.core.shardings import explicit_sharding
 from optperm.core.states import check_runs, find_states, replace_state, without_variables
 from optperm.evaluation import evaluate
 from optperm.exact import apply_updates
 
 # Parts of the draws, each followed by a call of `on_draws`.
 _PARTS = 10
-# Up to this many params, L-BFGS on all examples takes the starts to an optimum.
-_MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 _BURN_IN = 1000
-# Draws at which the noise of the batches is measured.
-_LOOKS = 32
 # Entries whose draws are ranked, which takes 5 ms each, to judge 4,000 draws.
 _MOST_RANKED = 200
-# Examples at which it is measured at least, where it is compared with the noise of a kernel.
-_EXAMPLES = 2000
-# Products of the power iteration for the maximum eigenvalue of that noise.
-_PRODUCTS = 16
 _UNSEEN = (
     "In {:.2%} of the steps, the loss or the log prior was infinite, as outside the bounds of a prior, "
     "but the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)) and "
@@ -173,9 +161,9 @@ def sample(
 
     keys = jax.random.split(make_key(key), 3)
     begun = (
-        _search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
+        search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
         if starts is None
-        else _cast_starts(starts, params, keys[0], num_chains)
+        else cast_starts(starts, params, keys[0], num_chains)
     )
     part = -(-num_draws // _PARTS)
 
@@ -212,8 +200,8 @@ def sample(
     opt_state, _, unseen = drawn.last_opt_state
     samples = drawn._replace(params=draws, starts=begun, last_opt_state=opt_state)
     if batch_size > 1:
-        covariance_fn = functools.partial(_batch_covariance, loss, data, num_data, batch_size)
-        samples = _measure_batch_noise(covariance_fn, samples, batch_size, keys[0])
+        covariance_fn = functools.partial(batch_covariance, loss, data, num_data, batch_size)
+        samples = measure_batch_noise(covariance_fn, samples, batch_size, keys[0])
     for text in judge(samples, most_ranked=_MOST_RANKED).warnings:
         warnings.warn(text, stacklevel=2)
     if np.any(unseen):
@@ -341,97 +329,6 @@ def _hand_over(
     return tx, replace_state(begun, ConstantSgdState, learned, method="constant_sgd")
 
 
-def _is_langevin_alone(opt_state: Any) -> bool:
-    """Return whether an optimizer is SGLD or SGHMC with nothing else that has a state, as svrg has."""
-    found = find_states(opt_state, (SgldState, SghmcState))
-    wrappers = find_states(opt_state, MasterState)
-    masters = [wrapper.masters for wrapper in wrappers]
-    return len(found) == 1 and len(jax.tree.leaves((found, masters))) == len(
-        jax.tree.leaves(opt_state)
-    )
-
-
-def _measure_batch_noise(
-    covariance_fn: Callable[..., Any], samples: Samples, batch_size: int, key: jax.Array
-) -> Samples:
-    """Return samples with the noise of the batches, where a report asks for it."""
-    opt_state = samples.last_opt_state
-    if _is_langevin_alone(opt_state):
-        some = _choose_draws(samples.params, _LOOKS, key)
-        measure = functools.partial(_diagonal_and_maximum, covariance_fn)
-        diagonal, norm = jit_current(measure)(*some)
-        return samples._replace(batch_noise=diagonal, batch_noise_norm=norm)
-    kernel = _given_kernel(opt_state)
-    if kernel is None:
-        return samples
-
-    def in_basis(basis: Form, draws: Any, keys: jax.Array) -> Any:
-        return basis.variances(covariance_fn(draws, keys, basis.covariance))
-
-    some = _choose_draws(samples.params, max(_LOOKS, _EXAMPLES // batch_size), key)
-    return samples._replace(batch_noise=jit_current(in_basis)(kernel.basis, *some))
-
-
-def _batch_covariance(
-    loss: Callable[[Any, Any], jax.Array],
-    data: Any,
-    num_data: int,
-    batch_size: int,
-    draws: Any,
-    keys: jax.Array,
-    outer: Outer,
-) -> Any:
-    """Return a part of R, the covariance of a batch's gradient: the mean over draws, of a batch each."""
-
-    def of_draw(params: Any, key: jax.Array) -> Any:
-        rows = jax.random.randint(key, (batch_size,), 0, num_data)
-        e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
-        batch = BatchGradients(params, e.grad, e.extra_args, batch_size, None, None)
-        c_hat, _ = per_example(batch, outer)
-        return jax.tree.map(lambda c: c / batch_size, c_hat)
-
-    found = jax.lax.map(lambda each: of_draw(*each), (draws, keys))
-    return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
-
-
-def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array]:
-    """Return at most so many draws of all chains on one axis, and a key for each."""
-    size = int(np.prod(jax.tree.leaves(draws)[0].shape[:2]))
-    chosen = np.linspace(0, size - 1, min(size, most)).astype(np.int32)
-    some = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[chosen], draws)
-    return some, jax.random.split(key, len(chosen))
-
-
-def _diagonal_and_maximum(
-    covariance_fn: Callable[..., Any], draws: Any, keys: jax.Array
-) -> tuple[Any, jax.Array]:
-    """Return the diagonal and the maximum eigenvalue of R.
-
-    R is that of few examples for many params, so its maximum eigenvalue is rather above the right one
-    than below.
-    """
-
-    def step(v: Any, _: None) -> tuple[Any, jax.Array]:
-        # v <- R v / |R v|, and |R v| tends to the maximum eigenvalue
-        product = covariance_fn(draws, keys, functools.partial(times_rows, v=v))
-        norm = jnp.sqrt(inner(product, product))
-        scale = jnp.where(norm > 0, norm, 1.0)
-        return jax.tree.map(lambda x: x / scale.astype(x.dtype), product), norm
-
-    one = jax.tree.map(lambda leaf: leaf[0].astype(accumulation_dtype(leaf)), draws)
-    start = normal_like(jax.random.key_data(keys[0]), one)
-    _, norms = jax.lax.scan(step, start, length=_PRODUCTS)
-    return covariance_fn(draws, keys, Diagonal().outer), norms[-1]
-
-
-def _given_kernel(opt_state: Any) -> NoiseKernel | None:
-    """Return the kernel from which all steps have sampled, if it was passed and is one of all params."""
-    states = find_states(opt_state, ConstantSgdState)
-    if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
-        return None
-    return jax.tree.map(lambda leaf: leaf[0], states[0].kernel)
-
-
 def _add_prior(
     loss_fn: Callable[[Any, Any], jax.Array], log_prior: Callable[[Any], Any], num_data: int
 ) -> Callable[[Any, Any], jax.Array]:
@@ -445,59 +342,3 @@ def _add_prior(
         return loss_fn(params, batch) - log_p / num_data
 
     return loss
-
-
-def _search_starts(
-    loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
-) -> Any:
-    """Return an optimum for each chain, or the params themselves where there are many of them."""
-    if any(map(explicit_sharding, jax.tree.leaves(params))):
-        raise ValueError("params are on a mesh with explicit axes: pass starts=.")
-    if optax.tree.size(params) > _MOST_TO_SEARCH:
-        return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
-    begun = _spread(params, key, num_chains)
-    return jit_current(jax.vmap(functools.partial(_search, loss)))(begun)
-
-
-def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
-    """Return points in pairs on either side of params, so that both of two modes are tried."""
-    keys = jax.random.split(key, -(-num_chains // 2))
-    z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
-
-    def pairs(p: Any, z: jax.Array) -> jax.Array:
-        both = jnp.asarray(p)[None, None] + _SPREAD * jnp.stack([z, -z], axis=1)
-        return both.reshape(-1, *jnp.shape(p))[:num_chains].astype(jnp.result_type(p))
-
-    return jax.tree.map(pairs, params, z)
-
-
-def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
-    """Return a user's starts in the dtypes of the params."""
-    if callable(starts):
-        starts = jax.vmap(starts)(jax.random.split(key, num_chains))
-    wanted = jax.eval_shape(
-        jax.vmap(lambda _: jax.tree.map(jnp.asarray, params)), jnp.zeros(num_chains)
-    )
-    checks.check_same_tree("starts", starts, wanted, source="params", dtypes=False)
-    return cast_like(starts, wanted)
-
-
-def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
-    """Return an optimum by L-BFGS, or the start if its loss is not higher."""
-    # Optax's line search needs losses and params of one dtype of more than 16 bits
-    dtype, given, tx = accumulation_dtype(params), params, optax.lbfgs()
-    params = optax.tree.cast(params, dtype)
-
-    def loss(params: Any) -> jax.Array:
-        return loss_fn(params).astype(dtype)
-
-    def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
-        at, state = carry
-        value, grad = optax.value_and_grad_from_state(loss)(at, state=state)
-        updates, state = tx.update(grad, state, at, value=value, grad=grad, value_fn=loss)
-        new = optax.apply_updates(at, updates)
-        return optax.tree.where(all_finite(new), (new, state), carry), None
-
-    (found, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=_SEARCHES)
-    is_lower = loss(found) < loss(params)
-    return cast_like(optax.tree.where(is_lower, found, params), given)

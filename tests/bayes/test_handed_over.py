@@ -11,7 +11,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes import _sample
+from optperm.bayes import _batch_noise
 from optperm.core import current
 from optperm.core.states import find_state, replace_state
 
@@ -183,12 +183,12 @@ def test_noise_of_the_batches_of_sgld_is_measured():
 
     state = optperm.sgld(1e-5, 400).init(w)
     samples = optperm.bayes.Samples(jnp.zeros((2, 100, 20)), jnp.zeros((2, 20)), state, 100, 1)
-    covariance_fn = functools.partial(_sample._batch_covariance, loss_fn, x, 400, S)
-    found = _sample._measure_batch_noise(covariance_fn, samples, S, jax.random.key(0))
+    covariance_fn = functools.partial(_batch_noise.batch_covariance, loss_fn, x, 400, S)
+    found = _batch_noise.measure_batch_noise(covariance_fn, samples, S, jax.random.key(0))
     np.testing.assert_allclose(found.batch_noise, 1 / S, rtol=0.35)
     exact = np.linalg.eigvalsh(np.cov(x.T) / S)[-1]
     np.testing.assert_allclose(found.batch_noise_norm, exact, rtol=0.3)
     assert float(found.batch_noise_norm) > 10 * float(np.max(found.batch_noise))
     half = optperm.sghmc(1e-3, N, 0.5).init(w.astype(jnp.bfloat16))
-    assert _sample._is_langevin_alone(half)
-    assert not _sample._is_langevin_alone((state, w))
+    assert _batch_noise._is_langevin_alone(half)
+    assert not _batch_noise._is_langevin_alone((state, w))

@@ -1,0 +1,125 @@
+"""The noise of the batches at draws, where a report compares it with the injected noise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes._biases import is_given
+from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._correlation import times_rows
+from optperm.bayes._covariance import BatchGradients, Outer, per_example
+from optperm.bayes._forms import Diagonal, Form, inner
+from optperm.bayes._kernel import NoiseKernel
+from optperm.bayes._langevin import SghmcState, SgldState
+from optperm.bayes._masters import MasterState
+from optperm.bayes._samples import Samples
+from optperm.core.current import jit_current
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.noise import normal_like
+from optperm.core.states import find_states
+from optperm.evaluation import evaluate
+
+# Draws at which the noise of the batches is measured.
+_LOOKS = 32
+# Examples at which it is measured at least, where it is compared with the noise of a kernel.
+_EXAMPLES = 2000
+# Products of the power iteration for the maximum eigenvalue of that noise.
+_PRODUCTS = 16
+
+
+def _is_langevin_alone(opt_state: Any) -> bool:
+    """Return whether an optimizer is SGLD or SGHMC with nothing else that has a state, as svrg has."""
+    found = find_states(opt_state, (SgldState, SghmcState))
+    wrappers = find_states(opt_state, MasterState)
+    masters = [wrapper.masters for wrapper in wrappers]
+    return len(found) == 1 and len(jax.tree.leaves((found, masters))) == len(
+        jax.tree.leaves(opt_state)
+    )
+
+
+def measure_batch_noise(
+    covariance_fn: Callable[..., Any], samples: Samples, batch_size: int, key: jax.Array
+) -> Samples:
+    """Return samples with the noise of the batches, where a report asks for it."""
+    opt_state = samples.last_opt_state
+    if _is_langevin_alone(opt_state):
+        some = _choose_draws(samples.params, _LOOKS, key)
+        measure = functools.partial(_diagonal_and_maximum, covariance_fn)
+        diagonal, norm = jit_current(measure)(*some)
+        return samples._replace(batch_noise=diagonal, batch_noise_norm=norm)
+    kernel = _given_kernel(opt_state)
+    if kernel is None:
+        return samples
+
+    def in_basis(basis: Form, draws: Any, keys: jax.Array) -> Any:
+        return basis.variances(covariance_fn(draws, keys, basis.covariance))
+
+    some = _choose_draws(samples.params, max(_LOOKS, _EXAMPLES // batch_size), key)
+    return samples._replace(batch_noise=jit_current(in_basis)(kernel.basis, *some))
+
+
+def batch_covariance(
+    loss: Callable[[Any, Any], jax.Array],
+    data: Any,
+    num_data: int,
+    batch_size: int,
+    draws: Any,
+    keys: jax.Array,
+    outer: Outer,
+) -> Any:
+    """Return a part of R, the covariance of a batch's gradient: the mean over draws, of a batch each."""
+
+    def of_draw(params: Any, key: jax.Array) -> Any:
+        rows = jax.random.randint(key, (batch_size,), 0, num_data)
+        e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
+        batch = BatchGradients(params, e.grad, e.extra_args, batch_size, None, None)
+        c_hat, _ = per_example(batch, outer)
+        return jax.tree.map(lambda c: c / batch_size, c_hat)
+
+    found = jax.lax.map(lambda each: of_draw(*each), (draws, keys))
+    return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
+
+
+def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array]:
+    """Return at most so many draws of all chains on one axis, and a key for each."""
+    size = int(np.prod(jax.tree.leaves(draws)[0].shape[:2]))
+    chosen = np.linspace(0, size - 1, min(size, most)).astype(np.int32)
+    some = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[chosen], draws)
+    return some, jax.random.split(key, len(chosen))
+
+
+def _diagonal_and_maximum(
+    covariance_fn: Callable[..., Any], draws: Any, keys: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Return the diagonal and the maximum eigenvalue of R.
+
+    R is that of few examples for many params, so its maximum eigenvalue is rather above the right one
+    than below.
+    """
+
+    def step(v: Any, _: None) -> tuple[Any, jax.Array]:
+        # v <- R v / |R v|, and |R v| tends to the maximum eigenvalue
+        product = covariance_fn(draws, keys, functools.partial(times_rows, v=v))
+        norm = jnp.sqrt(inner(product, product))
+        scale = jnp.where(norm > 0, norm, 1.0)
+        return jax.tree.map(lambda x: x / scale.astype(x.dtype), product), norm
+
+    one = jax.tree.map(lambda leaf: leaf[0].astype(accumulation_dtype(leaf)), draws)
+    start = normal_like(jax.random.key_data(keys[0]), one)
+    _, norms = jax.lax.scan(step, start, length=_PRODUCTS)
+    return covariance_fn(draws, keys, Diagonal().outer), norms[-1]
+
+
+def _given_kernel(opt_state: Any) -> NoiseKernel | None:
+    """Return the kernel from which all steps have sampled, if it was passed and is one of all params."""
+    states = find_states(opt_state, ConstantSgdState)
+    if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
+        return None
+    return jax.tree.map(lambda leaf: leaf[0], states[0].kernel)

@@ -1,0 +1,76 @@
+"""Where chains start: optima, each searched from a point of its own, or points that are given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.noise import normal_like
+from optperm.core.shardings import explicit_sharding
+
+# Up to this many params, L-BFGS on all examples takes the starts to an optimum.
+_MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
+
+
+def search_starts(
+    loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
+) -> Any:
+    """Return an optimum for each chain, or the params themselves where there are many of them."""
+    if any(map(explicit_sharding, jax.tree.leaves(params))):
+        raise ValueError("params are on a mesh with explicit axes: pass starts=.")
+    if optax.tree.size(params) > _MOST_TO_SEARCH:
+        return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
+    begun = _spread(params, key, num_chains)
+    return jit_current(jax.vmap(functools.partial(_search, loss)))(begun)
+
+
+def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+    """Return points in pairs on either side of params, so that both of two modes are tried."""
+    keys = jax.random.split(key, -(-num_chains // 2))
+    z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
+
+    def pairs(p: Any, z: jax.Array) -> jax.Array:
+        both = jnp.asarray(p)[None, None] + _SPREAD * jnp.stack([z, -z], axis=1)
+        return both.reshape(-1, *jnp.shape(p))[:num_chains].astype(jnp.result_type(p))
+
+    return jax.tree.map(pairs, params, z)
+
+
+def cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+    """Return a user's starts in the dtypes of the params."""
+    if callable(starts):
+        starts = jax.vmap(starts)(jax.random.split(key, num_chains))
+    wanted = jax.eval_shape(
+        jax.vmap(lambda _: jax.tree.map(jnp.asarray, params)), jnp.zeros(num_chains)
+    )
+    checks.check_same_tree("starts", starts, wanted, source="params", dtypes=False)
+    return cast_like(starts, wanted)
+
+
+def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
+    """Return an optimum by L-BFGS, or the start if its loss is not higher."""
+    # Optax's line search needs losses and params of one dtype of more than 16 bits
+    dtype, given, tx = accumulation_dtype(params), params, optax.lbfgs()
+    params = optax.tree.cast(params, dtype)
+
+    def loss(params: Any) -> jax.Array:
+        return loss_fn(params).astype(dtype)
+
+    def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+        at, state = carry
+        value, grad = optax.value_and_grad_from_state(loss)(at, state=state)
+        updates, state = tx.update(grad, state, at, value=value, grad=grad, value_fn=loss)
+        new = optax.apply_updates(at, updates)
+        return optax.tree.where(all_finite(new), (new, state), carry), None
+
+    (found, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=_SEARCHES)
+    is_lower = loss(found) < loss(params)
+    return cast_like(optax.tree.where(is_lower, found, params), given)
