@@ -120,7 +120,7 @@ def sample(
       True
 
       Sample a parameter with bounds through a transform. Here, a rate m > 0 has the prior exp(-m), so
-      :math:`\\log p(m) = -m`. With :math:`m = e^u`, the Jacobian adds u.
+      :math:`\log p(m) = -m`. With :math:`m = e^u`, the log of the Jacobian adds u.
 
       >>> counts_of = jnp.array([2.0, 0.0, 1.0, 3.0] * 25)  # Poisson; m ~ Gamma(1 + 150, 1 + 100)
       >>> nll = lambda u, k: jnp.mean(jnp.exp(u) - k * u)

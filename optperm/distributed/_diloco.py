@@ -255,7 +255,7 @@ def diloco(
             # Its targets would disagree with a pull of a part of the params, or to other values.
             raise ValueError(
                 "The inner optimizer sets exact params (as sgperm does). diloco allows this only with "
-                "one fragment, and without delay, mixing, compress and center_dtype."
+                "one fragment, and without delay, mixing, compress or center_dtype."
             )
         center = optax.tree.cast(replicas.make_center(params), center_dtype)
         parts = [fragments.take_rows(center, p) for p in range(plan.fragments)]

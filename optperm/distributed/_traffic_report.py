@@ -158,7 +158,7 @@ def traffic_report(
         jax.eval_shape(init, shapes)
     if len(found) != 1:
         wanted = "one optperm.agn or optperm.diloco"
-        raise ValueError(f"tx must have {wanted}, to report what it sends, got {len(found)}.")
+        raise ValueError(f"traffic_report needs exactly {wanted} in tx, got {len(found)}.")
     (fragments,) = found
     columns = zip(*(sent[1:] for sent in fragments), strict=True)
     total: Any = [None if None in column else sum(column) for column in columns]

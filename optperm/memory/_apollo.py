@@ -75,8 +75,8 @@ def apollo(
 
     Let G be the d x k gradient of a matrix, where d is its smaller side. The optimizer sees
     :math:`R = B^\top G`, where the entries of the d x r matrix B are drawn from
-    :math:`\mathcal N(0, 1 / r)`. Its moments therefore have r x k entries. Let N be its direction for R.
-    Each column j of the gradient (a channel) is scaled as its projection was,
+    :math:`\mathcal N(0, 1 / r)`. The optimizer's moments therefore have r x k entries. Let
+    N be its direction for R. Each column j of the gradient (a channel) is scaled as its projection was,
 
     .. math::
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},

@@ -37,7 +37,9 @@ def compute_direction(
             "optax.contrib.scale_by_muon(weight_dimension_numbers=...) instead of "
             f"optax.contrib.muon, and put optax.add_decayed_weights after {method}"
         )
-        raise ValueError(f"inner of {method} needs {needs}: {advice}.") from error
+        raise ValueError(
+            f"inner of {method} needs {needs}, which it does not get there: {advice}."
+        ) from error
 
 
 def find_sign(direction: Any, low: Any, known: jax.Array) -> jax.Array:

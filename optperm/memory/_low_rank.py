@@ -114,8 +114,8 @@ def low_rank(
 
     Let G be the d x k gradient of a matrix, where d is its smaller side. The optimizer sees
     :math:`R = P^\top G`, where the d x r matrix P is an orthonormal basis that changes every `every`
-    steps. Its moments therefore have r x k entries instead of d x k. If N is its direction for R, the
-    step is
+    steps. The optimizer's moments therefore have r x k entries instead of d x k. If N is its direction
+    for R, the step is
 
     .. math::
       U = \text{scale} \, (P N + S), \qquad

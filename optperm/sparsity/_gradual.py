@@ -91,7 +91,7 @@ def prune_gradually(
     Returns:
       A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`.
       With `optax.apply_updates`, the transformation must come last in its chain. With
-      `optperm.apply_updates`, zeros stay zero at any position.
+      `optperm.apply_updates`, zeros stay zero wherever it stands.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm

@@ -93,7 +93,7 @@ def rigl(
     Returns:
       A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`.
       With `optax.apply_updates`, the transformation must come last in its chain. With
-      `optperm.apply_updates`, zeros stay zero at any position.
+      `optperm.apply_updates`, zeros stay zero wherever it stands.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -162,7 +162,8 @@ def rigl(
         if (unlike := _find_unlike_params(inner_state, mask, params)) is not None:
             raise ValueError(
                 f"rigl restarts the state of each weight that grows, but inner keeps {unlike}, "
-                "which is not like params: leave out optax.flatten, factored moments and low rank."
+                "which does not have one number per weight: leave out optax.flatten, factored moments "
+                "and low rank."
             )
         return SparseState(
             count=jnp.zeros([], jnp.int32),

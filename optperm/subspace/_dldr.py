@@ -188,7 +188,10 @@ def dldr(
         inner_state, second = first.init(params), then.init(params)
         subspace = _find_subspace(second, num_snapshots)
         if placing_states(inner_state):
-            raise ValueError("inner places params, and would place them in the second phase too.")
+            raise ValueError(
+                "inner sets exact params (as sgperm does), and would overwrite those of the second "
+                "phase: use another inner optimizer."
+            )
         # At least one row: an array without entries cannot be saved.
         further = jax.tree.map(
             lambda rows: rows_like(rows[0], max(num_snapshots - rows.shape[0], 1), rows.dtype),

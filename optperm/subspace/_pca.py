@@ -46,9 +46,9 @@ def pca_basis(
     .. math::
       X X^\top = U \Lambda U^\top, \qquad P = \Lambda_k^{-1/2} U_k^\top X
 
-    with the :math:`k` largest eigenvalues in descending order. The inner products :math:`X X^\top` are
-    sums over all leaves. The sign of each row is such that the snapshot farthest from the mean along
-    this row has a positive coordinate.
+    where :math:`\Lambda_k` holds the :math:`k` largest eigenvalues in descending order, and :math:`U_k`
+    their eigenvectors. The inner products :math:`X X^\top` are sums over all leaves. The sign of each
+    row is such that the snapshot farthest from the mean along this row has a positive coordinate.
 
     Args:
       snapshots: A tree like params whose leaves have a leading axis of m snapshots and any real floating

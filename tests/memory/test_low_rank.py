@@ -269,7 +269,7 @@ def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
             ValueError,
             r"basis of shape \(6, 2\) .* \(6, 3\)",
         ),
-        (update(low(optax.adamw(1e-3))), ValueError, "inner of low_rank needs params:"),
+        (update(low(optax.adamw(1e-3))), ValueError, "inner of low_rank needs params"),
         (update(low(optax.contrib.scale_by_muon())), ValueError, "needs params, or weight_dim"),
         (update(optperm.apollo(optax.adamw(1e-3), 2)), ValueError, "inner of apollo needs params"),
     ):
