@@ -174,7 +174,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     tx = optperm.diloco(optax.sgd(0.1), every=3, axis_name="replica")
     assert_close(both, dense_fit(tx, **fitting.on(2, mapped=True)))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
-    with pytest.raises(ValueError, match=r"params.*lies on .*pass the mesh of the state"):
+    with pytest.raises(ValueError, match=r"params.*is on .*pass the mesh of the state"):
         dense_fit(fitting.method("adam"), params, mesh=other)
 
 
