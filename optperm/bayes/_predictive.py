@@ -64,7 +64,9 @@ class Predictions(NamedTuple):
         """
         shape = self.mean.shape
         if not shape or shape[-1] < 2:
-            raise ValueError(f"The last axis must hold two or more classes, got shape {shape}.")
+            raise ValueError(
+                f"The last axis must hold probabilities of at least two classes, got shape {shape}."
+            )
         if can_be_seen(self.mean):
             _check_rows(self.mean)
         return _entropy(self.mean)
