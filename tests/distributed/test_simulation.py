@@ -142,7 +142,7 @@ CASES = {
         agn(MOMENTUM, "sum", {1, 3, 6, 10}, every=lambda commits: commits + 1)
     ),
     "agn sequential by flags": Case(
-        agn(SGD, "sequential", {2, 3, 7, 14}, every=99),
+        agn(MOMENTUM, "sequential", {2, 3, 7, 14}, every=99),
         flags=lambda step: step in (2, 3, 7, 14),
         bad=5,
     ),
