@@ -82,6 +82,7 @@ STRUCTURES = {
     "nm_2_4_axis-2": optperm.sparsity.NOfM(2, 4),
     "channel": optperm.sparsity.Units(),
     "block_4_4": optperm.sparsity.Blocks(4, 4),
+    "global_magnitude_normalized": None,
 }
 
 
@@ -92,11 +93,17 @@ def test_prune_makes_jaxpruners_choices(case):
     zeros = jaxpruner.num_zeros(z["mask"])
     for t in range(len(next(iter(z["mask"].values())))):
         params = {name: p[t] for name, p in z["params"].items()}
-        fraction = {name: n[t] / params[name].size for name, n in zeros.items()}
+        options, fraction = {}, {name: n[t] / params[name].size for name, n in zeros.items()}
         if isinstance(structure, optperm.sparsity.NOfM):
             fraction = None
+        if case == "global_magnitude_normalized":
+            fraction = sum(n[t] for n in zeros.values()) / sum(p.size for p in params.values())
+            scores = {name: np.abs(p) / np.linalg.norm(p) for name, p in params.items()}
+            options = {"scope": "global", "scores": scores}
         opt_state = optperm.mask_elements().init(params)
-        _, after = optperm.sparsity.prune(params, opt_state, fraction, structure=structure)
+        _, after = optperm.sparsity.prune(
+            params, opt_state, fraction, structure=structure, **options
+        )
         for name, wanted in z["mask"].items():
             np.testing.assert_array_equal(after.mask[name], wanted[t])
 
