@@ -267,8 +267,8 @@ def check_no_averages(opt_state: Any, method: str) -> None:
     for name, state_type in _MOVING_WRAPPERS.items():
         if find_states(opt_state, state_type):
             raise ValueError(
-                f"{name} inside {method} keeps params of its own, which {method} does not reach, so the "
-                f"params to evaluate would not be those of {method}. Use another optimizer."
+                f"{name} inside {method} keeps params of its own, and {method} cannot keep these "
+                "exact. Use another optimizer."
             )
 
 

@@ -57,8 +57,9 @@ def find_kernels() -> tuple[tuple[str, ...], str]:
     """Return the available kernels, fastest first, and a message if the fastest of all is missing."""
     if load_library() is None:
         return ("numpy",), (
-            "optperm runs without its compiled kernel, thousands of times slower. With a C++17 "
-            "compiler, install it again: pip install --force-reinstall --no-deps --no-cache-dir optperm"
+            "optperm runs without its compiled kernel, thousands of times slower. To fix it, install "
+            "optperm again with a C++17 compiler: pip install --force-reinstall --no-deps "
+            "--no-cache-dir optperm"
         )
     refused = _register_handlers()
     if refused:
