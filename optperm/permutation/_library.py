@@ -32,10 +32,10 @@ _TARGETS = (
 
 
 def choose_kernel() -> str:
-    """Return the kernel that runs: the one OPTPERM_KERNEL names, or the best available.
+    """Return the kernel that runs: the kernel in OPTPERM_KERNEL, or else the fastest available kernel.
 
     Raises:
-      ValueError: If OPTPERM_KERNEL names no kernel that is available.
+      ValueError: If the kernel in OPTPERM_KERNEL is not available.
     """
     available = available_kernels()
     wanted = os.environ.get("OPTPERM_KERNEL", available[0])
