@@ -296,7 +296,7 @@ def assert_center(method, wrapper, opt_state, params):
     ("name", "wrapper"),
     support.every_night(
         itertools.product(METHODS, ("alone", "first", "then")),
-        [("sgperm", "first"), ("prune_gradually", "then")],
+        [("prune_gradually", "then")],
         mark=pytest.mark.entries,
     ),
 )

@@ -61,15 +61,10 @@ def test_method_of_default_flags_is_made(method, data):
     jax.eval_shape(found._tx.init, models.initial_params(found.spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    [
-        "sgperm",
-        *(
-            pytest.param(name, marks=pytest.mark.chains)
-            for name in ("laperm", "svrg", "dldr", "constant-sgd", "diloco", "low-rank")
-        ),
-    ],
+    ["sgperm", "laperm", "svrg", "dldr", "constant-sgd", "diloco", "low-rank"],
 )
 def test_trained_network_is_rebuilt_bit_for_bit(train, files, data, method, capsys):
     """From its seed and the permutation, or its params."""
@@ -173,7 +168,7 @@ def test_compiled_programs_are_kept_in_the_cache_folder_of_the_user(tmp_path, mo
         training.keep_programs()
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_laperm_between_synchronizations_tests_the_synchronized_params(train, files):
     """Each epoch is tested as a run that ended there."""
     flags = "laperm", "--every", "5", "--epochs"

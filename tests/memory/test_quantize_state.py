@@ -152,6 +152,7 @@ def second_moments(places, steps):
     return np.asarray(dequantize(run(tx.init({"w": s}))).nu["w"] / s**2)
 
 
+@pytest.mark.slow
 def test_second_moments_are_unbiased_over_5000_steps():
     """With b2 = 0.999; the mean of 2,048 ratios of sd 0.3 has an error of 0.7 %."""
     ratio = second_moments(2048, 5000) / (1 - 0.999**5000)
@@ -378,6 +379,7 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
     assert all(count <= 6 * n // 8 for _, count in moved), moved
 
 
+@pytest.mark.slow
 def test_a_program_of_many_leaves_has_few_kernels():
     """The number of an array is an operand, so that leaves of one shape have equal kernels."""
     tx = optperm.quantize_state(optax.adam(1e-2), min_size=2)

@@ -40,6 +40,7 @@ def test_falling_is_its_equation_for_any_count_and_traced_numbers():
         np.testing.assert_allclose(in_jit, values, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_sgperm_falls_by_its_length_or_without_one_as_one_over_the_step():
     """Past the end the last value holds, and the state counts the steps past it, also where the length
     is a hyperparameter that is traced."""

@@ -134,6 +134,7 @@ def test_projected_gradient_is_the_part_in_the_subspace():
     assert np.linalg.norm(p @ g) < 0.99 * np.linalg.norm(g)
 
 
+@pytest.mark.slow
 def test_first_phase_without_a_subspace_goes_on():
     """Set no basis where snapshots do not differ, or are not finite."""
     schedule = optax.masked(FIRST, lambda p: jax.tree.map(lambda _: True, p))
@@ -168,6 +169,7 @@ def test_trained_averaging_is_that_of_the_authors():
         np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mapping", "size"),
     support.every_night([("shard_map", 3), ("pmap", 2), ("vmap", 2)], [("shard_map", 3)]),
