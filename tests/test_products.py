@@ -170,12 +170,10 @@ EXACT = [pair for pair in itertools.product(METHODS, WRAPPERS) if pair not in RE
 # Each wrapper and each method at least once: a covering array. CI runs the other products.
 USUAL = {
     "sgperm": ("then", "masked"),
-    "laperm": ("first", "MultiSteps", "followed"),
-    "mask_elements": ("first-of-same", "agn-other-center", "diloco-plan", "rigl", "dldr"),
-    "prune_gradually": ("first", "then-tracked", "diloco", "nested"),
-    "rigl": ("prune_gradually",),
+    "laperm": ("MultiSteps", "followed"),
+    "mask_elements": ("first-of-same", "agn-other-center"),
+    "prune_gradually": ("first", "then-tracked"),
     "agn": ("partition",),
-    "diloco": ("agn",),
 }
 
 

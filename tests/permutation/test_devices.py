@@ -60,8 +60,8 @@ TARGETS = {
     ("axis_type", "cut", "by"),
     support.every_night(
         itertools.product(["Explicit", "Auto"], OUTPUTS_CUT, TARGETS),
-        [
-            ("Explicit", "both outputs", ("sgperm", "ffi")),
+        [("Explicit", "both outputs", ("sgperm", "ffi"))],
+        slow=[
             ("Auto", "columns", ("sgperm", "callback")),
             ("Explicit", "columns", ("laperm", "ffi")),
         ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import loops
 import numpy as np
 import optax
+import pytest
 import support
 
 import optperm

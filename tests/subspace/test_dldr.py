@@ -70,7 +70,10 @@ def test_transformation_around_a_subspace_begins_with_the_second_phase():
     assert not np.any(moves[4:])
 
 
-@pytest.mark.parametrize(("restart", "dtype"), [("first", "bfloat16"), ("mean", "float32")])
+@pytest.mark.parametrize(
+    ("restart", "dtype"),
+    [pytest.param("first", "bfloat16", marks=pytest.mark.slow), ("mean", "float32")],
+)
 def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
     """Put them on the first sample bit for bit, or on the mean, and take no step from there."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf + 0.1, dtype), valley.start())

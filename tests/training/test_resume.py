@@ -303,7 +303,7 @@ def test_run_on_other_devices_is_resumed_to_rounding(tmp_path):
     support.assert_close(resumed.state.params, whole.state.params, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("there", "here"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 4)])
 def test_another_number_of_replicas_takes_the_saved_states_in_turn(there, here, tmp_path):
     """From the middle of a period, where each replica has params of its own."""
     tx = optperm.agn(optax.sgd(0.1), every=3, axis_name="replica")
