@@ -277,7 +277,7 @@ def test_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
     """Its mean is over its examples all the same; replicas cannot share it, which is refused."""
     parts, adam = batches_of(16, 7), fitting.method("adam")
     assert_close(dense_fit(adam, parts=parts), dense_fit(adam, parts=parts, **fitting.on(4)))
-    with pytest.raises(ValueError, match="has 7 examples, of which 4 replicas need equally many"):
+    with pytest.raises(ValueError, match="has 7 examples, which 4 replicas cannot share equally"):
         dense_fit(fitting.method("agn", "replica"), parts=parts, **fitting.on(4, mapped=True))
 
 
