@@ -266,7 +266,7 @@ def batch_gradients(
     if axis_name is None and any(one is not other for one, other in pairs):
         warnings.warn(
             "The updates differ from the gradient in the extra arguments, so the draws do not follow "
-            "the posterior. Remove clipping, svrg, weight decay (use normal_prior instead) and MultiSteps.",
+            "the posterior. Remove clipping, svrg, weight decay (use normal_prior) and MultiSteps.",
             stacklevel=2,
         )
     return BatchGradients(params, grad, extras, batch_size, chunk_size, axis_name)

@@ -193,15 +193,7 @@ def unflat(rows):
 
 @pytest.mark.parametrize(
     "name",
-    support.every_night(
-        CASES,
-        CASES,
-        slow=[
-            "diloco by flags of the device",
-            "layers with a delay beyond the next",
-            "pairs of three",
-        ],
-    ),
+    support.every_night(CASES, CASES, slow=["diloco by flags of the device", "pairs of three"]),
 )
 @pytest.mark.usefixtures("x64")
 def test_steps_of_any_method_are_those_of_a_simulation(name):
