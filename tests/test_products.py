@@ -230,7 +230,7 @@ def test_products_whose_entries_could_not_be_exact_are_refused():
         mark=pytest.mark.entries,
     ),
 )
-@pytest.mark.filterwarnings("ignore:A transformation follows .* in an optax.chain")
+@pytest.mark.filterwarnings("ignore:In an optax.chain, a transformation follows")
 def test_every_entry_of_a_product_is_exact(name, wrapper):
     """By the promises of the method that runs, bit for bit, and nobody else's."""
     method = METHODS[name]

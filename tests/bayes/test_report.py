@@ -167,7 +167,9 @@ def test_what_a_state_of_constant_sgd_tells():
     assert report.unmoved == 1
     assert "1 of 3 entries have not moved" in text
     two = (kernel_state(), kernel_state())
-    assert "There are 2 samplers, each of a part" in report_of(samples_of(draws, two))[0]
+    assert (
+        "The optimizer has 2 samplers for different params" in report_of(samples_of(draws, two))[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_transformation_around_a_subspace_begins_with_the_second_phase():
 
 @pytest.mark.parametrize(
     ("restart", "dtype"),
-    [pytest.param("first", "bfloat16", marks=pytest.mark.slow), ("mean", "float32")],
+    [("first", "bfloat16"), ("mean", "float32")],
 )
 def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
     """Put them on the first sample bit for bit, or on the mean, and take no step from there."""
