@@ -30,7 +30,9 @@ _MOST_ENTRIES = 20_000
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
 DIVERGED = "The chains diverge: take smaller steps, or check that the loss is finite."
-NOT_CHECKED = "That batches are drawn with replacement, and nothing changes updates behind."
+NOT_CHECKED = (
+    "Whether batches are drawn with replacement, and no transformation changes the updates."
+)
 
 
 class PosteriorReport(NamedTuple):
@@ -148,7 +150,7 @@ def posterior_report(
       variance added by the steps    0.02...
       not checked: All chains began at one point, so R-hat cannot reveal other modes.
       not checked: The variance that the noise of the batches adds: it is not known here.
-      not checked: That batches are drawn with replacement, and nothing changes updates behind.
+      not checked: Whether batches are drawn with replacement, and no transformation changes the updates.
       >>> report.warnings
       ()
 
@@ -376,7 +378,7 @@ def describe_unchecked(
         found.append("All chains began at one point, so R-hat cannot reveal other modes.")
     if any(map(is_given, states)):
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
-        found.append(f"That the kernel, which was passed, is one of the {what} of these data.")
+        found.append(f"Whether the passed kernel matches the {what} of these data.")
     if not states:
         found.append(
             "Whether the steps sample this posterior: there is no state of a sampler here."

@@ -79,7 +79,7 @@ def test_figures_and_limits():
     assert text == ""
     out = str(report)
     assert f"{report.r_hat:.3f}" in out
-    assert "not checked: That batches are drawn with replacement, and nothing changes" in out
+    assert "not checked: Whether batches are drawn with replacement" in out
     assert "there is no state of a sampler here" in out
     assert report.mcse == pytest.approx(1 / np.sqrt(4000 * 0.7 / 1.3), rel=0.15)
     assert "effective sample size" in report_of(samples_of(autoregressive(0.9, (4, 600, 3))))[0]

@@ -131,7 +131,10 @@ def test_network_of_ones_own_is_trained_and_rebuilt(
         ("own_networks:Narrow", "must map a batch to (batch, 3) logits, got [1, 2]"),
         ("own_networks:Nothing", "AttributeError: module 'own_networks' has no attribute"),
         ("no_such_module:Net", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("json:loads", "nor a module:Class of params alone (TypeError: loads() missing"),
+        (
+            "json:loads",
+            "or a module:Class whose only variables are params (TypeError: loads() missing",
+        ),
     ]:
         assert run(tmp_path / "other", "adam", "--model", name) == 2
         assert says in error_line()
@@ -267,9 +270,12 @@ def test_run_that_diverges_fails_and_says_where(run, files, tmp_path, capsys):
         ("adam --momentum 0.9", "--momentum. (see optperm train adam --help)"),
         ("agn --combine median", 'Choose from: "mean", "sum", "sequential"'),
         ("sgd --valid-fraction 1", "--valid-fraction. Must be < 1"),
-        ("sgd --valid-fraction 0.001", "--valid-fraction 0.001 of 64 training examples leaves no"),
-        ("adam --batch-size 65", "is 65 examples a step, more than the 64 to train"),
-        ("adam --model gpt", "neither mlp nor cnn, nor a module:Class of params alone"),
+        (
+            "sgd --valid-fraction 0.001",
+            "--valid-fraction 0.001 leaves no example to train or none to validate",
+        ),
+        ("adam --batch-size 65", "is 65 examples per step, more than the 64 to train"),
+        ("adam --model gpt", "must be mlp, cnn, or a module:Class whose only variables"),
         ("adam --model cnn", "--model cnn needs images"),
         ("adam --b1 1.5", "adam: b1 must be in [0, 1], got 1.5"),
         ("sgd --learning-rate -1", "sgd: learning_rate must be at least 0, got -1.0"),

@@ -374,7 +374,7 @@ REFUSED = [
     ({"eval_fn": len}, ValueError, "pass eval_data"),
     ({"eval_data": data()}, ValueError, "pass eval_fn"),
     ({"eval_fn": len, "eval_data": iter([])}, TypeError, "eval_data is an iterator.* only once"),
-    ({"checkpoint_every": 3}, ValueError, "goes with checkpoints"),
+    ({"checkpoint_every": 3}, ValueError, "needs checkpoints"),
     ({"checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
     ({"checkpoints": "a", "resume": "yes"}, TypeError, "must be an integer, got 'yes'"),
     ({"optimizer": 3}, ValueError, "a TrainState has its own"),
