@@ -111,7 +111,8 @@ def test_number_of_steps_may_be_traced_zero_or_never_reached():
 
 def test_inside_of_multi_steps_it_counts_steps_of_the_mean_gradient():
     """Two gradients are one step: the second optimizer takes the third step, of gradients 5 and 6."""
-    tx, w = optax.MultiSteps(optperm.switch_after(2, optax.sgd(1.0), optax.sgd(4.0)), 2), jnp.zeros(1)
+    tx = optax.MultiSteps(optperm.switch_after(2, optax.sgd(1.0), optax.sgd(4.0)), 2)
+    w = jnp.zeros(1)
     state, trail = tx.init(w), []
     for grad in jnp.arange(1.0, 9.0)[:, None]:
         updates, state = tx.update(grad, state, w)
