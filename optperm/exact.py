@@ -25,12 +25,12 @@ _MOVING_WRAPPERS = {
     "optax.lookahead": optax.LookaheadState,
 }
 _OVERRIDDEN = (
-    "A transformation follows a method that places weights in an optax.chain, so its changes to the "
+    "In an optax.chain, a transformation follows a method that sets exact params, so its changes to the "
     "updates are not applied. Put it before that method, or give it other params (optax.partition)."
 )
 _STATE = (
-    "the optimizer state (around a method that places or holds params, optax.flatten and "
-    "split_real_and_imaginary need optax.apply_updates)"
+    "the optimizer state (optax.flatten and split_real_and_imaginary around a method that sets exact "
+    "params need optax.apply_updates)"
 )
 
 
@@ -277,8 +277,8 @@ def _check_wrappers(opt_state: Any) -> None:
     for name, state_type in _MOVING_WRAPPERS.items():
         if any(map(exact_entries, find_states(opt_state, state_type))):
             raise ValueError(
-                f"{name} may not wrap a method that places weights, holds them or keeps zeros, because "
-                "its own params would not follow. Put it inside the method, as its optimizer."
+                f"{name} may not wrap a method that sets exact params, such as zeros, because the "
+                f"params that {name} keeps would not follow. Put it inside the method, as its optimizer."
             )
 
 
@@ -290,7 +290,7 @@ def _check_disjoint(opt_state: Any) -> None:
         own = {path for tree in targets for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
         if own & taken:
             raise ValueError(
-                "Two methods place the same parameter: separate them with optax.partition."
+                "Two methods set the same parameter: give them different params with optax.partition."
             )
         taken |= own
 

@@ -51,7 +51,7 @@ try:
     LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or "inf")
 except ValueError as error:
     raise pytest.UsageError(f"OPTPERM_TEST_LIMIT is a number of seconds: {error}.") from None
-TIERS = ("entries", "programs", "chains", "exhaustive")
+TIERS = ("entries", "programs", "slow", "exhaustive")
 STARTED = pytest.StashKey[float]()
 _TESTS = itertools.count(1)
 hypothesis.settings.register_profile("optperm", deadline=None, derandomize=True, database=None)

@@ -70,7 +70,7 @@ def refuse_what_differs(index):
         ([] if index == "1" else list(part(1)), "the number of batches [5, 0]"),
         (
             lambda epoch: itertools.islice(part(epoch), 2 + 3 * int(index)),
-            "no further batch in the processes [0], but one in the others",
+            "no more batches in the processes [0], but one in the others",
         ),
         (smaller, "[4, 2] examples in the processes"),
     ]:

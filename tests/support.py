@@ -51,12 +51,16 @@ def in_turns(*factors):
     return every_night(itertools.product(*factors), chosen)
 
 
-def every_night(cells, usual, mark=pytest.mark.exhaustive):
-    """Mark those cells for `pytest.mark.parametrize` that are not usual."""
+def every_night(cells, usual, mark=pytest.mark.exhaustive, slow=()):
+    """Mark those cells for `pytest.mark.parametrize` that are not usual, or slow."""
+
+    def mark_of(cell):
+        if cell in slow:
+            return pytest.mark.slow
+        return () if cell in usual else mark
+
     return [
-        pytest.param(
-            *(cell if isinstance(cell, tuple) else (cell,)), marks=() if cell in usual else mark
-        )
+        pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=mark_of(cell))
         for cell in cells
     ]
 

@@ -1,4 +1,4 @@
-"""`apply_updates`: exact where a method places weights, Optax's own elsewhere."""
+"""`apply_updates`: exact where a method sets exact params, Optax's own elsewhere."""
 
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ DECAY, SGD = optax.add_decayed_weights(0.1), optax.sgd(0.1)
 KERNEL = {"kernel": jnp.float32([[0.3, -0.1], [0.2, 0.4], [-0.6, 0.5]])}
 DIM_REDUCE, PHASES = optperm.dim_reduce(n_components=1), {"every": 1, "num_snapshots": 2}
 PLACES, CURVATURE = (
-    "follows a method that places weights.*not applied",
+    "follows a method that sets exact params.*not applied",
     "follows dim_reduce.*curvature",
 )
 FOLLOWED = [
@@ -139,7 +139,7 @@ def test_two_methods_may_share_a_tree_but_not_a_leaf():
     one = Placed({"a": targets["a"], "b": optax.MaskedNode()}, True)
     two = Placed({"a": optax.MaskedNode(), "b": targets["b"]}, True)
     support.assert_same_bits(optperm.apply_updates(params, updates, (one, two)), targets)
-    with pytest.raises(ValueError, match="Two methods place the same parameter"):
+    with pytest.raises(ValueError, match="Two methods set the same parameter"):
         optperm.apply_updates(params, updates, (one, one))
 
 
@@ -239,7 +239,7 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
         else:
             support.assert_same_bits(jnp.sort(placed[1::2]), jnp.tile(jnp.sort(start), (4, 1)))
     # A transformation that follows does not make its ascents placements.
-    with pytest.warns(UserWarning, match="follows a method that places weights in an optax.chain"):
+    with pytest.warns(UserWarning, match="follows a method that sets exact params"):
         followed, _ = descend(optax.chain(tx, optax.identity()), optperm.apply_updates)
     np.testing.assert_allclose(followed, placed, atol=1e-6)
 
@@ -257,7 +257,7 @@ def test_wrappers_that_move_params_elsewhere_are_refused_by_name():
             if name == "lookahead":
                 params = optax.LookaheadParams.init_synced(params)
             state = optax.chain(tx, optax.scale(1.0)).init(params)
-            with pytest.raises(ValueError, match=f"{name} .* method that places weights"):
+            with pytest.raises(ValueError, match=f"{name} .* method that sets exact params"):
                 optperm.apply_updates(params, params, state)
     around = optax.contrib.mechanize(optax.sgd(0.1)).init(lookahead)
     optperm.apply_updates(lookahead, lookahead, around)

@@ -89,7 +89,7 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
         return support.PUBLIC[name](**{**CASES[name], argument: lambda count: number + 0 * count})
 
     low = build(-1)
-    message = f"What the schedule {argument} returns must be .*, got -1"
+    message = f"The value of the schedule {argument} must be .*, got -1"
     if name not in READ_IN_A_CONDITIONAL:
         with pytest.raises(ValueError, match=message):
             loops.make_step(low, everything)(PARAMS, low.init(PARAMS), BATCH)

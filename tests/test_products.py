@@ -170,12 +170,10 @@ EXACT = [pair for pair in itertools.product(METHODS, WRAPPERS) if pair not in RE
 # Each wrapper and each method at least once: a covering array. CI runs the other products.
 USUAL = {
     "sgperm": ("then", "masked"),
-    "laperm": ("first", "MultiSteps", "followed"),
-    "mask_elements": ("first-of-same", "agn-other-center", "diloco-plan", "rigl", "dldr"),
-    "prune_gradually": ("first", "then-tracked", "diloco", "nested"),
-    "rigl": ("prune_gradually",),
+    "laperm": ("MultiSteps", "followed"),
+    "mask_elements": ("first-of-same", "agn-other-center"),
+    "prune_gradually": ("first", "then-tracked"),
     "agn": ("partition",),
-    "diloco": ("agn",),
 }
 
 
@@ -219,7 +217,7 @@ def test_products_whose_entries_could_not_be_exact_are_refused():
         optperm.apply_updates(START, updates, opt_state)
 
     for name, wrapper in REFUSED:
-        with pytest.raises(ValueError, match=r"places|placed|sets exact params|chooses zeros"):
+        with pytest.raises(ValueError, match=r"exact params|chooses which entries"):
             jax.eval_shape(lambda pair=(name, wrapper): take_a_step(*pair))
 
 
@@ -232,7 +230,7 @@ def test_products_whose_entries_could_not_be_exact_are_refused():
         mark=pytest.mark.entries,
     ),
 )
-@pytest.mark.filterwarnings("ignore:A transformation follows .* in an optax.chain")
+@pytest.mark.filterwarnings("ignore:In an optax.chain, a transformation follows")
 def test_every_entry_of_a_product_is_exact(name, wrapper):
     """By the promises of the method that runs, bit for bit, and nobody else's."""
     method = METHODS[name]
@@ -296,7 +294,7 @@ def assert_center(method, wrapper, opt_state, params):
     ("name", "wrapper"),
     support.every_night(
         itertools.product(METHODS, ("alone", "first", "then")),
-        [("sgperm", "first"), ("prune_gradually", "then")],
+        [("prune_gradually", "then")],
         mark=pytest.mark.entries,
     ),
 )

@@ -170,6 +170,7 @@ def test_targets_of_another_state_replace_those_of_both_phases():
     support.assert_same_bits(merged.then[1].key, states[0].then[1].key)
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_line_searches_in_both_phases():
     """Run L-BFGS twice, with a line search that asks for value, grad and value_fn."""
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import support
 
 import optperm
@@ -29,6 +30,7 @@ def run(tx, num_steps=6, gradient=None):
     return jax.jit(lambda: jax.lax.scan(step, (START, tx.init(START)), length=num_steps))()[1]
 
 
+@pytest.mark.slow
 def test_all_data_are_those_of_a_loop_that_passes_the_extra_arguments():
     """SVRG takes its snapshots within the step, of the gradient over all data."""
     inner = optax.chain(optperm.svrg(every=3), optax.sgd(0.1))

@@ -80,9 +80,9 @@ def judge_biases(steps: float | None, batches: float | None, kernel: float | Non
     found = []
     if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
         found.append(
-            "The noise of the batches is not that of the kernel: variances are on average about "
+            "The noise of the batches differs from the kernel's, so variances are on average about "
             f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel belongs to other "
-            "data or another loss: learn a new kernel."
+            "data or another loss: learn a new one."
         )
     if steps is not None and steps > _LARGEST_BIAS:
         found.append(

@@ -87,7 +87,7 @@ class ConstantSgdState(NamedTuple):
         del params
         if not are_seen(self):
             return []
-        found = judge_stability(self.kernel.stability, self.steps)
+        found = judge_stability(self.kernel.stability, self.steps, "stability")
         if np.any(np.asarray(self.scale) == 0) and np.any(self.count):
             found.append(COLD)
         if np.any(np.asarray(self.count) < np.asarray(self.freeze_after)):

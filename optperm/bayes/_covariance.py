@@ -265,8 +265,8 @@ def batch_gradients(
     # Replicas average the gradient, which makes another array of it
     if axis_name is None and any(one is not other for one, other in pairs):
         warnings.warn(
-            "The gradient is not the one of the extra arguments, and the draws do not follow the "
-            "posterior: no clipping, svrg, weight decay (use normal_prior) or MultiSteps around it.",
+            "The updates differ from the gradient in the extra arguments, so the draws do not follow "
+            "the posterior. Remove clipping, svrg, weight decay (use normal_prior) and MultiSteps.",
             stacklevel=2,
         )
     return BatchGradients(params, grad, extras, batch_size, chunk_size, axis_name)
@@ -332,7 +332,7 @@ def _check_num_examples(batch: BatchGradients) -> None:
     """Raise where `optperm.evaluate` has evaluated a batch of another size."""
     here = getattr(batch.extras.get("grad_fn"), "num_examples", None)
     if here is not None:
-        _check_size(here, batch, f"grad_fn is that of a batch of {here}")
+        _check_size(here, batch, f"grad_fn belongs to a batch of {here}")
 
 
 def _check_size(here: int, batch: BatchGradients, what: str) -> None:

@@ -80,7 +80,7 @@ def sample_params(
         if find_states(accumulating, IvonState):
             raise ValueError(
                 "ivon inside optax.MultiSteps would mix the gradients of several draws: take the mean "
-                "loss over microbatches at one draw, or mc_samples."
+                "loss over microbatches at one draw, or use mc_samples."
             )
     if isinstance(state, SwagState):
         _check_collected(state)

@@ -21,8 +21,8 @@ def are_seen(state: Any) -> bool:
     return can_be_seen(state.count) and can_be_seen(state.steps)
 
 
-def judge_stability(stability: Any, steps: Any) -> list[str]:
-    """Return whether steps are so long that they widen the variances."""
+def judge_stability(stability: Any, steps: Any, lower: str) -> list[str]:
+    """Return whether steps are so long that they widen the variances, and the argument to `lower`."""
     stability = float(np.max(stability))
     if not (stability > _LARGEST_STABILITY and np.any(np.asarray(steps) > 0)):
         return []
@@ -30,7 +30,7 @@ def judge_stability(stability: Any, steps: Any) -> list[str]:
     ratio = 1 / max(1 - stability / 2, 1e-3)
     return [
         f"lambda_max(H A) is {stability:.3g}: in this direction, the variance of the draws is about "
-        f"{ratio:.2g} times what it should be. Lower stability, or use smaller batches."
+        f"{ratio:.2g} times what it should be. Lower {lower}, or use smaller batches."
     ]
 
 

@@ -145,7 +145,9 @@ def sgld(
     if preconditioner is not None:
         for leaf in jax.tree.leaves(preconditioner):
             if not isinstance(leaf, jax.core.Tracer) and not np.all(np.asarray(leaf) > 0):
-                raise ValueError("preconditioner must be above 0 in every entry.")
+                raise ValueError(
+                    f"preconditioner must be above 0 in every entry, got {np.min(leaf)}."
+                )
 
     def init(params: optax.Params) -> SgldState:
         if preconditioner is not None:

@@ -109,7 +109,7 @@ class MandtSgdState(NamedTuple):
                 f"{float(np.max(self.stability)):.3g}, 2 or more, so none was taken. Use "
                 "constant_sgd, smaller batches, a smaller max_step or more damping."
             )
-        found = judge_stability(self.stability, self.steps)
+        found = judge_stability(self.stability, self.steps, "max_step")
         return found + judge_mean(self.uneven, np.asarray(self.estimates))
 
 

@@ -30,7 +30,9 @@ _MOST_ENTRIES = 20_000
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
 DIVERGED = "The chains diverge: take smaller steps, or check that the loss is finite."
-NOT_CHECKED = "That batches are drawn with replacement, and nothing changes updates behind."
+NOT_CHECKED = (
+    "Whether batches are drawn with replacement, and no transformation changes the updates."
+)
 
 
 class PosteriorReport(NamedTuple):
@@ -148,7 +150,7 @@ def posterior_report(
       variance added by the steps    0.02...
       not checked: All chains began at one point, so R-hat cannot reveal other modes.
       not checked: The variance that the noise of the batches adds: it is not known here.
-      not checked: That batches are drawn with replacement, and nothing changes updates behind.
+      not checked: Whether batches are drawn with replacement, and no transformation changes the updates.
       >>> report.warnings
       ()
 
@@ -305,14 +307,14 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
             found += _judge_timing(state, values.shape[1] * int(samples.thinning))
     if len(states) > 1:
         found.append(
-            f"There are {len(states)} samplers, each of a part of the params, which ignore the "
-            "correlation of their noise: use one sampler."
+            f"The optimizer has {len(states)} samplers for different params, and each ignores how its "
+            "noise correlates with the others': use one sampler."
         )
     left_out = max((int(np.max(state.left_out)) for state in states), default=0)
     if left_out:
         found.append(
-            f"In {left_out} steps some gradients were not finite, and their entries did not move: the "
-            "draws of these entries do not follow the posterior."
+            f"In {left_out} steps some entries of the gradients were not finite. Such entries did not "
+            "move, so their draws do not follow the posterior."
         )
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
     if np.any(unmoved) and COLD not in found:
@@ -329,8 +331,8 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if not np.any(np.asarray(state.steps)) and np.all(np.asarray(state.count) > 0):
         return [
-            "No step has sampled: all were burn-in, or noise and curvature are not known. Check that "
-            "gradients are finite, and pass a longer burn_in to draw_samples."
+            "No step has sampled: all were burn-in, or the noise and the curvature are still unknown. "
+            "Check that gradients are finite, and pass a longer burn_in to draw_samples."
         ]
     if isinstance(state, ConstantSgdState):
         learning = int(np.max(state.freeze_after)) - before
@@ -341,8 +343,8 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
             ]
     if idle > before:
         return [
-            f"Some draws come from steps that did not sample: {idle} steps did not, but only {before} "
-            "steps came before the first draw. Pass a longer burn_in."
+            f"Some draws come from steps that did not sample: {idle} steps did not, and only {before} "
+            "of them can lie before the first draw. Pass a longer burn_in."
         ]
     return []
 
@@ -376,7 +378,7 @@ def describe_unchecked(
         found.append("All chains began at one point, so R-hat cannot reveal other modes.")
     if any(map(is_given, states)):
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
-        found.append(f"That the kernel, which was passed, is one of the {what} of these data.")
+        found.append(f"Whether the passed kernel matches the {what} of these data.")
     if not states:
         found.append(
             "Whether the steps sample this posterior: there is no state of a sampler here."

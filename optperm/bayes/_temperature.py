@@ -65,8 +65,21 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
     """
     _check(logits, labels)
-    z = jnp.asarray(logits)
-    z, y = z.astype(accumulation_dtype(z)), jnp.asarray(labels)[:, None]
+    temperature, is_smallest, is_largest = _solve(jnp.asarray(logits), jnp.asarray(labels))
+    if not isinstance(is_smallest | is_largest, jax.core.Tracer) and (is_smallest or is_largest):
+        why = (
+            "each label has the largest logit, so the smallest temperature is best"
+            if is_smallest
+            else "the labels have no larger logits than other classes, so the largest one is best"
+        )
+        raise ValueError(f"No temperature is best: {why}. Pass more held-out examples.")
+    return temperature
+
+
+@jax.jit
+def _solve(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the temperature, and whether the smallest or the largest one is best."""
+    z, y = logits.astype(accumulation_dtype(logits)), labels[:, None]
     # A constant in each row changes no probability; without it the derivative keeps its digits.
     z -= jnp.max(z, axis=1, keepdims=True)
     # In units of the largest logit, any scale of logits has the same range of beta.
@@ -93,16 +106,9 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     # Where labels have the largest logits, the derivative is too small for a float at a large beta.
     is_smallest = jnp.all(jnp.take_along_axis(fixed, y, axis=1) == 0) | (slope(limit, fixed) < 0)
     is_largest = slope(-limit, fixed) >= 0
-    if not isinstance(is_smallest | is_largest, jax.core.Tracer) and (is_smallest or is_largest):
-        why = (
-            "each label has the largest logit, so the smallest temperature is best"
-            if is_smallest
-            else "the labels have no larger logits than other classes, so the largest one is best"
-        )
-        raise ValueError(f"No temperature is best: {why}. Pass more held-out examples.")
     is_label = (y >= 0) & (y < z.shape[1])
     is_valid = jnp.all(is_label) & jnp.all(jnp.isfinite(fixed)) & ~is_smallest & ~is_largest
-    return jnp.where(is_valid, unit * jnp.exp(-found), jnp.nan)
+    return jnp.where(is_valid, unit * jnp.exp(-found), jnp.nan), is_smallest, is_largest
 
 
 def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> None:

@@ -89,7 +89,8 @@ def _build_module(spec: NetworkSpec) -> nn.Module:
         # Not by `init`, which has the key of params for dropout, and makes statistics of batches.
         outputs = jax.eval_shape(model.apply, {"params": params}, example)
     except Exception as error:  # the user's module may raise anything
-        says = f"--model {spec.model} is neither mlp nor cnn, nor a module:Class of params alone"
+        wanted = "mlp, cnn, or a module:Class whose only variables are params"
+        says = f"--model {spec.model} must be {wanted}"
         advice = "optperm.training.fit trains other models"
         raise UsageError(f"{says} ({type(error).__name__}: {error}); {advice}.") from error
     if outputs.shape != (1, spec.num_classes):

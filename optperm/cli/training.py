@@ -52,9 +52,7 @@ class Training:
         self.batch_size = flags.batch_size * flags.devices
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         if not self.steps_per_epoch:
-            says = (
-                f"is {self.batch_size} examples a step, more than the {len(data.x_train)} to train"
-            )
+            says = f"is {self.batch_size} examples per step, more than the {len(data.x_train)} to train"
             raise UsageError(f"--batch-size times --devices {says}.")
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
         # A method that needs a horizon gets the length of the run, unless a decay replaces it.
@@ -266,7 +264,7 @@ def _identify(training: Training, run: Run) -> dict[str, Any]:
     return {
         "the method": training.method.name,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
-        "the number of examples a step": training.batch_size,
+        "the number of examples per step": training.batch_size,
         "the digest of the data": digest([getattr(training.data, key) for key in datasets.KEYS]),
     }
 

@@ -55,7 +55,7 @@ def resolve_schedule(
     if callable(number):
         step = _STEP.get()
         value = number(count if step is None else step)
-        what = f"What the schedule {name} returns"
+        what = f"The value of the schedule {name}"
         kind = checks.dtype_of(what, value)
         if jnp.ndim(value) or not checks.is_real(kind):
             came = f"{kind}{list(jnp.shape(value))}"

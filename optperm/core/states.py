@@ -192,13 +192,13 @@ def _is_running(flag: Any) -> bool:
     """Return the flag of a phase, one for all replicas."""
     if isinstance(flag, jax.core.Tracer):
         raise ValueError(
-            f"Under jax.jit or jax.vmap, it is not known which phase ({_PHASED}) is running: call this "
-            "outside of them, or pass the state of the running phase."
+            f"Under jax.jit or jax.vmap, it is not known which phase ({_PHASED}) is running. Call this "
+            "function outside of them, or pass the state of the running phase."
         )
     # An array of several processes has values on this process as well.
     values = {bool(each) for each in local_values(flag).ravel()}
     if len(values) > 1:
-        raise ValueError(f"The states are in different phases ({_PHASED}): pass one.")
+        raise ValueError(f"The states are in different phases ({_PHASED}): pass one of them.")
     return values.pop()
 
 
@@ -234,14 +234,16 @@ def _find_node(opt_state: Any, state_type: Any, method: str) -> Any:
         return found[0]
     types = state_type if isinstance(state_type, tuple) else (state_type,)
     names = " or ".join(each.__name__ for each in types)
-    wanted = f"{checks.with_article(names)} (the state of optperm.{method})"
     if found:
-        advice = f"{len(found)}: pass the part that belongs to one of them"
+        came = (
+            f"it has {len(found)}: pass the part of the optimizer state that belongs to one of them"
+        )
     elif find_states(opt_state, state_type):
-        advice = f"it only in a phase ({_PHASED}) that is not running"
+        came = f"it has one only in a phase ({_PHASED}) that is not running"
     else:
-        advice = "none: pass the state of an optimizer that is built with it"
-    raise ValueError(f"Looked for {wanted} in the optimizer state and found {advice}.")
+        came = f"it has none: pass the state of an optimizer that uses {method}"
+    wanted = f"{checks.with_article(names)} (the state of optperm.{method})"
+    raise ValueError(f"The optimizer state must have {wanted}, but {came}.")
 
 
 def replace_state(opt_state: Any, state_type: type[State], new: State, *, method: str) -> Any:

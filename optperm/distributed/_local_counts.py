@@ -53,14 +53,14 @@ def check_schedules(center_state: Any, params: optax.Params) -> None:
     _, unclear = _find_counts(center_state, params)
     if unclear:
         raise ValueError(
-            f"{unclear[0]} may use one count for its moments and for a schedule, but agn needs two "
-            "counts. Pass outer, whose schedules count commits: it may be the same optimizer."
+            f"{unclear[0]} may use one count for both its moments and a schedule, but agn needs two "
+            "counts. Pass outer, whose schedules count commits. It may be the same optimizer."
         )
     for state in find_states(center_state, SwitchAfterState):
         if _has_count((state.first, state.then), params):
             # The schedules of the second phase count from the switch, of which the center knows nothing.
             raise ValueError(
-                "Schedules within switch_after: write optperm.switch_after around agn."
+                "agn cannot advance schedules inside switch_after: put optperm.switch_after around agn."
             )
 
 

@@ -193,9 +193,9 @@ def check_chooses_no_zeros(center_state: Any) -> None:
     entries = exact_entries(center_state)
     if any(each.values is not None and not each.is_target for each in entries):
         raise ValueError(
-            "inner of agn chooses zeros (rigl, prune_gradually), but the center would choose others: "
-            "pass another optimizer for the center, such as outer=optax.sgd(1.0), which gets the local "
-            "zeros."
+            "inner of agn chooses which entries are zero (rigl, prune_gradually), and the center's "
+            "optimizer would choose others. Pass another one, such as outer=optax.sgd(1.0): the center "
+            "then has the zeros of inner."
         )
 
 
@@ -313,15 +313,19 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
         wanted = "optax.MultiSteps(agn(inner, ...), k)"
         if method == "diloco":
             wanted = "diloco(optax.MultiSteps(inner, k), ...), with k times the steps"
-        raise ValueError(f"MultiSteps in the center's optimizer drops commits: write {wanted}.")
+        raise ValueError(
+            f"MultiSteps in the center's optimizer would lose commits: write {wanted}."
+        )
     for each in find_states(local_state, _OWN_POINTS):
         raise ValueError(
-            f"{type(each).__name__} keeps points of its own, which a pull to the center does not move: "
-            f"{method} needs another optimizer for the local steps. This optimizer may be the center's."
+            f"{type(each).__name__} keeps params of its own, which a pull to the center does not move. "
+            f"Use another optimizer for the local steps of {method}, or use this one for the center."
         )
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
     # The center's optimizer counts commits: within switch_after it would be in another phase.
     if local != center or SwitchAfterState in local:
         names = [kind.__name__ for kind in local]
         wanted = f"use one method for both, with switch_after around {method}"
-        raise ValueError(f"Params that {names} places could not be pulled to the center: {wanted}.")
+        raise ValueError(
+            f"A pull to the center would overwrite the exact params of {names}: {wanted}."
+        )

@@ -38,7 +38,7 @@ def compute_direction(
             f"optax.contrib.muon, and put optax.add_decayed_weights after {method}"
         )
         raise ValueError(
-            f"inner of {method} needs {needs}, which it does not get there: {advice}."
+            f"inner of {method} needs {needs}, which {method} does not pass: {advice}."
         ) from error
 
 

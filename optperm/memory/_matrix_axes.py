@@ -88,7 +88,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
             wanted = "an optax.contrib.GaLoreDimensionNumbers or None"
             raise TypeError(f"{name} must be {wanted}, got {numbers!r}.")
         if name not in elements:
-            raise ValueError(f"{name} is no element of a path in params: {sorted(elements)}.")
+            raise ValueError(f"{name} must be an element of a path, one of {sorted(elements)}.")
     taken = [_take(path, jnp.shape(leaf), overrides) for path, leaf in paths]
     lines = [("leaf", "shape", "matrices", "taken for")]
     for (path, leaf), (kind, numbers) in zip(paths, taken, strict=True):

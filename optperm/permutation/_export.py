@@ -177,8 +177,8 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
     count = getattr(state, "mismatches", None)
     if count is not None and can_be_seen(count) and (most := int(np.max(count))):
         warnings.warn(
-            f"{most} step{'s were' if most > 1 else ' was'} given other params than sgperm placed: they "
-            "may not be a permutation. A wrapper moved the params, or the params were reset without the "
+            f"{most} step{'s' if most > 1 else ''} began at other params than sgperm had set, so the "
+            "params may not be a permutation. A wrapper moved them, or they were reset without the "
             "state.",
             UserWarning,
             stacklevel=3,

@@ -158,7 +158,7 @@ def laperm(
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
-                "inner places params, fixes some or keeps zeros: use an optimizer that moves all params."
+                "inner sets exact params, such as zeros: use an optimizer that moves all params."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),

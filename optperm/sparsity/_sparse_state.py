@@ -41,10 +41,10 @@ class SparseState(NamedTuple):
 
 
 def check_places_nothing(inner_state: Any) -> None:
-    """Raise if `inner` places params, which zeros would take from their places."""
+    """Raise if `inner` sets exact params, which zeros would overwrite."""
     if placing_states(inner_state):
         raise ValueError(
-            "inner places params itself: use an optimizer that moves params by its updates."
+            "inner sets exact params itself: use an optimizer that moves params by its updates."
         )
 
 

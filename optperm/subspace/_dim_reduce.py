@@ -129,10 +129,13 @@ def dim_reduce(
       >>> tx = optperm.dim_reduce(n_components=3)
       >>> w = jnp.zeros(3)
       >>> opt_state = optperm.subspace.set_basis(tx.init(w), jnp.eye(3))
-      >>> for _ in range(30):
+      >>> @jax.jit
+      ... def step(w, opt_state):
       ...     e = optperm.evaluate(loss_fn, w, target)
       ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
-      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     return optperm.apply_updates(w, updates, opt_state), opt_state
+      >>> for _ in range(30):
+      ...     w, opt_state = step(w, opt_state)
       >>> [round(x, 3) for x in w.tolist()]
       [3.0, 2.0, 1.0]
 

@@ -129,10 +129,10 @@ def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
     if failure is not None:
         raise failure
     if sizes.min() < 0:
-        raise RuntimeError(f"{name}: another process could not load a batch, see its error.")
+        raise RuntimeError(f"Another process could not load a batch of {name}: see its error.")
     if sizes.max() and not sizes.min():
         without = np.flatnonzero(sizes == 0).tolist()
-        says = f"{name} has no further batch in the processes {without}, but one in the others"
+        says = f"{name} has no more batches in the processes {without}, but one in the others"
         raise ValueError(f"{says}: all need the same number of batches per epoch.")
     # Of unequal parts the mean over processes would not be the mean over examples.
     if sizes.min() and sizes.min() != sizes.max():

@@ -125,7 +125,7 @@ class Layout:
         if size % self.replicas:
             advice = "leave out the rest of an epoch, or pad it with examples of weight 0"
             says = (
-                f"{name} has {size} examples, of which {self.replicas} replicas need equally many"
+                f"{name} has {size} examples, which {self.replicas} replicas cannot share equally"
             )
             raise ValueError(f"{says}: {advice}.")
 

@@ -308,7 +308,7 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ValueError("Pass epochs or steps: how long to train.")
     for name, needed in _TOGETHER:
         if given[needed] is None and not (given[name] is None or given[name] is False):
-            raise ValueError(f"{name} goes with {needed}: pass {needed} as well.")
+            raise ValueError(f"{name} needs {needed}: pass both.")
     data = given["eval_data"]
     if data is not None and not is_arrays("eval_data", data) and isinstance(data, Iterator):
         raise TypeError("eval_data is an iterator, which can be read only once: pass a list.")

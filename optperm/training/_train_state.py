@@ -156,9 +156,12 @@ class TrainState(train_state.TrainState):
       ...     variables, rngs = {"params": params, **model_state}, {"dropout": rng}
       ...     y, model_state = model.apply(variables, batch, True, mutable=["batch_stats"], rngs=rngs)
       ...     return jnp.mean(y**2), model_state
-      >>> e = state.evaluate(loss_fn, x)
-      >>> new = e.aux.model_state
-      >>> state = state.apply_gradients(grads=e.grad, model_state=new, **e.extra_args)
+      >>> @jax.jit
+      ... def step(state, batch):
+      ...     e = state.evaluate(loss_fn, batch)
+      ...     new = {"model_state": e.aux.model_state, **e.extra_args}
+      ...     return state.apply_gradients(grads=e.grad, **new)
+      >>> state = step(state, x)
       >>> int(state.step)
       1
     """

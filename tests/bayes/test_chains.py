@@ -13,7 +13,7 @@ HESSIAN = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.5]])
 NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preconditioner", "momentum"),
     [

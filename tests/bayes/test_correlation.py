@@ -110,6 +110,7 @@ def kernels_after_a_window(form, noise, num_keys, estimates):
     return jax.jit(jax.vmap(window))(jax.random.split(jax.random.key(0), num_keys))
 
 
+@pytest.mark.slow
 def test_bounds_of_the_correlation_after_a_window_hold_and_are_close():
     """In 95 of 100 windows; with the fraction of the batches that keeps variances within a fifth."""
     noise = random_covariance(6, 1)

@@ -53,7 +53,7 @@ def warmed_up(form):
     return tx, w, state, optperm.bayes.adapted_kernel(state)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["full", "diagonal"])
 def test_steps_are_those_of_the_program_that_estimated_the_kernel(form):
     """From one state: the same count, key and velocity; also of a kernel that was saved."""
@@ -70,6 +70,7 @@ def test_steps_are_those_of_the_program_that_estimated_the_kernel(form):
     support.assert_same_bits(optperm.bayes.adapted_kernel(last), kernel)
 
 
+@pytest.mark.slow
 def test_kernel_of_an_orbax_checkpoint_is_the_one_that_was_saved(tmp_path):
     """Bit for bit, restored by the structure of a new state, in which no kernel is ready."""
     kernel = warmed_up("diagonal")[3]
@@ -119,7 +120,7 @@ def test_kernels_that_do_not_fit_are_refused_by_what_differs():
     optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(half)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_kernel_of_other_data_is_warned_of():
     """Data three times as wide have nine times the noise, and as much of it too much in the draws."""
     kernel = warmed_up("full")[3]
@@ -140,7 +141,7 @@ def test_kernel_of_other_data_is_warned_of():
     assert "noise and curvature of these data" in " ".join(report.not_checked)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     """Where the sampler takes `kernel=`; the report of its draws speaks of the whole warm-up."""
     programs = {}

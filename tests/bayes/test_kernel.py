@@ -150,7 +150,7 @@ def after_warm_up(form):
     return step, state
 
 
-@pytest.mark.parametrize("form", ["diagonal", "full"])
+@pytest.mark.parametrize("form", ["diagonal", pytest.param("full", marks=pytest.mark.slow)])
 def test_each_step_injects_the_noise_of_the_kernel_anew(form):
     """Without gradients a step is W diag(h sqrt(b / S)) z, with z of 0 or sqrt(3), either way."""
     step, state = after_warm_up(form)

@@ -79,7 +79,7 @@ def test_figures_and_limits():
     assert text == ""
     out = str(report)
     assert f"{report.r_hat:.3f}" in out
-    assert "not checked: That batches are drawn with replacement, and nothing changes" in out
+    assert "not checked: Whether batches are drawn with replacement" in out
     assert "there is no state of a sampler here" in out
     assert report.mcse == pytest.approx(1 / np.sqrt(4000 * 0.7 / 1.3), rel=0.15)
     assert "effective sample size" in report_of(samples_of(autoregressive(0.9, (4, 600, 3))))[0]
@@ -157,7 +157,7 @@ def test_what_a_state_of_constant_sgd_tells():
         ({"correlation": [0.1, 1.7]}, "up to 64% too large, in others up to 82% too small"),
         ({"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98}, "up to 21% too large"),
         ({"uneven": 900}, "not the mean of its examples' gradients"),
-        ({"left_out": 3}, "In 3 steps some gradients were not finite"),
+        ({"left_out": 3}, "In 3 steps some entries of the gradients were not finite"),
         ({"scale": 0.0}, "The temperature is 0"),
     ):
         text, report = report_of(samples_of(draws, kernel_state(**changes)))
@@ -167,7 +167,7 @@ def test_what_a_state_of_constant_sgd_tells():
     assert report.unmoved == 1
     assert "1 of 3 entries have not moved" in text
     two = (kernel_state(), kernel_state())
-    assert "There are 2 samplers, each of a part" in report_of(samples_of(draws, two))[0]
+    assert "The optimizer has 2 samplers" in report_of(samples_of(draws, two))[0]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def sgld(n, s):
     return optperm.sgld(1e-4, n)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_starts_draws_and_progress():
     """Given starts are where chains begin, N and S reach the sampler, and the draws are told as they
     come; a function of a key is drawn from for each chain."""
@@ -67,7 +67,11 @@ def test_starts_draws_and_progress():
 @pytest.mark.parametrize(
     ("sampler", "says"),
     [
-        (lambda n, s: optperm.sgld(5e-3, n), "The noise of the batches makes the variance"),
+        pytest.param(
+            lambda n, s: optperm.sgld(5e-3, n),
+            "The noise of the batches makes the variance",
+            marks=pytest.mark.slow,
+        ),
         (lambda n, s: optax.sgd(1e-4), "The minimum effective sample size"),
     ],
 )
@@ -98,7 +102,7 @@ def test_prior_with_bounds_is_warned_of_with_the_transform(recwarn):
     assert "m = exp(u)" in says[0]
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
     """From -1 the wall at 0 lies on the way to 3."""
     optperm.bayes.sample(
@@ -108,7 +112,7 @@ def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
     assert not [w for w in recwarn if "log prior was infinite" in str(w.message)]
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_batches_of_one_example_are_sampled_with_another_example():
     """`sample` draws the example that "single_example" compares with each batch."""
     samples = optperm.bayes.sample(
@@ -142,7 +146,7 @@ def test_arguments_that_do_not_fit_are_refused():
             optperm.bayes.sample(**good | change)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     sampler = functools.partial(
@@ -160,7 +164,7 @@ def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     assert np.all(np.ptp(draws, axis=1) > 0)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_equal_examples_are_sampled_with_injected_noise_alone():
     """Ten successes of ten: no batch has noise, and nothing is warned of. By quadrature."""
     samples = optperm.bayes.sample(
@@ -178,7 +182,7 @@ def test_equal_examples_are_sampled_with_injected_noise_alone():
     assert draws.mean() == pytest.approx(mean, abs=0.2 * deviation)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_both_modes_are_found_and_said():
     """y ~ N(w^2, 1) from one side: the chains are in both, and the report says that they disagree."""
     y = 1 + jax.random.normal(jax.random.key(0), (200,))
@@ -198,7 +202,7 @@ def test_both_modes_are_found_and_said():
     assert not any("one point" in line for line in report.not_checked)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_long_and_narrow_posteriors_are_sampled():
     """By defaults, from zero: a condition of 2e11, where C in the params' own coordinates is lost in
     float32."""

@@ -71,6 +71,7 @@ def test_as_a_plain_loop():
     )
 
 
+@pytest.mark.slow
 def test_two_parts_are_one_run():
     """A run that goes on from where one ended gives the bits of the run in one."""
     options = {"thinning": 2}

@@ -165,7 +165,7 @@ def test_a_small_divergence_is_not_lost_in_float32():
     assert float(optperm.bayes.gaussian_kl(np.ones(d), 3 * one, np.ones(d), 3 * one)) < 1e-11
 
 
-@pytest.mark.parametrize("condition", [1e3, 1e10])
+@pytest.mark.parametrize("condition", [pytest.param(1e3, marks=pytest.mark.slow), 1e10])
 def test_divergence_of_a_large_condition_number_is_right_in_float32(condition):
     """KL(N(0, S), N(0, 1.3 S)) is the same for all S; matrices of float64 are not rounded first.
 

@@ -61,6 +61,7 @@ def test_draws_have_the_covariance_of_the_paper():
         np.testing.assert_allclose(np.cov(draws.T), expected, atol=0.03 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_draws_for_params_of_16_bits_are_not_rounded():
     """Two models one unit of bfloat16 apart: the draws' spread is half a unit."""
     tx, w = optperm.swag(1, rank=0), jnp.ones(2000, jnp.bfloat16)
@@ -82,6 +83,7 @@ def test_draws_before_the_first_collection_are_refused_and_nan_where_they_are_tr
         assert np.isnan(jax.jit(read)(state)).all()
 
 
+@pytest.mark.slow
 def test_state_of_models_side_by_side_is_read_under_vmap():
     """As `jax.vmap` trained it; read as one model, the error says so."""
     tx, w = optperm.swag(1, rank=2), jnp.arange(6.0).reshape(3, 2)

@@ -65,7 +65,8 @@ def test_windows_of_the_schedule():
     assert every == [1, 2, 8]
 
 
-@pytest.mark.parametrize("form", ["diagonal", pytest.param("full", marks=pytest.mark.chains)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["diagonal", "full"])
 def test_entries_with_hardly_any_noise_have_steps_by_their_curvature(form):
     """As in a network that fits its data: h is 1e29 before curvature is seen, of one entry or of all."""
     tx = optperm.constant_sgd(N, S, preconditioner=form, burn_in=0, freeze_after=16)
@@ -169,7 +170,7 @@ def learned(form):
     return run(tx, 1700)[1]
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["diagonal", "full"])
 def test_noise_and_curvature_are_those_of_the_problem(form):
     """Lambda = W^T C W within the error of 300 estimates or 600, a_i at least w_i^T A w_i,
@@ -190,7 +191,7 @@ def test_noise_and_curvature_are_those_of_the_problem(form):
     assert float(kernel.drift) == pytest.approx(1, abs=0.15)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_nothing_changes_after_the_warm_up():
     tx = optperm.constant_sgd(N, S, burn_in=20, freeze_after=60)
     kernels = [run(tx, steps)[1].kernel for steps in (60, 90)]
@@ -220,11 +221,13 @@ def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
     with pytest.raises(ValueError, match=r"batch_size is 9, but per_example_grad_fn gave .* 8"):
         jax.eval_shape(lambda state: tx.update(w, state, w, **extras), tx.init(w))
     tx = optperm.constant_sgd(N, S)
-    with pytest.warns(UserWarning, match=r"not the one of the extra arguments.* or MultiSteps"):
+    with pytest.warns(
+        UserWarning, match=r"differ from the gradient in the extra .* and MultiSteps"
+    ):
         jax.eval_shape(lambda g: tx.update(2 * g, tx.init(w), w, **extras), w)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_a_summed_loss_is_counted():
     """Its gradient is S times the mean of the examples', in each estimate of a step that samples."""
     x = jax.random.normal(jax.random.key(0), (S, D)) + 2.0

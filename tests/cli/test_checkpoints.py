@@ -60,7 +60,7 @@ def test_checkpoint_of_another_run_is_refused(train, run, data, tmp_path, capsys
         np.savez(tmp_path / "other.npz", **dict(arrays) | {"x_test": arrays["x_test"][::-1]})
     for folder, flags, code, says in [
         (whole, ["sgd", "--momentum", "0.5"], 2, "--momentum is 0.9 there and 0.5 here"),
-        (whole, ["sgd", "--devices", "2"], 2, "examples a step is 5 there and 10 here"),
+        (whole, ["sgd", "--devices", "2"], 2, "examples per step is 5 there and 10 here"),
         (whole, ["sgd", "--data", str(tmp_path / "other.npz")], 2, "the digest of the data is"),
         (whole, ["adam"], 2, "the method is sgd there and adam here"),
         (without, ["sgd"], 1, "holds no checkpoints of a run"),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarn
 DLDR = "dldr", "--every", "1", "--num-snapshots", "6", "--n-components", "5"
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, capsys):
     """Each of four replicas of dldr holds two of the five rows of the basis, or one, or none."""
     folder = train(*DLDR, devices=4)

@@ -138,5 +138,5 @@ def test_traced_numbers_out_of_range_become_the_nearest_limit():
 
 def test_schedule_that_gives_no_single_number_is_named():
     for value in ("x", None, np.ones(2, np.float32), 1j, True):
-        with pytest.raises(TypeError, match="the schedule alpha returns must be"):
+        with pytest.raises(TypeError, match="value of the schedule alpha must be"):
             schedules.resolve_schedule("alpha", lambda _, value=value: value, jnp.int32(0))

@@ -182,6 +182,7 @@ def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(n
         support.assert_same_bits(found, leaf.astype(found.dtype))
 
 
+@pytest.mark.slow
 def test_after_a_switch_the_replicas_have_one_center():
     """SGD takes the replicas apart; from the switch on each commit ends with the same bits on all."""
     tx = optperm.switch_after(2, optax.sgd(0.1), BEGUN["fragments"](axis_name=AXIS))

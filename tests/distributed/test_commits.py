@@ -173,7 +173,9 @@ COMMITTED_ALONE = {
 }
 
 
-@pytest.mark.parametrize("method", support.every_night(COMMITTED_ALONE, ["agn mean", "delayed"]))
+@pytest.mark.parametrize(
+    "method", support.every_night(COMMITTED_ALONE, ["agn mean"], slow=["delayed"])
+)
 def test_a_commit_alone_equals_a_commit_with_the_last_step(method):
     """The params and the center, by a schedule of the center at the last step; a second one is none."""
     optimizer = optax.sgd(lambda count: 0.1 / (1 + count), momentum=0.9)

@@ -130,7 +130,7 @@ def test_a_count_that_may_be_for_both_is_refused(name):
 
 def test_schedules_within_a_switch_are_refused():
     """The second phase counts from the switch; without schedules, the center switches in time."""
-    with pytest.raises(ValueError, match=r"write optperm\.switch_after around agn"):
+    with pytest.raises(ValueError, match=r"put optperm\.switch_after around agn"):
         optperm.agn(optperm.switch_after(4, optax.sgd(rate), optax.adam(0.1))).init(START)
     tx = optperm.agn(optperm.switch_after(4, optax.sgd(0.1), optax.sgd(1.0)), every=PERIOD)
     ones = jax.tree.map(np.ones_like, START)

@@ -63,6 +63,7 @@ READINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapping", support.every_night(["vmap", "shard_map"], ["shard_map"]))
 def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
     """At a commit the optimizer reads at the center what one batch of all examples would give."""

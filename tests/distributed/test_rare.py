@@ -66,12 +66,11 @@ def layout(name, step):
     return jax.jit(jax.shard_map(rows, mesh=mesh, **options)), mesh
 
 
-USUAL = {
+USUAL = {("vmap in shard_map", "diloco"), ("spmd auto", "agn mean")}
+SLOW = {
     ("shard_map", "slices"),
     ("mesh of two axes", "agn sequential"),
-    ("vmap in shard_map", "diloco"),
     ("named vmap in shard_map", "plan"),
-    ("spmd auto", "agn mean"),
     ("spmd explicit", "pairs"),
 }
 
@@ -80,7 +79,7 @@ USUAL = {
 CELLS = [(a, b) for a in LAYOUTS for b in METHODS if b != "pairs" or a not in AXES]
 
 
-@pytest.mark.parametrize(("name", "method"), support.every_night(CELLS, USUAL))
+@pytest.mark.parametrize(("name", "method"), support.every_night(CELLS, USUAL, slow=SLOW))
 def test_counted_steps_exchange_within_a_conditional(name, method):
     """No collective of more than a count is outside, and the params are those of a plain vmap."""
     targets = np.float32(np.random.default_rng(0).normal(size=(4, SIZE)))
@@ -109,7 +108,9 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
         support.assert_same_bits(replicas.take(center, index), replicas.take(center, 0))
 
 
-@pytest.mark.parametrize("method", ["agn sequential", "diloco"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("agn sequential", marks=pytest.mark.slow), "diloco"]
+)
 def test_a_flag_leaves_no_collective_in_a_local_step_and_one_in_a_commit(method):
     """A local step has no conditional either, and a counted one has its collective in it."""
     tx = METHODS[method](optax.sgd(0.1, 0.9), axis_name=AXIS)
@@ -127,6 +128,7 @@ def test_a_flag_leaves_no_collective_in_a_local_step_and_one_in_a_commit(method)
         assert [(each.operation, each.is_conditional) for each in found] == wanted
 
 
+@pytest.mark.slow
 def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
     """Where they are encoded, nothing but their bytes leaves a device."""
     for name, compress, per_entry in (

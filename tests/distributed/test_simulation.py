@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import replicas
+import support
 
 import optperm
 from optperm.distributed import Compression, Every
@@ -190,7 +191,10 @@ def unflat(rows):
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    support.every_night(CASES, CASES, slow=["diloco by flags of the device", "pairs of three"]),
+)
 @pytest.mark.usefixtures("x64")
 def test_steps_of_any_method_are_those_of_a_simulation(name):
     """Train weighted replicas on a quadratic, whose gradient is the params less a target."""

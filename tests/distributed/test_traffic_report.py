@@ -39,7 +39,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    "name", support.every_night(METHODS, ["sequential", "fragments", "top k", "pairs"])
+    "name", support.every_night(METHODS, ["sequential", "pairs"], slow=["fragments", "top k"])
 )
 def test_traffic_of_each_option_is_what_the_compiled_program_sends(name):
     """The operands in the HLO of a step whose conditionals are entered once a period."""

@@ -73,6 +73,7 @@ def test_bases_are_orthonormal_and_hold_what_is_largest():
     assert held[1] < 0.99 * np.sum(s[:4] ** 2) < held[0]
 
 
+@pytest.mark.slow
 def test_optax_galore_is_the_larger_side_with_kept_moments(x64):
     """Equal up to the first refresh, as far as their decomposition in float32 tells."""
     grads = grads_of({"wide": (8, 12), "tall": (12, 8)}, steps=5, dtype=np.float64)
@@ -211,6 +212,7 @@ def test_moments_at_a_new_basis_are_those_in_its_coordinates():
         np.testing.assert_allclose(moments(after, "adamax", "nu"), wanted, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_complete_optimizer_steps_as_its_direction_does():
     """The residual takes the sign of the inner direction; a schedule of updates is one number a step."""
     grads = grads_of({"w": (6, 9), "b": (4,)}, steps=4)
@@ -222,6 +224,7 @@ def test_a_complete_optimizer_steps_as_its_direction_does():
     support.assert_close(run(whole, grads)[0], run(parts, grads)[0], rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_muon_inside_orthogonalizes_the_projected_gradient(x64):
     """U = P NS(R) = NS(P P'G): its polynomial of odd powers commutes with P; the axes must be given."""
     muon = optax.contrib.scale_by_muon(

@@ -130,7 +130,7 @@ def test_wrong_overrides_are_refused():
     params = {"w": jnp.ones((4, 4))}
     with pytest.raises(TypeError, match=r"w must be an optax\.contrib\.GaLoreDimensionNumbers"):
         optperm.memory.matrix_axes(params, w=(0, 1))
-    with pytest.raises(ValueError, match=r"kernel is no element of a path in params: \['w'\]"):
+    with pytest.raises(ValueError, match=r"kernel must be an element of a path, one of \['w'\]"):
         optperm.memory.matrix_axes(params, kernel=None)
 
 

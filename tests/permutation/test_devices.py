@@ -62,9 +62,9 @@ TARGETS = {
         itertools.product(["Explicit", "Auto"], OUTPUTS_CUT, TARGETS),
         [
             ("Explicit", "both outputs", ("sgperm", "ffi")),
-            ("Auto", "columns", ("sgperm", "callback")),
             ("Explicit", "columns", ("laperm", "ffi")),
         ],
+        slow=[("Auto", "columns", ("sgperm", "callback"))],
     ),
     ids=str,
 )
@@ -103,6 +103,7 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
         assert array.sharding.is_equivalent_to(w.sharding, w.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "spec"), support.in_turns(METHODS, [P("x", None), P("x", "y")]), ids=str
 )
@@ -131,6 +132,7 @@ def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method
         support.assert_same_bits(optperm.permutation.apply_permutation(initial, exported), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "spec", "axis_type"),
     support.every_night(

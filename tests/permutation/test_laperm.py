@@ -72,6 +72,7 @@ SHAPES = {"float16": (6, 5), "bfloat16": (2, 3, 4, 2), "float32": (9,), "float64
 SHAPES = {name: shape for name, shape in SHAPES.items() if name in support.DTYPES}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
 def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
     """Twice in a row, with ties, zeros of both signs and gradients that are not finite: bit for bit

@@ -162,6 +162,7 @@ def test_recommendation_by_its_sign_raises_or_lowers_a_weight():
         np.testing.assert_array_equal(after, jnp.array(expected))
 
 
+@pytest.mark.slow
 def test_output_axes_of_any_kind_choose_the_weight_vectors():
     """Weight vectors are taken along the axes asked for, as if they had been laid out that way; a
     function of them gets a path such as "layer/kernel" and the parameter."""

@@ -163,6 +163,7 @@ def test_counts_of_the_ramp_are_exact():
     assert wanted == last
 
 
+@pytest.mark.slow
 def test_masks_stay_where_the_ramp_falls_or_a_hand_prunes():
     """Only shrink masks, also where `prune` prunes more, until `reset_masks` frees all."""
     tx = optperm.prune_gradually(optax.sgd(0.1), 0.8, table([0.5, 0.0, 0.25, 1.0, 1.0]), every=1)

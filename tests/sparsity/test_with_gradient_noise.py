@@ -62,7 +62,7 @@ def test_scores_may_be_whole_where_both_are_masked():
 
 def test_a_preconditioner_that_is_missing_or_of_other_params_is_refused():
     for transformation, message in (
-        (optax.sgd(0.1), r"PreconditioningState .*optperm.constant_sgd .*found none"),
+        (optax.sgd(0.1), r"PreconditioningState .*optperm.constant_sgd .*it has none"),
         (
             kernel_alone(optperm.mandt_sgd(100, 12)),
             "the preconditioned scores has a different tree",

@@ -70,7 +70,10 @@ def test_transformation_around_a_subspace_begins_with_the_second_phase():
     assert not np.any(moves[4:])
 
 
-@pytest.mark.parametrize(("restart", "dtype"), [("first", "bfloat16"), ("mean", "float32")])
+@pytest.mark.parametrize(
+    ("restart", "dtype"),
+    [("first", "bfloat16"), ("mean", "float32")],
+)
 def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
     """Put them on the first sample bit for bit, or on the mean, and take no step from there."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf + 0.1, dtype), valley.start())
@@ -134,6 +137,7 @@ def test_projected_gradient_is_the_part_in_the_subspace():
     assert np.linalg.norm(p @ g) < 0.99 * np.linalg.norm(g)
 
 
+@pytest.mark.slow
 def test_first_phase_without_a_subspace_goes_on():
     """Set no basis where snapshots do not differ, or are not finite."""
     schedule = optax.masked(FIRST, lambda p: jax.tree.map(lambda _: True, p))
@@ -168,6 +172,7 @@ def test_trained_averaging_is_that_of_the_authors():
         np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mapping", "size"),
     support.every_night([("shard_map", 3), ("pmap", 2), ("vmap", 2)], [("shard_map", 3)]),

@@ -20,6 +20,7 @@ from optperm import training
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_checkpoint_that_is_written_late_is_of_its_moment(tmp_path, monkeypatch):
     """Orbax writes it while training goes on."""
     write = ocp.JsonCheckpointHandler._save_fn

@@ -67,6 +67,7 @@ def by_hand(tx, steps):
     return jax.jit(jax.vmap(finish, axis_name="replica"))(*carry, batch)[0]["w"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The run ends after:UserWarning")
 @pytest.mark.parametrize(
     "tx",
@@ -75,12 +76,10 @@ def by_hand(tx, steps):
         pytest.param(
             diloco(optax.sgd(1.0), every=optperm.distributed.Every(6, 2, 3)),
             id="fragments and a delay",
-            marks=pytest.mark.chains,
         ),
         pytest.param(
             optperm.switch_after(3, diloco(every=2, center_dtype="float32"), agn(every=5)),
             id="a second phase",
-            marks=pytest.mark.chains,
         ),
     ],
 )
@@ -94,6 +93,7 @@ def test_fit_between_commits_returns_the_params_of_a_commit(tx):
     assert result.history.steps["loss"][-1] < result.history.steps["loss"][0]
 
 
+@pytest.mark.slow
 def test_evaluations_between_commits_are_of_the_params_that_fit_would_return():
     """At each row, in events and in the best state; training does not change by them."""
     tx, seen = BETWEEN, {}
@@ -129,7 +129,12 @@ def by_plan(axis_name, every):
 
 @pytest.mark.parametrize(
     ("make", "every", "is_short"),
-    [(chained, 9, True), (by_schedule, 9, True), (chained, 8, False), (by_plan, 9, False)],
+    [
+        (chained, 9, True),
+        (by_schedule, 9, True),
+        pytest.param(chained, 8, False, marks=pytest.mark.slow),
+        pytest.param(by_plan, 9, False, marks=pytest.mark.slow),
+    ],
 )
 def test_period_longer_than_the_run_is_warned_of_before_the_first_step(make, every, is_short):
     """Warnings are errors here. A plan of exchanges is as the user wrote it."""
@@ -145,6 +150,7 @@ def test_period_longer_than_the_run_is_warned_of_before_the_first_step(make, eve
             run(tx, **options)
 
 
+@pytest.mark.slow
 def test_stream_without_a_commit_is_warned_of_once(tmp_path):
     """At its end if its length is unknown before, and not again by a resumed run that was over."""
 
@@ -164,7 +170,9 @@ def test_stream_without_a_commit_is_warned_of_once(tmp_path):
     assert warnings_of(500, resume=True, **known) == []
 
 
-@pytest.mark.parametrize("order", ["commits later", "commits earlier"])
+@pytest.mark.parametrize(
+    "order", [pytest.param("commits later", marks=pytest.mark.slow), "commits earlier"]
+)
 def test_phase_that_is_running_decides_about_the_center(order):
     """The params are the mean of replicas that train apart, with a warning, never a center of no use."""
     tx = optperm.switch_after(1000, SGD, diloco(every=2))
@@ -207,6 +215,7 @@ def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
     assert int(find_state(result.state.opt_state, optax.ScaleByAdamState, method="adam").count) == 7
 
 
+@pytest.mark.slow
 def test_multi_steps_around_diloco_loses_no_whole_steps():
     """A commit comes through once `MultiSteps` passes it on."""
     tx = optax.MultiSteps(

@@ -55,7 +55,10 @@ def by_hand(tx, params, replicas, depth):
     return params, opt_state, np.array(losses)
 
 
-@pytest.mark.parametrize(("replicas", "dtype"), [(1, jnp.bfloat16), (4, jnp.float32)])
+@pytest.mark.parametrize(
+    ("replicas", "dtype"),
+    [(1, jnp.bfloat16), pytest.param(4, jnp.float32, marks=pytest.mark.slow)],
+)
 def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas, dtype):
     """Each replica draws with its own key, of 16 bits about the copy in float32; losses are at draws."""
     mapped, params = replicas > 1, start(dtype)

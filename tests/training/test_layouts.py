@@ -95,12 +95,10 @@ def shard(mesh):
     return {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axis_type"),
-    [
-        ("adam", AxisType.Explicit),
-        pytest.param("svrg", AxisType.Auto, marks=pytest.mark.chains),
-    ],
+    [("adam", AxisType.Explicit), ("svrg", AxisType.Auto)],
 )
 def test_sharded_state_that_is_trained_and_resumed_stays_sharded(name, axis_type, tmp_path):
     """On four devices as on one."""
@@ -155,7 +153,7 @@ def test_step_gathers_no_whole_parameter_that_the_model_does_not():
     assert moved[0] & whole <= moved[1] & whole, moved
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_tensor_parallel_params_beside_a_sharded_batch():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     specs = {"in": P(None, "model"), "bias": P("model"), "out": P("model")}
@@ -215,7 +213,8 @@ def by_hand(name, start):
     return params
 
 
-@pytest.mark.parametrize("name", ["agn", pytest.param("constant_sgd", marks=pytest.mark.chains)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["agn", "constant_sgd"])
 def test_mapped_method_is_its_loop_by_hand(name):
     """On four devices, which also initialize the optimizer state."""
     options = {"opt_state": None, **fitting.on(4, mapped=True)}
@@ -227,7 +226,7 @@ def test_mapped_method_is_its_loop_by_hand(name):
     assert np.abs(trained["in"] - plain["in"]).max() > 1e-3
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_basis_of_mapped_dldr_is_spread_over_devices():
     """Four devices take the steps of one; each holds its rows of the basis."""
 
@@ -243,7 +242,7 @@ def test_basis_of_mapped_dldr_is_spread_over_devices():
     assert made[0].carry.opt_state.second.subspace.rows["in"].shape[:2] == (4, 1)
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_batch_statistics_and_dropout_see_the_whole_batch():
     """Without a mapped axis four devices are one, dropout and BatchNorm included."""
     results = [fitting.fit("linen", "svrg", epochs=2, devices=n) for n in (None, 4)]
@@ -256,6 +255,7 @@ def test_batch_statistics_and_dropout_see_the_whole_batch():
     support.assert_permutes(placed.state.params, fitting.variables()["params"])
 
 
+@pytest.mark.slow
 def test_evaluation_shares_each_batch():
     """Batches that devices cannot share equally included."""
     shapes = []
@@ -272,11 +272,12 @@ def test_evaluation_shares_each_batch():
     np.testing.assert_allclose(spread.history.last["eval_loss"], exact, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
     """Its mean is over its examples all the same; replicas cannot share it, which is refused."""
     parts, adam = batches_of(16, 7), fitting.method("adam")
     assert_close(dense_fit(adam, parts=parts), dense_fit(adam, parts=parts, **fitting.on(4)))
-    with pytest.raises(ValueError, match="has 7 examples, of which 4 replicas need equally many"):
+    with pytest.raises(ValueError, match="has 7 examples, which 4 replicas cannot share equally"):
         dense_fit(fitting.method("agn", "replica"), parts=parts, **fitting.on(4, mapped=True))
 
 
@@ -301,10 +302,9 @@ def test_devices_of_a_host_step_together_between_commits_of_hosts():
     kernels = made[0].carry.params["in"]
     assert kernels.shape == (2, IN, HIDDEN)
     assert np.ptp(kernels, axis=0).max() > 1e-3
-    assert np.abs(losses[0] - dense_fit(optax.adam(1e-2)).history.steps["loss"]).max() > 1e-3
 
 
-@pytest.mark.chains
+@pytest.mark.slow
 def test_hosts_of_two_devices_resume_and_take_batches_that_devices_do_not_divide(tmp_path):
     """On a plain mesh, whose first axis alone divides batches, the devices of a host do the same."""
     options = {"axis_name": "host", "checkpoints": tmp_path, "checkpoint_every": 4}
@@ -319,6 +319,7 @@ def test_hosts_of_two_devices_resume_and_take_batches_that_devices_do_not_divide
 OF_A_HOST = r"replica_groups=(\{\{0,1\},\{2,3\}\}|\[2,2\]<=\[4\](?!T)|mesh\[[^]]*\] ?\{'device'\})"
 
 
+@pytest.mark.slow
 def test_hosts_exchange_only_in_a_commit():
     """A compiled step has collectives over hosts only in a branch of a conditional."""
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=LOCAL)

@@ -103,10 +103,10 @@ RUNS = [
     ("linen", "adam", "batches", None, "error of the loader"),
     ("linen", "adam", "json", None, "steps"),
     ("nnx", "adam", "bytes", None, "steps"),
-    pytest.param("nnx", "svrg", "batches", 4, "steps", marks=pytest.mark.chains),
-    pytest.param("linen", "agn", "arrays", 4, "SIGTERM", marks=pytest.mark.chains),
-    pytest.param("linen", "dldr", "arrays", None, "callback", marks=pytest.mark.chains),
-    pytest.param("linen", "constant_sgd", "arrays", 4, "steps", marks=pytest.mark.chains),
+    pytest.param("nnx", "svrg", "batches", 4, "steps", marks=pytest.mark.slow),
+    pytest.param("linen", "agn", "arrays", 4, "SIGTERM", marks=pytest.mark.slow),
+    pytest.param("linen", "dldr", "arrays", None, "callback", marks=pytest.mark.slow),
+    pytest.param("linen", "constant_sgd", "arrays", 4, "steps", marks=pytest.mark.slow),
 ]
 
 
@@ -186,6 +186,7 @@ def test_checkpoint_within_an_epoch_has_no_row_of_this_part(tmp_path):
     assert rows_of(linear_fit(epochs=2, checkpoints=tmp_path, resume=True))["step"] == [5, 10]
 
 
+@pytest.mark.slow
 def test_epoch_of_a_stream_that_ends_unseen_has_one_row(tmp_path):
     """Only one batch more would tell that it was over."""
     options = {"train_data": fitting.batches, "checkpoints": tmp_path}
@@ -195,6 +196,7 @@ def test_epoch_of_a_stream_that_ends_unseen_has_one_row(tmp_path):
     assert (rows_of(on)["step"], rows_of(on)["epoch"]) == ([5, 10], [1, 2])
 
 
+@pytest.mark.slow
 def test_error_leaves_what_was_trained_in_a_model_of_nnx(tmp_path):
     """The loss function fails where it is traced again, for a batch of another size."""
 
@@ -290,6 +292,7 @@ def test_run_that_goes_back_overwrites_what_came_after(tmp_path):
     assert kept(tmp_path) == [17]
 
 
+@pytest.mark.slow
 def test_run_on_other_devices_is_resumed_to_rounding(tmp_path):
     """From one to four and from four to two."""
     whole = linear_fit(epochs=3)
@@ -300,7 +303,7 @@ def test_run_on_other_devices_is_resumed_to_rounding(tmp_path):
     support.assert_close(resumed.state.params, whole.state.params, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("there", "here"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 4)])
 def test_another_number_of_replicas_takes_the_saved_states_in_turn(there, here, tmp_path):
     """From the middle of a period, where each replica has params of its own."""
     tx = optperm.agn(optax.sgd(0.1), every=3, axis_name="replica")

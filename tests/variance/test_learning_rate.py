@@ -55,6 +55,7 @@ def test_a_loss_that_is_not_convex_is_said():
     assert rate == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_a_rate_at_which_trials_diverge_is_halved_until_the_loss_falls():
     """Poisson regression: far from the optimum the curvature is much larger than at the start."""
     rng = np.random.default_rng(0)
