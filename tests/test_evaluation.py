@@ -41,6 +41,20 @@ def test_values_and_gradients_are_those_of_jax():
     assert value != e.value
 
 
+def test_minus_the_gradient_of_complex_params_descends():
+    """Of mean |w - x|^2 it is 2 (w - x), the conjugate of JAX's, in all examples and in each."""
+
+    @jax.jit
+    def gradients(w, x):
+        e = optperm.evaluate(lambda w, x: jnp.mean(jnp.abs(w - x) ** 2), w, x)
+        return e.grad, e.extra_args["grad_fn"](w), e.extra_args["per_example_grad_fn"](w)
+
+    w, x = np.complex64(1 + 2j), np.complex64([0.5, 1j, 1 - 1j])
+    grad, again, each = gradients(w, x)
+    np.testing.assert_allclose([grad, again], [2 * (w - x.mean())] * 2, rtol=1e-6)
+    np.testing.assert_allclose(each, 2 * (w - x), rtol=1e-6)
+
+
 def test_gradients_of_examples_are_a_loop_over_the_batch():
     """Entry i is the gradient on example i alone, and a part of the batch has that of its examples; a
     number in the batch reaches every example whole."""

@@ -109,6 +109,18 @@ def test_number_of_steps_may_be_traced_zero_or_never_reached():
         assert opt_state.inner_state.switched
 
 
+def test_inside_of_multi_steps_it_counts_steps_of_the_mean_gradient():
+    """Two gradients are one step: the second optimizer takes the third step, of gradients 5 and 6."""
+    tx = optax.MultiSteps(optperm.switch_after(2, optax.sgd(1.0), optax.sgd(4.0)), 2)
+    w = jnp.zeros(1)
+    state, trail = tx.init(w), []
+    for grad in jnp.arange(1.0, 9.0)[:, None]:
+        updates, state = tx.update(grad, state, w)
+        w = optax.apply_updates(w, updates)
+        trail.append(float(w[0]))
+    assert trail == [0, -1.5, -1.5, -5, -5, -27, -27, -57]
+
+
 @pytest.mark.parametrize("track", [False, True])
 def test_only_the_optimizer_whose_turn_it_is_is_computed(track):
     """Compute a tracked one in both phases."""

@@ -112,12 +112,13 @@ def test_an_update_is_that_of_the_decoded_state(name, bits):
     ("name", "bits"),
     support.every_night(
         itertools.product(FORMS, (8, 4)),
-        [("adamw", 8), ("amsgrad", 8), ("ema", 4)],
+        [("adamw", 8), ("amsgrad", 8), ("adamax", 8), ("ema", 4)],
     ),
 )
 def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits):
     """The mean of 1,280 ratios to the moments in float32 is 1. Moments rounded to the nearest code would
-    stand still. Only maxima of noisy numbers, as of AMSGrad and Adamax, are above their twins."""
+    stand still. Maxima of noisy numbers are above their twins: those of AMSGrad climb, while those of
+    Adamax decay, and so stay within one code of width 1/16 to 1/8."""
     g = {"w": np.exp(0.5 * support.normal((20, 64), 1))}
 
     def run(tx):
@@ -133,10 +134,11 @@ def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits
         if jnp.issubdtype(a.dtype, jnp.floating) and a.shape == (20, 64):
             ratio = np.asarray(a / b)
             error = 0.01 + 4 * ratio.std() / 36
-            climbs = "nu_max" in jax.tree_util.keystr(path) or (
-                name == "adamax" and "nu" in str(path)
-            )
-            assert -error < ratio.mean() - 1 < (0.7 if climbs else error)
+            field = jax.tree_util.keystr(path)
+            highest = 0.7 if "nu_max" in field else error
+            if name == "adamax" and "nu" in field:
+                highest = 0.06
+            assert -error < ratio.mean() - 1 < highest
             assert ratio.std() < (0.8 if bits == 4 else 0.4)
 
 

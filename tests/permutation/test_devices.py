@@ -63,8 +63,8 @@ TARGETS = {
         [
             ("Explicit", "both outputs", ("sgperm", "ffi")),
             ("Explicit", "columns", ("laperm", "ffi")),
+            ("Auto", "columns", ("sgperm", "callback")),
         ],
-        slow=[("Auto", "columns", ("sgperm", "callback"))],
     ),
     ids=str,
 )

@@ -69,6 +69,17 @@ def test_run_that_diverges_is_saved_before_it_is_warned_of(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
+def test_orbax_alone_reads_the_state_and_the_rows(tmp_path):
+    """The rows are one array with four bytes a number."""
+    run, restore = linear_fit(steps=3, checkpoints=tmp_path), ocp.args.StandardRestore()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        found = manager.restore(3, args=ocp.args.Composite(state=restore, history=restore))
+    support.assert_same_bits(found["state"]["params"], run.state.params)
+    rows = np.asarray(found["history"]["steps"])
+    assert rows.dtype == np.float32
+    np.testing.assert_array_equal(rows[0], run.history.steps["loss"])
+
+
 def test_numbers_of_numpy_are_taken(tmp_path):
     count = np.int64(4)
     keep = {"checkpoints": tmp_path, "checkpoint_every": count, "checkpoint_keep": count}

@@ -121,6 +121,25 @@ def test_zeros_are_exact_in_any_dtype_by_optax_too():
         )
 
 
+@pytest.mark.usefixtures("lenient")
+def test_inside_of_multi_steps_it_shrinks_once_by_the_mean_gradient():
+    """Inside, a step of two gradients is one step of their mean, also of a schedule; after it, params
+    shrink at each gradient."""
+    rate, grads = optax.linear_schedule(0.1, 0.05, 1), jnp.float32([[1, 0, 0.2], [0, 1, 0]] * 2)
+    inside = optax.MultiSteps(optax.chain(optax.sgd(rate), optperm.proximal(rate, l1=0.3)), 2)
+    outside = optax.chain(
+        optax.MultiSteps(optax.sgd(rate), 2).gradient_transformation(),
+        optperm.proximal(0.1, l1=0.3),
+    )
+    for tx, wanted in ((inside, [0.38, -0.23, 0.0]), (outside, [0.305, -0.155, 0.0])):
+        params = jnp.float32([0.5, -0.2, 0.01])
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = tx.update(grad, state, params)
+            params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params, wanted, rtol=1e-6)
+
+
 def test_steps_of_16_bits_are_computed_in_32():
     """256 + 1 is 256 in bfloat16; less a penalty of 1/2 it is a step of 1/2."""
     tx, params = optperm.proximal(0.5, l1=1.0), jnp.full(2, 256, jnp.bfloat16)
