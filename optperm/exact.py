@@ -175,7 +175,7 @@ def exact_entries(opt_state: Any) -> list[Exact]:
 
 
 def placing_states(opt_state: Any) -> list[PlacingState]:
-    """Return the states, in any nesting, that place params at some step."""
+    """Return the states, in any nesting, that set exact params in some step."""
     return [state for state in find_states(opt_state, PlacingState) if _is_placing(state)]
 
 
@@ -184,11 +184,11 @@ def _is_placing(node: Any) -> bool:
 
 
 def replace_targets(opt_state: Any, other: Any) -> Any:
-    """Return an optimizer state whose parts that place params have the targets of another state.
+    """Return an optimizer state whose parts that set exact params have the targets of another state.
 
     Args:
       opt_state: The state of an optimizer, however composed.
-      other: A state whose parts that place params have the same types, in the same order.
+      other: A state whose parts that set exact params have the same types, in the same order.
     """
     targets = iter(placing_states(other))
     return jax.tree.map(
@@ -267,8 +267,8 @@ def check_no_averages(opt_state: Any, method: str) -> None:
     for name, state_type in _MOVING_WRAPPERS.items():
         if find_states(opt_state, state_type):
             raise ValueError(
-                f"{name} inside {method} keeps params of its own, which {method} does not reach, so the "
-                f"params to evaluate would not be those of {method}. Use another optimizer."
+                f"{name} inside {method} keeps params of its own, and {method} cannot keep these "
+                "exact. Use another optimizer."
             )
 
 

@@ -105,9 +105,9 @@ class MandtSgdState(NamedTuple):
             return []
         if np.any(np.asarray(self.unstable) > 0):
             raise ValueError(
-                "These steps do not sample but diverge: lambda_max(H A) is "
-                f"{float(np.max(self.stability)):.3g}, 2 or more, so none was taken. Use "
-                "constant_sgd, smaller batches, a smaller max_step or more damping."
+                "No step was taken, because the steps would diverge: lambda_max(H A) must be below 2, "
+                f"but is {float(np.max(self.stability)):.3g}. Use constant_sgd, smaller batches, a "
+                "smaller max_step or more damping."
             )
         found = judge_stability(self.stability, self.steps, "max_step")
         return found + judge_mean(self.uneven, np.asarray(self.estimates))

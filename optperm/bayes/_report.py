@@ -283,7 +283,7 @@ def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
             "chains have mixed. Run longer chains."
         )
     return (
-        f"The maximum split R-hat is {value:.3g}, above that of chains that have mixed: the chains have "
+        f"The maximum split R-hat is {value:.3g}, too large for chains that have mixed: the chains have "
         "not mixed, or are in several modes (a parameter and its mirror image). Compare their means."
     )
 
@@ -338,8 +338,8 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
         learning = int(np.max(state.freeze_after)) - before
         if learning > 0:
             return [
-                f"The first {learning} steps of the draws were taken while the warm-up still learned: "
-                "pass burn_in=None to draw_samples."
+                f"The first {learning} steps of the draws were taken while the warm-up was still "
+                "learning: pass burn_in=None to draw_samples."
             ]
     if idle > before:
         return [
@@ -362,7 +362,7 @@ def _judge_rounding(samples: Samples) -> list[str]:
             spacing *= float(jnp.finfo(params.dtype).eps)
         if np.any((deviation < spacing) & (deviation > 0)):
             return [
-                f"Draws of some params vary by less than neighboring numbers of {params.dtype} differ: "
+                f"Draws of some params vary by less than the spacing of {params.dtype} numbers: "
                 "keep the params in float32, and cast them in the loss."
             ]
     return []
@@ -381,10 +381,10 @@ def describe_unchecked(
         found.append(f"Whether the passed kernel matches the {what} of these data.")
     if not states:
         found.append(
-            "Whether the steps sample this posterior: there is no state of a sampler here."
+            "Whether the steps sample this posterior: the states of their sampler are missing."
         )
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
-        found.append(f"All but {_MOST_ENTRIES} entries, which are spread evenly.")
+        found.append(f"All entries except {_MOST_ENTRIES}, which are evenly spaced.")
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
         found.append(

@@ -113,7 +113,7 @@ def _download(name: str) -> dict[str, np.ndarray]:
         rows = {split: splits[split][:] for split in ("train", "test")}
     except Exception as error:  # of the library, its network or its file system
         says = f"could not load {repository} ({type(error).__name__}: {error})"
-        raise CliError(f"--data {name}: {says}. The first time, it needs a network.") from error
+        raise CliError(f"--data {name}: {says}. The first download needs the internet.") from error
     columns = {"x": column, "y": "label"}
     return {key: np.asarray(rows[key[2:]][columns[key[0]]]) for key in KEYS}
 

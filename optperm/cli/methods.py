@@ -235,7 +235,7 @@ def _read_rank(kind: Any, tokens: Sequence[Token]) -> float:
 
 _RANK = Flag(
     0.25,
-    "The rank, or below 1, the fraction of a matrix's smaller side.",
+    "The rank; below 1, a fraction of each matrix's smaller side.",
     Annotated[float, Parameter(converter=_read_rank)],
 )
 _STEP_SIZE, _DECAY = "The step size.", "The decay rate of the momentum; 0 for none."

@@ -77,7 +77,7 @@ def find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
     if not kept:
         raise CliError(f"--resume {folder} holds no checkpoints of a run with --checkpoint-every.")
     if which := describe_differences(read_json(folder / _IDENTITY_FILE), identity):
-        raise UsageError(f"--resume {folder} is of another run: {which}.")
+        raise UsageError(f"--resume {folder} belongs to another run: {which}.")
     return max(kept)
 
 

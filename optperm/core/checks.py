@@ -135,7 +135,8 @@ def check_static_count(name: str, value: object) -> None:
     """
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{name} decides the shapes of arrays: pass an int (static_args of inject_hyperparams)."
+            f"{name} sets the shapes of arrays, so it must be an int: with optax.inject_hyperparams, "
+            "name it in static_args."
         )
     check_count(name, value)
 
@@ -211,7 +212,7 @@ def check_real_floating(name: str, tree: Any, *, advice: str | None = None) -> N
             is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
             usual = f"{_ADVICE_COMPLEX} {_ADVICE}" if is_complex else _ADVICE
             advice = usual if advice is None else advice
-            raise TypeError(f"{place} has dtype {dtype}; only real floating dtypes train. {advice}")
+            raise TypeError(f"{place} has dtype {dtype}, but must be real floating. {advice}")
 
 
 def check_same_tree(

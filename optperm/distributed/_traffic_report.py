@@ -190,7 +190,7 @@ def _measure(
 
 def _find_steps(name: str, every: Period) -> int:
     if callable(every) or isinstance(every, jax.core.Tracer):
-        raise ValueError(f"The period of {name} is not a known number: pass its mean as every=.")
+        raise ValueError(f"The period of {name} is a schedule or traced: pass its mean as every=.")
     return int(every)
 
 

@@ -187,8 +187,8 @@ def warn_of_full_rank(
     if dimension_numbers is None and 2 * full > total:
         warnings.warn(
             f"{method} leaves {full / total:.0%} of the entries in leaves of two axes and more at full "
-            "rank. optperm.memory.matrix_axes(params) shows how each leaf is classified, and takes the "
-            "axes of other leaves.",
+            "rank. optperm.memory.matrix_axes(params) shows how each leaf is classified. Pass the "
+            "axes of other leaves to it, and its result as dimension_numbers.",
             UserWarning,
             stacklevel=2,
         )

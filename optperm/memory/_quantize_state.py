@@ -179,8 +179,8 @@ def quantize_state(
         has_arrays = any(jnp.ndim(leaf) and jnp.size(leaf) for leaf in jax.tree.leaves(params))
         if has_arrays and not any(map(any, names)):
             warnings.warn(
-                "quantize_state saves nothing: no moment in 16 or 32 bits is included and "
-                f"has min_size={min_size} entries or more.",
+                "quantize_state saves nothing: no included moment in 16 or 32 bits has at least "
+                f"min_size={min_size} entries.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -127,7 +127,7 @@ def export_permutation(
             continue
         # The proof of every promise here: the export gives the trained weights, bit for bit.
         if not _is_permutation(indices) or not _same_bits(_permute(leaf, indices), exact):
-            says = "is not what the optimizer began with: pass the params of init, and its output_axes."
+            says = "differs from the params of init: pass these params, and the optimizer's output_axes."
             raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says}")
     return permutation
 

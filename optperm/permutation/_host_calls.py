@@ -64,7 +64,7 @@ def _lower(
     module = context.module_context
     if len(module.platforms) > 1:
         raise NotImplementedError(
-            "calls of Python need one platform: export the update for the CPU"
+            "Python callbacks need a single platform: export the update for the CPU"
         )
     (platform,) = module.platforms
     if platform == "tpu":

@@ -97,8 +97,8 @@ def laperm(
     order. The network then has its initial weights, bit for bit, in another order.
 
     Args:
-      inner: The optimizer that moves the weights. It must not set exact params, as `optperm.sgperm`
-        does, fix entries, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
+      inner: The optimizer that moves the weights. It must not set exact params, as `optperm.sgperm`,
+        `optperm.mask_elements` and `optperm.rigl` do.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       output_axes: As in `optperm.permute_by_cycles`.
@@ -141,8 +141,8 @@ def laperm(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer sets exact params, fixes entries or keeps
-        zeros, or the trees passed to `update` do not match.
+      ValueError: If `every` is below 1, the inner optimizer sets exact params, or the trees passed to
+        `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",

@@ -32,10 +32,10 @@ _TARGETS = (
 
 
 def choose_kernel() -> str:
-    """Return the kernel that runs: the one OPTPERM_KERNEL names, or the best available.
+    """Return the kernel that runs: the kernel in OPTPERM_KERNEL, or else the fastest available kernel.
 
     Raises:
-      ValueError: If OPTPERM_KERNEL names no kernel that is available.
+      ValueError: If the kernel in OPTPERM_KERNEL is not available.
     """
     available = available_kernels()
     wanted = os.environ.get("OPTPERM_KERNEL", available[0])
@@ -57,8 +57,9 @@ def find_kernels() -> tuple[tuple[str, ...], str]:
     """Return the available kernels, fastest first, and a message if the fastest of all is missing."""
     if load_library() is None:
         return ("numpy",), (
-            "optperm runs without its compiled kernel, thousands of times slower. With a C++17 "
-            "compiler, install it again: pip install --force-reinstall --no-deps --no-cache-dir optperm"
+            "optperm runs without its compiled kernel, thousands of times slower. To fix it, install "
+            "optperm again with a C++17 compiler: pip install --force-reinstall --no-deps "
+            "--no-cache-dir optperm"
         )
     refused = _register_handlers()
     if refused:

@@ -39,7 +39,9 @@ def resolve_output_axes(
         isinstance(axis, int | np.integer) and -leaf.ndim <= axis < leaf.ndim for axis in chosen
     )
     if not are_axes or len({axis % leaf.ndim for axis in chosen}) < len(chosen):
-        raise ValueError(f"output_axes {chosen} must be different axes of {name}: {leaf.shape}.")
+        raise ValueError(
+            f"output_axes must be distinct axes of {name}, which has shape {leaf.shape}, got {chosen}."
+        )
     return tuple(sorted(int(axis) % leaf.ndim for axis in chosen))
 
 

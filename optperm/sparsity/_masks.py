@@ -141,7 +141,7 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
 
     def spread(allowed: Any, leaf: jax.Array) -> jax.Array:
         if checks.dtype_of("mask", allowed) != jnp.bool_:
-            raise TypeError(f"mask must have booleans, got {jnp.result_type(allowed)}.")
+            raise TypeError(f"mask must be boolean, got dtype {jnp.result_type(allowed)}.")
         shape, wanted = jnp.shape(allowed), jnp.shape(leaf)
         if shape not in ((), wanted):
             raise ValueError(f"mask has shape {shape} for a parameter of shape {wanted}.")

@@ -63,8 +63,8 @@ class DimReduceState(NamedTuple):
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
         return (
-            "A transformation follows dim_reduce in an optax.chain: steps that it changes, or "
-            "entries that it fixes, spoil the curvature. Pass it as `inner`, with a basis that is "
+            "In an optax.chain, a transformation follows dim_reduce. If it changes steps or fixes "
+            "entries, the curvature is wrong. Pass the transformation as `inner`, with a basis that is "
             "zero at fixed entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
         )
 

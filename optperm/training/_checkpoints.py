@@ -76,7 +76,7 @@ class Checkpoints:
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
         if which := describe_differences(run["facts"], json.loads(json.dumps(facts))):
-            raise ValueError(f"The checkpoint {path} is of another run: {which}.")
+            raise ValueError(f"The checkpoint {path} belongs to another run: {which}.")
         return dict(run)
 
     def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:

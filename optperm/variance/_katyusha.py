@@ -43,9 +43,9 @@ class KatyushaState(NamedTuple):
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
         return (
-            "A transformation follows katyusha, which is a whole optimizer, in an optax.chain: "
-            "changed steps lead away from the optimum. Remove it, or use optperm.svrg and "
-            "optax.sgd."
+            "In an optax.chain, a transformation follows katyusha, which is a whole optimizer: "
+            "changed steps lead away from the optimum. Remove the transformation, or use optperm.svrg "
+            "and optax.sgd."
         )
 
 

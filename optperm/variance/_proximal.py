@@ -142,7 +142,9 @@ def proximal(
             # q_g <- q_g max(1 - eta lambda_g sqrt|g| / |q_g|, 0)
             if group is not None and q.ndim >= 2:
                 if not all(-q.ndim <= axis < q.ndim for axis in group_axes):
-                    raise ValueError(f"A leaf of shape {q.shape} lacks group_axes={group_axes}.")
+                    raise ValueError(
+                        f"group_axes must be axes of each leaf, got {group_axes} and shape {q.shape}."
+                    )
                 q = _shrink_groups(q, rate * jnp.asarray(group, wide), group_axes)
             # q <- q / (1 + eta l2), after the other penalties, which are homogeneous of degree 1
             q = q / (1 + rate * jnp.asarray(l2, wide))

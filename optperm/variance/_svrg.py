@@ -148,7 +148,7 @@ def svrg(
       SVRG pays off on convex problems that need high accuracy. On networks, even small networks, it
       *hurts*. The gradient soon differs from its value at the snapshot, the correction adds variance,
       and plain SGD takes more than twice as many steps for the same number of gradients.
-      :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
+      :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs little more than a
       step without SVRG. `benchmarks/variance.py` compares these methods. Any optimizer may follow
       `svrg`, but Adam with a constant learning rate does not converge to the optimum, because it divides
       by a running average of the gradients' magnitude.

@@ -159,7 +159,7 @@ def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     assert np.all(np.asarray(state.count) == int(samples.next_step))
     assert samples.batch_noise is None  # the kernel knows it
     report = optperm.bayes.posterior_report(samples)
-    assert not any("warm-up still learned" in text for text in report.warnings)
+    assert not any("warm-up was still learning" in text for text in report.warnings)
     first = len(programs)
     draw(1)
     assert len(programs) == first

@@ -80,7 +80,7 @@ def test_figures_and_limits():
     out = str(report)
     assert f"{report.r_hat:.3f}" in out
     assert "not checked: Whether batches are drawn with replacement" in out
-    assert "there is no state of a sampler here" in out
+    assert "the states of their sampler are missing" in out
     assert report.mcse == pytest.approx(1 / np.sqrt(4000 * 0.7 / 1.3), rel=0.15)
     assert "effective sample size" in report_of(samples_of(autoregressive(0.9, (4, 600, 3))))[0]
     drifting = (
@@ -217,7 +217,7 @@ def test_infinite_draws_of_a_sampler_are_named_without_warnings_of_numpy():
 def test_params_of_16_bits_that_are_too_coarse_are_named():
     draws = 100 + 0.1 * autoregressive(0.3, (4, 600, 1))
     samples = samples_of(draws)._replace(last_params=jnp.full((4, 1), 100, jnp.bfloat16))
-    assert "neighboring numbers of bfloat16 differ" in report_of(samples)[0]
+    assert "the spacing of bfloat16 numbers" in report_of(samples)[0]
 
 
 def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
@@ -233,7 +233,7 @@ def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
     last = jax.tree.map(lambda x: x[:, -1], tree)
     report = optperm.bayes.posterior_report(optperm.bayes.Samples(tree, last, (), 500, 1))
     assert report.warnings == ()
-    assert "there is no state of a sampler here" in " ".join(report.not_checked)
+    assert "the states of their sampler are missing" in " ".join(report.not_checked)
 
 
 def test_bias_of_langevin_steps_is_half_of_reach_over_the_minimum_variance():

@@ -158,7 +158,7 @@ def test_known_data_come_from_the_library_datasets(monkeypatch):
         assert (len(data.x_train), len(data.x_test)) == (12, 5)
         assert 0.9 < data.x_train.max() <= 1
     assert asked == ["ylecun/mnist", "zalando-datasets/fashion_mnist", "uoft-cs/cifar10"]
-    with pytest.raises(CliError, match=r"could not load ylecun/mnist \(Conn.*needs a network"):
+    with pytest.raises(CliError, match=r"could not load ylecun/mnist \(Conn.*needs the internet"):
         datasets.load("mnist")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'optperm\[data\]'"):

@@ -124,5 +124,5 @@ def test_update_that_calls_python_is_not_exported(monkeypatch):
     monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
     tx, w = optperm.sgperm(), support.bias(5)
     export = jax.export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])
-    with pytest.raises(NotImplementedError, match="one platform: export the update for the CPU"):
+    with pytest.raises(NotImplementedError, match="single platform: export the update for the CPU"):
         export(w, tx.init(w), w)

@@ -368,7 +368,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
     for options, says in [
         ({"resume": False}, "holds checkpoints of an earlier run"),
         ({"resume": 4}, r"resume=4, but .* has checkpoints of steps \[10\]"),
-        ({"key": 1}, r"of another run: key is \[0, 0\] there and \[0, 1\] here\."),
+        ({"key": 1}, r"belongs to another run: key is \[0, 0\] there and \[0, 1\] here\."),
         ({"batch_size": 4}, "batch_size is 8 there and 4 here"),
         ({"train_data": others, "batch_size": BATCH}, "the digest of train_data is"),
         ({"train_data": fitting.batches}, "an iterable of batches"),

@@ -141,7 +141,7 @@ def test_names_of_columns_that_are_misspelt_are_found_as_soon_as_they_can_be():
         ({"keep_best": "lsos"}, of_streams | {"train_data": fitting.batches}, 5),
     ]:
         seen.clear()
-        with pytest.raises(ValueError, match=r"names '(eval_)?l(os|so)s'; rows have"):
+        with pytest.raises(ValueError, match=r"the metric '(eval_)?l(os|so)s', but rows have"):
             linear_fit(epochs=2, **{**options, **wrong})
         assert len(seen) == step, wrong
     right = {"keep_best": "loss", "on_epoch_end": stop("eval_loss", 9), **EVALUATION}
