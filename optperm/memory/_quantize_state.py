@@ -102,7 +102,8 @@ def quantize_state(
       include: The params whose moments are quantized: a tree of booleans like params, a prefix of such a
         tree, or a function from params to such a tree. None for all. The authors of 8-bit optimizers
         exclude embeddings.
-      key: The random key of the rounding: an int or a `jax.random.key`.
+      key: The random key of the rounding: an int or a `jax.random.key`. Replicas with the same key, as
+        under `jax.vmap`, round with the same numbers.
 
     Returns:
       A transformation whose state is a `QuantizedState`. Its `update` needs what `inner` needs.
@@ -121,7 +122,7 @@ def quantize_state(
     Notes:
       `inner` may include weight decay and a learning rate, which have no moments. Put `optax.masked`
       around this transformation, not inside. Rounding noise raises the maxima of second moments
-      (AMSGrad) by 10% to 50% in a few thousand steps; use Adam for long runs. First moments below 1e-5
+      (AMSGrad) by 10% to 60% in a few thousand steps; use Adam for long runs. First moments below 1e-5
       of the maximum of their block become 0. Second moments below 1e-10 of the maximum stay at the
       smallest code, because dividing a first moment by a second moment of 0 would give an enormous step.
       One outlier therefore slows its block until the moments forget it, so clip gradients first.
