@@ -244,7 +244,7 @@ def test_replicas_with_a_mean_gradient_train_as_one(ours):
     check_in_turn(ours, MEAN)
 
 
-@pytest.mark.spans("agn")
+@pytest.mark.spans("agn", "mandt_sgd")
 def test_models_of_their_own_in_checked_shard_map_train_as_each_alone(ours):
     check_own_models(ours, "shard_map")
 
