@@ -1,10 +1,13 @@
-"""Dtypes of sums, and whether all leaves of a tree are finite."""
+"""Dtypes of sums, types like those of another tree, and whether all leaves of a tree are finite."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from optperm.core.dtypes import accumulation_dtype, all_finite
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 
 
 @pytest.mark.usefixtures("x64")
@@ -12,6 +15,15 @@ def test_sums_over_leaves_are_as_wide_as_the_widest_of_them():
     cases = ((), jnp.float32), (("bfloat16",), jnp.float32), (("float64", "bfloat16"), jnp.float64)
     for dtypes, wide in cases:
         assert accumulation_dtype([jnp.zeros(1, dtype) for dtype in dtypes]) == wide
+
+
+def test_cast_leaves_have_the_dtypes_and_shardings_of_others():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    numbers = np.arange(4, dtype=np.float32)
+    whole, cut = (jax.device_put(numbers, NamedSharding(mesh, spec)) for spec in (P(), P("x")))
+    found = jax.jit(cast_like)({"w": whole}, {"w": cut.astype(jnp.bfloat16)})["w"]
+    assert (found.dtype, found.sharding.spec) == (jnp.bfloat16, P("x"))
+    np.testing.assert_array_equal(found.astype(jnp.float32), numbers)
 
 
 def test_numbers_whose_sum_overflows_are_finite():
