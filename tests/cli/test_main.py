@@ -127,7 +127,10 @@ def test_network_of_ones_own_is_trained_and_rebuilt(
     assert main(["evaluate", str(out)]) == 0
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
     for name, says in [
-        ("own_networks:Normed", "of params alone (ScopeCollectionNotFound: Tried to access"),
+        (
+            "own_networks:Normed",
+            "whose only variables are params (ScopeCollectionNotFound: Tried to access",
+        ),
         ("own_networks:Narrow", "must map a batch to (batch, 3) logits, got [1, 2]"),
         ("own_networks:Nothing", "AttributeError: module 'own_networks' has no attribute"),
         ("no_such_module:Net", "ModuleNotFoundError: No module named 'no_such_module'"),
