@@ -141,7 +141,8 @@ def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array)
     :math:`\bar r` lacks since the noise of :math:`\hat R x`, of the variance :math:`V_j` along an
     eigenvector j, turns x off: to the mean square :math:`\gamma V_j / (2 (r_{\max} - r_j))` with a
     constant :math:`\gamma`, at the cost of :math:`\gamma V_j / 2` of the quotient, whatever the gaps
-    are. Its sum over j is at most :math:`\frac{\gamma}{2} E \| \hat R x - r x \|^2`. The iteration lags
+    are. The sum of these costs over j is at most
+    :math:`\frac{\gamma}{2} E \| \hat R x - r x \|^2`. The iteration lags
     behind a :math:`\gamma` that falls, so the bounds have twice as much. The last part is what x had of
     other eigenvectors at the start of the window. With :math:`t = \sum \gamma \approx 2 \log(1 + n) /
     r_{\max}` such a part falls as :math:`e^{-2 t g}` with the gap g, so that it costs no more than

@@ -340,7 +340,7 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
     if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
         over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
-            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size, or "
+            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of that size, or "
             "axis_name= for a batch on several devices. Instead of optax.MultiSteps, use chunk_size=."
         )
 

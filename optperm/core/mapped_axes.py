@@ -181,7 +181,7 @@ def _combine(
         if batch_axis is None:
             # The predicate would be batched, and the conditional a selection.
             raise ValueError(
-                f"Under a jax.vmap without a name (over {axis_size}), an optimizer that counts its "
+                f"Under a jax.vmap without axis_name (size {axis_size}), an optimizer that counts its "
                 "steps would exchange in every step: if the vmap maps replicas, name its axis and pass "
                 "the name to the optimizer; otherwise pass commit=."
             )

@@ -218,7 +218,7 @@ def agn(
         that a pull would not move (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`,
         `katyusha`). Without `outer`, also if a state of `inner` may use one count for its moments and
         for a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if
-        `inner` chooses zeros (`optperm.rigl`).
+        `inner` chooses which params are zero (`optperm.rigl`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017

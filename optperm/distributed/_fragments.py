@@ -122,7 +122,7 @@ def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
         is_fragment = np.issubdtype(of.dtype, np.integer) and np.all((of >= 0) & (of < number))
         if not (is_one and is_fragment):
             name, shape = f"params{jax.tree_util.keystr(path)}", np.shape(leaf)
-            wanted = f"an integer in [0, {number}), or one for each slice of shape {shape}"
+            wanted = f"an integer in [0, {number}), or one for each slice along axis 0 of {shape}"
             raise ValueError(f"fragment_of for {name} must be {wanted}, got {of.tolist()!r}.")
     missing = set(range(number)) - {int(p) for of in result for p in of.reshape(-1)}
     if missing and leaves:

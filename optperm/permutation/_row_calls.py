@@ -63,7 +63,7 @@ class Signature(NamedTuple):
 
 
 def batch_calls(signature: Signature, function: Callable[..., Results]) -> Callable[..., Results]:
-    """Make a function whose leading batch axis `jax.vmap` enlarges.
+    """Make a function that `jax.vmap` batches by enlarging the leading axis of its arguments.
 
     Where the types say how the rows are sharded, each device calls the function for its own rows.
     """

@@ -67,7 +67,7 @@ def rigl(
     A weight that is dropped and grown in the same step keeps its value and its state. Other grown
     weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
     gradients and params with zeros for dead entries. Each leaf keeps its number of live weights. With
-    `grow="random"`, positions are random (SET). With `drop_fraction=0`, the mask never changes. With
+    `grow="random"`, grown entries are random (SET). With `drop_fraction=0`, the mask never changes. With
     `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
 
     Args:

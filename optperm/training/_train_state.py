@@ -1,4 +1,4 @@
-"""Flax's train states, for methods that need more than gradients and set exact weights."""
+"""Flax train states, for methods that need more than gradients or set exact params."""
 
 import dataclasses
 import inspect
