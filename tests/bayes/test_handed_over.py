@@ -131,10 +131,10 @@ def test_kernel_of_other_data_is_warned_of():
             sampler=lambda n, s: optperm.constant_sgd(n, s, kernel=kernel, momentum=0.5),
         )  # fmt: skip
         report = optperm.bayes.posterior_report(samples)
-        found = [text for text in report.warnings if "not that of the kernel" in text]
+        found = [text for text in report.warnings if "differs from the kernel's" in text]
         assert len(found) == int(scale > 1)
         assert any(
-            line.endswith("is one of the curvature of these data.") for line in report.not_checked
+            line.endswith("matches the curvature of these data.") for line in report.not_checked
         )
     assert "too large" in found[0]
     report = optperm.bayes.posterior_report(samples._replace(batch_noise=None))
