@@ -79,7 +79,7 @@ def test_figures_and_limits():
     assert text == ""
     out = str(report)
     assert f"{report.r_hat:.3f}" in out
-    assert "not checked: Whether batches are drawn with replacement" in out
+    assert "not checked: Whether batches are drawn with replacement, and no transformation" in out
     assert "the states of their sampler are missing" in out
     assert report.mcse == pytest.approx(1 / np.sqrt(4000 * 0.7 / 1.3), rel=0.15)
     assert "effective sample size" in report_of(samples_of(autoregressive(0.9, (4, 600, 3))))[0]
@@ -167,7 +167,8 @@ def test_what_a_state_of_constant_sgd_tells():
     assert report.unmoved == 1
     assert "1 of 3 entries have not moved" in text
     two = (kernel_state(), kernel_state())
-    assert "The optimizer has 2 samplers" in report_of(samples_of(draws, two))[0]
+    (text, _) = report_of(samples_of(draws, two))
+    assert "The optimizer has 2 samplers for different params" in text
 
 
 @pytest.mark.parametrize(

@@ -275,10 +275,13 @@ def test_run_that_diverges_fails_and_says_where(run, files, tmp_path, capsys):
         ("sgd --valid-fraction 1", "--valid-fraction. Must be < 1"),
         (
             "sgd --valid-fraction 0.001",
-            "--valid-fraction 0.001 leaves no example to train or none to validate",
+            "--valid-fraction 0.001 leaves no example to train or none to validate, of 64",
         ),
         ("adam --batch-size 65", "is 65 examples per step, more than the 64 to train"),
-        ("adam --model gpt", "must be mlp, cnn, or a module:Class whose"),
+        (
+            "adam --model gpt",
+            "must be mlp, cnn, or a module:Class whose only variables are params",
+        ),
         ("adam --model cnn", "--model cnn needs images"),
         ("adam --b1 1.5", "adam: b1 must be in [0, 1], got 1.5"),
         ("sgd --learning-rate -1", "sgd: learning_rate must be at least 0, got -1.0"),

@@ -52,14 +52,17 @@ def test_sgperm_falls_by_its_length_or_without_one_as_one_over_the_step():
         return [w for w, _ in trail], [int(state[0].steps_past_end) for state in states]
 
     ends = []
-    traced = optax.inject_hyperparams(build)(num_steps=3)
-    for fall, tx, past in ((known, traced, [0, 0, 0, 1, 2]), (unknown, build(), [0] * 5)):
+    for fall, num_steps, past in ((known, 3, [0, 0, 0, 1, 2]), (unknown, None, [0] * 5)):
         values = (0.1 * fall(np.arange(1.0, 6.0))).astype(np.float32)
         wanted, _ = train(build(lambda count, values=values: jnp.asarray(values)[count]))
         ends.append(wanted[-1])
-        found, counted = train(tx)
-        support.assert_same_bits(found, wanted)
-        assert counted == past
+        for tx in (
+            build(num_steps=num_steps),
+            optax.inject_hyperparams(build)(num_steps=num_steps),
+        ):
+            found, counted = train(tx)
+            support.assert_same_bits(found, wanted)
+            assert counted == past
     assert not np.array_equal(*ends)
 
 

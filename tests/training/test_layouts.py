@@ -302,6 +302,7 @@ def test_devices_of_a_host_step_together_between_commits_of_hosts():
     kernels = made[0].carry.params["in"]
     assert kernels.shape == (2, IN, HIDDEN)
     assert np.ptp(kernels, axis=0).max() > 1e-3
+    assert np.abs(losses[0] - dense_fit(optax.adam(1e-2)).history.steps["loss"]).max() > 1e-3
 
 
 @pytest.mark.slow
