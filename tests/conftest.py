@@ -164,11 +164,11 @@ def pytest_runtest_teardown(item):
     """
     del item
     process = pathlib.Path("/proc/self")
-    if next(_TESTS) % 20 or not (process / "statm").exists():
+    if next(_TESTS) % 5 or not (process / "statm").exists():
         return
     pages = int((process / "statm").read_text().split()[1])
     maps = (process / "maps").read_bytes().count(b"\n")
-    if pages * os.sysconf("SC_PAGE_SIZE") > 1.2e9 or maps > 30_000:
+    if pages * os.sysconf("SC_PAGE_SIZE") > 0.9e9 or maps > 30_000:
         jax.clear_caches()
         ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what is freed
 
