@@ -1,4 +1,4 @@
-"""Stochastic gradient Langevin dynamics, without momentum and with it.
+"""Stochastic gradient Langevin dynamics, without and with momentum.
 
 M. Welling and Y. W. Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", ICML 2011;
 T. Chen, E. B. Fox and C. Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo", ICML 2014.
@@ -170,7 +170,7 @@ def sgld(
         t = resolve_schedule("temperature", temperature, state.count, dtype)
         n = jnp.asarray(num_data, dtype)
         xi = normal_like(fold(state.key, state.count), params)
-        # Without a barrier XLA fuses the noise into the product that makes g: a minute of compiling
+        # Without a barrier, XLA fuses the noise into the product that makes g, and compiles for a minute
         noisy = jax.lax.optimization_barrier(g)
         m = optax.tree.ones_like(xi) if preconditioner is None else preconditioner
 
@@ -181,7 +181,7 @@ def sgld(
             return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
 
         moves = computed_once(jax.tree.map(move, noisy, xi, m))
-        # What a report takes the steps for is that of M = 1
+        # reach and gain, from which a report judges the steps, are valid only for M = 1
         is_plain = float(preconditioner is None)
         return zero_if_not_finite(moves), state._replace(
             count=optax.safe_increment(state.count),
@@ -286,7 +286,7 @@ def sghmc(
             kept = (1 - alpha).astype(v.dtype) * v + deviation.astype(v.dtype) * xi
             return kept - drift.astype(v.dtype) * g.astype(v.dtype)
 
-        # The barrier of sgld
+        # The barrier has the same reason as in sgld
         noisy = jax.lax.optimization_barrier(g)
         velocity = computed_once(jax.tree.map(next_velocity, state.velocity, noisy, xi))
         is_left_out = jnp.logical_not(all_finite(velocity))
