@@ -40,7 +40,7 @@ class SwagState(NamedTuple):
     deviations: PyTree[Float[Array, "rank ?*shape"], "Params"]
 
     def changes_updates(self) -> bool:
-        """Return that the updates pass unchanged."""
+        """Return False, because the updates pass through unchanged."""
         return False
 
 
