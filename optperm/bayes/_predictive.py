@@ -65,7 +65,7 @@ class Predictions(NamedTuple):
         shape = self.mean.shape
         if not shape or shape[-1] < 2:
             raise ValueError(
-                f"The last axis must hold probabilities of at least two classes, got shape {shape}."
+                f"The last axis must have probabilities of at least two classes, got shape {shape}."
             )
         if can_be_seen(self.mean):
             _check_rows(self.mean)

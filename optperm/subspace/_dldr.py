@@ -294,7 +294,7 @@ def _find_subspace(second: Any, num_snapshots: int) -> Subspace:
     found = _find_subspaces(second)
     if len(found) != 1:
         names = "dim_reduce, project or twa"
-        raise ValueError(f"subspace_optimizer must hold one of {names}, got {len(found)}.")
+        raise ValueError(f"subspace_optimizer must contain one of {names}, got {len(found)}.")
     k = found[0].determined.size
     # Snapshots span one direction fewer after centering.
     least = k + found[0].is_centered

@@ -95,7 +95,7 @@ def warned_of(tx, epochs, **options):
 def test_fit_says_once_that_weights_stand_still():
     falls = optax.exponential_decay(0.4, 1, 0.8)
     (says,), ends = warned_of(optperm.sgperm(falls, momentum=0.99), 5)
-    assert says.startswith("After step 100 the weights hardly trade places: ")
+    assert says.startswith("After step 100, weights hardly change positions: ")
     assert "Pass sgperm num_steps" in says
     assert ends == [0, 0, 0, 0, 1]
 
