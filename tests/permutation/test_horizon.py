@@ -103,7 +103,7 @@ def test_fit_says_once_that_weights_stand_still():
 def test_weights_that_never_move_or_stop_are_told_from_those_that_move():
     still, usual = np.zeros(25), np.full(100, 0.5)
     stopped = np.where(np.arange(100) < 50, usual, 0.01)
-    for moved, says in ((still, "No weight has moved in 25 steps"), (stopped, "After step 100 ")):
+    for moved, says in ((still, "No weight has moved in 25 steps"), (stopped, "After step 100, ")):
         (sentence,) = judge_movement({"fraction_moved": moved})
         assert sentence.startswith(says)
     for moved in (usual, stopped[:99], still[:4]):
