@@ -159,7 +159,7 @@ def sample(
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
     jax.eval_shape(
         lambda p: evaluate(loss, p, data).value, params
-    )  # raises if the loss is not a mean
+    )  # rejects a loss that is no scalar
 
     keys = jax.random.split(make_key(key), 3)
     begun = (

@@ -171,7 +171,7 @@ def count_examples(name: str, tree: Any, *, has_scalars: bool = False) -> int:
     lengths = {shape[:1] for shape in shapes if shape or not has_scalars}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         wanted = "must be arrays that agree in their leading axis, the axis of examples"
-        what = "holds no examples" if lengths == {(0,)} else wanted
+        what = "contains no examples" if lengths == {(0,)} else wanted
         raise ValueError(f"{name} {what}: got shapes {shapes}.")
     ((length,),) = lengths
     return int(length)

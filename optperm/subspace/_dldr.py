@@ -363,9 +363,7 @@ def _compute_components(
             in_place=True,
             is_centered=subspace.is_centered,
         )
-        if (
-            subspace.axis_name is not None
-        ):  # The type must show that all replicas have the same rank.
+        if subspace.axis_name is not None:  # The rank's type must be the same on all replicas.
             rank = jax.lax.pmin(rank, subspace.axis_name)
         return rows, jnp.arange(k, dtype=jnp.int32) < rank
 
