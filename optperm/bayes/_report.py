@@ -406,7 +406,7 @@ def entries_of(draws: Any) -> np.ndarray:
     """Return draws as (chain, draw, entry) in float64, with about `_MOST_ENTRIES` entries at most."""
     leaves = _floating(draws)
     if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
-        raise ValueError("samples holds no draws: pass what draw_samples returned.")
+        raise ValueError("samples contains no draws: pass the result of draw_samples.")
     stride = -(-sum(int(np.prod(leaf.shape[2:])) for leaf in leaves) // _MOST_ENTRIES)
     parts = [np.asarray(leaf).reshape(*leaf.shape[:2], -1)[..., ::stride] for leaf in leaves]
     return np.concatenate([part.astype(np.float64) for part in parts], axis=-1)

@@ -157,9 +157,7 @@ def sample(
     jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
 
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
-    jax.eval_shape(
-        lambda p: evaluate(loss, p, data).value, params
-    )  # rejects a loss that is no scalar
+    jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
 
     keys = jax.random.split(make_key(key), 3)
     begun = (

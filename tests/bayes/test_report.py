@@ -228,7 +228,7 @@ def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
         name = type(wrong).__name__
         with pytest.raises(TypeError, match=f"must be Samples, got {name}.*Samples\\(draws, "):
             optperm.bayes.posterior_report(wrong)
-    with pytest.raises(ValueError, match="holds no draws"):
+    with pytest.raises(ValueError, match="contains no draws"):
         optperm.bayes.posterior_report(samples_of(draws)._replace(params=()))
     tree = {"w": draws, "b": draws[..., 0]}
     last = jax.tree.map(lambda x: x[:, -1], tree)

@@ -224,7 +224,7 @@ def test_evaluation_of_changed_data_or_a_changed_network_is_refused(
         assert says in error_line()
     path.unlink()
     assert main(["evaluate", str(out)]) == 1
-    assert "holds no trained network" in error_line()
+    assert "contains no trained network" in error_line()
 
 
 def test_results_are_never_overwritten(train, run, tmp_path, monkeypatch, capsys, error_line):
