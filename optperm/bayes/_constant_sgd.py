@@ -141,9 +141,9 @@ def constant_sgd(
 
     In the burn-in, another optimizer moves the params to an optimum. From the second half of the burn-in
     to `freeze_after`, five windows estimate :math:`C`, :math:`a_i` (Hutchinson's estimator in the
-    coordinates of :math:`H^{1/2}`), the spread of the batches' curvatures, and two quantities that lower
-    :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation of
-    the noise. Each window passes its estimates to the next window as an `optperm.bayes.NoiseKernel`.
+    coordinates of :math:`H^{1/2}`) and the spread of the batches' curvatures. Two further estimates may
+    lower :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation
+    of the noise. Each window passes its estimates to the next window as an `optperm.bayes.NoiseKernel`.
     After the last window, the kernel is constant. If you pass this kernel as `kernel`, every step
     samples.
 

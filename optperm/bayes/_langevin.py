@@ -39,12 +39,12 @@ class SgldState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       key: The raw random key of the noise.
-      reach: :math:`\epsilon T / 2` of the last step; 0 with a preconditioner. Divided by the
-        posterior's variance in a direction, it is :math:`h \lambda` of this direction, and the variance
-        of the draws is too large by the fraction :math:`h \lambda / 2`.
-      gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Multiplied by the
-        variance of the batch's gradient, it is the fraction by which the noise of the batches increases
-        a variance.
+      reach: :math:`\epsilon T / 2` of the last step; 0 with a preconditioner. Its ratio to the
+        posterior's variance in a direction is :math:`h \lambda` in this direction, and the variance of
+        the draws is too large by the fraction :math:`h \lambda / 2`.
+      gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Its product with the
+        variance of the batch's gradient is the fraction by which the noise of the batches increases a
+        variance.
       left_out: Number of steps in which entries with a nonfinite gradient did not move.
     """
 
@@ -106,9 +106,9 @@ def sgld(
       num_data: N, the number of training examples.
       temperature: T, a number or a schedule of the step.
       preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
-        With a preconditioner, `optperm.bayes.posterior_report` does not check how much steps and
-        batches increase variances.
-      key: A random key of the noise, or an int. The state holds it.
+        With a preconditioner, `optperm.bayes.posterior_report` does not check the increases of
+        variances by steps and batches.
+      key: A random key of the noise, or an int. The state contains the key.
 
     Returns:
       A transformation whose state is an `SgldState`, with a float32 copy of 16-bit params.
@@ -221,7 +221,7 @@ def sghmc(
         there is no stationary distribution.
       temperature: T, a number or a schedule of the step.
       noise_estimate: :math:`\hat\beta`, at most `friction`.
-      key: A random key of the noise, or an int. The state holds it.
+      key: A random key of the noise, or an int. The state contains the key.
 
     Returns:
       A transformation whose state is an `SghmcState`, with a float32 copy of 16-bit params.

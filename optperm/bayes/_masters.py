@@ -122,7 +122,7 @@ def follow(master: jax.Array, param: jax.Array) -> jax.Array:
 
 
 def _round(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return an array rounded to the precision of another array, in its own dtype."""
+    """Return an array rounded to the precision of another array, with its dtype unchanged."""
     # Inside jax.jit, XLA removes a cast to 16 bits and back
     info = jnp.finfo(like.dtype)
     if info.bits > 16:

@@ -48,8 +48,8 @@ class PosteriorReport(NamedTuple):
       drift: The ratio of the noise in the last window of the warm-up to the noise in the window before.
       step_bias: The maximum relative increase of a variance due to the step size of SGLD or SGHMC.
       batch_bias: An upper bound on the relative increase, due to the noise of SGLD's or SGHMC's batches,
-        of the variance of any linear function of the params. It uses the maximum eigenvalue of R if this
-        is known, else the trace of R.
+        of the variance of any linear function of the params. The bound uses the maximum eigenvalue of R
+        if known, otherwise the trace of R.
       unmoved: The number of entries that have not moved in any chain.
       not_checked: Sentences about conditions that were not checked.
       warnings: Sentences about conditions that do not hold.
@@ -118,7 +118,7 @@ def posterior_report(
 
     The number of draws and their autocorrelation determine the maximum R-hat of chains that have mixed.
     Up to this limit, the report recommends more draws; above the limit, it states that the chains have
-    not mixed. `print` shows the report and the conditions that were not checked.
+    not mixed. `print` shows the report, including the conditions that were not checked.
 
     Args:
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. For draws from

@@ -1,7 +1,7 @@
 """Collectives and types over mapped axes, which work the same way in every mapping.
 
 In the checked mode of `jax.shard_map`, an array's type includes the mapped axes over which it varies.
-Elsewhere (`jax.pmap`, `jax.vmap`, the unchecked mode), no array is or needs to be marked as varying.
+In other mappings (`jax.pmap`, `jax.vmap`, the unchecked mode), arrays need no marks for varying axes.
 """
 
 import functools
@@ -144,7 +144,7 @@ def _combine(
     of_devices: Callable[[Any, tuple[str, ...]], Any],
     batch_axis: int | None,
 ) -> Any:
-    """Combine a tree over named axes, some of which are axes of `jax.vmap` and others of devices.
+    """Combine a tree over named axes, some mapped by `jax.vmap` and others over devices.
 
     Args:
       tree: The tree of one replica.

@@ -216,9 +216,9 @@ def agn(
       ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
         are already summed over this axis, or trees do not match; or if the local optimizer stores params
         that a pull would not move (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`,
-        `katyusha`). Without `outer`, also if a state of `inner` may use one count for its moments and
-        for a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if
-        `inner` chooses which params are zero (`optperm.rigl`).
+        `katyusha`); or, without `outer`, if a state of `inner` may use one count for its moments and for
+        a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if `inner`
+        chooses which params are zero (`optperm.rigl`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017

@@ -48,8 +48,8 @@ def center_params(
       With `combine="pairs"`, each replica has its own center. Test any of these centers, or their mean.
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one state of these methods. With
-        `final=True`, also if the last step did not commit all params.
+      ValueError: If `opt_state` does not contain exactly one state of these methods, or, with
+        `final=True`, if the last step did not commit all params.
     """
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
     if final and (steps := int(local_values(state.since_commit).max())):

@@ -187,12 +187,12 @@ def _count_levels(bits: int) -> int:
 
 
 def _repeat_first(rows: jax.Array, where: jax.Array) -> jax.Array:
-    """Return rows in which the first entry of a row replaces the entries with a true condition."""
+    """Return rows in which entries with a true condition are replaced by their row's first entry."""
     return jnp.where(where, rows[:, :1], rows)
 
 
 def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
-    """Return the indices of the largest entries of each row, equal entries in order."""
+    """Return the indices of the largest entries of each row; equal entries are in order."""
 
     @jax.custom_batching.custom_vmap
     def find(sizes: jax.Array) -> jax.Array:

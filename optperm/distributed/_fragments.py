@@ -25,7 +25,7 @@ class Fragments:
           tree: The tree.
           number: The number of fragments.
           fragment_of: The fragment of a leaf or of each of its slices. None to group successive whole
-            leaves to fragments of about equal size; if there are few leaves, some fragments are empty.
+            leaves into fragments of about equal size; with few leaves, some fragments are empty.
         """
         self.number = number
         self._structure: Any = jax.tree.structure(tree)

@@ -141,7 +141,7 @@ def _children(node: Any) -> dict[Any, Any]:
 
 
 def _list_nodes(tree: Any) -> list[Any]:
-    """Return a tree, the trees within it, and so on, without leaves."""
+    """Return all nodes of a tree except the leaves."""
     children = _children(tree)
     within = [node for child in children.values() for node in _list_nodes(child)]
     return [tree, *within] if children else within

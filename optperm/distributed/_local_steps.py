@@ -128,7 +128,7 @@ def make_local_step(
     extra_args: dict[str, Any],
     axis_name: AxisName | None,
 ) -> Callable[[Any], tuple[optax.Updates, Any]]:
-    """Make the function s -> u(g; s), s for steps after a pull; without a gradient, u is zero."""
+    """Return the function s -> u(g; s), s for a step after a pull; without a gradient, u is zero."""
 
     def step(local_state: Any) -> tuple[optax.Updates, Any]:
         if grads is None:

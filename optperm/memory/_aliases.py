@@ -1,4 +1,4 @@
-"""AdamW with low-rank states or with APOLLO, as complete optimizers."""
+"""Complete AdamW optimizers with low-rank states or with APOLLO."""
 
 from __future__ import annotations
 

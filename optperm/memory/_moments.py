@@ -295,7 +295,7 @@ class Probe:
     ) -> list[Second]:
         """Return the kind of second moment of each state that `find` finds, "squares" for other types.
 
-        Every state counts as Adam's if `inner` has traced numbers, or needs extra arguments.
+        All states of Adam's type count as Adam's if `inner` has traced numbers or needs extra arguments.
         """
         structure = jax.tree.structure(inner_state)
         if structure not in self.found:

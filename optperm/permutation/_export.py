@@ -179,7 +179,7 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
     count = getattr(state, "mismatches", None)
     if count is not None and can_be_seen(count) and (most := int(np.max(count))):
         warnings.warn(
-            f"{most} step{'s' if most > 1 else ''} began at other params than sgperm had set, so the "
+            f"{most} step{'s' if most > 1 else ''} began at params that sgperm had not set, so the "
             "params may not be a permutation. A wrapper moved them, or they were reset without the "
             "state.",
             UserWarning,

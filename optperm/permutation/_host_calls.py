@@ -2,7 +2,7 @@
 
 `jax.pure_callback` would suffice on one device. However, it has no partitioning rule: on a mesh, XLA
 gathers the operands on device 0, which calls the host, and copies the results to the other devices. On
-the CPU, it can also hang, because it passes arrays that the waiting device has to copy. Therefore
+the CPU, it can also hang, because it waits for the device that runs it to copy arrays. Therefore
 
 - on the CPU and on a GPU, `call_target` calls the target of JAX's own callbacks, under its own
   partitioning rule (on the CPU, with the buffers themselves);

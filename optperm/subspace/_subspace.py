@@ -258,7 +258,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
 
     Args:
       opt_state: The state of an optimizer with one of these methods anywhere in it. This function does
-        not change it.
+        not change `opt_state`.
       basis: A tree like params in which each leaf has an extra leading axis of length `n_components`,
         such as the result of `optperm.subspace.pca_basis`, in any real floating dtypes. The rows must be
         orthonormal over all leaves together. Zero rows represent missing components.

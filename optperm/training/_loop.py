@@ -127,8 +127,8 @@ def fit(
         a function or None.
       on_epoch_end: A function of an `Event`, or a list of functions, called after each epoch and its
         evaluation. A function that returns True stops training. See `EarlyStopping`, `metrics_writer`.
-      checkpoints: The folder of the checkpoints, which are named by their steps. It can be on any file
-        system that `etils.epath` supports, such as `gs://`.
+      checkpoints: The folder for checkpoints, which are named by their steps, on any file system that
+        `etils.epath` supports, such as `gs://`.
       checkpoint_every: The number of steps between checkpoints. `fit` also writes a checkpoint when
         training ends, even if a callback, the data or `loss_fn` raises an error, but not after a
         `KeyboardInterrupt`.

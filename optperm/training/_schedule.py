@@ -17,7 +17,7 @@ class Due(NamedTuple):
 
     Attributes:
       row: Whether the history gets a row, with an evaluation.
-      every: The periods, in steps, of the callbacks of `every`.
+      every: The periods, in steps, of the due callbacks of `every`.
       on_row: Whether the callbacks of `on_epoch_end` that read every row are called.
       on_epoch_end: Whether all callbacks of `on_epoch_end` are called.
       checkpoint: Whether a checkpoint is written.
