@@ -319,7 +319,8 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
     for each in find_states(local_state, _OWN_POINTS):
         raise ValueError(
             f"{type(each).__name__} stores its own params, which a pull to the center does not move. "
-            f"Use another optimizer for local steps of {method}, or use this optimizer for the center."
+            f"Use another optimizer for the local steps of {method}, or use this optimizer for the "
+            "center."
         )
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
     # The center's optimizer counts commits, so within switch_after, it would be in another phase.
