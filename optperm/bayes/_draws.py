@@ -108,7 +108,7 @@ def sample_params(
 def posterior_mean(opt_state: Any) -> optax.Params:
     """Return the posterior mean of `optperm.swag`, the result of stochastic weight averaging.
 
-    The mean of the posterior of `optperm.ivon` is the params themselves.
+    For `optperm.ivon`, the params themselves are the posterior mean.
 
     Args:
       opt_state: The state of an optimizer with `optperm.swag` anywhere in it.

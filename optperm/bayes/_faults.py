@@ -51,7 +51,7 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
     if drift < _LEAST_DRIFT:
         found.append(
             f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times "
-            "the noise of the window before, so draws are too narrow. Start closer to an optimum, or "
+            "the noise in the previous window, so draws are too narrow. Start closer to an optimum, or "
             "raise burn_in."
         )
     too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())

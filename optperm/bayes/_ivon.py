@@ -197,9 +197,9 @@ def ivon(
 
       For 16-bit params, the mean of the distribution is a copy in float32, and draws are in float32.
 
-      On a quadratic with Hessian :math:`H`, if the prior is weak and the noise of the batches is small,
-      the variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`, the variances of the best
-      normal approximation with a diagonal covariance.
+      On a quadratic with Hessian :math:`H`, a weak prior and little noise from the batches, the
+      variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`. These are the variances of the
+      best normal approximation with a diagonal covariance.
 
       Like Adam's state, the state has two numbers per parameter. In addition, each step draws one normal
       number per parameter, a noticeable cost if the batch is small for the network.

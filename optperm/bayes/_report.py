@@ -95,12 +95,12 @@ def posterior_report(
 
     The report warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below
     400, chains diverge, or entries never move. For constant SGD, it warns if draws were taken before the
-    end of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above
-    0.5, if gradients are not the mean of the examples' gradients, or if the noise is so correlated that
-    the diagonal or scalar preconditioner changes a variance by more than a fifth. For a kernel that was
-    passed, the report warns if the noise in `samples.batch_noise`, measured by `optperm.bayes.sample`,
-    changes variances by more than 30% on average. For SGLD and SGHMC, it warns if the step size
-    increases a variance by more than 5%. To first order, the relative increase is
+    end of the warm-up, if the noise was still falling at its end, if :math:`\lambda_{\max}(H A)` is
+    above 0.5, or if gradients are not the mean of the examples' gradients. It also warns if the noise is
+    so correlated that the diagonal or scalar preconditioner changes a variance by more than a fifth. For
+    a kernel that was passed, it warns if the noise in `samples.batch_noise`, from
+    `optperm.bayes.sample`, changes variances by more than 30% on average. For SGLD and SGHMC, it warns
+    if the step size increases a variance by more than 5%. To first order, the relative increase is
 
     .. math::
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
@@ -313,7 +313,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     left_out = max((int(np.max(state.left_out)) for state in states), default=0)
     if left_out:
         found.append(
-            f"In {left_out} steps some entries of the gradients were not finite. Such entries did not "
+            f"In {left_out} steps, some entries of the gradients were not finite. Such entries did not "
             "move, so their draws do not follow the posterior."
         )
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)

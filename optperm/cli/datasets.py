@@ -76,7 +76,7 @@ def load(source: str, valid_fraction: float = 0.0) -> Dataset:
         return data
     count = round(valid_fraction * len(data.x_train))
     if not 0 < count < len(data.x_train):
-        says = f"leaves no example to train or none to validate, of {len(data.x_train)}"
+        says = f"leaves no examples for training or none for validation, out of {len(data.x_train)}"
         raise UsageError(f"--valid-fraction {valid_fraction} {says}.")
     order = np.random.RandomState(_SPLIT_SEED).permutation(len(data.x_train))
     valid, train = order[:count], order[count:]

@@ -25,7 +25,7 @@ _INIT_STREAM = 0x494E_4954
 
 @dataclasses.dataclass(frozen=True)
 class NetworkSpec:
-    """The values from which a network is built and its initial params are drawn again."""
+    """The values that determine a network and its initial params."""
 
     model: str  # "mlp", "cnn", or the user's "module:Class"
     hidden: int  # the number of units of the hidden layer

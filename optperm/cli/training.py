@@ -52,7 +52,8 @@ class Training:
         self.batch_size = flags.batch_size * flags.devices
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         if not self.steps_per_epoch:
-            says = f"is {self.batch_size} examples per step, more than the {len(data.x_train)} to train"
+            size, available = self.batch_size, len(data.x_train)
+            says = f"is {size} examples per step, more than the {available} training examples"
             raise UsageError(f"--batch-size times --devices {says}.")
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
         # A method that needs the number of steps gets the length of the run, unless a decay is given.

@@ -100,10 +100,10 @@ def mask_elements(
     Notes:
       With `optax.apply_updates`, this transformation must come last in its chain; for example, weight
       decay after it would move masked entries. With `optperm.apply_updates`, it can have any position in
-      the chain, and masked entries keep their bits, even with methods that set exact weights
-      (`optperm.sgperm`, `optperm.agn`), with `optax.MultiSteps` and `optax.apply_if_finite`, whose own
-      zeros turn -0.0 into 0.0, and on processors that flush subnormal numbers. A method that sets exact
-      weights does not know the masks, so results from its own state, such as
+      the chain, and masked entries keep their bits. This includes methods that set exact weights
+      (`optperm.sgperm`, `optperm.agn`), `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros
+      turn -0.0 into 0.0, and processors that flush subnormal numbers. A method that sets exact weights
+      does not know the masks, so results from its own state, such as
       `optperm.distributed.center_params`, are not masked.
 
     Raises:
@@ -337,7 +337,7 @@ def freeze(
     else:
         if scores is None:
             raise ValueError(
-                f"criterion {criterion!r} needs scores, from optperm.variance.full_gradient."
+                f"criterion {criterion!r} needs scores, for example from optperm.variance.full_gradient."
             )
         # |g|, or |H g|
         name, grads = "scores", scores

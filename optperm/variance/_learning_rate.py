@@ -83,8 +83,8 @@ def svrg_learning_rate(
 
     Notes:
       On five problems with batches of 1 and 16, the best rate of a grid was 1 or 2 times the rate from
-      this function, except for one of the ten cases, with unscaled features, in which the best rate was
-      4 times as large (`benchmarks/variance.py`).
+      this function in nine of ten cases. In one case, with unscaled features, the best rate was 4 times
+      as large (`benchmarks/variance.py`).
 
       Each call traces the loss, so `loss_fn` sees the current values of outside variables. Functions
       that `loss_fn` passes to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint` are an exception,

@@ -157,7 +157,7 @@ def test_what_a_state_of_constant_sgd_tells():
         ({"correlation": [0.1, 1.7]}, "up to 64% too large, in others up to 82% too small"),
         ({"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98}, "up to 21% too large"),
         ({"uneven": 900}, "not the mean of its examples' gradients"),
-        ({"left_out": 3}, "In 3 steps some entries of the gradients were not finite"),
+        ({"left_out": 3}, "In 3 steps, some entries of the gradients were not finite"),
         ({"scale": 0.0}, "The temperature is 0"),
     ):
         text, report = report_of(samples_of(draws, kernel_state(**changes)))
