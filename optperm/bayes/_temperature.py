@@ -23,12 +23,12 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     .. math::
       T = \arg\min_T -\frac1n \sum_{i=1}^n \log \mathrm{softmax}(z_i / T)_{y_i}
 
-    The loss is convex in :math:`\beta = 1 / T`. By bisection, :math:`\beta` is chosen so that
+    The loss is convex in :math:`\beta = 1 / T`, and bisection finds the zero of the loss's derivative
 
     .. math::
       \frac1n \sum_i \left( \sum_k \mathrm{softmax}(\beta z_i)_k z_{i k} - z_{i y_i} \right)
 
-    the derivative, is zero. The predicted classes, and therefore the accuracy, do not change.
+    The predicted classes, and therefore the accuracy, do not change.
 
     Args:
       logits: z, (n, classes), in any real floating dtype, for examples that the classifier was not
