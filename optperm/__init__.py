@@ -51,7 +51,7 @@ _ROOMS = (
     *("bayes", "distributed", "memory", "permutation"),
     *("sparsity", "subspace", "variance", "training"),
 )
-# Each public name is loaded when it is first used, from the module whose list it stands in.
+# Each public name is loaded at its first use, from the module whose list contains it.
 _NAMES = {
     "_with_loss": ["with_loss"],
     "evaluation": ["Evaluation", "evaluate"],

@@ -49,12 +49,12 @@ def with_loss(
       \text{inner.update}(\nabla L_B(\theta), s, \theta, \text{value} = L_B(\theta), \ldots), \qquad
       L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i)
 
-    with all that `optperm.evaluate` returns for this batch.
+    with all results of `optperm.evaluate` for this batch.
 
     Args:
       inner: The whole optimizer, because a transformation before `with_loss` in a chain has no effect.
-      loss_fn: A function `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the
-        leaves.
+      loss_fn: A function `loss_fn(params, batch)` that returns the scalar mean loss over the leaves'
+        leading axis.
       data: A tree of arrays with a leading axis of examples. All examples share leaves of rank 0; a
         typed random key of rank 0 is folded with the number of the step.
       batch_size: :math:`|B|`; None for all data in each step.
@@ -83,12 +83,12 @@ def with_loss(
 
     Notes:
       This transformation replaces extra arguments that `optperm.evaluate` also makes, because a method
-      needs all of them for the same loss and batch. It adds two more: `full_grad_fn`, the gradient over
-      all data, for methods that take snapshots within a step, and `example_grad_fn`, the gradient of one
-      more example.
+      needs all of them for the same loss and batch. It adds two arguments: `full_grad_fn`, the gradient
+      over all data, for methods that take snapshots within a step, and `example_grad_fn`, the gradient
+      of one more example.
 
       Each step computes one gradient in addition to the loop's own gradient. The data stay in memory as
-      long as the transformation, and are constants of each program that calls `update`. Replicas and
+      long as the transformation, and are constants in each program that calls `update`. Replicas and
       chains whose states have the same key draw the same batches.
 
     Raises:
@@ -117,7 +117,7 @@ def with_loss(
         fold_in = jax.random.fold_in
         keys = jax.random.split(fold_in(as_key(state.key), state.count))
 
-        # A key in the data draws something else in each step.
+        # A key in the data is different in each step.
         def fold_keys(batch: Any) -> Any:
             return jax.tree.map(
                 lambda leaf: fold_in(leaf, state.count) if is_key(leaf) and not leaf.ndim else leaf,
@@ -125,8 +125,8 @@ def with_loss(
             )
 
         batch = fold_keys(data if batch_size is None else draw(keys[0], batch_size))
-        # L_B and its gradient, and the gradient of an example drawn apart from B
-        # A method such as ivon takes L_B and its gradient at a draw of the params.
+        # Evaluate L_B and its gradient, and the gradient of an example drawn independently of B.
+        # A method such as ivon needs L_B and its gradient at a draw of the params.
         drawn = draw_params(state.inner_state, params, fold_in(keys[0], DRAW_STREAM))
         at = params if drawn is None else drawn
         e = evaluate(loss_fn, at, batch, example=fold_keys(draw(keys[1], 1)))
@@ -145,5 +145,5 @@ def with_loss(
     return wrapper(init, update, method="with_loss")
 
 
-# Where users find it, as `help` and pickles show it.
+# `help` and pickles show the module where users find this name.
 with_loss.__module__ = "optperm"

@@ -1,4 +1,4 @@
-"""Compute the loss, the gradient, and the functions that a method may need, from one loss function."""
+"""Compute the loss, the gradient and other functions that a method may need, from one loss function."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,8 +22,8 @@ class Evaluation:
 
     Attributes:
       value: The loss, a scalar.
-      grad: The gradient, a tree like params. For complex params, it is the conjugate of `jax.grad`, so
-        that a step in the opposite direction descends, as Optax expects.
+      grad: The gradient, a tree like params. For complex params, this is the conjugate of `jax.grad`, so
+        a step in the opposite direction descends, as Optax expects.
       aux: The second result of the loss function; None without `has_aux`.
       extra_args: All extra arguments that a transformation of this library may need, by name:
         `tx.update(e.grad, opt_state, params, **e.extra_args)`.
@@ -52,8 +52,8 @@ def evaluate(
     Args:
       loss_fn: A function `loss_fn(params, batch)` that returns the scalar mean loss over the leading
         axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
-      params: The parameters at which to evaluate. In a model made of dataclasses, as in Equinox, the
-        floating arrays are the parameters; the gradient is None for every other leaf.
+      params: The params at which to evaluate. In a model made of dataclasses, as in Equinox, the params
+        are the floating arrays; the gradient is None for all other leaves.
       batch: A tree of arrays. All examples share leaves of rank 0, such as a typed random key. For
         gradients of single examples, a key is folded with the index of the example, so each example has
         its own dropout mask. Keys that `jax.tree_util.Partial` binds to `loss_fn` are folded too.
@@ -61,7 +61,7 @@ def evaluate(
       axis_name: The mapped axis or axes over which `value`, `grad`, `value_fn` and `grad_fn` are
         averaged, under `jax.pmap`, `jax.vmap` and `jax.shard_map`, including the checked mode of
         `jax.shard_map`.
-      example: A batch of one example, drawn independently of `batch`, for a method that compares both.
+      example: A batch of one example, drawn independently of `batch`, for methods that compare the two.
 
     Returns:
       An `Evaluation`. Its `extra_args` contains
@@ -113,7 +113,7 @@ def evaluate(
     def mean(tree: Any) -> Any:
         return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
 
-    # Optax's line searches pass their extra arguments on to value_fn, which must take all of them.
+    # Optax's line searches pass all their extra arguments to value_fn, which must accept them.
     def value_fn(
         params: optax.Params,
         *,
@@ -126,7 +126,7 @@ def evaluate(
         trained = trained_part(params)
         return mean(loss_and_aux(shared(trained, batch, axis_name), batch)[0])
 
-    # g = grad L_B, at params that vary like the batch: the gradient stays local, and is averaged once
+    # g = grad L_B at params that vary like the batch, so the gradient stays local and is averaged once
     def value_and_grad(
         params: optax.Params, examples: Any
     ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
@@ -134,7 +134,7 @@ def evaluate(
         found, grad = jax.value_and_grad(loss_and_aux, has_aux=True)(local, examples)
         return found, jax.tree.map(jnp.conj, grad)
 
-    # The opaque mode of Optax's SAM passes the number of its inner step too.
+    # The opaque mode of Optax's SAM also passes the number of its inner step.
     def grad_fn(
         params: optax.Params,
         inner_step: Any = None,
@@ -150,7 +150,7 @@ def evaluate(
     ) -> optax.Updates:
         local = varying_like(trained_part(params), batch, axis_name)
 
-        # One example is a batch of one: its mean loss is its own loss, for any loss_fn.
+        # One example is a batch of one, so for any loss_fn, the mean loss is the example's loss.
         def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
             grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn)[0])(local)
             return jax.tree.map(jnp.conj, grad)
@@ -162,7 +162,7 @@ def evaluate(
 
     # Estimators of the gradient noise compare this number with their batch_size.
     vars(grad_fn)["num_examples"] = num_examples(batch)
-    # With random keys the mean of the examples' gradients is not the gradient of the batch.
+    # With random keys, the mean of the examples' gradients is not the gradient of the batch.
     vars(per_example_grad_fn)["draws_anew"] = any(
         map(_is_shared_key, jax.tree.leaves((loss_fn, batch)))
     )
@@ -183,7 +183,7 @@ def evaluate(
 def checked_loss(
     loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, Any]:
-    """Return the loss and the second result of `loss_fn`; the loss must be a real scalar."""
+    """Return the loss, which must be a real scalar, and the second result of `loss_fn`."""
     _check_is_whole(params)
     out = loss_fn(params, batch)
     loss, aux = out if has_aux else (out, None)
@@ -196,7 +196,7 @@ def checked_loss(
 
 
 def _check_is_whole(params: optax.Params) -> None:
-    """Raise a ValueError where a part of the params is masked, for which a loss has no value."""
+    """Raise a ValueError if some params are masked, because a loss needs all params."""
     if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
         raise ValueError(
             "The loss got params with an optax.MaskedNode, because methods in optax.masked and "
@@ -207,7 +207,7 @@ def _check_is_whole(params: optax.Params) -> None:
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
-    """Return `size` examples of a batch from `start` on, or all; all share leaves of rank 0."""
+    """Return `size` examples of a batch from `start` on, or all; examples share leaves of rank 0."""
     if size is None:
         return batch
     return jax.tree.map(
@@ -217,7 +217,7 @@ def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
 
 
 def num_examples(batch: Any) -> int:
-    """Return the length of a batch's leading axis; 1 if no leaf has one."""
+    """Return the length of a batch's leading axis; 1 if no leaf has a leading axis."""
     sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 0]
     return max(sizes, default=1)
 
@@ -231,8 +231,8 @@ def map_examples(
 ) -> Any:
     """Map `function(loss_fn, example)` over the examples, each a batch of one.
 
-    All examples share leaves of rank 0, except for typed random keys: in the batch, or bound to the loss
-    function by `jax.tree_util.Partial`, a key is folded with the index of the example. Indices begin at
+    All examples share leaves of rank 0, except for typed random keys: keys in the batch, or bound to the
+    loss function by `jax.tree_util.Partial`, are folded with the index of the example. Indices begin at
     `first`.
     """
     is_mapped = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
@@ -255,6 +255,6 @@ def _is_shared_key(leaf: Any) -> bool:
     return is_key(leaf) and not leaf.ndim
 
 
-# Where users find it, as `help` and pickles show it.
+# `help` and pickles show the module where users find these names.
 Evaluation.__module__ = "optperm"
 evaluate.__module__ = "optperm"

@@ -1,8 +1,8 @@
 """Apply updates so that entries that a method sets, fixes or keeps at zero are exact.
 
-In floating point, `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
-determines exact entries of the params returns them from `exact()` of its state, and `apply_updates` uses
-them.
+In floating point, `p + (q - p)` differs from `q` for about a third of all float32 pairs. If a method
+determines exact entries of the params, the method `exact()` of its state returns these entries for
+`apply_updates`.
 """
 
 import collections
@@ -18,7 +18,7 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.states import PhasedState, find_states, without_variables
 from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
 
-# Wrappers that average, interpolate or scale the params of the method inside of them.
+# Wrappers that average, interpolate or scale the params of the method inside.
 _MOVING_WRAPPERS = {
     "optax.contrib.schedule_free": optax.contrib.ScheduleFreeState,
     "optax.contrib.mechanize": optax.contrib.MechanicState,
@@ -41,7 +41,7 @@ class Exact(NamedTuple):
       values: The values, a tree like `where` of arrays or numbers; None for the values before the step.
       where: The exact entries, a tree like params of booleans that broadcast against the leaves from the
         left; `optax.MaskedNode` for a leaf, or a part of the tree, without exact entries.
-      is_target: Whether the updates lead to the values, which may come from an earlier step. Other exact
+      is_target: Whether the updates lead to the values, which may be from an earlier step. Other exact
         entries override targets.
     """
 
@@ -50,7 +50,7 @@ class Exact(NamedTuple):
     is_target: bool = False
 
     def only_if(self, flag: Any) -> "Exact":
-        """Return these entries where a flag holds.
+        """Return these entries where a flag is True.
 
         Args:
           flag: A bool array, with as many leading axes as the entries have axes of replicas.
@@ -62,9 +62,9 @@ class Exact(NamedTuple):
 
         Args:
           moved: The params plus the updates.
-          before: The params before the step, of the same tree.
+          before: The params before the step, with the same tree structure.
           updates: The updates.
-          is_trusted: Whether a target is of this step; else the update of an entry has to lead there.
+          is_trusted: Whether targets are from this step; otherwise, the update must lead to the target.
         """
 
         def put_leaf(where: Any, value: Any, leaf: Any, start: Any, update: Any) -> Any:
@@ -80,16 +80,16 @@ class Exact(NamedTuple):
         return jax.tree.map(put_leaf, *trees, is_leaf=is_masked)
 
 
-@jax.jit  # Leaves of one shape are traced once.
+@jax.jit  # Leaves of the same shape are traced once.
 def _put_target(where: Any, value: Any, leaf: Any, start: Any, update: Any) -> jax.Array:
-    """Return a leaf with its targets where the update of an entry leads there."""
+    """Return a leaf, with targets for the entries whose updates lead to the targets."""
     value = jnp.asarray(value, jnp.result_type(leaf))
     where = _both(where, _leads_to(value, start, update))
     return jnp.where(_align(where, leaf), value, leaf)
 
 
 def _both(flag: Any, where: Any) -> Any:
-    """Return both flags combined; the one of fewer axes has only the leading ones."""
+    """Return the conjunction of two flags; the flag with fewer axes has only leading axes."""
     if flag is True or where is True:
         return where if flag is True else flag
     flag, where = jnp.asarray(flag), jnp.asarray(where)
@@ -97,42 +97,42 @@ def _both(flag: Any, where: Any) -> Any:
 
 
 def _align(flag: Any, other: Any) -> jax.Array:
-    """Return a flag with as many trailing axes of length 1 as it needs for the other array."""
+    """Return a flag with trailing axes of length 1, so that it broadcasts against another array."""
     return jnp.expand_dims(flag, range(jnp.ndim(flag), max(jnp.ndim(flag), jnp.ndim(other))))
 
 
 @runtime_checkable
 class ExactState(Protocol):
-    """A state of a transformation that decides where entries of the params end."""
+    """A state of a transformation that determines exact values of entries of the params."""
 
     def exact(self) -> list[Exact]:
-        """Return the exact entries after the last step; a later one overrides an earlier one.
+        """Return the exact entries after the last step; later entries override earlier entries.
 
-        The state of a wrapper returns also the exact entries of the states in it.
+        The state of a wrapper also returns the exact entries of the states inside it.
         """
         ...
 
 
 @runtime_checkable
 class PlacingState(ExactState, Protocol):
-    """A state with targets that another state may replace, for params that were placed on those."""
+    """A state whose targets may be replaced by another state's targets, for params at these targets."""
 
     def replace_targets(self, other: Self) -> Self:
-        """Return this state with the targets of another."""
+        """Return this state with the targets of another state."""
         ...
 
 
 @runtime_checkable
 class CommittingState(Protocol):
-    """A state of a method that commits without a step where `update` gets `commit="only"`."""
+    """A state of a method that commits without a step if `update` gets `commit="only"`."""
 
     def steps_since_commit(self) -> jax.Array:
-        """Return the number of steps that the center lacks."""
+        """Return the number of local steps that the center does not include yet."""
         ...
 
 
 def only_commits(new: Any, old: Any) -> Any:
-    """Return an old state with the new states of methods that commit; others made a step of nothing."""
+    """Return an old state with the new states of methods that commit; other methods took no step."""
     return jax.tree.map(
         lambda before, after: after if isinstance(before, CommittingState) else before,
         old,
@@ -143,7 +143,7 @@ def only_commits(new: Any, old: Any) -> Any:
 
 @runtime_checkable
 class LastState(Protocol):
-    """A state of a method whose own steps must be taken as they are."""
+    """A state of a method whose updates must not be changed."""
 
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
@@ -152,7 +152,7 @@ class LastState(Protocol):
 
 @runtime_checkable
 class AnchoredState(Protocol):
-    """A state whose updates lead to points in it, and not by a step from the params."""
+    """A state whose updates lead to points in the state, not to a step from the params."""
 
     def points(self) -> list[Any]:
         """Return the points, trees like params."""
@@ -161,7 +161,7 @@ class AnchoredState(Protocol):
 
 @runtime_checkable
 class WatchingState(Protocol):
-    """A state of a transformation that may say that it returns the updates as they came."""
+    """A state of a transformation that may report that it does not change updates."""
 
     def changes_updates(self) -> bool:
         """Return whether the transformation ever changes updates."""
@@ -169,7 +169,7 @@ class WatchingState(Protocol):
 
 
 def exact_entries(opt_state: Any) -> list[Exact]:
-    """Return the exact entries of all states, in any nesting: targets first, which others override."""
+    """Return the exact entries of all states, in any nesting, with targets first, to be overridden."""
     found = [each for state in find_states(opt_state, ExactState) for each in state.exact()]
     return sorted(found, key=lambda each: not each.is_target)
 
@@ -187,7 +187,7 @@ def replace_targets(opt_state: Any, other: Any) -> Any:
     """Return an optimizer state whose parts that set exact params have the targets of another state.
 
     Args:
-      opt_state: The state of an optimizer, however composed.
+      opt_state: The state of an optimizer, in any nesting.
       other: A state whose parts that set exact params have the same types, in the same order.
     """
     targets = iter(placing_states(other))
@@ -203,16 +203,16 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
 
     An ordinary leaf becomes `params + updates`, as in `optax.apply_updates`. A leaf that a method such
     as `optperm.sgperm` sets becomes the exact target in `opt_state`. An entry that
-    `optperm.mask_elements` masks keeps its bits, whatever its target is. An entry that
-    `optperm.prune_gradually` or `optperm.rigl` keeps at zero becomes 0.0, never -0.0.
+    `optperm.mask_elements` masks keeps its bits, for any target. An entry that `optperm.prune_gradually`
+    or `optperm.rigl` keeps at zero becomes 0.0, never -0.0.
 
     Args:
-      params: A tree of parameters, or a model made of dataclasses, as in Equinox.
-      updates: A tree of updates of the same structure and shapes; None for leaves that are not trained.
+      params: A tree of params, or a model made of dataclasses, as in Equinox.
+      updates: A tree of updates with the same structure and shapes; None for leaves without training.
       opt_state: The optimizer state that `update` returned with `updates`, in any nesting.
 
     Returns:
-      The new parameters, with the structure, shapes and dtypes of `params`.
+      The new params, with the structure, shapes and dtypes of `params`.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -226,12 +226,12 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
 
     Notes:
       A method that sets exact weights must come last in its chain; only `optperm.mask_elements` may
-      follow. Any other transformation after it changes the updates, but not the targets; this function
-      then gives a `UserWarning`. It also warns about a transformation after `optperm.dim_reduce` or
-      `optperm.katyusha`, whose states belong to their own steps. (Optax does not show which leaves
-      `optax.masked` covers, so there is no warning if the method leaves out some leaves.) Between the
-      updates of the method, a wrapper such as `optax.contrib.sam` returns its own updates. Therefore a
-      target is applied only if the update leads to it, up to rounding.
+      follow. Any other transformation after the method changes the updates, but not the targets; this
+      function then issues a `UserWarning`. It also warns about a transformation after
+      `optperm.dim_reduce` or `optperm.katyusha`, whose states belong to their own steps. (Optax does not
+      show which leaves `optax.masked` covers, so there is no warning if the method leaves out some
+      leaves.) Between the updates of the method, a wrapper such as `optax.contrib.sam` returns its own
+      updates. Therefore a target is applied only if the update leads to it, up to rounding.
 
     Raises:
       TypeError: If a leaf is not an array.
@@ -239,7 +239,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
         with exact entries is inside `optax.lookahead`, `optax.contrib.schedule_free` or
         `optax.contrib.mechanize`, which keep their own params without these entries.
     """
-    # States hold plain arrays where params may hold variables of flax.nnx.
+    # States contain plain arrays, while params may contain variables of flax.nnx.
     whole, params = params, trained_part(params)
     params = params if params is whole else _select_updated(params, updates)
     before, moves = without_variables(params), without_variables(updates)
@@ -248,8 +248,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     _check_wrappers(opt_state)
     _check_disjoint(opt_state)
     is_followed = _warn_of_followers(opt_state)
-    # A wrapper such as SAM returns updates of its own in most steps. What follows a method in a chain
-    # changes its updates, so they cannot show whether they lead to the targets.
+    # A wrapper such as SAM returns its own updates in most steps. If a transformation after a method
+    # changes the updates, the updates cannot show whether they lead to the targets.
     is_trusted = is_followed and not find_states(opt_state, optax.contrib.SAMState)
     moved = without_variables(optax.apply_updates(params, updates))
     for each in entries:
@@ -263,11 +263,11 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
 
 
 def check_no_averages(opt_state: Any, method: str) -> None:
-    """Raise if a state holds other params than those that a method keeps exact."""
+    """Raise if a state contains params other than the params that a method keeps exact."""
     for name, state_type in _MOVING_WRAPPERS.items():
         if find_states(opt_state, state_type):
             raise ValueError(
-                f"{name} inside {method} keeps params of its own, and {method} cannot keep these "
+                f"{name} inside {method} stores its own params, and {method} cannot keep these "
                 "exact. Use another optimizer."
             )
 
@@ -278,12 +278,12 @@ def _check_wrappers(opt_state: Any) -> None:
         if any(map(exact_entries, find_states(opt_state, state_type))):
             raise ValueError(
                 f"{name} may not wrap a method that sets exact params, such as zeros, because the "
-                f"params that {name} keeps would not follow. Put it inside the method, as its optimizer."
+                f"params in {name} would not follow. Put {name} inside the method, as its optimizer."
             )
 
 
 def _check_disjoint(opt_state: Any) -> None:
-    """Raise if two states place the same leaf."""
+    """Raise if two states set the same leaf."""
     taken: set[Any] = set()
     for state in placing_states(opt_state):
         targets = [each.where for each in state.exact() if each.is_target]
@@ -296,9 +296,9 @@ def _check_disjoint(opt_state: Any) -> None:
 
 
 def _find_followers(opt_state: Any) -> list[tuple[Any, list[Any]]]:
-    """Return each state in a chain, in any nesting, that others follow, and the others.
+    """Return each state in a chain, in any nesting, that is not last, with the states that follow it.
 
-    The state of `optax.chain` is a tuple, and that of `optax.named_chain` an ordered dictionary.
+    The state of `optax.chain` is a tuple, and the state of `optax.named_chain` an ordered dictionary.
     """
     found: list[tuple[Any, list[Any]]] = []
 
@@ -313,10 +313,10 @@ def _find_followers(opt_state: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def _warn_of_followers(opt_state: Any) -> bool:
-    """Warn of transformations that follow a method that must be last; return whether any follows.
+    """Warn about transformations after a method that must be last; return whether there is any.
 
-    Optax does not say which transformations change updates, nor for which leaves a masked one is: behind
-    a method that does not place all leaves it may be for the others.
+    Optax does not show which transformations change updates, or which leaves a mask covers. If a method
+    does not set all leaves, a transformation after it may be for the other leaves.
     """
     is_followed = False
     for state, others in _find_followers(opt_state):
@@ -340,7 +340,7 @@ def _is_partial(state: Any) -> bool:
 def _changing(state: Any, *, may_hold: bool) -> list[Any]:
     """Return the parts of the state of a transformation that may change updates.
 
-    With `may_hold`, a state that holds entries is none of them: its entries override the others.
+    With `may_hold`, a state that fixes entries does not count, because its entries override others.
     """
     if type(state) is tuple:
         return [part for each in state for part in _changing(each, may_hold=may_hold)]
@@ -350,7 +350,7 @@ def _changing(state: Any, *, may_hold: bool) -> list[Any]:
 
 
 def _only_holds(state: Any) -> bool:
-    """Return whether a state is of a transformation that holds entries and does nothing else."""
+    """Return whether a state belongs to a transformation that only fixes entries."""
     if not isinstance(state, ExactState) or isinstance(state, PhasedState):
         return False
     entries = state.exact()
@@ -358,34 +358,34 @@ def _only_holds(state: Any) -> bool:
 
 
 def _select_updated(params: Any, updates: Any) -> Any:
-    """Return a model with None for each leaf whose update is None, as leaves that are not trained."""
+    """Return a model with None for leaves whose update is None, because they are not trained."""
 
     def is_none(node: Any) -> bool:
         return node is None
 
     try:
         return jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=is_none)
-    except ValueError:  # the trees do not match, which `check_same_tree` says
+    except ValueError:  # the trees do not match, which `check_same_tree` reports
         return params
 
 
 def _leads_to(target: jax.Array, before: Any, update: Any) -> jax.Array:
-    """Return whether an update leads to a target, entry by entry.
+    """Return whether an update leads to a target, for each entry.
 
-    In steps without a call of the method, a wrapper such as `optax.contrib.sam` returns updates of its
-    own, while the targets in the state are those of an earlier step.
+    In steps without a call of the method, a wrapper such as `optax.contrib.sam` returns its own updates,
+    while the targets in the state are from an earlier step.
     """
     p = jnp.asarray(before, target.dtype)
     wide, limits = accumulation_dtype(target), jnp.finfo(target.dtype)
     q, u, step = (jnp.asarray(x).astype(wide) for x in (target, update, target - p))
-    # |u - (q - p)| <= eps (|q| + |q - p|): a compiler may have computed u from more digits of q.
+    # |u - (q - p)| <= eps (|q| + |q - p|), since a compiler may have computed u from a more exact q.
     tolerance = limits.eps.astype(wide) * (jnp.abs(q) + jnp.abs(step)) + limits.tiny.astype(wide)
     agrees = jnp.abs(u - step) <= tolerance
-    # Where q - p overflows in the dtype, the update u overflows too.
+    # If q - p overflows in the dtype, the update u also overflows.
     largest = limits.max.astype(wide)
     return jnp.where(jnp.abs(step) <= largest, agrees, ~(jnp.abs(u) <= largest))
 
 
-# Where users find it, as `help` and pickles show it.
+# `help` and pickles show the module where users find these names.
 Exact.__module__ = "optperm"
 apply_updates.__module__ = "optperm"

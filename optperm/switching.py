@@ -31,7 +31,7 @@ class SwitchAfterState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      switched: Whether the second optimizer took the last step, or will take the first.
+      switched: Whether the second optimizer took the last step, or will take the first step.
       first: State of the first optimizer; constant after the switch.
       then: State of the second optimizer.
     """
@@ -50,7 +50,7 @@ class SwitchAfterState(NamedTuple):
         ]
 
     def phases(self) -> list[tuple[Any, jax.Array]]:
-        """Return each optimizer's state, and whether it took the last step, or will take the first."""
+        """Return each optimizer's state with a flag: it took the last step, or will take the first."""
         return [(self.first, jnp.logical_not(self.switched)), (self.then, self.switched)]
 
     def replace_targets(self, other: "SwitchAfterState") -> "SwitchAfterState":
@@ -82,7 +82,7 @@ def switch_after(
         has taken a step, a larger number does not bring back the first optimizer.
       first: The optimizer of steps 0 to T - 1. Both optimizers get the extra arguments.
       then: The optimizer of all further steps.
-      track: Whether to also update `then` in the first phase, which takes the time of both.
+      track: Whether to also update `then` in the first phase, which takes the time of both optimizers.
 
     Returns:
       A transformation whose state is a `SwitchAfterState`. Its `update` needs `params`.
@@ -101,16 +101,15 @@ def switch_after(
       [1.0, 2.0]
 
     Notes:
-      Each step computes only the active optimizer; under `jax.vmap`, it computes both. The state
+      Each step computes only the active optimizer; under `jax.vmap`, each step computes both. The state
       records the switch, and its structure never changes, so training can resume before or after the
-      switch, and one `jax.lax.scan` can run across it.
+      switch, and one `jax.lax.scan` can run through the switch.
 
       Without `track`, the second optimizer is initialized at the switch. Its state may contain the
       params at the switch (the weights of `optperm.sgperm`, the center of `optperm.agn`, a snapshot).
       Anything put into this state before the switch, such as a mask, is lost. With `track`, the second
-      optimizer gets every gradient of the first phase and its updates are dropped, so its moments are
-      up to date at the switch. In both cases, exact weights that it sets start from the params at the
-      switch.
+      optimizer gets all gradients of the first phase, and its updates are dropped, so its moments are up
+      to date at the switch. In both cases, its exact weights start from the params at the switch.
 
     Raises:
       TypeError: If `num_steps` is not an integer.
@@ -130,7 +129,7 @@ def switch_after(
     def update(
         grads: optax.Updates, state: SwitchAfterState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, SwitchAfterState]:
-        # A commit without a step is one of the phase that took the last step.
+        # A commit without a step belongs to the phase that took the last step.
         commit = extra_args.get("commit")
         has_step = not (isinstance(commit, str) and commit == "only")
         is_due = state.count >= jnp.asarray(num_steps, jnp.int32)
@@ -158,16 +157,16 @@ def switch_after(
             moves, first_state = step(before, state.first)
             return moves, first_state, then_state
 
-        # u_t = then(g_t) for t >= T, begun from the params at the switch
+        # u_t = then(g_t) for t >= T, starting from the params at the switch
         def in_then() -> tuple[optax.Updates, Any, Any]:
             then_state = state.then
             if not track or placing_states(then_state):
-                # As an operand params are traced: then.init must not warn of them again at each step.
+                # As an operand, params are traced, so that then.init does not warn again in each step.
                 then_state = cond(state.switched, lambda kept, _: kept, start, then_state, params)
             moves, then_state = step(after, then_state)
             return moves, state.first, then_state
 
-        # The first branch is traced first, so its error names trees that do not match.
+        # The first branch is traced first, so that its error names trees that do not match.
         moves, first_state, then_state = cond(jnp.logical_not(is_switched), in_first, in_then)
         return moves, SwitchAfterState(
             count=optax.safe_increment(state.count) if has_step else state.count,
@@ -179,5 +178,5 @@ def switch_after(
     return wrapper(init, update, method="switch_after")
 
 
-# Where users find it, as `help` and pickles show it.
+# `help` and pickles show the module where users find this name.
 switch_after.__module__ = "optperm"

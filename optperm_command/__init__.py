@@ -1,4 +1,4 @@
-"""The entry of the command `optperm`: Ctrl-C during its slow imports leaves no traceback."""
+"""The entry point of the command `optperm`, without a traceback for Ctrl-C during slow imports."""
 
 import os
 import signal
@@ -8,13 +8,13 @@ from types import FrameType
 def main() -> int:
     """Run the command line."""
     signal.signal(signal.SIGINT, _leave)
-    from optperm.cli.main import main as run  # noqa: PLC0415 - all of JAX
+    from optperm.cli.main import main as run  # noqa: PLC0415 - imports all of JAX
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # An exception would pass through the module that is being imported, which might catch it.
+    # An exception would pass through a module during its import, and the module might catch it.
     os.write(2, b"optperm: stopped by Ctrl-C.\n")
     os._exit(130)

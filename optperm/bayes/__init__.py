@@ -1,7 +1,7 @@
 """Sampling a posterior: constant SGD, SGLD, IVON and SWAG.
 
-Constant SGD, Langevin dynamics, normal distributions of the params (IVON, SWAG), and diagnostics of
-draws. See ``examples/posterior.py``.
+This package contains constant SGD, Langevin dynamics, methods that learn a normal distribution (IVON,
+SWAG), and diagnostics of draws. See ``examples/posterior.py``.
 """
 
 from optperm.bayes._constant_sgd import ConstantSgdState as ConstantSgdState

@@ -1,4 +1,4 @@
-"""The noise of the batches at draws, where a report compares it with the injected noise."""
+"""Measure the noise of the batches at draws, which reports compare with the injected noise."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from optperm.core.noise import normal_like
 from optperm.core.states import find_states
 from optperm.evaluation import evaluate
 
-# Draws at which the noise of the batches is measured.
+# The number of draws at which the noise of the batches is measured.
 _LOOKS = 32
-# Examples at which it is measured at least, where it is compared with the noise of a kernel.
+# The minimum number of examples if the noise is compared with the noise of a kernel.
 _EXAMPLES = 2000
-# Products of the power iteration for the maximum eigenvalue of that noise.
+# The number of power iterations for the maximum eigenvalue of the noise.
 _PRODUCTS = 16
 
 
 def _is_langevin_alone(opt_state: Any) -> bool:
-    """Return whether an optimizer is SGLD or SGHMC with nothing else that has a state, as svrg has."""
+    """Return whether an optimizer is SGLD or SGHMC without other states, such as a state of svrg."""
     found = find_states(opt_state, (SgldState, SghmcState))
     wrappers = find_states(opt_state, MasterState)
     masters = [wrapper.masters for wrapper in wrappers]
@@ -47,7 +47,7 @@ def _is_langevin_alone(opt_state: Any) -> bool:
 def measure_batch_noise(
     covariance_fn: Callable[..., Any], samples: Samples, batch_size: int, key: jax.Array
 ) -> Samples:
-    """Return samples with the noise of the batches, where a report asks for it."""
+    """Return the samples, with the noise of the batches if a report needs it."""
     opt_state = samples.last_opt_state
     if _is_langevin_alone(opt_state):
         some = _choose_draws(samples.params, _LOOKS, key)
@@ -74,7 +74,7 @@ def batch_covariance(
     keys: jax.Array,
     outer: Outer,
 ) -> Any:
-    """Return a part of R, the covariance of a batch's gradient: the mean over draws, of a batch each."""
+    """Return `outer`'s part of R, the covariance of a batch's gradient, with one batch per draw."""
 
     def of_draw(params: Any, key: jax.Array) -> Any:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
@@ -88,7 +88,7 @@ def batch_covariance(
 
 
 def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array]:
-    """Return at most so many draws of all chains on one axis, and a key for each."""
+    """Return at most `most` draws of all chains on one axis, and a key for each draw."""
     size = int(np.prod(jax.tree.leaves(draws)[0].shape[:2]))
     chosen = np.linspace(0, size - 1, min(size, most)).astype(np.int32)
     some = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[chosen], draws)
@@ -100,8 +100,8 @@ def _diagonal_and_maximum(
 ) -> tuple[Any, jax.Array]:
     """Return the diagonal and the maximum eigenvalue of R.
 
-    R is that of few examples for many params, so its maximum eigenvalue is rather above the right one
-    than below.
+    If there are more params than examples, the estimate of the maximum eigenvalue tends to be too
+    large.
     """
 
     def step(v: Any, _: None) -> tuple[Any, jax.Array]:
@@ -118,7 +118,7 @@ def _diagonal_and_maximum(
 
 
 def _given_kernel(opt_state: Any) -> NoiseKernel | None:
-    """Return the kernel from which all steps have sampled, if it was passed and is one of all params."""
+    """Return the kernel that all steps have used, if it was passed and covers all params."""
     states = find_states(opt_state, ConstantSgdState)
     if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
         return None

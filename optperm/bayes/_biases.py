@@ -1,4 +1,4 @@
-"""By how much the steps, the batches and a kernel that was passed change the variances of draws."""
+"""Relative changes of the draws' variances due to step sizes, batches and a kernel that was passed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._samples import Samples
 
 _LARGEST_BIAS = 0.05
-# A fifth as of a kernel that was learned, and half of that for the errors of both estimates
+# A fifth, as for a kernel that was learned, plus a tenth for the errors of both estimates
 _LARGEST_KERNEL_BIAS = 0.3
 
 
 def langevin_biases(
     values: np.ndarray, states: list[Any], samples: Samples
 ) -> tuple[float | None, float | None]:
-    """Return the fractions by which steps and batches of SGLD or SGHMC widen variances, where known.
+    """Return the relative increases of variances due to steps and to batches of SGLD or SGHMC, if known.
 
     Args:
       values: The draws, (chain, draw, entry).
@@ -35,11 +35,11 @@ def langevin_biases(
     variances = variances[variances > 0]
     steps = batches = None
     if reach > 0 and variances.size:
-        # h lambda = reach / Var, since Var = T / (N lambda), and it widens Var by 1 / (1 - h lambda / 2)
+        # Var = T / (N lambda), so h lambda = reach / Var; it multiplies Var by 1 / (1 - h lambda / 2)
         steps = reach / float(np.min(variances)) / 2
     if gain > 0 and samples.batch_noise is not None:
-        # The noise R of a batch's gradient and 1 / gain of the injected noise: along any direction the
-        # ratio is at most the maximum eigenvalue of R, which is at most its trace
+        # The injected noise has the variance 1 / gain, and R is the noise of a batch's gradient. Along
+        # any direction, R is at most its maximum eigenvalue, which is at most its trace
         diagonal = (np.asarray(r, np.float64) for r in jax.tree.leaves(samples.batch_noise))
         norm = samples.batch_noise_norm
         batches = gain * (sum(float(r.sum()) for r in diagonal) if norm is None else float(norm))
@@ -47,15 +47,15 @@ def langevin_biases(
 
 
 def is_given(state: Any) -> bool:
-    """Return whether the kernel of constant SGD was passed: then no step of its own learns."""
+    """Return whether constant SGD was given a kernel and therefore learns nothing."""
     return isinstance(state, ConstantSgdState) and not np.any(np.asarray(state.freeze_after))
 
 
 def measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
-    r"""Return by which fraction the noise of batches makes variances larger than a given kernel's would.
+    r"""Return the relative increase of variances if the noise of the batches differs from the kernel's.
 
-    The mean over the directions of :math:`h_i (C_{ii} - \Lambda_i) / s`, of a covariance
-    :math:`(2 T / N) H + H (C - \Lambda) H / S` of the steps' noise; None where C is not known.
+    This is the mean of :math:`h_i (C_{ii} - \Lambda_i) / s` over directions, because the noise of a
+    step has the covariance :math:`(2 T / N) H + H (C - \Lambda) H / S`; None if C is not known.
     """
     if len(states) != 1 or not is_given(states[0]) or batch_noise is None:
         return None
@@ -76,7 +76,7 @@ def measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
 
 
 def judge_biases(steps: float | None, batches: float | None, kernel: float | None) -> list[str]:
-    """Return which of the fractions by which they change variances is too large."""
+    """Return a warning for each relative change of variances that is too large."""
     found = []
     if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
         found.append(

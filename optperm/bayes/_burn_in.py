@@ -1,4 +1,4 @@
-"""Let another optimizer run the burn-in of a sampler."""
+"""Run the burn-in of a sampler with another optimizer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class BurnInState(NamedTuple):
-    """State of a sampler whose burn-in another optimizer takes over.
+    """State of a sampler that uses another optimizer for its burn-in.
 
     Attributes:
       count: Number of steps taken.
       switched: Whether the sampler took the last step.
-      first: State of the optimizer of the burn-in; constant after it.
+      first: State of the optimizer of the burn-in; constant after the burn-in.
       then: State of the sampler, which learns from all gradients.
     """
 
@@ -39,7 +39,7 @@ class BurnInState(NamedTuple):
         return [(self.first, jnp.logical_not(self.switched)), (self.then, True)]
 
     def exact(self) -> list[Exact]:
-        """Return the exact entries of the optimizer during the burn-in."""
+        """Return the exact entries of the burn-in's optimizer during the burn-in."""
         is_first = jnp.logical_not(self.switched)
         return [each.only_if(is_first) for each in exact_entries(self.first)]
 
@@ -50,10 +50,10 @@ def after_burn_in(
     *steps: optax.GradientTransformation,
     method: str,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a sampler whose burn-in another optimizer takes over.
+    """Return a sampler that uses another optimizer for its burn-in.
 
     Args:
-      burn_in: Steps of the other optimizer.
+      burn_in: The number of steps of the other optimizer.
       burn_in_optimizer: The other optimizer.
       *steps: The chain of the sampler.
       method: The sampler's public name, for messages.
@@ -70,7 +70,7 @@ def after_burn_in(
         g: optax.Updates, state: BurnInState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, BurnInState]:
         is_over = state.switched | (state.count >= jnp.asarray(burn_in, jnp.int32))
-        # One sampler for both phases, not one in each branch: half the program, and its state in place
+        # One update for both phases halves the program and updates the sampler's state in place
         moves, then = after.update(g, state.then, params, **extra_args)
 
         def first(known: tuple[optax.Updates, Any]) -> tuple[optax.Updates, Any]:

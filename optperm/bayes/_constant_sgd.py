@@ -1,7 +1,7 @@
-"""Constant SGD: steps of a constant size whose iterates are samples from a posterior.
+"""Constant SGD: SGD with constant step sizes, whose iterates are samples from a posterior.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
-JMLR 18(134), 2017, with noise injected in the shape of the problem.
+JMLR 18(134), 2017, with injected noise whose covariance fits the problem.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ConstantSgdState(NamedTuple):
       uneven: Number of estimates, in steps that sampled, for which the batch's gradient was not the mean
         of its examples' gradients.
       left_out: Number of steps in which entries with a nonfinite gradient did not move.
-      freeze_after: The first step that learns nothing.
+      freeze_after: The first step in which nothing is learned.
       key: The raw random key of the injected noise.
       scale: s = 2 S T / N of the last step.
       limit: c of the last step.
@@ -67,11 +67,11 @@ class ConstantSgdState(NamedTuple):
     window: Any  # Window, or ()
 
     def for_loop(self) -> ForLoop:
-        """Return that examples have to be drawn, and from how many."""
+        """Return that batches must be drawn with replacement, and the number of training examples."""
         return ForLoop(draws_examples=True, num_data=self.kernel.num_data)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
-        """Return H g with the steps of the last update.
+        """Return H g with the step sizes of the last update.
 
         Args:
           grads: g, a tree like the params.
@@ -79,7 +79,7 @@ class ConstantSgdState(NamedTuple):
         return self.kernel.precondition(grads, self.kernel.step_sizes(self.scale, self.limit))
 
     def warnings(self, params: Any = None) -> list[str]:
-        """Return why the steps do not sample, where Python can see it.
+        """Return the reasons why the steps do not sample, as far as Python can see them.
 
         Args:
           params: Not used.
@@ -92,7 +92,7 @@ class ConstantSgdState(NamedTuple):
             found.append(COLD)
         if np.any(np.asarray(self.count) < np.asarray(self.freeze_after)):
             return found
-        # The last window has about half of all estimates in steps that sampled
+        # The last window contains about half of all estimates from steps that sampled
         estimates = 2 * np.asarray(self.kernel.estimates)
         return [*found, *judge_kernel(self.kernel), *judge_mean(self.uneven, estimates)]
 
@@ -124,8 +124,8 @@ def constant_sgd(
     The loss is :math:`L = \frac{1}{N} \sum_n \ell_n` with
     :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`; it includes the prior
     (`optperm.bayes.normal_prior`). Batches have :math:`S` examples, :math:`C` is the covariance of one
-    example's gradient, and :math:`A` is the Hessian of :math:`L`. Injected noise :math:`\xi` shortens
-    the step in each direction as far as stability requires:
+    example's gradient, and :math:`A` is the Hessian of :math:`L`. With injected noise :math:`\xi`, the
+    step in each direction can be as short as stability requires:
 
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top, \qquad
@@ -134,16 +134,16 @@ def constant_sgd(
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
     :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. The noise of a step therefore has
     the covariance :math:`(2 T / N) H` for any b. Near an optimum, the draws follow
-    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. Every
-    direction moves as fast as c and the noise of the batches allow, however long and narrow the
-    posterior is. Without injected noise, this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`);
-    without noise from the batches, it is Langevin dynamics.
+    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. In every
+    direction, the chain moves as fast as c and the noise of the batches allow, even if the posterior is
+    long and narrow. Without injected noise, this is the method of Mandt, Hoffman and Blei
+    (`optperm.mandt_sgd`); without noise from the batches, this is Langevin dynamics.
 
     In the burn-in, another optimizer moves the params to an optimum. From the second half of the burn-in
     to `freeze_after`, five windows estimate :math:`C`, :math:`a_i` (Hutchinson's estimator in the
-    coordinates of :math:`H^{1/2}`), the spread of the batches' curvatures, and two quantities that lower
-    :math:`\rho`: how much the noise varies with the params and, if :math:`W = I`, how much it is
-    correlated. Each window passes its estimates to the next window as an `optperm.bayes.NoiseKernel`.
+    coordinates of :math:`H^{1/2}`) and the spread of the batches' curvatures. Two further estimates may
+    lower :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation
+    of the noise. Each window passes its estimates to the next window as an `optperm.bayes.NoiseKernel`.
     After the last window, the kernel is constant. If you pass this kernel as `kernel`, every step
     samples.
 
@@ -152,13 +152,13 @@ def constant_sgd(
       batch_size: S, the number of examples in a batch, over all replicas.
       preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h). None for "full" up to 4,096
         params, and for "diagonal" above.
-      estimator: How C is estimated: "per_example", from the extra argument `per_example_grad_fn`;
+      estimator: The estimator of C: "per_example", from the extra argument `per_example_grad_fn`;
         "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
         examples.
       learning_rate: A factor that multiplies `stability` and `noise_ratio`, a number or a schedule. It
         does not change the stationary distribution.
-      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. Steps are
-        :math:`(1 + \mu) / (1 - \mu)` times as long at the same stability.
+      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. At the same
+        stability, momentum makes steps :math:`(1 + \mu) / (1 - \mu)` times as long.
       temperature: T, a factor that multiplies the posterior's covariance, a number or a schedule.
       stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
         too large by a fraction of up to c / 2.
@@ -169,7 +169,7 @@ def constant_sgd(
       freeze_after: The number of steps after which nothing is learned. None for twice `burn_in`, but at
         least `burn_in` + 1,000.
       burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
-        curvature, which reach distant optima and do not depend on the units of features.
+        curvature; these steps reach distant optima and do not depend on the units of features.
       key: A random key for the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
         its own noise. In your own loop, initialize the state of each chain with a different key.
       kernel: A kernel from `optperm.bayes.adapted_kernel`, for the same model, N, S and momentum. With a
@@ -208,19 +208,19 @@ def constant_sgd(
     Notes:
       Draw batches with replacement: in a shuffled epoch, the batches' noise is anticorrelated, and the
       draws are too narrow by a fifth or more. The loss must be a mean over examples. A loss that sums
-      examples, or mixes them as BatchNorm does, has different noise; `uneven` in the state counts such
-      estimates. In a chain, put nothing that changes gradients before this transformation (clipping,
-      `optperm.svrg`, weight decay), and nothing that scales updates after it. The diagonal and scalar
-      preconditioners take shorter steps if the noise is more correlated. They keep all variances within
-      a fifth of the posterior's, or warn (see `optperm.bayes.NoiseKernel` for the bound). With
-      correlated features, they need many steps.
+      examples, or mixes them as BatchNorm does, has different noise; `uneven` in the state counts the
+      estimates with such a loss. In a chain, put nothing that changes gradients (clipping,
+      `optperm.svrg`, weight decay) before this transformation, and nothing that scales updates after
+      it. The diagonal and scalar preconditioners take shorter steps if the noise is more correlated.
+      They keep all variances within a fifth of the posterior's, or warn (see
+      `optperm.bayes.NoiseKernel` for the bound). With correlated features, they need many steps.
 
-      With D params, the full preconditioner keeps two D x D matrices (one with `kernel`). It computes
-      two decompositions at the end of each window, and two matrix-vector products per step. With
-      `kernel`, the state of the diagonal preconditioner has three numbers per parameter. 16-bit params
-      have a copy in float32. To sample again later, save the kernel, a tree of arrays, with Orbax or
-      pickle. `optperm.bayes.sample` runs the loop for you, and `optperm.bayes.posterior_report`
-      diagnoses the draws.
+      With D params, the state of the full preconditioner contains two D x D matrices (one with
+      `kernel`). The full preconditioner computes two decompositions at the end of each window, and two
+      matrix-vector products per step. With `kernel`, the state of the diagonal preconditioner has three
+      numbers per parameter. 16-bit params have a copy in float32. To sample again later, save the
+      kernel, a tree of arrays, with Orbax or pickle. `optperm.bayes.sample` runs the loop for you, and
+      `optperm.bayes.posterior_report` diagnoses the draws.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -252,7 +252,7 @@ def constant_sgd(
             given, window = begin(params, form, noise_ratio=noise_ratio, **numbers)
         else:
             check_kernel(kernel, params, preconditioner, **numbers)
-            # The state may be donated, and the kernel is the caller's
+            # The state may be donated, but the kernel belongs to the caller
             given = jax.tree.map(jnp.array, kernel)
         zero = jnp.zeros_like(given.stability)
         return ConstantSgdState(
@@ -300,12 +300,12 @@ def constant_sgd(
         xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), z)
         noisy = optax.tree.add(basis.coordinates(g, h), xi)
         moves = computed_once(basis.params_of(basis.times(h, noisy), params))
-        # A NaN that an entry took once would stay in its chain
+        # Without this mask, an entry that becomes NaN would stay NaN
         moves = jax.tree.map(lambda x: jnp.where(is_sampling & jnp.isfinite(x), x, 0.0), moves)
         return cast_like(moves, params), state._replace(
             count=optax.safe_increment(count),
             steps=state.steps + is_sampling.astype(jnp.int32),
-            # In the burn-in a gradient next to an optimum has rounding alone
+            # In the burn-in, a gradient near an optimum can be rounding error alone
             uneven=jnp.where(is_sampling, uneven, state.uneven),
             left_out=state.left_out + (is_sampling & ~all_finite(g)).astype(jnp.int32),
             scale=scale,
@@ -341,7 +341,7 @@ def _check_stable(stability: Any, learning_rate: Any) -> None:
 
 
 def _momentum(batch_size: int | jax.Array) -> Any:
-    """Return the default: steps S times as long, since batches' curvatures vary S times less."""
+    """Return the default, with steps S times as long, since larger batches vary less in curvature."""
     if checks.is_concrete_number(batch_size):
         return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
     size = jnp.asarray(batch_size, jnp.float32)
@@ -351,6 +351,6 @@ def _momentum(batch_size: int | jax.Array) -> Any:
 def _choose_preconditioner(
     preconditioner: Preconditioner | None, params: optax.Params
 ) -> Preconditioner:
-    """Return the preconditioner, by the number of params where None was passed."""
+    """Return the preconditioner; for None, choose it by the number of params."""
     is_small = optax.tree.size(params) <= _LARGEST_FULL
     return preconditioner or ("full" if is_small else "diagonal")

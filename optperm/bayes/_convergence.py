@@ -1,4 +1,4 @@
-"""R-hat and effective sample sizes: the convergence of chains, and the precision of their means.
+"""R-hat and effective sample sizes, for the convergence of chains and the precision of their means.
 
 A. Vehtari et al., "Rank-Normalization, Folding, and Localization: An Improved R-hat for Assessing
 Convergence of MCMC", Bayesian Analysis 16(2), 2021.
@@ -8,13 +8,13 @@ import numpy as np
 
 
 def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
-    """Return the maximum R-hat, the minimum bulk and tail effective sizes, the maximum error of a mean.
+    """Return the maximum R-hat, the minimum bulk and tail ESS, and the maximum error of a mean.
 
     Args:
       values: (chain, draw, entry), of at least four draws.
 
     Returns:
-      Four numbers. The last is the maximum Monte Carlo error over the standard deviation.
+      Four numbers. The last is the maximum ratio of a Monte Carlo error to a standard deviation.
     """
     halves, tails = _split(values), []
     for level in (0.05, 0.95):
@@ -31,7 +31,7 @@ def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
 
 
 def r_hats(values: np.ndarray) -> np.ndarray:
-    """Return the larger rank-normalized split R-hat of each entry, of its bulk and of its scale.
+    """Return, for each entry, the larger of its two rank-normalized split R-hats, of bulk and of scale.
 
     Args:
       values: (chain, draw, entry).
@@ -60,19 +60,19 @@ def effective_sizes(values: np.ndarray) -> np.ndarray:
 
 
 def r_hat_limits(values: np.ndarray, entries: int) -> np.ndarray:
-    r"""Return for each entry the split R-hat that chains which have mixed seldom exceed, (entry,).
+    r"""Return, for each entry, a limit that mixed chains' split R-hat seldom exceeds, (entry,).
 
     .. math::
       \hat R^2 \approx \frac{n - 1}{n} + \frac{\tau}{n} F_{m - 1,\; m (n / \tau - 1)}
 
-    for m halves of n draws with the autocorrelation time :math:`\tau`, which is measured within halves:
-    the means of halves and the variances within have so many degrees of freedom.
-    By the quantile at :math:`0.95^{1 / k}` the maximum over k entries is below its limit in 95 of 100
-    runs. Where halves have fewer than five times :math:`\tau` draws nothing can be told: infinity.
+    for m halves of n draws with the autocorrelation time :math:`\tau`, measured within halves. The means
+    of the halves and the variances within the halves determine the degrees of freedom of F. With the
+    quantile at :math:`0.95^{1 / k}`, all of k entries are below their limits in 95 of 100 runs. If
+    halves have fewer than :math:`5 \tau` draws, the limit is infinite.
 
     Args:
       values: (chain, draw, entry), of at least four draws.
-      entries: k: how many entries there are, of which values may be some.
+      entries: k, the number of all entries, of which `values` may contain only some.
     """
     import scipy.stats  # noqa: PLC0415 - loads as long as all of JAX
 
@@ -83,7 +83,7 @@ def r_hat_limits(values: np.ndarray, entries: int) -> np.ndarray:
         rho = np.nan_to_num(covariances / covariances[0])
     tau = _times(rho, m * n)
     for _ in range(3):
-        # Each half is centered at its own mean, which takes tau / n of the variance away at each lag
+        # Centering each half at its own mean reduces the autocovariance by tau / n of the variance
         share = np.minimum(tau / n, 0.9)
         tau = _times((1 - share) * rho + share, m * n)
     tau = np.maximum(tau, np.median(tau))
@@ -103,7 +103,7 @@ def _autocovariances(values: np.ndarray) -> np.ndarray:
 
 def _times(rho: np.ndarray, size: int) -> np.ndarray:
     """Return autocorrelation times, by Geyer's monotone sequence."""
-    # Sums of pairs up to the first that is not positive, none larger than the sum before
+    # Keep the sums of pairs before the first nonpositive sum, and let no sum exceed an earlier sum
     pairs = rho[: len(rho) // 2 * 2].reshape(len(rho) // 2, 2, -1).sum(axis=1)
     positive = np.cumprod(pairs > 0, axis=0)
     pairs = np.minimum.accumulate(np.where(positive, pairs, 0.0), axis=0)

@@ -1,4 +1,4 @@
-r"""Bound the extreme eigenvalues of the noise correlation from the gradients of batches, if W = I.
+r"""Bound the extreme eigenvalues of the noise correlation with the gradients of batches, if W = I.
 
 E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", J. Math. Biology 15, 1982.
 """
@@ -20,22 +20,22 @@ from optperm.core.shardings import explicit_sharding
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, PyTree
 
-# The fraction by which correlation may change a variance, and the least fraction of the batches' noise.
+# The maximum relative change of a variance by correlation, and the minimum fraction of batch noise.
 _TOLERANCE, _LEAST_FRACTION = 0.2, 0.015
-# Eigenvalues are taken to be as many standard errors further out.
+# The bounds are this many standard errors beyond the estimates of the eigenvalues.
 _ERRORS = 2.0
-# Squares of larger eigenvalues would overflow.
+# The squares of larger eigenvalues would overflow.
 _LARGEST = 1e9
 
 
 class Extremes(NamedTuple):
-    r"""What a window has seen of the extreme eigenvalues of :math:`R = \Lambda^{-1/2} C \Lambda^{-1/2}`.
+    r"""Statistics on the extreme eigenvalues of :math:`R = \Lambda^{-1/2} C \Lambda^{-1/2}` in a window.
 
     All means have weights that grow linearly with the number of the estimate.
 
     Attributes:
-      probes: :math:`x` of the smallest one and of the largest one, of length 1: two trees like params,
-        or none of the full form.
+      probes: Unit vectors :math:`x` for the smallest and the largest eigenvalue: two trees like params,
+        or () for the full form.
       quotients: The means of :math:`r = x^\top \hat R x`.
       squares: The means of :math:`r^2`.
       losses: The means of :math:`\gamma \| \hat R x - r x \|^2`.
@@ -48,7 +48,7 @@ class Extremes(NamedTuple):
 
 
 def restart(seen: Extremes, form: Form, noise: Any) -> Extremes:
-    """Return the start of a window with other noise: probes of length 1, of entries with noise alone."""
+    """Return the start of a window with other noise, with unit probes that are zero without noise."""
     has_noise = jax.tree.map(jnp.sign, noise)
 
     def unit(x: Any) -> Any:
@@ -65,14 +65,14 @@ def restart(seen: Extremes, form: Form, noise: Any) -> Extremes:
 
 
 def along_probes(form: Form, noise: Any, probes: tuple[Any, ...]) -> list[Any]:
-    """Return Lambda^(-1/2) x of each probe x; an entry without noise has none."""
+    """Return Lambda^(-1/2) x for each probe x; zero in entries without noise."""
     return [form.times(_inverse_root(noise), x) for x in probes]
 
 
 def times_rows(rows: Any, v: Any) -> Any:
-    """Return the sum of d (d^T v) over d, the rows of a tree with a leading axis."""
+    """Return the sum of d (d^T v) over the rows d of a tree with a leading axis."""
 
-    # A product of matrices: the CPU adds the numbers of a sum one after the other
+    # A matrix product is faster on a CPU, which adds the numbers of a sum one by one
     def along(d: jax.Array, v: jax.Array) -> jax.Array:
         sharding = explicit_sharding(d)
         whole = sharding and sharding.update(spec=PartitionSpec())
@@ -85,14 +85,14 @@ def times_rows(rows: Any, v: Any) -> Any:
 
 
 def iterate(seen: Extremes, form: Form, noise: Any, products: list[Any], n: jax.Array) -> Extremes:
-    r"""Return the extremes after one more batch, by Oja's rule with its :math:`\hat R`.
+    r"""Return the extremes after one more batch, with Oja's rule for the batch's :math:`\hat R`.
 
     .. math::
       r = x^\top \hat R x, \qquad
       x \leftarrow \frac{x \pm \gamma (\hat R x - r x)}{\| \cdot \|}, \qquad
       \gamma = \frac{\min(2 / (n + 1), 1 / 2)}{r_{\max}}
 
-    `products` are :math:`\hat C \Lambda^{-1/2} x` of each probe, and n counts this estimate too.
+    `products` are :math:`\hat C \Lambda^{-1/2} x` for each probe, and n includes this estimate.
     """
     if not products:
         return seen
@@ -128,25 +128,25 @@ def iterate(seen: Extremes, form: Form, noise: Any, products: list[Any], n: jax.
 
 
 def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array) -> jax.Array:
-    r"""Return bounds of :math:`r_{\min}` and :math:`r_{\max}`, which are 1 where nothing was seen; (2,).
+    r"""Return bounds on :math:`r_{\min}` and :math:`r_{\max}`, (2,); both are 1 without estimates.
 
-    With :math:`\Lambda'` of the next window in place of :math:`\Lambda`, they are
+    If the next window replaces :math:`\Lambda` by :math:`\Lambda'`, the bounds are
 
     .. math::
       \frac{\bar r \pm e}{x^\top \Lambda' \Lambda^{-1} x}, \qquad
       e = 2 \,\mathrm{se} + \bar l + \frac{\bar r_{\max}}{4 \log(1 + n)}
 
-    No estimate has more than the fraction 2 / (n + 1) of the weight, so that
-    :math:`\mathrm{se}^2 \le \frac{2}{n + 1} \operatorname{Var} r`. The loss :math:`l` is what
-    :math:`\bar r` lacks since the noise of :math:`\hat R x`, of the variance :math:`V_j` along an
-    eigenvector j, turns x off: to the mean square :math:`\gamma V_j / (2 (r_{\max} - r_j))` with a
-    constant :math:`\gamma`, at the cost of :math:`\gamma V_j / 2` of the quotient, whatever the gaps
-    are. The sum of these costs over j is at most
-    :math:`\frac{\gamma}{2} E \| \hat R x - r x \|^2`. The iteration lags
-    behind a :math:`\gamma` that falls, so the bounds have twice as much. The last part is what x had of
-    other eigenvectors at the start of the window. With :math:`t = \sum \gamma \approx 2 \log(1 + n) /
-    r_{\max}` such a part falls as :math:`e^{-2 t g}` with the gap g, so that it costs no more than
-    :math:`g e^{-2 t g} \le 1 / (2 e t)` times what it was.
+    No estimate has more than the fraction 2 / (n + 1) of the weight, so
+    :math:`\mathrm{se}^2 \le \frac{2}{n + 1} \operatorname{Var} r`. The loss :math:`l` bounds the error
+    due to the noise of :math:`\hat R x`, whose variance along eigenvector j is :math:`V_j`. With a
+    constant :math:`\gamma`, the component of x along j has the mean square
+    :math:`\gamma V_j / (2 (r_{\max} - r_j))`, and changes the quotient by :math:`\gamma V_j / 2` for any
+    gap. The sum over j is at most :math:`\frac{\gamma}{2} E \| \hat R x - r x \|^2`; l is twice this
+    bound, because the iteration lags behind a decreasing :math:`\gamma`. The last term bounds the error
+    due to other eigenvectors in x at the start of the window. With
+    :math:`t = \sum \gamma \approx 2 \log(1 + n) / r_{\max}`, a component with the gap g decays as
+    :math:`e^{-2 t g}`, so its error is at most :math:`g e^{-2 t g} \le 1 / (2 e t)` times its initial
+    value.
     """
     if not seen.probes:
         return jnp.ones_like(seen.quotients)
@@ -168,11 +168,11 @@ def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array)
 
 
 def fraction_by_correlation(correlation: jax.Array) -> jax.Array:
-    r"""Return :math:`\varphi = \rho / (1 + \rho)` with which variances are within a fifth.
+    r"""Return the :math:`\varphi = \rho / (1 + \rho)` with which variances have errors of up to a fifth.
 
     .. math:: \varphi \max(1 - r_{\min}, r_{\max} - 1) \le \tfrac15
 
-    See `optperm.bayes.NoiseKernel`. It is no less than 0.015, below which chains hardly move.
+    See `optperm.bayes.NoiseKernel`. The minimum is 0.015, below which chains hardly move.
     """
     error = jnp.maximum(jnp.maximum(1 - correlation[0], correlation[1] - 1), 1e-6)
     return jnp.maximum(_TOLERANCE / error, _LEAST_FRACTION)

@@ -1,4 +1,4 @@
-"""Estimates of the covariance of one example's gradient, from the gradients of one step."""
+"""Estimate the covariance of one example's gradient from the gradients of one step."""
 
 import functools
 import inspect
@@ -20,9 +20,9 @@ from optperm.core.trees import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
 
-# From deviations d, a tree with a leading axis: the part of the sum of d d^T that is kept.
+# A function from deviations d, a tree with a leading axis, to the part of sum d d^T that is stored.
 Outer = Callable[[optax.Updates], Any]
-# Numbers of examples' gradients held at once, and the minimum number of examples.
+# The entries of per-example gradients held in memory at once, and the minimum number of gradients.
 _CHUNK, _LEAST_CHUNK = 2**20, 8
 
 
@@ -33,8 +33,8 @@ class BatchGradients(NamedTuple):
       params: The current params.
       grad: The gradient of the batch.
       extras: The extra arguments of `update`.
-      batch_size: S, of all replicas together.
-      chunk_size: Number of examples' gradients held at once; None for a million numbers.
+      batch_size: S, over all replicas.
+      chunk_size: Number of per-example gradients in memory at once; None for a million entries.
       axis_name: The mapped axes over which the batch is spread, if any.
     """
 
@@ -57,27 +57,27 @@ class BatchGradients(NamedTuple):
             grads = self.extras["grad_fn"](params)
             return _mask_gradients(grads, self, "grad_fn(params)", axes=0)
 
-        # A is symmetric, and a loss with a jax.custom_vjp has no forward derivative
+        # A vjp is enough, since A is symmetric; a jax.custom_vjp has no forward derivative
         grads, transposed = jax.vjp(gradient, self.params)
         (product,) = transposed(cast_like(direction, grads))
         if self.axis_name is not None:
-            # Averaged already or not: the mean over replicas that agree changes nothing
+            # If the products are averages already, their mean over replicas changes nothing
             product = jax.lax.pmean(product, self.axis_name)
         return jax.tree.map(lambda a, v: a.astype(v.dtype), product, direction)
 
 
-# Returns an unbiased estimate of C, the covariance of one example's gradient, as `Outer` keeps it, and
-# whether the batch's gradient is not the mean of its examples' gradients.
+# Return an unbiased estimate of C, the covariance of one example's gradient, in the form of `Outer`, and
+# whether the batch's gradient differs from the mean of its examples' gradients.
 Estimate = Callable[[BatchGradients, Outer], tuple[Any, jax.Array]]
 
 
 class _Sums(NamedTuple):
-    """Sums over examples of their gradients' deviations d from one center.
+    """Sums over examples of the deviations d of their gradients from one center.
 
     Attributes:
       count: The number of examples, (); a float.
       deviations: The sum of d, a tree like params.
-      products: The sum of d d^T, as `Outer` keeps it.
+      products: The sum of d d^T, in the form of `Outer`.
     """
 
     count: Any
@@ -88,7 +88,7 @@ class _Sums(NamedTuple):
 def traced_once(
     grad_fn: Callable[..., Any], params: optax.Params
 ) -> tuple[Callable[..., Any], int]:
-    """Return `grad_fn`, which is not traced again for all examples at these params, and their number."""
+    """Return a `grad_fn` that reuses its trace at these params, and the number of examples."""
     program, shapes = jax.make_jaxpr(lambda: grad_fn(params), return_shape=True)()
 
     @functools.wraps(grad_fn)
@@ -108,9 +108,9 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
       \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
       = \frac{1}{S - 1} \left( \sum_n d_n d_n^T - S \bar d \bar d^T \right), \qquad d_n = g_n - g_S
 
-    The batch's gradient :math:`g_S`, known and close to the mean, is the center, so that one pass over
-    the examples is enough. A gradient that is NaN in every entry belongs to no example: a loss that
-    divides by the batch's weights gives it for padding of weight 0.
+    The center is the batch's gradient :math:`g_S`, which is known and close to the mean, so one pass
+    over the examples is enough. A gradient that is NaN in every entry belongs to no example: a loss that
+    divides by the batch's weights returns NaN for padding of weight 0.
     """
     grad_fn, here = traced_once(batch.extras["per_example_grad_fn"], batch.params)
     center = zero_if_not_finite(optax.tree.cast(batch.grad, accumulation_dtype(batch.grad)))
@@ -165,11 +165,11 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
 
 
 def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Array) -> jax.Array:
-    """Return whether a batch's gradient and the mean of its examples' differ by a tenth of its size.
+    """Return whether the mean of the examples' gradients differs by a tenth from the batch's gradient.
 
     Args:
       batch: The batch.
-      deviation: The mean of the examples' gradients less the batch's gradient.
+      deviation: The mean of the examples' gradients minus the batch's gradient.
       count: The number of examples.
     """
     if getattr(batch.extras["per_example_grad_fn"], "draws_anew", False):
@@ -179,14 +179,14 @@ def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Arra
         grad = jax.lax.pmean(grad, batch.axis_name)
         deviation = jax.lax.pmean(deviation, batch.axis_name)
     epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(grad))
-    # Where the mean is short, the rounding of each example may be a tenth of it
+    # If the mean is small, the rounding errors of the examples may exceed a tenth of the mean
     least = jnp.maximum(0.01, (4 * epsilon) ** 2 * count)
     return _size(deviation) > least.astype(accumulation_dtype(grad)) * _size(grad)
 
 
 def _is_nan(rows: optax.Updates) -> jax.Array:
-    """Return which rows are all NaN, (rows,)."""
-    # The smallest leaf decides, for speed
+    """Return whether each row is NaN everywhere, (rows,)."""
+    # For speed, only the smallest leaf is checked
     leaves = jax.tree.leaves(rows)
     smallest = min((leaf for leaf in leaves if leaf.size), key=jnp.size, default=leaves[0])
     flags = jnp.all(jnp.isnan(smallest), axis=tuple(range(1, smallest.ndim)))
@@ -239,7 +239,7 @@ ESTIMATES: dict[Estimator, Estimate] = {
     "two_batches": two_batches,
 }
 
-# The extra argument of each estimator, and its meaning.
+# The extra argument of each estimator, and the meaning of this argument.
 NEEDS: dict[Estimator, dict[str, str]] = {
     "per_example": {"per_example_grad_fn": "the gradient of each example at given params"},
     "single_example": {
@@ -258,11 +258,11 @@ def batch_gradients(
     chunk_size: int | None,
     axis_name: AxisName | None,
 ) -> BatchGradients:
-    """Return the gradients of a step's batch; warn where the updates are not the batch's gradient."""
+    """Return the gradients of a step's batch; warn if the updates are not the batch's gradient."""
     grad = extras.get("grad")
     grad = updates if grad is None else mask_like(grad, params)
     pairs = zip(*map(jax.tree.leaves, (updates, grad)), strict=False)
-    # Replicas average the gradient, which makes another array of it
+    # With replicas, the updates are another array, because the gradient is averaged
     if axis_name is None and any(one is not other for one, other in pairs):
         warnings.warn(
             "The updates differ from the gradient in the extra arguments, so the draws do not follow "
@@ -280,7 +280,7 @@ def check_noise_arguments(
     chunk_size: Any,
     axis_name: Any,
 ) -> None:
-    """Raise unless the common arguments of `constant_sgd` and `mandt_sgd` are allowed."""
+    """Raise unless the common arguments of `constant_sgd` and `mandt_sgd` are valid."""
     checks.check_count("num_data", num_data)
     checks.check_count("batch_size", batch_size)
     if preconditioner is not None:
@@ -329,7 +329,7 @@ def _mask_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) 
 
 
 def _check_num_examples(batch: BatchGradients) -> None:
-    """Raise where `optperm.evaluate` has evaluated a batch of another size."""
+    """Raise if `optperm.evaluate` has evaluated a batch of another size."""
     here = getattr(batch.extras.get("grad_fn"), "num_examples", None)
     if here is not None:
         _check_size(here, batch, f"grad_fn belongs to a batch of {here}")

@@ -44,8 +44,8 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
       u_k = -\frac{\eta_t}{d_k} m_k, \quad \eta_t = \frac{0.1}{1 + t / 100}
 
     with random signs z and :math:`D = \operatorname{diag}(d)^{-1/2}`, so that large curvatures do not
-    hide a small one. No step is longer than 0.02 or 2 % of the parameter: without curvature it is about
-    Adam's step, and the number of steps to a distant optimum grows with the logarithm of the distance.
+    hide a small one. A step is at most 0.02 or 2% of the parameter, whichever is larger: about Adam's
+    step if there is no curvature. The number of steps grows with the logarithm of the distance.
 
     Args:
       axis_name: The mapped axes over which the batch is spread, if any.
@@ -60,7 +60,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
         def root(square: jax.Array) -> jax.Array:
             return jnp.where(square > 0, square, 1.0) ** 0.25
 
-        # Hutchinson's estimate of the diagonal of A, in coordinates where it is about one
+        # Hutchinson's estimate of the diagonal of A, in coordinates where the diagonal is about 1
         z = computed_once(signs_like(fold(key_data(2), state.count), state.mean))
         probe = jax.tree.map(lambda z, s: z / root(s), z, state.square)
         batch = BatchGradients(params, g, extra_args, 1, None, axis_name)

@@ -92,7 +92,7 @@ def sample_params(
     checks.check_same_tree("params", seen, mean, source=source, dtypes=False)
     for outer in find_states(opt_state, MasterState):
         if isinstance(outer.inner, IvonState):
-            # m of more than 16 bits, with which update compares the draw
+            # update compares the draw with the copy of m in more than 16 bits
             seen = jax.tree.map(follow, outer.masters, seen)
 
     def draw(key: jax.Array) -> optax.Params:
@@ -106,9 +106,9 @@ def sample_params(
 
 
 def posterior_mean(opt_state: Any) -> optax.Params:
-    """Return the mean of the posterior that `optperm.swag` has collected: stochastic weight averaging.
+    """Return the posterior mean of `optperm.swag`, the result of stochastic weight averaging.
 
-    The mean of the posterior of `optperm.ivon` is the params themselves.
+    For `optperm.ivon`, the params themselves are the posterior mean.
 
     Args:
       opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
@@ -151,12 +151,12 @@ def _check_collected(state: SwagState) -> None:
 
 
 def _mean_if_collected(state: SwagState) -> optax.Params:
-    """Return the mean; NaN where Python cannot see that nothing was collected."""
+    """Return the mean; if a traced state has collected no params, NaN."""
     return jax.tree.map(lambda mean: jnp.where(state.num_models > 0, mean, jnp.nan), state.mean)
 
 
 def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.Params:
-    """Draw from the diagonal, and from the span of the last deviations if there are any."""
+    """Draw from the diagonal, and from the span of the last deviations if the rank is above 0."""
     rank = next((leaf.shape[0] for leaf in jax.tree.leaves(state.deviations)), 0)
     n = state.num_models
     columns = jnp.minimum(n, rank)
@@ -164,13 +164,13 @@ def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.
     z = normal_like(jax.random.key_data(of_entries), params)
 
     def draw(mean: jax.Array, squares: jax.Array, rows: jax.Array, z: jax.Array) -> jax.Array:
-        # Sigma_diag is the mean square, and with deviations has half of the weight
+        # Sigma_diag is the mean square, and has the weight 1/2 if there are deviations
         weight = 0.5 if rank else 1.0
         variance = weight * squares / jnp.maximum(n, 1).astype(squares.dtype)
         theta = mean + jnp.sqrt(variance) * z.astype(mean.dtype)
         if not rank:
             return theta
-        # D z_2 / sqrt(2 (K - 1)), the same z_2 for all leaves; rows not yet written are zero
+        # D z_2 / sqrt(2 (K - 1)) has the same z_2 for all leaves; rows without a deviation are zero
         z_2 = jax.random.normal(of_deviations, (rank,), rows.dtype)
         scale = jnp.sqrt(2 * jnp.maximum(columns - 1, 1).astype(rows.dtype))
         return theta + jnp.tensordot(z_2 / scale, rows, axes=1)

@@ -1,4 +1,4 @@
-"""Find signs in the states of constant SGD that its steps do not sample the posterior."""
+"""Find evidence in the states of constant SGD that the steps do not sample the posterior."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from optperm.bayes._kernel import NoiseKernel
 from optperm.core.shardings import can_be_seen
 
 _LARGEST_STABILITY, _LARGEST_UNEVEN = 0.5, 0.2
-# The warm-up keeps errors at a fifth, but for rounding, wherever chains would still move.
+# The warm-up limits errors to a fifth, up to rounding, unless chains would then hardly move.
 _LEAST_DRIFT, _LARGEST_ERROR = 0.7, 0.201
 
 COLD = "The temperature is 0, at which no steps are taken: all draws of a chain are the same."
 
 
 def are_seen(state: Any) -> bool:
-    """Return whether Python can see the counts and the kernel of a state."""
+    """Return whether the counts and the kernel of a state are concrete, not traced."""
     return can_be_seen(state.count) and can_be_seen(state.steps)
 
 
 def judge_stability(stability: Any, steps: Any, lower: str) -> list[str]:
-    """Return whether steps are so long that they widen the variances, and the argument to `lower`."""
+    """Return a warning if steps are so long that variances increase; `lower` names the argument."""
     stability = float(np.max(stability))
     if not (stability > _LARGEST_STABILITY and np.any(np.asarray(steps) > 0)):
         return []
@@ -35,7 +35,7 @@ def judge_stability(stability: Any, steps: Any, lower: str) -> list[str]:
 
 
 def judge_mean(uneven: Any, estimates: Any) -> list[str]:
-    """Return whether the batch's gradient often was not the mean of its examples' gradients."""
+    """Return a warning if the batch's gradient often was not the mean of its examples' gradients."""
     if not np.max(np.asarray(uneven) / np.maximum(estimates, 1)) > _LARGEST_UNEVEN:
         return []
     return [
@@ -46,12 +46,12 @@ def judge_mean(uneven: Any, estimates: Any) -> list[str]:
 
 
 def judge_kernel(kernel: NoiseKernel) -> list[str]:
-    """Return what is wrong with the estimates of the warm-up."""
+    """Return warnings about the estimates of the warm-up."""
     found, drift = [], float(np.mean(kernel.drift))
     if drift < _LEAST_DRIFT:
         found.append(
             f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times "
-            "the noise of the window before, so draws are too narrow. Start closer to an optimum, or "
+            "the noise in the previous window, so draws are too narrow. Start closer to an optimum, or "
             "raise burn_in."
         )
     too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 Preconditioner = Literal["scalar", "diagonal", "full"]
 
-# Below this fraction of the maximum eigenvalue, times D, a matrix of correlations has rounding alone.
+# Eigenvalues of correlations below this fraction of the maximum, times D, are rounding errors.
 _NOTHING = 1e-7
-# Gradients are rounded by about as many epsilons of their dtype.
+# The rounding error of gradients is about this many epsilons of their dtype.
 _ROUNDING = 10.0
 
 
 class Diagonal(NamedTuple):
-    """Each entry by itself, W = I: the numbers of this form, such as h, are trees like params."""
+    """The diagonal form, W = I: values of this form, such as h, are trees like params."""
 
     @classmethod
     def like(cls, params: optax.Params) -> Diagonal:
@@ -40,11 +40,11 @@ class Diagonal(NamedTuple):
         return jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
 
     def coordinates(self, tree: Any, like: Any) -> Any:
-        """Return W^T g, in float32 or wider: here g, where the numbers `like` are not masked."""
+        """Return W^T g in float32 or wider, which is g here, without the entries masked in `like`."""
         return _widen(mask_like(tree, like))
 
     def flat(self, tree: Any) -> Any:
-        """Return a tree like params as coordinates, without W: here as it is."""
+        """Return a tree like params in the shape of coordinates, without W: unchanged here."""
         return tree
 
     def params_of(self, x: Any, like: optax.Params) -> Any:
@@ -57,15 +57,15 @@ class Diagonal(NamedTuple):
         return jax.tree.map(lambda h, x: h.astype(x.dtype) * x, h, x)
 
     def pool(self, q: Any) -> Any:
-        """Return numbers of this form from one number for each coordinate."""
+        """Return values of this form from one number per coordinate."""
         return q
 
     def outer(self, deviations: optax.Updates) -> Any:
-        """Return what is kept of the sum of d d^T, from d on a leading axis: its diagonal."""
+        """Return the stored part of the sum of d d^T, the diagonal here; d has a leading axis."""
         return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
 
     def covariance(self, deviations: optax.Updates) -> Any:
-        """Return what is kept of the sum of W^T d (W^T d)^T."""
+        """Return the stored part of the sum of W^T d (W^T d)^T."""
         return self.outer(deviations)
 
     def variances(self, covariance: Any) -> Any:
@@ -77,7 +77,7 @@ class Diagonal(NamedTuple):
         return optax.tree.ones_like(h)
 
     def num_needed(self, noise: Any) -> int:
-        """Return the number of gradients without which C is not known at all: 0."""
+        """Return the minimum number of gradients for an estimate of C: 0."""
         del noise
         return 0
 
@@ -86,12 +86,12 @@ class Diagonal(NamedTuple):
         return self, covariance, curvature
 
     def probes(self, params: optax.Params) -> tuple[Any, ...]:
-        """Return random x, from which extreme eigenvalues of the noise's correlation are looked for."""
+        """Return random x, the starts of the search for extreme eigenvalues of the noise correlation."""
         return normal_like(key_data(1), params), normal_like(key_data(2), params)
 
 
 class Scalar(Diagonal):
-    """One number for all entries, W = I."""
+    """The scalar form, W = I: one number for all entries."""
 
     __slots__ = ()
 
@@ -119,7 +119,7 @@ class Scalar(Diagonal):
 
 
 class Full(NamedTuple):
-    """All entries together: the numbers of this form, such as h, are vectors (D,).
+    """The full form: values of this form, such as h, are vectors (D,).
 
     Attributes:
       w: W, (D, D).
@@ -164,7 +164,7 @@ class Full(NamedTuple):
 
     def covariance(self, deviations: optax.Updates) -> tuple[jax.Array, jax.Array]:
         """Return the sum of W^T d (W^T d)^T, and the sum of the squares of d."""
-        # W^T C W, not C: the condition of C is squared, and float32 would lose narrow directions
+        # W^T C W is better conditioned than C, in which float32 would lose narrow directions
         rows = _rows_of(deviations)
         coordinates = dot(rows, self.w)
         return dot(coordinates.T, coordinates), jnp.sum(rows**2, axis=0)
@@ -179,7 +179,7 @@ class Full(NamedTuple):
         return jnp.max(jnp.abs(self.w), axis=0)
 
     def num_needed(self, noise: jax.Array) -> int:
-        """Return the number of gradients without which C has no inverse: D."""
+        """Return the minimum number of gradients for an invertible C: D."""
         return int(noise.shape[-1])
 
     def turn(
@@ -192,7 +192,7 @@ class Full(NamedTuple):
         return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
 
     def probes(self, params: optax.Params) -> tuple[Any, ...]:
-        """Return nothing: in these coordinates the noise has no correlation."""
+        """Return no probes, because the noise is not correlated in these coordinates."""
         del params
         return ()
 
@@ -205,7 +205,7 @@ FORMS: dict[Preconditioner, Any] = {"scalar": Scalar, "diagonal": Diagonal, "ful
 
 
 def _rows_of(tree: Any) -> jax.Array:
-    """Return a tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
+    """Return a tree with a leading axis as a matrix, with rows as in `jax.flatten_util.ravel_pytree`."""
     dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
     flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
     return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
@@ -220,14 +220,14 @@ def inner(one: Any, other: Any) -> jax.Array:
     """Return the inner product of two trees, in float32 or wider."""
     dtype = accumulation_dtype(one)
     parts = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)).astype(dtype), one, other)
-    # Parts computed once share kernels. A sum fused with what it scales would be computed for each leaf
+    # Parts computed once share kernels. Without this, XLA would compute the sum again for each leaf
     parts = computed_once(jax.tree.leaves(parts))
     return computed_once(sum(parts, start=jnp.zeros([], dtype)))
 
 
 def update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
-    """Return the mean of n values, of which one is new."""
-    # In this form the first estimate is kept bit for bit
+    """Return the mean of n values after the n-th value, `new`."""
+    # This form keeps the first estimate bit for bit
     rate = 1 / n
     return jax.tree.map(
         lambda m, x: (1 - rate).astype(m.dtype) * m + rate.astype(m.dtype) * x, mean, new
@@ -237,13 +237,13 @@ def update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
 def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
     r"""Return :math:`\Lambda` and R with :math:`R^\top C R = \Lambda` and :math:`R^\top U R` diagonal.
 
-    :math:`\Lambda` is one where there is noise, and zero elsewhere.
+    The diagonal of :math:`\Lambda` is 1 in directions with noise, and 0 in the others.
 
     Args:
-      covariance: C, in some coordinates, (D, D).
-      units: U, the covariance in these coordinates if the entries of gradients were independent, (D, D).
+      covariance: C in some coordinates, (D, D).
+      units: U, (D, D): C in these coordinates if the entries of gradients were independent.
     """
-    # C over its diagonal: in float32 the units of coordinates must not decide what rounding hides
+    # Divide C by its diagonal, so that rounding in float32 does not depend on the units of coordinates
     least = (_ROUNDING * jnp.finfo(units.dtype).eps) ** 2 * jnp.diagonal(units)
     variances = jnp.diagonal(covariance)
     is_seen = variances > least
@@ -251,16 +251,16 @@ def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.A
     scale = root[:, None] * root[None]
     noise, vectors = _eigh_of_part(covariance / scale, is_seen)
     is_noise = noise > _NOTHING * len(noise)
-    # R = C^(-1/2) Q for any rotation Q: the Q that makes R^T U R diagonal keeps single entries apart
+    # R = C^(-1/2) Q for any rotation Q. The Q that makes R^T U R diagonal does not mix single entries
     whitened = vectors / jnp.where(is_noise, jnp.sqrt(jnp.where(is_noise, noise, 1.0)), 1.0)[None]
     _, rotation = _eigh_of_part(dot(whitened.T, dot(units / scale, whitened)), is_noise)
     return is_noise.astype(noise.dtype), dot(whitened, rotation) / root[:, None]
 
 
 def _eigh_of_part(matrix: jax.Array, is_inside: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return eigenvalues and vectors of a part of a matrix; entries outside have -1 and come first."""
+    """Return eigenvalues and eigenvectors of a part of a matrix; entries outside have -1, in front."""
     # Without the mask, rounding would put 1e-7 of the noise into entries without noise, and the next
-    # window would take it for all of their noise
+    # window would mistake this rounding error for their noise
     is_both = is_inside[:, None] & is_inside[None]
     size = jnp.max(jnp.where(is_both, jnp.abs(matrix), 0.0))
     inside = jnp.where(is_both, matrix / jnp.where(size > 0, size, 1.0), 0.0)

@@ -34,7 +34,7 @@ _STEP = (
     "draw = optperm.bayes.sample_params(opt_state, params, key), then "
     "update(jax.grad(loss_fn)(draw, batch), opt_state, params, draw=draw)"
 )
-# The deviation of the first draws, as a ratio to the root mean square of the weights
+# The ratio of the first draws' standard deviation to the root mean square of the weights
 _FIRST_RATIO, _LARGEST_RATIO = 0.1, 0.5
 
 
@@ -58,7 +58,7 @@ class IvonState(NamedTuple):
     hess_init: Float[Array, ""]
 
     def draw(self, params: optax.Params, key: jax.Array) -> optax.Params:
-        """Return params with a draw from the normal distribution in place of their mean.
+        """Return params in which a draw from the normal distribution replaces the mean.
 
         Args:
           params: All params.
@@ -76,7 +76,7 @@ class IvonState(NamedTuple):
         return fill_masked(jax.tree.map(draw, mean, self.hessian, noise), params)
 
     def warnings(self, params: optax.Params) -> list[str]:
-        """Return whether the first draws are as wide as the weights, where Python can see it.
+        """Return a warning if the first draws are as wide as the weights and Python can see this.
 
         Args:
           params: All params, before the first step.
@@ -197,9 +197,9 @@ def ivon(
 
       For 16-bit params, the mean of the distribution is a copy in float32, and draws are in float32.
 
-      On a quadratic with Hessian :math:`H`, if the prior is weak and the noise of the batches is small,
-      the variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`, the variances of the best
-      normal approximation with a diagonal covariance.
+      On a quadratic with Hessian :math:`H`, a weak prior and little noise from the batches, the
+      variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`. These are the variances of the
+      best normal approximation with a diagonal covariance.
 
       Like Adam's state, the state has two numbers per parameter. In addition, each step draws one normal
       number per parameter, a noticeable cost if the batch is small for the network.
@@ -257,7 +257,7 @@ def ivon(
         rate = resolve_schedule("learning_rate", learning_rate, state.count, state.num_data.dtype)
         given = grads if grads_of_draws is None else grads_of_draws, draw, params
         products = jax.tree.map(_mean_product(mc_samples), *given)
-        # All replicas have the same h, so that averages of epsilon g^ are averages of h^
+        # All replicas have the same h, so the mean of epsilon g^ gives the mean of h^
         if axis_name is not None:
             _check_are_local(grads, axis_name)
             grads, products = jax.lax.pmean((grads, products), axis_name)
@@ -265,7 +265,7 @@ def ivon(
 
         def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
             dtype = h.dtype
-            # 1 - beta before it is rounded: float32 would lose 0.1 % of 1 - 0.99999
+            # Compute 1 - beta in Python: in float32, 1 - 0.99999 has an error of 0.1%
             h_0, delta, rate_1, rate_2, debiasing, alpha = (
                 jnp.asarray(x, dtype)
                 for x in (state.hess_init, weight_decay, 1 - b1, 1 - b2, debias, rate)
@@ -274,17 +274,17 @@ def ivon(
             # xi = sigma_0 / (h_0 + delta), with sigma_0 = 1 / sqrt(lambda (h_0 + delta))
             widest = jax.lax.rsqrt(size * (h_0 + delta)) / (h_0 + delta)
             radius = widest if clip_radius is None else jnp.asarray(clip_radius, dtype)
-            # h^ = lambda (h + delta) epsilon g^, by the lambda and the delta of the draw
+            # h^ = lambda (h + delta) epsilon g^, with the lambda and the delta of the draw
             h_hat = size * (h + state.weight_decay.astype(dtype)) * product
             # g <- beta_1 g + (1 - beta_1) g^
             g = jnp.where(jnp.isfinite(g_hat), g + rate_1 * (g_hat - g), g)
             # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
             new_h = h + rate_2 * (h_hat - h) + 0.5 * (rate_2 * (h - h_hat)) ** 2 / (h + delta)
-            # h + delta > 0, which holds for real numbers, can be lost in rounding
+            # Exact arithmetic keeps h + delta above 0, but rounding may not
             h = jnp.where(jnp.isfinite(new_h) & (new_h + delta > 0), new_h, h)
-            # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta)), by the new h
+            # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta)), with the new h
             moved = jnp.clip((g / debiasing + delta * m) / (h + delta), -radius, radius)
-            # The first step is that of SGD, as h is h_0
+            # The first step is a step of SGD, since h is h_0
             scale = h_0 + delta if rescale_lr else 1.0
             return -alpha * scale * moved, g, h
 
@@ -338,9 +338,9 @@ def _scale(leaves: list[Any]) -> jax.Array:
 
 
 def _choose_hess_init(params: Any, num_data: jax.Array) -> jax.Array:
-    """Return h_0, by which the first draws deviate by a tenth of the weights' root mean square."""
+    """Return the h_0 for first draws with a tenth of the weights' root mean square as deviation."""
     leaves = list(map(jnp.asarray, jax.tree.leaves(params)))
-    # Biases, often zero, and the scales of norms have one axis.
+    # Leave out leaves with one axis: biases, which are often zero, and scales of norms.
     w = _scale([leaf for leaf in leaves if leaf.ndim > 1] or leaves).astype(num_data.dtype)
     # 1 / sqrt(lambda h_0) = 0.1 w
     h_0 = jnp.minimum(1 / (num_data * (_FIRST_RATIO * w) ** 2), checks.LARGEST_FLOAT32)
@@ -348,7 +348,7 @@ def _choose_hess_init(params: Any, num_data: jax.Array) -> jax.Array:
 
 
 def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
-    """Return the draw, masked like the state; raise unless it is a draw of these params."""
+    """Return the draw, masked like the state; raise unless the draw belongs to these params."""
     if draw is None:
         raise ValueError(f"ivon needs the extra argument draw: {_STEP}.")
     draw = mask_like(draw, like)
@@ -361,7 +361,7 @@ def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
 
 
 def _check_are_local(grads: Any, axis_name: AxisName) -> None:
-    """Raise where gradients are sums or means over replicas already, by their types."""
+    """Raise if the types of the gradients show that they are sums or means over replicas already."""
     tracked = varying_axes(jax.lax.axis_index(axis_name)).intersection(axis_names(axis_name))
     if tracked - varying_axes(grads):
         raise ValueError(
@@ -371,7 +371,7 @@ def _check_are_local(grads: Any, axis_name: AxisName) -> None:
 
 
 def _mean_product(mc_samples: int) -> Any:
-    """Return the function (g^, draw, m) -> epsilon g^ of a leaf, the mean over stacked draws."""
+    """Return the function (g^, draw, m) -> epsilon g^ for a leaf, with the mean over stacked draws."""
 
     def product(g: Any, draw: Any, m: Any) -> jax.Array:
         dtype = accumulation_dtype(m)

@@ -29,8 +29,8 @@ class NoiseKernel(NamedTuple):
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top
 
-    The fraction of a step's noise that may come from the batches and the curvature
-    :math:`a_i \approx w_i^\top A w_i` limit the steps :math:`h_i`. Injected noise adds the rest:
+    Two quantities limit the steps :math:`h_i`: the ratio :math:`\rho` of the batches' noise to the
+    injected noise, and the curvature :math:`a_i \approx w_i^\top A w_i`. Injected noise adds the rest:
 
     .. math::
       h_i = \frac{s}{\max\left(\Lambda_i (1 + 1 / \rho), s a_i / c\right)}, \qquad
@@ -48,12 +48,12 @@ class NoiseKernel(NamedTuple):
     .. math::
       H A \Delta + \Delta A H = \tfrac{1}{S} H E H
 
-    In coordinates in which :math:`H^{1/2} A H^{1/2}` is a diagonal matrix k, the solution is
-    :math:`\Delta_{ij} = \tilde E_{ij} / (S (k_i + k_j))` with :math:`\tilde E = H^{1/2} E H^{1/2}`, the
-    integral of :math:`e^{-k t} \tilde E e^{-k t} / S` over t, and the covariance of the posterior is
-    :math:`(T / N) k^{-1}`. If :math:`-\alpha s I \preceq \tilde E \preceq \beta s I`, then for any A,
-    the variance of *every* linear function of the params is between :math:`1 - \alpha` and
-    :math:`1 + \beta` times its posterior variance. The batches contribute a fraction
+    In coordinates in which :math:`H^{1/2} A H^{1/2}` is a diagonal matrix k, the covariance of the
+    posterior is :math:`(T / N) k^{-1}`. With :math:`\tilde E = H^{1/2} E H^{1/2}`, the solution is
+    :math:`\Delta_{ij} = \tilde E_{ij} / (S (k_i + k_j))`, the integral of
+    :math:`e^{-k t} \tilde E e^{-k t} / S`. If :math:`-\alpha s I \preceq \tilde E \preceq \beta s I`,
+    then for any A, the variance of *every* linear function of the params is between :math:`1 - \alpha`
+    and :math:`1 + \beta` times its posterior variance. The batches contribute a fraction
     :math:`h_i \Lambda_i / s` of the noise, at most :math:`\varphi = \rho / (1 + \rho)`. Hence, if
     :math:`r_{\min} \le 1 \le r_{\max}` are the extreme eigenvalues of
     :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`,
@@ -136,7 +136,7 @@ class NoiseKernel(NamedTuple):
         return jax.tree.map(of_entry, self.noise, h)
 
     def variance_errors(self) -> tuple[jax.Array, jax.Array]:
-        """Return by which fractions variances may be too small, and too large, by the correlation."""
+        """Return the maximum fractions by which correlation makes variances too small and too large."""
         fraction = self.noise_ratio / (1 + self.noise_ratio)
         too_small = fraction * jnp.maximum(1 - self.correlation[..., 0], 0.0)
         return too_small, fraction * jnp.maximum(self.correlation[..., 1] - 1, 0.0)
@@ -191,17 +191,17 @@ def check_kernel(
     preconditioner: Preconditioner | None,
     **numbers: Any,
 ) -> None:
-    """Raise unless a kernel is ready and one of these params and numbers.
+    """Raise unless a kernel is ready and belongs to these params and numbers.
 
     Args:
       kernel: The kernel.
       params: The params.
-      preconditioner: The form that was asked for; None for any.
-      **numbers: The values that the fields of these names must have, where Python can see both.
+      preconditioner: The required form; None for any form.
+      **numbers: The values required for the fields of these names, checked if both are concrete.
 
     Raises:
-      TypeError: If it is no `NoiseKernel`.
-      ValueError: If it is that of several chains, is not ready, or differs.
+      TypeError: If `kernel` is not a `NoiseKernel`.
+      ValueError: If the kernel has an axis of chains, is not ready, or differs.
     """
     if not isinstance(kernel, NoiseKernel):
         raise TypeError(

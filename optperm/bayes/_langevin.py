@@ -1,4 +1,4 @@
-"""Stochastic gradient Langevin dynamics, without momentum and with it.
+"""Stochastic gradient Langevin dynamics, without and with momentum.
 
 M. Welling and Y. W. Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", ICML 2011;
 T. Chen, E. B. Fox and C. Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo", ICML 2014.
@@ -39,12 +39,12 @@ class SgldState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       key: The raw random key of the noise.
-      reach: :math:`\epsilon T / 2` of the last step; 0 with a preconditioner. Divided by the
-        posterior's variance in a direction, it is :math:`h \lambda` of this direction, and the variance
-        of the draws is too large by the fraction :math:`h \lambda / 2`.
-      gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Multiplied by the
-        variance of the batch's gradient, it is the fraction by which the noise of the batches increases
-        a variance.
+      reach: :math:`\epsilon T / 2` of the last step; 0 with a preconditioner. Its ratio to the
+        posterior's variance in a direction is :math:`h \lambda` in this direction, and the variance of
+        the draws is too large by the fraction :math:`h \lambda / 2`.
+      gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Its product with the
+        variance of the batch's gradient is the fraction by which the noise of the batches increases a
+        variance.
       left_out: Number of steps in which entries with a nonfinite gradient did not move.
     """
 
@@ -106,9 +106,9 @@ def sgld(
       num_data: N, the number of training examples.
       temperature: T, a number or a schedule of the step.
       preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
-        With a preconditioner, `optperm.bayes.posterior_report` does not check how much steps and
-        batches increase variances.
-      key: A random key of the noise, or an int. The state holds it.
+        With a preconditioner, `optperm.bayes.posterior_report` does not check the increases of
+        variances by steps and batches.
+      key: A random key of the noise, or an int. The state contains the key.
 
     Returns:
       A transformation whose state is an `SgldState`, with a float32 copy of 16-bit params.
@@ -170,7 +170,7 @@ def sgld(
         t = resolve_schedule("temperature", temperature, state.count, dtype)
         n = jnp.asarray(num_data, dtype)
         xi = normal_like(fold(state.key, state.count), params)
-        # Without a barrier XLA fuses the noise into the product that makes g: a minute of compiling
+        # Without a barrier, XLA fuses the noise into the product that makes g, and compiles for a minute
         noisy = jax.lax.optimization_barrier(g)
         m = optax.tree.ones_like(xi) if preconditioner is None else preconditioner
 
@@ -181,7 +181,7 @@ def sgld(
             return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
 
         moves = computed_once(jax.tree.map(move, noisy, xi, m))
-        # What a report takes the steps for is that of M = 1
+        # reach and gain, from which a report judges the steps, are valid only for M = 1
         is_plain = float(preconditioner is None)
         return zero_if_not_finite(moves), state._replace(
             count=optax.safe_increment(state.count),
@@ -221,7 +221,7 @@ def sghmc(
         there is no stationary distribution.
       temperature: T, a number or a schedule of the step.
       noise_estimate: :math:`\hat\beta`, at most `friction`.
-      key: A random key of the noise, or an int. The state holds it.
+      key: A random key of the noise, or an int. The state contains the key.
 
     Returns:
       A transformation whose state is an `SghmcState`, with a float32 copy of 16-bit params.
@@ -286,7 +286,7 @@ def sghmc(
             kept = (1 - alpha).astype(v.dtype) * v + deviation.astype(v.dtype) * xi
             return kept - drift.astype(v.dtype) * g.astype(v.dtype)
 
-        # The barrier of sgld
+        # The barrier has the same reason as in sgld
         noisy = jax.lax.optimization_barrier(g)
         velocity = computed_once(jax.tree.map(next_velocity, state.velocity, noisy, xi))
         is_left_out = jnp.logical_not(all_finite(velocity))

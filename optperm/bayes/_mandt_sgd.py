@@ -1,4 +1,4 @@
-"""The constant SGD of Mandt, Hoffman and Blei: only the noise of the gradients determines its steps.
+"""The constant SGD of Mandt, Hoffman and Blei, with step sizes from the noise of the gradients alone.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
 JMLR 18(134), 2017, section 4.
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 _UNSTABLE = 2.0
-# lambda_max(H A) is looked for in every tenth step of a burn-in, or of the first hundred.
+# lambda_max(H A) is estimated in every tenth step of a burn-in, or of the first hundred steps.
 _PROBE_EVERY, _PROBES = 10, 100
-# After so many estimates from many examples' gradients each, a fourth of them is enough.
+# After this many estimates with "per_example", every fourth step has an estimate.
 _DENSE, _ESTIMATE_EVERY = 1000, 4
 
 
@@ -80,11 +80,11 @@ class MandtSgdState(NamedTuple):
     direction: PyTree[Float[Array, "?*shape"], "Params"]
 
     def for_loop(self) -> ForLoop:
-        """Return that examples have to be drawn."""
+        """Return that batches must be drawn with replacement."""
         return ForLoop(draws_examples=True)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
-        """Return H g with the steps of the last update.
+        """Return H g with the step sizes of the last update.
 
         Args:
           grads: g, a tree like the params.
@@ -92,7 +92,7 @@ class MandtSgdState(NamedTuple):
         return precondition(self.basis, self.sizes, grads)
 
     def warnings(self, params: Any = None) -> list[str]:
-        """Return why the steps do not sample, where Python can see it.
+        """Return the reasons why the steps do not sample, as far as Python can see them.
 
         Args:
           params: Not used.
@@ -144,8 +144,8 @@ def mandt_sgd(
 
     Near an optimum, the posterior is :math:`N(\theta^*, T (N A)^{-1})`, where :math:`A` is the Hessian
     of the mean loss. Each H is the matrix of its kind whose stationary distribution is closest to the
-    posterior; with the full H, they are equal to first order in :math:`\lambda_{\max}(H A)`. This
-    eigenvalue must be well below 2. `optperm.constant_sgd` ensures this, but `mandt_sgd` does not. A
+    posterior; with the full H, the two are equal to first order in :math:`\lambda_{\max}(H A)`. The
+    eigenvalue must be well below 2, which `optperm.constant_sgd` ensures, but `mandt_sgd` does not. A
     diagonal H is not always better than a scalar H.
 
     C is the mean of all estimates. There is one estimate per step; with "per_example" and a diagonal or
@@ -164,7 +164,7 @@ def mandt_sgd(
       max_step: The maximum eigenvalue of H; None for no limit. A limit changes the stationary
         distribution.
       damping: The minimum eigenvalue of C, in the units of C.
-      burn_in: The number of first steps that only estimate C. The very first step always does.
+      burn_in: The number of steps at the start that only estimate C. There is always at least one.
       freeze_after: The number of steps after which C is constant; None to always update C.
       burn_in_optimizer: The optimizer of the burn-in; None to keep the params fixed.
       chunk_size: The number of per-example gradients held in memory at once. None for a million entries
@@ -258,7 +258,7 @@ def mandt_sgd(
         count = state.count
         batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
 
-        # H g = W diag(h) W^T g, by the C of the step before: this batch's own would bias the step
+        # H g = W diag(h) W^T g uses the C of the previous step, since this batch's C would bias the step
         h, basis = step_sizes(state.noise, count), state.basis
         h_g = basis.params_of(basis.times(h, basis.coordinates(g, h)), params)
         is_due = (count >= burn_in) & _is_known(state, batch_size, damping)
@@ -274,7 +274,7 @@ def mandt_sgd(
             state,
         )
         if extra_args.get("grad_fn") is not None:
-            # Of the H of this step, with momentum: stable below 2
+            # With the H of this step and momentum, steps are stable if the eigenvalue is below 2
             rate = resolve_schedule("learning_rate", learning_rate, count)
             factor = rate * (1 - mu) / (1 + mu)
             scaled = jax.tree.map(lambda h: h * jnp.asarray(factor, h.dtype), h)
@@ -320,7 +320,7 @@ def mandt_sgd(
 
 
 def _is_known(state: MandtSgdState, batch_size: Any, damping: Any) -> jax.Array:
-    """Return whether C is known: the full one from 2 D examples, if nothing dampens it."""
+    """Return whether C is known; without damping, a full C needs 2 D examples."""
     needed = 2 * state.basis.num_needed(state.noise)
     is_enough = state.estimates * (batch_size - 1) >= needed
     return (state.estimates > 0) & (is_enough | (damping > 0))
@@ -332,7 +332,7 @@ def _estimate(
     estimator: Estimator,
     is_full: bool,
 ) -> MandtSgdState:
-    """Return the state with one more estimate of C, if it is finite, and its eigenvalues."""
+    """Return the state with one more estimate of C, if finite, and the eigenvalues of C."""
     # C <- C + (C^ - C) / n
     c_hat, is_uneven = ESTIMATES[estimator](batch, state.basis.outer)
     n = state.estimates + 1
@@ -340,7 +340,7 @@ def _estimate(
     noise: Any = covariance
     basis: Any = state.basis
     if is_full:
-        # C = W diag(Lambda) W^T where n is 2^k or 3 2^k
+        # C = W diag(Lambda) W^T, when n is 2^k or 3 2^k
         third = n // 3
         is_due = (n & (n - 1) == 0) | ((n % 3 == 0) & (third & (third - 1) == 0))
         noise, w = when(

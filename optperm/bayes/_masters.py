@@ -1,4 +1,4 @@
-"""Keep a float32 copy of 16-bit params, so that small steps move it."""
+"""Keep a float32 copy of 16-bit params, so that small steps have an effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MasterState(NamedTuple):
     inner: Any
 
     def draw(self, params: optax.Params, key: jax.Array) -> optax.Params | None:
-        """Return params with a draw about their copies; None if the sampler does not draw.
+        """Return a draw of the params around their copies; None if the sampler does not draw.
 
         Args:
           params: All params.
@@ -52,14 +52,14 @@ def with_masters(
     .. math::
       m' = m + \Delta, \qquad u = [[m'] - \theta], \qquad \theta' = [\theta + u]
 
-    A sum in 16 bits may miss :math:`[m']` near zero, where the step is longer than the result. There
-    :math:`m'` is set to :math:`\theta'`, at most half a unit in the last place of :math:`u` away. So
-    :math:`\theta' = [m']` holds everywhere.
+    Near zero, where the step is longer than the result, a sum in 16 bits may not be :math:`[m']`. In
+    this case, :math:`m'` is set to :math:`\theta'`, a change of at most half a unit in the last place of
+    :math:`u`. Therefore :math:`\theta' = [m']` for all entries.
 
     Args:
       inner: The sampler.
-      method: Its public name, for messages.
-      at_masters: Whether the sampler is called with the copy in place of the params.
+      method: The sampler's public name, for messages.
+      at_masters: Whether the sampler is called with the copy instead of the params.
 
     Returns:
       A sampler whose state is a `MasterState` if a parameter has 16 bits, else the state of `inner`.
@@ -100,11 +100,11 @@ def with_masters(
 
 
 def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
-    """Return the sampler's copy of the params, or the params where there is no copy.
+    """Return the sampler's copy of the params, or the params themselves if there is no copy.
 
     Args:
       params: The params after a step.
-      opt_state: The optimizer state after it.
+      opt_state: The optimizer state after the step.
     """
     states = find_states(opt_state, MasterState)
     if len(states) != 1:
@@ -116,20 +116,20 @@ def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
 
 
 def follow(master: jax.Array, param: jax.Array) -> jax.Array:
-    """Return the copy, or the parameter where something else has changed it."""
+    """Return the copy, or the parameter where something else has changed the parameter."""
     wide = param.astype(master.dtype)
     return jnp.where(_round(master, param) == wide, master, wide)
 
 
 def _round(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return an array rounded to the precision of another array, in its own dtype."""
-    # Inside jax.jit XLA drops a cast to 16 bits and back
+    """Return an array rounded to the precision of another array, with its dtype unchanged."""
+    # Inside jax.jit, XLA removes a cast to 16 bits and back
     info = jnp.finfo(like.dtype)
     if info.bits > 16:
         return x
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
     if info.tiny > jnp.finfo(x.dtype).tiny:
-        # Subnormal float16 is evenly spaced; reduce_precision gives zero
+        # reduce_precision returns zero for subnormal float16 numbers, which are evenly spaced
         spacing = float(info.smallest_subnormal)
         rounded = jnp.where(
             jnp.abs(x) < float(info.tiny), jnp.round(x / spacing) * spacing, rounded

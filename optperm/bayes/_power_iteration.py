@@ -1,4 +1,4 @@
-"""The largest eigenvalue of H A, by a power iteration on the curvature of batches."""
+"""The maximum eigenvalue of H A, from a power iteration with the curvature of batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from optperm.bayes._forms import inner
 
-# About as many of the last quotients make up the mean.
+# The mean is over about this many of the last quotients.
 _MEMORY = 5.0
 
 
@@ -26,11 +26,11 @@ def power_iteration(
       s \leftarrow \frac{(1 - r) s + r A v / \lambda}{\| \cdot \|}, \qquad v = H s
 
     Args:
-      value: :math:`\lambda`, a running mean, since every batch has another A.
+      value: :math:`\lambda`, a running mean, since A differs from batch to batch.
       vector: s.
       precondition_fn: The product with H.
       product_fn: The product with a batch's A.
-      taken: Steps of the iteration so far.
+      taken: The number of steps of the iteration so far.
     """
     # v^T A v / s^T v, v = H s
     v = precondition_fn(vector)
@@ -40,7 +40,7 @@ def power_iteration(
     rate = jnp.minimum(_MEMORY / (taken + _MEMORY), 0.5)
     rate = jnp.where(value == 0, 1.0, rate).astype(value.dtype)
     mean = value + rate * (quotient - value)
-    # s <- (1 - r) s + r A v / lambda; of a batch that curves down, A v over its norm
+    # s <- (1 - r) s + r A v / lambda; if lambda is not positive, A v is divided by its norm
     divisor = jnp.where(mean > 0, mean, jnp.sqrt(inner(product, product)).astype(value.dtype))
     mixed = jax.tree.map(
         lambda s, a: (1 - rate).astype(s.dtype) * s + (rate / divisor).astype(s.dtype) * a,

@@ -19,7 +19,7 @@ from optperm.core.states import without_variables
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
 
-# A softmax in bfloat16 sums to one to within as much, and its mean over draws is in float32.
+# A softmax in bfloat16 sums to 1 within this tolerance, and its mean over draws is in float32.
 _ROUNDING = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
@@ -47,10 +47,10 @@ class Predictions(NamedTuple):
     deviation: Float[Array, "..."]
 
     def quantile(self, levels: Any) -> np.ndarray:
-        """Return quantiles over all draws, for several levels along a leading axis.
+        """Return quantiles over all draws; several levels give a leading axis.
 
         Args:
-          levels: A number in [0, 1], or several.
+          levels: One or more numbers in [0, 1].
         """
         values = np.asarray(self.draws, np.float64)
         return np.quantile(values.reshape(-1, *values.shape[2:]), levels, axis=0)
@@ -59,13 +59,13 @@ class Predictions(NamedTuple):
         r"""Return the entropy of the mean class probabilities, :math:`H[\bar p]`, in nats.
 
         Raises:
-          ValueError: If there are not two classes on the last axis, or, unless they are traced, the
-            predictions are not probabilities.
+          ValueError: If the last axis has fewer than two classes, or if predictions that are not traced
+            are not probabilities.
         """
         shape = self.mean.shape
         if not shape or shape[-1] < 2:
             raise ValueError(
-                f"The last axis must hold probabilities of at least two classes, got shape {shape}."
+                f"The last axis must have probabilities of at least two classes, got shape {shape}."
             )
         if can_be_seen(self.mean):
             _check_rows(self.mean)
@@ -74,17 +74,17 @@ class Predictions(NamedTuple):
     def mutual_information(self) -> jax.Array:
         r"""Return the mutual information :math:`H[\bar p] - \frac1M \sum_m H[p_m]`, in nats.
 
-        It is large where draws disagree, far from the training data, and small where classes overlap.
+        This is large where draws disagree (far from training data), and small where classes overlap.
 
         Raises:
-          ValueError: As `entropy`.
+          ValueError: As for `entropy`.
         """
         within = jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
-        return jnp.maximum(self.entropy() - within, 0)  # rounding may leave less than nothing
+        return jnp.maximum(self.entropy() - within, 0)  # rounding may make the difference negative
 
 
 def _check_rows(probabilities: jax.Array) -> None:
-    """Raise a ValueError unless mean probabilities of classes, on the last axis, sum to one."""
+    """Raise a ValueError unless mean class probabilities on the last axis sum to 1."""
     values = np.asarray(probabilities, np.float64)
     values = values.reshape(-1, values.shape[-1])
     is_bad = ~((np.abs(values.sum(axis=1) - 1) <= _ROUNDING) & (values >= 0).all(axis=1))

@@ -1,4 +1,4 @@
-"""Diagnose draws from a posterior: the checks, and the report that shows their results."""
+"""Diagnose draws from a posterior with checks and a report of the results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._samples import Samples, check_samples
 from optperm.core.states import check_runs, find_running_states
 
-# NOISY samplers have a key, and every chain needs a key of its own.
+# NOISY samplers have a key, and each chain needs its own key.
 NOISY = (ConstantSgdState, SgldState, SghmcState)
 SAMPLERS = (*NOISY, MandtSgdState)
-# Vehtari et al., 2021; and the split R-hat above which a run is warned of at once.
+# The first two limits are from Vehtari et al., 2021; the third is for the split R-hat.
 _LARGEST_R_HAT, _LEAST_ESS, _NOT_MIXED = 1.01, 400, 1.1
 _FEWEST, _LEAST_DRAWS = 4, 40
-# Of more entries, as many are judged, spread evenly.
+# If there are more entries, evenly spaced entries are judged.
 _MOST_ENTRIES = 20_000
-# A stationary chain does not spread so many times wider in its later half, nor this far.
+# A stationary chain does not become this many times wider in its second half, or this wide.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
 DIVERGED = "The chains diverge: take smaller steps, or check that the loss is finite."
@@ -48,11 +48,11 @@ class PosteriorReport(NamedTuple):
       drift: The ratio of the noise in the last window of the warm-up to the noise in the window before.
       step_bias: The maximum relative increase of a variance due to the step size of SGLD or SGHMC.
       batch_bias: An upper bound on the relative increase, due to the noise of SGLD's or SGHMC's batches,
-        of the variance of any linear function of the params. It uses the maximum eigenvalue of R if this
-        is known, else the trace of R.
+        of the variance of any linear function of the params. The bound uses the maximum eigenvalue of R
+        if known, otherwise the trace of R.
       unmoved: The number of entries that have not moved in any chain.
-      not_checked: Sentences on conditions that were not checked.
-      warnings: Sentences on conditions that do not hold.
+      not_checked: Sentences about conditions that were not checked.
+      warnings: Sentences about conditions that do not hold.
     """
 
     r_hat: float
@@ -69,7 +69,7 @@ class PosteriorReport(NamedTuple):
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the figures as a table, and below it what was not checked and what does not hold."""
+        """Return a table of the figures, followed by the unchecked conditions and the warnings."""
         figures = {
             "R-hat, maximum": self.r_hat,
             "effective draws, bulk, minimum": self.ess_bulk,
@@ -95,12 +95,12 @@ def posterior_report(
 
     The report warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below
     400, chains diverge, or entries never move. For constant SGD, it warns if draws were taken before the
-    end of the warm-up, if the noise was still falling there, if :math:`\lambda_{\max}(H A)` is above
-    0.5, if gradients are not the mean of the examples' gradients, or if the noise is so correlated that
-    the diagonal or scalar preconditioner changes a variance by more than a fifth. For a kernel that was
-    passed, it warns if the noise in `samples.batch_noise`, which `optperm.bayes.sample` measures,
-    changes variances by more than 30% on average. For SGLD and SGHMC, it warns if the step size
-    increases a variance by more than 5%. To first order, the relative increase is
+    end of the warm-up, if the noise was still falling at its end, if :math:`\lambda_{\max}(H A)` is
+    above 0.5, or if gradients are not the mean of the examples' gradients. It also warns if the noise is
+    so correlated that the diagonal or scalar preconditioner changes a variance by more than a fifth. For
+    a kernel that was passed, it warns if the noise in `samples.batch_noise`, from
+    `optperm.bayes.sample`, changes variances by more than 30% on average. For SGLD and SGHMC, it warns
+    if the step size increases a variance by more than 5%. To first order, the relative increase is
 
     .. math::
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
@@ -117,8 +117,8 @@ def posterior_report(
     preconditioner, neither increase is checked.
 
     The number of draws and their autocorrelation determine the maximum R-hat of chains that have mixed.
-    Up to this limit, the report asks for more draws; above the limit, it states that the chains have not
-    mixed. `print` shows the report and lists what was not checked.
+    Up to this limit, the report recommends more draws; above the limit, it states that the chains have
+    not mixed. `print` shows the report, including the conditions that were not checked.
 
     Args:
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. For draws from
@@ -175,8 +175,8 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
 
     Args:
       samples: The samples.
-      most_ranked: Of more entries, the figures of mixing, which rank draws, are those of as many whose
-        split R-hat without ranks is the largest.
+      most_ranked: The maximum number of entries whose draws are ranked, for R-hat and the other figures
+        on mixing: the entries with the largest split R-hat without ranks.
 
     Raises:
       ValueError: If steps were not taken because they would diverge.
@@ -192,7 +192,7 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)
-    # Chains that diverge, or of so few draws, are not judged by their mixing
+    # If chains diverge, their mixing is not judged
     if found[:1] != [DIVERGED]:
         found += _judge_mixing(slowest, figures, values.shape[2])
         found += judge_biases(step_bias, batch_bias, kernel_bias)
@@ -210,7 +210,7 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
 
 
 def warn_of_draws(samples: Samples) -> None:
-    """Warn of draws that do not sample, unless they are traced.
+    """Warn about draws that do not follow the posterior, unless the draws are traced.
 
     Raises:
       ValueError: If steps were not taken because they would diverge.
@@ -232,21 +232,21 @@ def warn_of_draws(samples: Samples) -> None:
 
 
 def _rounded(value: float) -> str:
-    """Return a figure for the table: of a count all digits, else three or four."""
+    """Return a figure for the table, with all digits of a count, or three or four of a float."""
     if isinstance(value, int):
         return str(value)
     return f"{value:.4g}" if value >= 10 else f"{value:.3f}"
 
 
 def _measure(values: np.ndarray) -> tuple[float, float, float, float]:
-    """Return the maximum R-hat, the minimum effective sizes and the maximum error, of finite entries."""
+    """Return the maximum R-hat, the minimum ESS and the maximum error over finite entries that move."""
     sound = values[..., ~find_unmoved(values) & np.all(np.isfinite(values), axis=(0, 1))]
     is_enough = sound.shape[1] >= _FEWEST and sound.shape[2] > 0
     return convergence(sound) if is_enough else (float("nan"),) * 4
 
 
 def _find_slowest(values: np.ndarray, most: int) -> np.ndarray:
-    """Return draws of the entries whose chains have mixed least, by the split R-hat without ranks."""
+    """Return draws of the entries with the largest split R-hat without ranks, at most `most` entries."""
     if values.shape[2] <= most or values.shape[1] < _FEWEST:
         return values
     with np.errstate(invalid="ignore", over="ignore"):
@@ -257,7 +257,7 @@ def _find_slowest(values: np.ndarray, most: int) -> np.ndarray:
 def _judge_mixing(
     values: np.ndarray, figures: tuple[float, float, float, float], entries: int
 ) -> list[str]:
-    """Return whether chains have mixed, and have enough draws; values are those of some entries."""
+    """Return warnings if chains have not mixed or have too few draws; `values` may omit entries."""
     r_hat, bulk, tail, _ = figures
     if values.shape[1] < _FEWEST:
         return [f"There are {values.shape[1]} draws per chain, but R-hat needs {_FEWEST}."]
@@ -273,7 +273,7 @@ def _judge_mixing(
 
 
 def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
-    """Return the sentence on a maximum R-hat that is too large: whether draws are enough to say why."""
+    """Return the warning for a maximum R-hat that is too large, by whether there are enough draws."""
     sound = values[..., ~find_unmoved(values)]
     with np.errstate(invalid="ignore"):
         excess = split_r_hats(sound) - r_hat_limits(sound, entries)
@@ -289,11 +289,11 @@ def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
 
 
 def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> list[str]:
-    """Return what is wrong with chains, by the states of their samplers and the spread of draws.
+    """Return warnings about chains, from the states of their samplers and the spread of draws.
 
     Args:
       samples: The samples.
-      values: Their draws, (chain, draw, entry).
+      values: The draws of the samples, (chain, draw, entry).
       states: The states of samplers at the end.
 
     Raises:
@@ -313,7 +313,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     left_out = max((int(np.max(state.left_out)) for state in states), default=0)
     if left_out:
         found.append(
-            f"In {left_out} steps some entries of the gradients were not finite. Such entries did not "
+            f"In {left_out} steps, some entries of the gradients were not finite. Such entries did not "
             "move, so their draws do not follow the posterior."
         )
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
@@ -326,7 +326,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
 
 
 def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[str]:
-    """Return whether draws were taken before the sampler sampled."""
+    """Return a warning if draws were taken before the sampler sampled."""
     before = int(np.max(state.count)) - drawn
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if not np.any(np.asarray(state.steps)) and np.all(np.asarray(state.count) > 0):
@@ -343,14 +343,14 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
             ]
     if idle > before:
         return [
-            f"Some draws come from steps that did not sample: {idle} steps did not, and only {before} "
-            "of them can lie before the first draw. Pass a longer burn_in."
+            f"Some draws come from steps that did not sample: {idle} steps did not, and at most "
+            f"{before} of them were before the first draw. Pass a longer burn_in."
         ]
     return []
 
 
 def _judge_rounding(samples: Samples) -> list[str]:
-    """Return whether params of 16 bits are too coarse for their draws."""
+    """Return a warning if the spacing of 16-bit params is too coarse for the draws."""
     pairs = zip(_floating(samples.params), _floating(samples.last_params), strict=False)
     for draws, params in pairs:
         if jnp.finfo(params.dtype).bits > 16:
@@ -371,7 +371,7 @@ def _judge_rounding(samples: Samples) -> list[str]:
 def describe_unchecked(
     samples: Samples, states: list[Any], step_bias: float | None, batch_bias: float | None
 ) -> list[str]:
-    """Return what neither draws nor states can show."""
+    """Return the conditions that neither draws nor states can show."""
     found = []
     starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
     if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
@@ -381,39 +381,39 @@ def describe_unchecked(
         found.append(f"Whether the passed kernel matches the {what} of these data.")
     if not states:
         found.append(
-            "Whether the steps sample this posterior: the states of their sampler are missing."
+            "Whether the steps sample this posterior: the states of the sampler are missing."
         )
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
         found.append(f"All entries except {_MOST_ENTRIES}, which are evenly spaced.")
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
         found.append(
-            "How much steps and batches increase variances: not checked with a preconditioner."
+            "The increase of variances by steps and batches: not checked with a preconditioner."
         )
     elif langevin:
         if step_bias is None:
-            found.append("The variance that the step size adds: it is not known here.")
+            found.append("The increase of variances by the step size: not known here.")
         if batch_bias is None:
-            found.append("The variance that the noise of the batches adds: it is not known here.")
+            found.append("The increase of variances by the noise of the batches: not known here.")
         elif samples.batch_noise_norm is None:
             found.append(
-                "The maximum eigenvalue of the noise of the batches: its trace bounds what it adds."
+                "The maximum eigenvalue of the noise of the batches: its trace is used as a bound."
             )
     return found
 
 
 def entries_of(draws: Any) -> np.ndarray:
-    """Return draws as (chain, draw, entry) in float64, of at most `_MOST_ENTRIES` entries or so."""
+    """Return draws as (chain, draw, entry) in float64, with about `_MOST_ENTRIES` entries at most."""
     leaves = _floating(draws)
     if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
-        raise ValueError("samples holds no draws: pass what draw_samples returned.")
+        raise ValueError("samples contains no draws: pass the result of draw_samples.")
     stride = -(-sum(int(np.prod(leaf.shape[2:])) for leaf in leaves) // _MOST_ENTRIES)
     parts = [np.asarray(leaf).reshape(*leaf.shape[:2], -1)[..., ::stride] for leaf in leaves]
     return np.concatenate([part.astype(np.float64) for part in parts], axis=-1)
 
 
 def find_unmoved(values: np.ndarray) -> np.ndarray:
-    """Return which entries are the same in all draws of each chain; (entry,)."""
+    """Return whether each entry is the same in all draws of each chain, (entry,)."""
     return np.all(values == values[:, :1], axis=(0, 1))
 
 
@@ -423,7 +423,7 @@ def is_finite(tree: Any) -> bool:
 
 
 def _is_widening(values: np.ndarray) -> bool:
-    """Return whether the later half of a chain is far wider: it diverges, and will overflow."""
+    """Return whether a chain diverges: its second half is far wider, and it will overflow."""
     half = values.shape[1] // 2
     if half < _LEAST_HALF:
         return False

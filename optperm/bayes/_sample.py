@@ -29,10 +29,10 @@ from optperm.core.states import check_runs, find_states, replace_state, without_
 from optperm.evaluation import evaluate
 from optperm.exact import apply_updates
 
-# Parts of the draws, each followed by a call of `on_draws`.
+# The number of parts of the draws; `on_draws` is called after each part.
 _PARTS = 10
 _BURN_IN = 1000
-# Entries whose draws are ranked, which takes 5 ms each, to judge 4,000 draws.
+# The maximum number of entries whose draws are ranked; 4,000 draws take 5 ms per entry.
 _MOST_RANKED = 200
 _UNSEEN = (
     "In {:.2%} of the steps, the loss or the log prior was infinite, as outside the bounds of a prior, "
@@ -67,10 +67,10 @@ def sample(
 
     Batches are drawn from the data with replacement. With up to 4,096 params, the chains begin in pairs
     on either side of `params`, about 2 away in each entry, and L-BFGS on all examples moves each chain
-    to an optimum. After the burn-in, each chain makes a tenth of `num_draws` draws, rounded up. It is
-    then displaced by twice the standard deviation of these draws, and makes and discards the same number
-    of draws again. R-hat therefore compares chains that began too far apart rather than too close
-    together. With up to 10 draws, there is no displacement.
+    to an optimum. After the burn-in, each chain makes a tenth of `num_draws` draws, rounded up. The
+    chain is then displaced by twice the standard deviation of these draws. It makes and discards the
+    same number of draws again. R-hat therefore compares chains that began too far apart rather than too
+    close together. With up to 10 draws, there is no displacement.
 
     This function issues the warnings of `optperm.bayes.posterior_report`. With more than 200 entries, it
     ranks the draws of only the 200 entries that have mixed least.
@@ -151,13 +151,13 @@ def sample(
     if num_data < batch_size:
         raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
     with warnings.catch_warnings():
-        # As many examples drawn with replacement are not all examples, and have noise
+        # This warning is wrong here: N examples drawn with replacement have noise
         warnings.filterwarnings("ignore", "batch_size is num_data")
         tx = optax.with_extra_args_support(sampler(num_data, batch_size))
-    jax.eval_shape(tx.init, params)  # refuses params that cannot be sampled before the search
+    jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
 
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
-    jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
+    jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
 
     keys = jax.random.split(make_key(key), 3)
     begun = (
@@ -191,7 +191,7 @@ def sample(
         draw = chains_of(tx)
         drawn = drawn._replace(last_opt_state=watched._replace(opt_state=opt_state))
     if starts is None:
-        # As many steps again, which R-hat would otherwise count as draws
+        # Discard as many steps again, which R-hat would otherwise count as draws
         begun = _displace(drawn, keys[2])
         drawn = draw(begun, drawn.last_opt_state, drawn.next_step)
         watched = drawn.last_opt_state._replace(unseen=none)
@@ -238,7 +238,7 @@ def _collect(
     num_draws: int,
     on_draws: Callable[[int, Any], None] | None,
 ) -> tuple[Samples, Any]:
-    """Return the last part of the draws and all of them, of which the first part is given."""
+    """Return the last part of the draws and all draws, given the first part."""
     part = -(-num_draws // _PARTS)
     parts: list[Any] = []
     for end in range(part, num_draws + part, part):
@@ -252,7 +252,7 @@ def _collect(
 
 
 def _displace(drawn: Samples, key: jax.Array) -> Any:
-    """Return theta + 2 sd z for each chain, with the standard deviation of its draws."""
+    """Return theta + 2 sd z for each chain, where sd is the standard deviation of the chain's draws."""
     return jax.tree.map(
         lambda p, draws, z: (p + 2 * jnp.std(draws, axis=1) * z).astype(p.dtype),
         drawn.last_params,
@@ -262,12 +262,12 @@ def _displace(drawn: Samples, key: jax.Array) -> Any:
 
 
 class _Watched(NamedTuple):
-    """An optimizer state, and what is watched during its steps.
+    """An optimizer state with two counters.
 
     Attributes:
       opt_state: The state.
-      until_draws: Steps of the burn-in that are left.
-      unseen: Steps after the burn-in at which the loss was not finite, but its gradient was.
+      until_draws: The number of burn-in steps that are left.
+      unseen: The number of steps after the burn-in with a nonfinite loss but a finite gradient.
     """
 
     opt_state: Any
@@ -282,7 +282,7 @@ def _make_step(
     num_data: int,
     batch_size: int,
 ) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
-    """Return a step on a batch of the data, for `make_runner`."""
+    """Return a step for `make_runner`, on a batch of the data."""
 
     def step(params: Any, watched: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
@@ -290,7 +290,7 @@ def _make_step(
         batch, example = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (rows, other))
         e = evaluate(loss, params, batch, example=example)
         updates, opt_state = tx.update(e.grad, watched.opt_state, params, **e.extra_args)
-        # A sampler sees a wall only in the gradient
+        # A sampler notices the bounds of a prior only in the gradient
         is_unseen = (watched.until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
         return apply_updates(params, updates, opt_state), _Watched(
             opt_state,
@@ -304,9 +304,9 @@ def _make_step(
 def _hand_over(
     sampler: Sampler, num_data: int, batch_size: int, params: Any, opt_state: Any
 ) -> tuple[optax.GradientTransformationExtraArgs, Any] | None:
-    """Return the sampler that takes the kernels of the chains, and its states.
+    """Return a sampler with the kernels of the chains, and its states.
 
-    None if the sampler takes no `kernel=`, learns none, or has not learned it.
+    Return None if `sampler` does not accept `kernel=`, or has not learned a kernel.
     """
     states = find_states(opt_state, ConstantSgdState)
     if len(states) != 1 or "kernel" not in inspect.signature(sampler).parameters:
@@ -332,7 +332,7 @@ def _hand_over(
 def _add_prior(
     loss_fn: Callable[[Any, Any], jax.Array], log_prior: Callable[[Any], Any], num_data: int
 ) -> Callable[[Any, Any], jax.Array]:
-    """Return the loss of a batch less the log prior over the number of examples."""
+    """Return the loss of a batch minus the log prior divided by the number of examples."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         log_p = log_prior(params)

@@ -1,4 +1,4 @@
-"""Draws of chains, and the data that describe them."""
+"""The draws of chains, with the data that describe the draws."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Samples(NamedTuple):
             slash.
 
         Returns:
-          NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that
-          is one array is "params". 16-bit floats become float32.
+          A dictionary from names, such as "dense.kernel", to NumPy arrays `(chain, draw, *shape)`. If
+          the params are a single array, its name is "params". 16-bit floats become float32.
 
         Example:
           >>> import jax, jax.numpy as jnp, optperm
@@ -65,8 +65,8 @@ class Samples(NamedTuple):
           {'dense.bias': (2, 1, 3)}
 
         Raises:
-          ValueError: If two leaves have the same name, or leaves differ in their axes of chains and
-            draws.
+          ValueError: If two leaves have the same name, or the axes of chains and draws differ between
+            leaves.
         """
         params = without_variables(self.params)
         check_draws(params)
@@ -81,7 +81,7 @@ class Samples(NamedTuple):
 
 
 def check_draws(params: Any) -> None:
-    """Raise unless every leaf has the same two leading axes, of chains and of draws."""
+    """Raise unless all leaves have the same two leading axes, chains and draws."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     axes = {shape[:2] for shape in shapes}
     if len(axes) != 1 or any(len(shape) < 2 or 0 in shape[:2] for shape in shapes):
@@ -92,7 +92,7 @@ def check_draws(params: Any) -> None:
 
 
 def check_samples(samples: Any) -> None:
-    """Raise a TypeError unless these are `Samples`: bare arrays do not say which axes are chains."""
+    """Raise a TypeError unless these are `Samples`; bare arrays do not show which axes are chains."""
     if not isinstance(samples, Samples):
         raise TypeError(
             f"samples must be Samples, got {type(samples).__name__}. To use draws from elsewhere, "

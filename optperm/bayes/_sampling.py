@@ -1,4 +1,4 @@
-"""Chains of a stochastic optimizer whose iterates sample a distribution."""
+"""Run chains of a stochastic optimizer whose iterates sample a distribution."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw_samples(
     stacked: bool = False,
     first_step: int | jax.Array = 0,
 ) -> Samples:
-    r"""Run several chains of a stochastic optimizer, and keep every k-th iterate of each.
+    r"""Run several chains of a stochastic optimizer, and store every k-th iterate of each chain.
 
     Draw i of a chain, counted from 0, is :math:`\theta_{w + (i + 1) k}`, where k is `thinning` and w is
     `burn_in`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
@@ -54,14 +54,14 @@ def draw_samples(
       step: A function `step(params, opt_state, key) -> (params, opt_state)` that takes one step on a
         batch drawn with the key. It must be traceable, and keep the structure, shapes and dtypes of its
         arguments.
-      params: The start of all chains; with `stacked`, of each chain, on a leading axis.
-      opt_state: The optimizer state to start from; with `stacked`, of each chain, on a leading axis.
+      params: The start of all chains; with `stacked`, one start per chain on a leading axis.
+      opt_state: The first optimizer state; with `stacked`, one state per chain on a leading axis.
       key: A random key, or an int.
       num_chains: The number of chains.
       num_draws: The number of draws of each chain.
       thinning: The number of steps from one draw to the next.
-      burn_in: The number of steps of each chain before the steps of the first draw. None for the steps
-        in which `optperm.constant_sgd` still learns, and for 0 with other samplers.
+      burn_in: The number of steps of each chain before the steps of the first draw. None for the number
+        of steps in which `optperm.constant_sgd` still learns, or for 0 with other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
       first_step: The number t of the first step: 0, or `next_step` of earlier `Samples` to continue
         them.
@@ -118,7 +118,7 @@ def draw_samples(
 
 
 def steps_to_learn(opt_state: Any) -> int:
-    """Return the number of steps in which a sampler still learns; 0 where that is traced."""
+    """Return the number of steps in which a sampler still learns; 0 if the state is traced."""
     left = [
         int(np.max(np.asarray(state.freeze_after) - np.asarray(state.count)))
         for state in find_states(opt_state, ConstantSgdState)
@@ -130,9 +130,9 @@ def steps_to_learn(opt_state: Any) -> int:
 def make_runner(
     step: StepFn, *, num_chains: int, num_draws: int, stacked: bool
 ) -> Callable[..., Samples]:
-    """Return `run(params, opt_state, key, **counts)`, for checked arguments and without warnings.
+    """Return `run(params, opt_state, key, **counts)`, which neither checks arguments nor warns.
 
-    A runner traces the step once, and takes all calls to one program.
+    A runner traces the step once, and uses one program for all calls.
     """
     programs: dict[tuple[bool, ...], Callable[..., Samples]] = {}
 
@@ -140,8 +140,8 @@ def make_runner(
         params: optax.Params, opt_state: Any, key: jax.Array, **counts: int | jax.Array
     ) -> Samples:
         leaves, form = jax.tree.flatten(opt_state)
-        # Counts that agree in all chains stay one number: vmap makes a select, which runs both branches
-        # in every step, of a conditional on a count of each chain
+        # A count that all chains share stays one number. With one count per chain, vmap would turn a
+        # conditional into a select, which runs both branches in every step
         is_shared = tuple(not stacked or _is_shared(leaf, num_chains) for leaf in leaves)
         if stacked:
             pairs = zip(leaves, is_shared, strict=True)
@@ -184,13 +184,13 @@ def _run_chains(
             return _cast_step(returned, params, opt_state)
 
         def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
-            # The loop of the first draw takes the steps of the burn-in too: one loop compiles one step
+            # The loop of the first draw includes the burn-in, so only one loop compiles the step
             end = burn_in + (index + 1) * thinning
             start = jnp.where(index == 0, 0, end - thinning)
             carry = jax.lax.fori_loop(start, end, take_step, carry)
             return carry, wide_params(*carry)
 
-        # Without weak types, which a step need not return
+        # Remove weak types, since a step need not return them
         carry = cast_like(params, params), cast_like(opt_state, opt_state)
         carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
         return draws, *carry
@@ -206,7 +206,7 @@ def _run_chains(
 
 
 def _is_shared(leaf: Any, num_chains: int) -> bool:
-    """Return whether an integer of each chain is the same in all chains."""
+    """Return whether a leaf has one integer per chain, the same in all chains."""
     if isinstance(leaf, jax.core.Tracer) or jnp.shape(leaf) != (num_chains,):
         return False
     if is_key(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -216,7 +216,7 @@ def _is_shared(leaf: Any, num_chains: int) -> bool:
 
 
 def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[Any, Any]:
-    """Return the states of all chains and their axes, each state with a key of its own."""
+    """Return the states of all chains, each with its own key, and the axes of the states."""
 
     def separate(node: Any, axis: Any) -> tuple[Any, Any]:
         if not isinstance(node, NOISY):
@@ -225,8 +225,8 @@ def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[A
         keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
         own = jax.vmap(fold)(keys, numbers)
         if axis.key is not None:
-            # Chains that continue have keys that differ, which stay. Of some equal keys all but the
-            # first are replaced; of all equal keys, each
+            # Chains that continue keep their keys, which differ. If some keys are equal, all but the
+            # first of these are replaced; if all keys are equal, all are replaced
             equal = jnp.all(keys[:, None] == keys[None], axis=-1)
             is_copy = jnp.any(jnp.tril(equal, k=-1), axis=1) | jnp.all(equal[0]) & (len(keys) > 1)
             own = jnp.where(is_copy[:, None], own, keys)
@@ -243,7 +243,7 @@ def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[A
 
 
 def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
-    """Return what a step returned, without weak types; raise if it changed the form."""
+    """Return a step's result without weak types; raise if its structure, shapes or dtypes changed."""
     new_params, new_state = without_variables(returned)
     source = "its arguments"
     checks.check_same_tree("the params that step returns", new_params, params, source=source)

@@ -1,4 +1,4 @@
-"""The schedule of constant SGD's warm-up: when it learns, and when it passes on its estimates."""
+"""The schedule of constant SGD's warm-up: the steps that learn, and the ends of the windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from optperm.core import checks
 
 _LONGEST, _LEAST_OPEN = 2**31 - 1, 1000
-# With many examples' gradients per estimate, an eighth of the estimates is enough.
+# If each estimate uses the gradients of many examples, an eighth of the estimates is enough.
 _ESTIMATE_EVERY, _ENOUGH = 8, 500
 
 
@@ -20,8 +20,8 @@ class Schedule(NamedTuple):
 
     Attributes:
       burn_in: The first step that samples.
-      freeze_after: The first step that learns nothing.
-      every: Steps from one estimate to the next.
+      freeze_after: The first step in which nothing is learned.
+      every: The number of steps from one estimate to the next.
     """
 
     burn_in: int | jax.Array
@@ -31,8 +31,8 @@ class Schedule(NamedTuple):
     def ends(self) -> tuple[jax.Array, ...]:
         """Return the start of the first window and the ends of all five.
 
-        Two windows are in the second half of the burn-in; three end after a quarter, a half and all of
-        the steps from the burn-in to `freeze_after`. So the noise far from the optimum is forgotten.
+        Two windows are in the second half of the burn-in; the others end after a quarter, a half and all
+        of the steps from there to `freeze_after`. The noise far from the optimum is therefore forgotten.
         """
         first, last = (jnp.asarray(x, jnp.int32) for x in (self.burn_in, self.freeze_after))
         left = last - first
@@ -40,12 +40,12 @@ class Schedule(NamedTuple):
         return *half, first + left // 4, first + left // 2, last
 
     def is_open(self, count: jax.Array) -> jax.Array:
-        """Return whether a step learns."""
+        """Return whether anything is learned in a step."""
         start, *_, last = self.ends()
         return (count >= start) & (count < last) & ((count - start) % self.every == 0)
 
     def number(self, count: jax.Array) -> jax.Array:
-        """Return the number of estimates of a step's window before that step."""
+        """Return the number of estimates before a step in the window of the step."""
         starts = [jnp.where(start <= count, start, 0) for start in self.ends()]
         return (count - functools.reduce(jnp.maximum, starts)) // self.every
 
@@ -62,7 +62,7 @@ def make_schedule(
     estimator: str,
     preconditioner: str | None,
 ) -> Schedule:
-    """Return the schedule of `optperm.constant_sgd`, which learns until after the burn-in."""
+    """Return the schedule of `optperm.constant_sgd`, in which learning ends after the burn-in."""
     checks.check_count("burn_in", burn_in, minimum=0)
     are_seen = checks.is_concrete_number(burn_in)
     if freeze_after is None:
@@ -70,7 +70,7 @@ def make_schedule(
         freeze_after = min(int(burn_in) + left, _LONGEST) if are_seen else burn_in + left
     checks.check_count("freeze_after", freeze_after)
     are_seen = are_seen and checks.is_concrete_number(freeze_after)
-    # Without a burn-in one window learns the noise and another one the curvature
+    # Without a burn-in, one window learns the noise, and another window learns the curvature
     if are_seen and int(freeze_after) < max(int(burn_in) + 1, 2):
         numbers = f"{freeze_after} and {burn_in}"
         raise ValueError(f"freeze_after must be above burn_in and at least 2, got {numbers}.")

@@ -1,4 +1,4 @@
-"""Where chains start: optima, each searched from a point of its own, or points that are given."""
+"""The starts of chains: given points, or optima found from a different point for each chain."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.noise import normal_like
 from optperm.core.shardings import explicit_sharding
 
-# Up to this many params, L-BFGS on all examples takes the starts to an optimum.
+# Up to this many params, L-BFGS on all examples moves each start to an optimum.
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 
 
 def search_starts(
     loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
 ) -> Any:
-    """Return an optimum for each chain, or the params themselves where there are many of them."""
+    """Return an optimum for each chain, or the params themselves if there are many params."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
         raise ValueError("params are on a mesh with explicit axes: pass starts=.")
     if optax.tree.size(params) > _MOST_TO_SEARCH:
@@ -33,7 +33,7 @@ def search_starts(
 
 
 def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
-    """Return points in pairs on either side of params, so that both of two modes are tried."""
+    """Return points in pairs on either side of params, to find both modes if there are two."""
     keys = jax.random.split(key, -(-num_chains // 2))
     z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
 
@@ -56,8 +56,8 @@ def cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: i
 
 
 def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
-    """Return an optimum by L-BFGS, or the start if its loss is not higher."""
-    # Optax's line search needs losses and params of one dtype of more than 16 bits
+    """Return the optimum found by L-BFGS, or the start if its loss is not higher."""
+    # Optax's line search needs losses and params of the same dtype with more than 16 bits
     dtype, given, tx = accumulation_dtype(params), params, optax.lbfgs()
     params = optax.tree.cast(params, dtype)
 

@@ -1,4 +1,4 @@
-"""The stationary covariance of constant SGD on a quadratic, and the divergence of Gaussians.
+"""The stationary covariance of constant SGD on a quadratic, and the KL divergence of Gaussians.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
 JMLR 18(134), arXiv 1704.04289, 2017.
@@ -16,7 +16,7 @@ import numpy as np
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 
-# After 2^44 steps even a recursion that forgets 1e-12 of the past per step has forgotten all of it.
+# After 2^44 steps, even a recursion that forgets 1e-12 of the past per step has forgotten the past.
 _MAX_DOUBLINGS = 44
 
 
@@ -72,7 +72,7 @@ def stationary_covariance(
     Raises:
       TypeError: If an argument is not an array of numbers.
       ValueError: If numbers are not real, shapes do not match, a matrix is not symmetric or not finite,
-        momentum is out of range, or no stationary distribution exists because steps are too large or a
+        momentum is out of range, or no stationary distribution exists because steps are too long or a
         direction has no curvature.
 
     References:
@@ -147,7 +147,7 @@ def gaussian_kl(
     _check_array("other_mean", other_mean, (d,))
     arguments = (mean, covariance, other_mean, other_covariance)
     dtype = accumulation_dtype(arguments)
-    # Traced arguments have a dtype already, and derivatives of it
+    # Traced arguments and their derivatives already have a dtype
     is_seen = not any(isinstance(each, jax.core.Tracer) for each in arguments)
     with jax.enable_x64(True) if is_seen else contextlib.nullcontext():
         wide = jnp.float64 if is_seen else dtype
@@ -160,7 +160,7 @@ def gaussian_kl(
                     "If the condition number is above 1e7, float32 may not suffice: pass float64."
                 )
 
-        # tr K K^T - D - log det K K^T with K = L'^-1 L, entry by entry: no term is negative, so that a
+        # Sum tr K K^T - D - log det K K^T with K = L'^-1 L entry by entry. No term is negative, so a
         # small divergence is not lost in a difference of large numbers
         right = jnp.concatenate([factor, (other_m - m)[:, None]], axis=1)
         whitened = jax.scipy.linalg.solve_triangular(other_factor, right, lower=True)
@@ -188,7 +188,7 @@ def _cayley(drift: jax.Array, diffusion: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _solve_by_doubling(transition: jax.Array, diffusion: jax.Array) -> jax.Array:
-    r"""Return :math:`\sum_t F^t Q (F^t)^\top`, doubling the terms each time; NaN without a limit."""
+    r"""Return :math:`\sum_t F^t Q (F^t)^\top` by doubling the number of terms; NaN if it diverges."""
 
     def has_more(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         index, power, _ = carry
@@ -206,7 +206,7 @@ def _solve_by_doubling(transition: jax.Array, diffusion: jax.Array) -> jax.Array
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # The operator @ names float64, which jax.vmap refuses outside of enable_x64
+    # The operator @ specifies float64, which jax.vmap rejects outside enable_x64
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
 
 
@@ -225,7 +225,7 @@ def _raise_why(transition: np.ndarray, *, continuous: bool) -> None:
 
 
 def _check_array(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
-    """Raise unless an array is of real numbers and of one of the shapes."""
+    """Raise unless an array has a real dtype and one of the shapes."""
     dtype, shape = checks.dtype_of(name, value), jnp.shape(value)
     if not checks.is_real(dtype) or (shapes and shape not in shapes):
         wanted = " or ".join(map(str, shapes)) or "(D, D)"

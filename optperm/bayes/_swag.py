@@ -29,8 +29,8 @@ class SwagState(NamedTuple):
       count: Number of steps taken.
       num_models: :math:`n`, the number of collections.
       mean: :math:`\bar\theta` (stochastic weight averaging).
-      squares: :math:`\sum_i (\theta_i - \bar\theta)^2`, by entry.
-      deviations: The last :math:`\theta_i - \bar\theta_i`: number i is in row i modulo the rank.
+      squares: :math:`\sum_i (\theta_i - \bar\theta)^2`, for each entry.
+      deviations: The last :math:`\theta_i - \bar\theta_i`; deviation i is in row i modulo the rank.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -40,14 +40,14 @@ class SwagState(NamedTuple):
     deviations: PyTree[Float[Array, "rank ?*shape"], "Params"]
 
     def changes_updates(self) -> bool:
-        """Return that the updates pass unchanged."""
+        """Return False, because the updates pass through unchanged."""
         return False
 
 
 def swag(
     every: int | jax.Array, *, rank: int = 20, start: int | jax.Array = 0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Collect the mean and the covariance of the params, and leave the updates unchanged.
+    r"""Compute the mean and the covariance of the params over time, and leave the updates unchanged.
 
     The params :math:`\theta_1, \theta_2, \dots` at steps `start`, `start + every`, ... give
 
@@ -127,15 +127,15 @@ def swag(
 
             mean = jax.tree.map(next_mean, state.mean, params)
 
-            # squares <- squares + (theta - old mean) (theta - new mean): unlike E theta^2 - mean^2, this
-            # sum (Welford's) loses no accuracy where the params hardly move
+            # squares <- squares + (theta - old mean) (theta - new mean). Unlike E theta^2 - mean^2, this
+            # sum (Welford's) is accurate even if the params hardly move
             def next_squares(squares: jax.Array, theta: Any, old: Any, new: Any) -> jax.Array:
                 theta = theta.astype(squares.dtype)
                 return squares + (theta - old) * (theta - new)
 
             squares = jax.tree.map(next_squares, state.squares, params, state.mean, mean)
 
-            # D_n = theta - mean, over the oldest row
+            # D_n = theta - mean replaces the oldest row
             def write_row(rows: jax.Array, theta: Any, mean: jax.Array) -> jax.Array:
                 row = theta.astype(rows.dtype) - mean
                 return jax.lax.dynamic_update_index_in_dim(rows, row, state.num_models % rank, 0)

@@ -1,4 +1,4 @@
-"""Temperature scaling: one number that calibrates the logits of a trained classifier.
+"""Temperature scaling, which calibrates the logits of a trained classifier with one number.
 
 C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, "On Calibration of Modern Neural Networks",
 arXiv 1706.04599, 2017.
@@ -13,7 +13,7 @@ import numpy as np
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 
-# The range of the inverse temperature, and the halvings of its logarithm: below float32's precision.
+# The range of log(beta), and the number of halvings, which reach the precision of float32.
 _LOG_RANGE, _HALVINGS = 12.0, 40
 
 
@@ -23,12 +23,12 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     .. math::
       T = \arg\min_T -\frac1n \sum_{i=1}^n \log \mathrm{softmax}(z_i / T)_{y_i}
 
-    The loss is convex in :math:`\beta = 1 / T`, and bisection finds where its derivative
+    The loss is convex in :math:`\beta = 1 / T`, and bisection finds the zero of the loss's derivative
 
     .. math::
       \frac1n \sum_i \left( \sum_k \mathrm{softmax}(\beta z_i)_k z_{i k} - z_{i y_i} \right)
 
-    is zero. The predicted classes, and therefore the accuracy, do not change.
+    The predicted classes, and therefore the accuracy, do not change.
 
     Args:
       logits: z, (n, classes), in any real floating dtype, for examples that the classifier was not
@@ -47,19 +47,19 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
       [0.75, 0.25]
 
     Notes:
-      Fit the temperature on a validation split of at least a few hundred examples, from the distribution
-      of the examples to predict, and test on another split. Try temperature scaling first for calibrated
-      probabilities, because it adds one number and needs no training.
+      Fit the temperature on a validation split of at least a few hundred examples from the distribution
+      of the examples to predict, and test on another split. Try temperature scaling before other
+      calibration methods, because it adds one number and needs no training.
 
       For a binary classifier with a single logit z, pass the logits (0, z).
 
     Raises:
       TypeError: If the logits are not floating, or the labels are not integers.
-      ValueError: If shapes do not match or there are no examples. Unless arguments are traced, also if
+      ValueError: If shapes do not match or there are no examples; or, unless arguments are traced, if
         logits are not finite or are probabilities, a label is out of range, or no temperature is best:
-        each label has the largest logit (the loss falls as T falls to 0), or labels have no larger
-        logits than other classes (the loss falls as T rises without bound). With traced arguments, T is
-        NaN in these cases.
+        each label has the largest logit (the loss decreases as T tends to 0), or labels have no larger
+        logits than other classes (the loss decreases as T tends to infinity). With traced arguments, T
+        is NaN in these cases.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
@@ -78,11 +78,11 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
 
 @jax.jit
 def _solve(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the temperature, and whether the smallest or the largest one is best."""
+    """Return the temperature, and whether the smallest and whether the largest temperature is best."""
     z, y = logits.astype(accumulation_dtype(logits)), labels[:, None]
-    # A constant in each row changes no probability; without it the derivative keeps its digits.
+    # Subtracting a constant from each row changes no probability, and keeps the derivative accurate.
     z -= jnp.max(z, axis=1, keepdims=True)
-    # In units of the largest logit, any scale of logits has the same range of beta.
+    # In units of the largest logit, beta has the same range for any scale of the logits.
     unit = jax.lax.stop_gradient(jnp.maximum(-jnp.min(z), jnp.finfo(z.dtype).tiny))
     z /= unit
 
@@ -95,15 +95,15 @@ def _solve(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, 
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = ends
         middle = (low + high) / 2
-        is_below = slope(middle, fixed) < 0  # the loss still falls: the best beta is above
+        is_below = slope(middle, fixed) < 0  # the loss still decreases, so the best beta is larger
         return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
 
     low, high = jax.lax.fori_loop(0, _HALVINGS, halve, (-limit, limit))
     found = (low + high) / 2
-    # The derivative of the root by the implicit function theorem: -slope / slope', whose value is zero
+    # By the implicit function theorem, -slope / slope' has the derivative of the root; its value is 0
     newton = -slope(found, z) / jax.lax.stop_gradient(jax.grad(slope)(found, fixed))
     found += newton - jax.lax.stop_gradient(newton)
-    # Where labels have the largest logits, the derivative is too small for a float at a large beta.
+    # If labels have the largest logits, the derivative at a large beta is too small for a float.
     is_smallest = jnp.all(jnp.take_along_axis(fixed, y, axis=1) == 0) | (slope(limit, fixed) < 0)
     is_largest = slope(-limit, fixed) >= 0
     is_label = (y >= 0) & (y < z.shape[1])

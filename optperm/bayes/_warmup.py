@@ -22,8 +22,8 @@ from optperm.core.keys import key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.noise import normal_like
 
-# Curvature is measured with steps that differ at most by this factor: the products with long ones hide
-# the curvature of short ones. It leaves room for params with units from e^-8 to e^8.
+# Curvature is measured with steps that differ by at most this factor, because products with long steps
+# hide the curvature of short steps. The factor allows params with units from e^-8 to e^8.
 _LONGEST_STEP = 1e16
 
 
@@ -37,7 +37,7 @@ def begin(
     form = FORMS[preconditioner].like(params)
     axes = varying_axes(params)
 
-    # No array stands twice in a state, which may be donated
+    # A state may be donated, so it must not contain the same array twice
     def number(value: Any, dtype: Any = jnp.float32) -> jax.Array:
         return mark_varying(jnp.asarray(value, dtype) + jnp.zeros([], dtype), axes)
 
@@ -119,7 +119,7 @@ def warm_up(
         )
         return kernel, seen, uneven
 
-    # The warm-up learns in one conditional: after it, a step costs a gradient and its noise
+    # One conditional contains all learning, so a later step costs only a gradient and its noise
     return when(is_open | ends_window, learn_and_hand_over, (kernel, seen, uneven))
 
 
@@ -134,9 +134,9 @@ def hand_over(
 ) -> tuple[NoiseKernel, Window]:
     """Return the kernel of the next window, and the start of that window.
 
-    `h` are the steps with which curvature was probed; the others are as for `warm_up`.
+    `h` are the steps with which curvature was probed; the other arguments are as for `warm_up`.
     """
-    # In the coordinates of the old steps, then in those of the new ones
+    # a is first in the coordinates of the old steps, then in the coordinates of the new steps
     factor = (1 - kernel.momentum) / (1 + kernel.momentum)
     a = curvature_bound(seen, h, factor)
     basis, noise, curvature = kernel.basis.turn(seen.covariance, a)
@@ -147,7 +147,7 @@ def hand_over(
         fraction_by_correlation(correlation), fraction_by_places(seen, kernel, h, scale)
     )
     fraction = jnp.minimum(most / (1 + most), fraction)
-    # Without noise in the window before there is nothing that could have fallen or varied
+    # If the previous window had no noise, drift and variation are not defined
     is_first = jnp.logical_not(_any_positive(kernel.noise))
     new = kernel._replace(
         basis=basis,
@@ -176,10 +176,10 @@ def hand_over(
 def shortening(
     kernel: NoiseKernel, effective: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return lambda_max(H A) of the new kernel, and the factor on the a_i that brings it down to c.
+    """Return lambda_max(H A) of the new kernel, and the factor on the a_i that reduces it to c.
 
-    The a_i ignore how directions interact. `effective` is lambda_max(H A) (1 - mu) / (1 + mu) of the old
-    kernel.
+    The factor is needed because the a_i ignore interactions between directions. `effective` is
+    lambda_max(H A) (1 - mu) / (1 + mu) of the old kernel.
     """
     excess = jnp.where(effective > 0, kernel.excess * effective / limit, kernel.excess)
     excess = jnp.where(kernel.is_ready, excess, 1.0)
@@ -190,11 +190,11 @@ def shortening(
 def probe_lengths(kernel: NoiseKernel, h: Any) -> tuple[jax.Array, jax.Array]:
     """Return the length of a probe where h is zero, and the maximum length of any probe.
 
-    An entry without noise may have curvature, as of a prior on a parameter that no example sees. Entries
-    of a network that fits its data have hardly any noise: their h are 1e30, so the typical length is the
-    geometric mean. Where a window has found no noise at all, as of equal examples, the length is 1.
+    An entry without noise may have curvature, for example from a prior on a parameter that no example
+    uses. In a network that fits its data, some entries have hardly any noise and an h of 1e30. The first
+    length is therefore a geometric mean. It is 1 if a window has no noise, as with equal examples.
     """
-    # sqrt(h_i) |w_i|, in the units of the params: in a basis of C^(-1/2) all h_i without limits are s
+    # sqrt(h_i) |w_i| is in units of the params. With the basis C^(-1/2), every h_i without limits is s
     lengths = _lengths(kernel, h)
     logs = jax.tree.map(lambda x: jnp.log(jnp.where(x > 0, x, 1.0)), lengths)
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
@@ -209,7 +209,7 @@ def probe_lengths(kernel: NoiseKernel, h: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def probing_steps(seen: Window, kernel: NoiseKernel, h: Any) -> Any:
-    """Return steps, none zero and none very long, for the coordinates in which curvature is measured."""
+    """Return steps for the measurement of curvature, none of which is zero or very long."""
 
     def of_entry(length: jax.Array, size: jax.Array) -> jax.Array:
         length = jnp.where(length > 0, length, seen.typical.astype(length.dtype))

@@ -1,4 +1,4 @@
-"""One window of constant SGD's warm-up: statistics of noise and curvature, and their estimates."""
+"""One window of constant SGD's warm-up, with statistics and estimates of noise and curvature."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from optperm.core.noise import signs_like
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree
 
-# The fraction by which the noise of a step may vary from place to place.
+# The maximum relative variation of a step's noise between points of the chain.
 _VARIATION = 0.1
-# Curvature is taken to be its mean plus as many standard errors.
+# The bound on curvature is the mean plus this many standard errors.
 _ERRORS = 2.0
-# Weight of the spread of the batches' curvatures; C holds the rest of their noise.
+# The weight of the spread of the batches' curvatures; C contains the rest of their noise.
 _SPREAD = 0.5
-# The power iteration takes a step in each of the first ten estimates, then in every tenth.
+# The power iteration takes a step with each of the first ten estimates, then with every tenth estimate.
 _POWER_EVERY = 10
-# Squares of noise over the noise of the window before stay finite in float32 with this limit. Otherwise
-# a single entry would keep the kernel of all others from use.
+# This limit keeps squares of noise, relative to the previous window, finite in float32. Without the
+# limit, a single entry could make the whole kernel unusable.
 _MOST_NOISE = 1e9
 
 
@@ -39,12 +39,12 @@ class Window(NamedTuple):
 
     Attributes:
       estimates: Number of estimates in this window.
-      covariance: The mean of :math:`\hat C`, as the form keeps it.
-      noise: The last :math:`w_i^\top \hat C w_i`, of the form of the kernel's noise.
+      covariance: The mean of :math:`\hat C`, as stored by the form.
+      noise: The last :math:`w_i^\top \hat C w_i`, in the form of the kernel's noise.
       repeated: The mean of products of two successive :math:`w_i^\top \hat C w_i h_i / s`.
       curvature: The mean of :math:`q_i = z_i (H^{1/2} A H^{1/2} z)_i`.
-      root_square: :math:`\sqrt{E q_i^2}`. The squares themselves overflow where gradients are next to
-        zero, and steps long.
+      root_square: :math:`\sqrt{E q_i^2}`. The squares themselves would overflow if gradients are near
+        zero and steps are long.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
       stability: :math:`\lambda_{\max}(H A)`.
       typical: The length of a probe of the curvature where h is zero.
@@ -75,10 +75,10 @@ def learn(
     key: jax.Array,
     number: jax.Array,
 ) -> tuple[Window, jax.Array]:
-    """Return the statistics with one more batch, and whether its gradient was no mean of its examples'.
+    """Return the statistics after one more batch, and whether its gradient was not its examples' mean.
 
     `h` are the steps with which curvature is probed, `scale` is s, `key` is the raw key of z, and
-    `number` is the number of estimates before this step in the schedule of this window.
+    `number` is the number of estimates that the schedule has in this window before this step.
     """
     form, n = kernel.basis, seen.estimates.astype(jnp.float32) + 1
     along = along_probes(form, kernel.noise, seen.extremes.probes)
@@ -100,7 +100,7 @@ def learn(
         extremes=iterate(seen.extremes, form, kernel.noise, products, n),
     )
     new = optax.tree.where(all_finite((c_hat, q)), new, seen)
-    # The schedule's number, not n: it is the same in all chains, so that vmap keeps the conditional
+    # The schedule's number, unlike n, is the same in all chains, so vmap keeps the conditional
     new = when(
         (number % _POWER_EVERY == 0) | (number < _POWER_EVERY),
         lambda new: _iterate(new, kernel, batch, h, number),
@@ -112,9 +112,9 @@ def learn(
 def _update_repeated(
     seen: Window, kernel: NoiseKernel, noise: Any, h: Any, scale: jax.Array, n: jax.Array
 ) -> jax.Array:
-    """Return the mean of products of the noise of two successive batches, weighted with Lambda h.
+    """Return the mean product of the noise of two successive batches, weighted with Lambda h.
 
-    They share the chain's place, but not their noise: E[w^T C^ w w^T C^' w].
+    The two batches have almost the same params but independent noise: E[w^T C^ w w^T C^' w].
     """
     relative = over(h, scale)
     product = jax.tree.map(
@@ -132,7 +132,7 @@ def _measure_curvature(
     kernel: NoiseKernel, batch: BatchGradients, h: Any, key: jax.Array, like: Any
 ) -> Any:
     """Return q_i, whose mean is h_i a_i, by one product with a batch's Hessian."""
-    # q_i = z_i (H^(1/2) A H^(1/2) z)_i: in coordinates where A is about c no direction hides another
+    # q_i = z_i (H^(1/2) A H^(1/2) z)_i. Where A is about c, no direction hides another direction
     form = kernel.basis
     z = form.flat(computed_once(signs_like(key, like)))
     root = jax.tree.map(jnp.sqrt, h)
@@ -156,10 +156,10 @@ def _iterate(
 
 
 def curvature_bound(seen: Window, h: Any, momentum_factor: jax.Array) -> Any:
-    r"""Return a, in the coordinates of the window's steps.
+    r"""Return a in the coordinates of the window's steps.
 
-    The curvature of a direction includes the spread of the batches' curvatures, since their second
-    moment decides whether iterates have a variance (with a rare example of great leverage). With
+    The curvature of a direction includes the spread of the batches' curvatures, since the second moment
+    of these curvatures decides whether iterates have a finite variance. With
     :math:`\bar q = |E q_i| + 2 \,\mathrm{se}` in the coordinates of H,
 
     .. math::
@@ -168,7 +168,7 @@ def curvature_bound(seen: Window, h: Any, momentum_factor: jax.Array) -> Any:
     n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
 
     def of_entry(mean: jax.Array, root_square: jax.Array, h: jax.Array) -> jax.Array:
-        # Var q = (r - |E q|) (r + |E q|), whose factors' roots do not overflow
+        # Var q = (r - |E q|) (r + |E q|); the roots of these factors do not overflow
         mean = jnp.abs(mean)
         deviation = jnp.sqrt(jnp.maximum(root_square - mean, 0.0)) * jnp.sqrt(root_square + mean)
         size = mean + _ERRORS * deviation / jnp.sqrt(n.astype(mean.dtype))
@@ -181,10 +181,10 @@ def curvature_bound(seen: Window, h: Any, momentum_factor: jax.Array) -> Any:
 
 
 def fraction_by_places(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Array) -> jax.Array:
-    """Return rho / (1 + rho) = 0.1 / sd(w^T C w h / s) over places.
+    """Return rho / (1 + rho) = 0.1 / sd(w^T C w h / s), where sd is over points of the chain.
 
-    So the noise of a step varies by at most a tenth from place to place, since the law of the draws
-    holds for constant noise.
+    With this limit, the noise of a step varies by at most a tenth between points. The stationary
+    distribution is exact only for constant noise.
     """
     relative = over(h, scale)
     level = jax.tree.map(
@@ -199,7 +199,7 @@ def fraction_by_places(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Arr
 
 
 def drift(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Array) -> jax.Array:
-    """Return the noise of a window over the noise of the window before, weighted with Lambda h."""
+    """Return the ratio of a window's noise to the previous window's noise, weighted with Lambda h."""
     ratio = jax.tree.map(
         lambda c, noise: jnp.where(noise > 0, c / jnp.where(noise > 0, noise, 1.0), 1.0),
         kernel.basis.variances(seen.covariance),
@@ -209,13 +209,13 @@ def drift(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Array) -> jax.Ar
 
 
 def _update_root_square(n: jax.Array, root: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the root of the mean of n squares, of which one is new."""
+    """Return the root mean square of n values after the n-th value, `new`."""
     old_weight, weight = (jnp.sqrt(x).astype(root.dtype) for x in (1 - 1 / n, 1 / n))
     return jnp.hypot(old_weight * root, weight * new)
 
 
 def mean(values: Any, weights: Any) -> jax.Array:
-    """Return the weighted mean of all entries, 0 without weights."""
+    """Return the weighted mean of all entries; 0 if all weights are 0."""
     total = inner(weights, optax.tree.ones_like(weights))
     return inner(values, weights) / jnp.where(total > 0, total, 1.0)
 

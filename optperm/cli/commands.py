@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _make_command(method: Method) -> Callable[..., int]:
-    """Make the command of a method: its hyperparameters as flags, then the flags of every run."""
+    """Make the command of a method, with flags for its hyperparameters, then the flags of all runs."""
     fields, group = list[Any](), Group(f"What {method.name} takes", sort_key=1)
     for name, flag in method.flags.items():
         short = ("--lr",) if name == "learning_rate" else ()
@@ -69,7 +69,7 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
 
     Args:
       folder: A run folder.
-      data: Data to test on in place of the run's.
+      data: The test data instead of the data of the run.
     """
     spec, params = run_folder.rebuild(folder)
     summary = run_folder.read_json(folder / "summary.json")

@@ -13,9 +13,9 @@ from optperm.cli.errors import CliError, UsageError
 from optperm.core.optional import import_optional
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
-# Errors of `np.load` for a file of another kind, or a damaged one; a TypeError for an .npy file.
+# Errors of `np.load` for files of other kinds and damaged files; an .npy file gives a TypeError.
 _NO_NPZ = (KeyError, TypeError, ValueError, EOFError, MemoryError)
-# For each name, the repository that the library `datasets` loads, and its column of images.
+# For each name, the repository for the library `datasets`, and the column of images.
 HUB = {
     "mnist": ("ylecun/mnist", "image"),
     "fashion_mnist": ("zalando-datasets/fashion_mnist", "image"),
@@ -30,7 +30,7 @@ _MAX_CLASSES = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A labeled data set, split into training, test and, on request, validation examples."""
+    """A labeled data set, split into training, test and optionally validation examples."""
 
     name: str  # for the run folder
     source: str  # the value of `--data` that loads this data set from any working directory
@@ -44,7 +44,7 @@ class Dataset:
 
     @property
     def about(self) -> str:
-        """Sizes, shape, classes and range in one line."""
+        """One line with the sizes, shape, classes and range of values."""
         parts = {"train": self.x_train, "validate": self.x_valid, "test": self.x_test}
         sizes = ", ".join(f"{len(x):,} to {name}" for name, x in parts.items() if x is not None)
         shape = " x ".join(map(str, self.x_train.shape[1:]))
@@ -56,11 +56,11 @@ class Dataset:
 
 
 def load(source: str, valid_fraction: float = 0.0) -> Dataset:
-    """Load a data set by its name or from an npz file; raise a CliError if that is not possible.
+    """Load a data set by its name or from an npz file; raise a CliError if this is not possible.
 
-    The digits have 1257 training and 540 test images, with each pixel standardized by its mean and
-    deviation in training. In other data, uint8 inputs are scaled to [0, 1] and floating inputs are taken
-    as they are. `valid_fraction` sets aside a fraction of the training examples for validation.
+    The digits have 1257 training and 540 test images, with each pixel standardized by the mean and
+    deviation of the training images. In other data, uint8 inputs are scaled to [0, 1], and floating
+    inputs are not changed. A fraction `valid_fraction` of the training examples is for validation.
     """
     path = pathlib.Path(source).resolve()
     if source == "digits":
@@ -76,7 +76,7 @@ def load(source: str, valid_fraction: float = 0.0) -> Dataset:
         return data
     count = round(valid_fraction * len(data.x_train))
     if not 0 < count < len(data.x_train):
-        says = f"leaves no example to train or none to validate, of {len(data.x_train)}"
+        says = f"leaves no examples for training or none for validation, out of {len(data.x_train)}"
         raise UsageError(f"--valid-fraction {valid_fraction} {says}.")
     order = np.random.RandomState(_SPLIT_SEED).permutation(len(data.x_train))
     valid, train = order[:count], order[count:]
@@ -90,7 +90,7 @@ def load(source: str, valid_fraction: float = 0.0) -> Dataset:
 
 
 def _read_digits() -> dict[str, np.ndarray]:
-    """Read scikit-learn's file, and split it like its `train_test_split`, without importing it."""
+    """Read scikit-learn's file and split the data like `train_test_split`, without that import."""
     found = importlib.util.find_spec("sklearn")
     folder = found and found.submodule_search_locations and found.submodule_search_locations[0]
     if not folder:
@@ -111,7 +111,7 @@ def _download(name: str) -> dict[str, np.ndarray]:
     try:
         splits = library.load_dataset(repository).with_format("numpy")
         rows = {split: splits[split][:] for split in ("train", "test")}
-    except Exception as error:  # of the library, its network or its file system
+    except Exception as error:  # from the library, its network or its file system
         says = f"could not load {repository} ({type(error).__name__}: {error})"
         raise CliError(f"--data {name}: {says}. The first download needs the internet.") from error
     columns = {"x": column, "y": "label"}
@@ -123,7 +123,7 @@ def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {key: np.asarray(file[key]) for key in KEYS}
     except (*_NO_NPZ, zipfile.BadZipFile, zlib.error) as error:
-        # NumPy takes a file that it does not know for a pickle, and advises to allow it.
+        # NumPy treats an unknown file as a pickle, and advises allowing pickles.
         why = "no arrays" if "allow_pickle" in str(error) else str(error)
         why = "one array, of an .npy file" if "context manager" in why else why
         says = f"cannot be read as an .npz file with arrays {', '.join(KEYS)} ({why})"
@@ -142,7 +142,7 @@ def _make_dataset(name: str, source: str, arrays: dict[str, np.ndarray]) -> Data
             has_range = y.dtype.kind in "iuf" and y.size
             labels = f" with labels from {y.min()} to {y.max()}" if has_range else ""
             came = f"{y.dtype}{list(y.shape)}{labels} for {len(x)} examples"
-            raise CliError(f"{source}: y_{part} must hold {wanted}, got {came}.")
+            raise CliError(f"{source}: y_{part} must contain {wanted}, got {came}.")
     if len(known := np.unique(y_train)) == 1:
         raise CliError(
             f"{source}: all training examples are of class {known[0]}: nothing to learn."
@@ -160,8 +160,10 @@ def _scale_inputs(source: str, key: str, inputs: np.ndarray) -> np.ndarray:
     if not (is_image or inputs.dtype.kind == "f") or inputs.ndim < 2 or not inputs.size:
         wanted = "uint8 or floating, with an axis of examples and at least one more"
         raise CliError(f"{source}: {key} must be {wanted}, got {inputs.dtype}{list(inputs.shape)}.")
-    with np.errstate(over="ignore"):  # the check below counts what overflows
+    with np.errstate(over="ignore"):  # the check below counts values that overflow
         values = inputs.astype(np.float32)
     if bad := np.count_nonzero(~np.isfinite(values)):
-        raise CliError(f"{source}: {key} holds {bad} values that are NaN or infinite in float32.")
+        raise CliError(
+            f"{source}: {key} contains {bad} values that are NaN or infinite in float32."
+        )
     return values / np.float32(255) if is_image else values

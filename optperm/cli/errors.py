@@ -6,18 +6,18 @@ from optperm.core.optional import import_optional
 
 
 class CliError(Exception):
-    """Something outside the program is wrong: data, files, the installation."""
+    """An error outside the program, in data, files or the installation."""
 
     exit_code = 1
 
 
 class UsageError(CliError):
-    """The command line asks for something that is not allowed."""
+    """An error in the command line."""
 
     exit_code = 2
 
 
-# Import a module of the optional extra `cli`.
+# This function imports a module of the optional extra `cli`.
 import_extra = functools.partial(
     import_optional, needed_by="the command line", install="optperm[cli]"
 )

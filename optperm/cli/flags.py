@@ -13,7 +13,7 @@ DATA_AND_MODEL = Group("Data and model", sort_key=2)
 
 
 def make_whole(low: int, high: int | None = None) -> Parameter:
-    """Make the parameter of a whole number within bounds; cyclopts alone would read 2.5 as 2."""
+    """Make the parameter for an integer within bounds; cyclopts alone would read 2.5 as 2."""
 
     def parse(kind: Any, tokens: Sequence[Token]) -> int:
         return int(tokens[0].value)
@@ -37,25 +37,25 @@ class Run:
     Attributes:
       data: 'digits' (of scikit-learn), 'mnist', 'fashion_mnist' or 'cifar10' (by the library
         `datasets`), or an .npz file with x_train, y_train, x_test and y_test.
-      valid_fraction: The fraction of the training examples to validate on after each epoch; the test is
-        then left for the end. With 0, each epoch is tested.
-      model: 'mlp', 'cnn', or module:Class, a flax.linen.Module of your own that maps a batch to logits;
-        it gets num_classes and hidden if it has these fields.
+      valid_fraction: The fraction of the training examples for validation after each epoch; the test
+        then runs only at the end. With 0, the test runs after each epoch.
+      model: 'mlp', 'cnn', or module:Class, your own flax.linen.Module that maps a batch to logits, with
+        num_classes and hidden if it has these fields.
       hidden: The number of units of the hidden layer.
       batch_size: The number of examples per step on each device.
-      devices: The number of devices, each with a replica of the network. If JAX has fewer, virtual
-        devices on the CPU take their place.
+      devices: The number of devices, each with a replica of the network. If JAX has fewer devices,
+        virtual CPU devices are used.
       seed: The seed of the initial params, the shuffles and the method.
       epochs: The number of passes through the data.
       out: The folder for the results, which must be new or empty. The default is a folder in runs/ named
         METHOD-MODEL-DATA-sSEED, with -2, -3, ... if it exists.
-      quiet: Print nothing but errors.
-      cache: Keep compiled programs in the user's cache folder, for later runs.
+      quiet: Print only errors.
+      cache: Store compiled programs in the user's cache folder, for later runs.
       checkpoint_every: The number of epochs between checkpoints, from which the run can be resumed. The
-        end of a run leaves a checkpoint as well, even after Ctrl-C. 0 for none.
+        end of a run also writes a checkpoint, even after Ctrl-C. 0 for no checkpoints.
       checkpoint_keep: The number of newest checkpoints to keep; by default all.
-      resume: Resume from the newest checkpoint of this run folder, in a new folder, up to --epochs in
-        all. The other flags have to be the same as in that run.
+      resume: Resume from the newest checkpoint of this run folder, in a new folder, up to a total of
+        --epochs. The other flags must be the same as in the earlier run.
     """
 
     data: str = "digits"

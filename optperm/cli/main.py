@@ -1,4 +1,4 @@
-"""The console entry `optperm`, which imports slow modules only when it runs."""
+"""The console entry point `optperm`, which imports slow modules only when it runs."""
 
 import io
 import os
@@ -12,14 +12,14 @@ from optperm.cli.errors import CliError, import_extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line with some arguments, by default the arguments of the process.
+    """Run the command line with given arguments, by default the arguments of the process.
 
-    The exit code is 0 for success; 1 for an error of data, files, the installation or a loss that
-    diverged; 2 for an error of the command line; 130 after Ctrl-C and 143 after SIGTERM.
+    The exit code is 0 for success; 1 for an error in data, files or the installation, or for a loss that
+    diverged; 2 for an error in the command line; 130 after Ctrl-C; and 143 after SIGTERM.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A character that the terminal cannot show must not end a run.
+            # A character that the terminal cannot display must not end a run.
             stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("ignore")
         try:
             import_extra("cyclopts")
-            from optperm.cli import commands  # noqa: PLC0415 - it needs the extra
+            from optperm.cli import commands  # noqa: PLC0415 - needs the extra
 
             return commands.run(argv)
         except (CliError, ImportError) as error:

@@ -1,7 +1,7 @@
-"""The training methods of the command line, one table entry per method.
+"""The training methods of the command line, with one table entry per method.
 
 The flags of a method are the parameters of its public functions, with their types, defaults and
-docstrings, and the hyperparameters that the entry adds or replaces.
+docstrings, and the hyperparameters that the table entry adds or replaces.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from optperm.core import checks
 
 Hyperparameter = bool | int | float | str | None
 Transformation: TypeAlias = optax.GradientTransformation
-# Facts that a run knows by itself, and passes to the functions that take them.
+# Values that a run determines itself, and passes to the functions that have these parameters.
 _FACTS = ("key", "num_data", "batch_size", "axis_name")
 # Bounds that Optax itself does not check.
 _FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision", "aggressiveness")
@@ -31,7 +31,7 @@ _BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2", "aggressiven
 
 
 class Flag(NamedTuple):
-    """A hyperparameter on the command line: its default, its help, and its type if that is another."""
+    """A hyperparameter on the command line: its default, its help, and its type if it differs."""
 
     default: Hyperparameter
     help: str
@@ -44,16 +44,16 @@ class Method:
 
     Attributes:
       name: The name after `optperm train`.
-      build: The function that makes the transformation of hyperparameters and of those `_FACTS` that it
-        takes.
+      build: The function that makes the transformation from hyperparameters and the `_FACTS` among its
+        parameters.
       of: The functions whose parameters are the flags, if not `build` itself.
-      own: Flags that the functions do not have, and flags with another default or help than theirs.
-      epoch_start: Returns the change of the optimizer state before an epoch, or None, from the number of
-        the epoch (from 1) and the hyperparameters.
-      gradients_a_step: Returns the number of gradients of its batch that a step takes, from the
-        hyperparameters. Trials of a line search evaluate the loss alone, and do not count.
-      phase: Returns the phase of the method, if it has phases, from the steps done and the
-        hyperparameters.
+      own: Flags that the functions do not have, and flags with a different default or help.
+      epoch_start: A function from the number of an epoch (from 1) and the hyperparameters to the change
+        of the optimizer state before this epoch, or None.
+      gradients_a_step: A function from the hyperparameters to the number of batch gradients per step.
+        Trials of a line search evaluate only the loss, and do not count.
+      phase: A function from the number of steps and the hyperparameters to the name of the phase; None
+        if the method has no phases.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Method:
 
     @property
     def help(self) -> str:
-        """The first line of its docstring."""
+        """The first line of the method's docstring."""
         return (inspect.getdoc((*self.of, self.build)[0]) or "").partition("\n")[0]
 
     @functools.cached_property
     def flags(self) -> dict[str, Flag]:
-        """Its hyperparameters by name."""
+        """The hyperparameters of the method by name."""
         found = dict(self.own)
         for function in self.of or (self.build,):
             docstring = parse(inspect.getdoc(function) or "", DocstringStyle.GOOGLE)
@@ -80,10 +80,10 @@ class Method:
                 sentence = " ".join(described.get(name, "").split()).partition(". ")[0]
                 flag = found.get(name, Flag(parameter.default, sentence.removesuffix(".") + "."))
                 if isinstance(flag.default, str) and flag.kind is None:
-                    kind = parameter.annotation  # it has the choices
+                    kind = parameter.annotation  # includes the choices
                     kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
                     flag = flag._replace(kind=kind)
-                # A flag is a number or a text, even if the function also takes a schedule.
+                # A flag is a number or a text, even if the function also accepts a schedule.
                 is_plain = isinstance(flag.default, bool | int | float | str)
                 if name in found or (is_plain and name not in _FACTS):
                     found[name] = flag
@@ -121,7 +121,7 @@ def _sgperm(
     if aggressiveness_decay:
         if num_steps is not None:
             raise ValueError("pass aggressiveness_decay or num_steps, not both.")
-        # The first step of the original already decays.
+        # In the original, the first step already decays.
         first = aggressiveness * aggressiveness_decay
         schedule = optax.exponential_decay(first, 1, aggressiveness_decay)
     return optperm.sgperm(schedule, key=key, **options)
@@ -137,7 +137,7 @@ def _svrg(every: int, coefficient: float, **sgd: Any) -> Transformation:
 
 
 def _snapshot(epoch: int, *, every: int, **_: Hyperparameter) -> Any:
-    """Take a snapshot before the epochs 1, 1 + every, ..."""
+    """Return `take_snapshot` before the epochs 1, 1 + every, ..., otherwise None."""
     return optperm.variance.take_snapshot if (epoch - 1) % every == 0 else None
 
 
@@ -208,7 +208,7 @@ def _dldr(
 def _dldr_phase(
     step: int, *, every: int, num_snapshots: int, start: int, **_: Hyperparameter
 ) -> str:
-    """Return the phase: snapshots until the last of them, then the subspace."""
+    """Return the phase: snapshots until the last snapshot, then the subspace."""
     # A snapshot is taken before its step, so the step after the last snapshot is in the subspace.
     taken = max(0, -(-(step - start) // every))
     return "subspace" if taken >= num_snapshots else f"snapshots {taken}/{num_snapshots}"
@@ -222,13 +222,13 @@ def _constant_sgd(
     batch_size: int,
     **options: Any,
 ) -> Transformation:
-    del prior_precision  # it is in the loss
+    del prior_precision  # the loss contains the prior
     options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
     return optperm.mandt_sgd(num_data, batch_size, **options)
 
 
 def _read_rank(kind: Any, tokens: Sequence[Token]) -> float:
-    """Read whole numbers as ranks and all others as fractions, of which 1.0 is too large."""
+    """Read integers as ranks and other numbers as fractions, for which 1.0 is too large."""
     text = tokens[0].value
     return int(text) if text.isdecimal() else float(text)
 

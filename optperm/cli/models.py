@@ -1,4 +1,4 @@
-"""The networks of the command line, whose parameters can all be permuted, with loss and tests."""
+"""The networks of the command line, whose params can all be permuted, with their loss and accuracy."""
 
 import dataclasses
 import functools
@@ -18,24 +18,24 @@ import optax
 import optperm
 from optperm.cli.errors import UsageError
 
-CHUNK = 1000  # examples on a device at once
-# Far from the step counts that a method may fold into the key of the same seed.
+CHUNK = 1000  # the number of examples on a device at once
+# This number is far from the step counts that a method may fold into the same key.
 _INIT_STREAM = 0x494E_4954
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkSpec:
-    """Everything that builds a network and draws its initial params again."""
+    """The values that determine a network and its initial params."""
 
     model: str  # "mlp", "cnn", or the user's "module:Class"
-    hidden: int  # units of the hidden layer
-    input_shape: tuple[int, ...]  # of one example
+    hidden: int  # the number of units of the hidden layer
+    input_shape: tuple[int, ...]  # the shape of one example
     num_classes: int
     seed: int
 
 
 class Network(nn.Module):
-    """One hidden layer with ReLU; in a CNN, after two convolutions with pooling. See `NetworkSpec`."""
+    """A hidden layer with ReLU, after two convolutions with pooling in a CNN. See `NetworkSpec`."""
 
     model: str
     hidden: int
@@ -43,7 +43,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map (batch, *shape) to logits; a CNN takes images with or without channels."""
+        """Map (batch, *shape) to logits; a CNN accepts images with or without channels."""
         if self.model == "cnn":
             x = x[..., None] if x.ndim == 3 else x
             for features in (16, 32):
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 
 def _make_initializers(fan_in: int) -> dict[str, Any]:
-    """Draw kernel and bias from one distribution: permuting could not train equal biases."""
+    """Draw kernel and bias from the same distribution, since permuting cannot train equal biases."""
     bound = math.sqrt(6 / fan_in)
 
     def draw_bias(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
@@ -65,7 +65,7 @@ def _make_initializers(fan_in: int) -> dict[str, Any]:
 
 
 def build(spec: NetworkSpec) -> nn.Module:
-    """Return the network that a spec describes; raise a UsageError if it cannot take such examples."""
+    """Return the network for a spec; raise a UsageError if it cannot process such examples."""
     if spec.model not in ("mlp", "cnn"):
         return _build_module(spec)
     if spec.model == "cnn" and len(spec.input_shape) not in (2, 3):
@@ -86,7 +86,7 @@ def _build_module(spec: NetworkSpec) -> nn.Module:
         model: nn.Module = kind(**{k: v for k, v in known.items() if k in fields})
         example = jax.ShapeDtypeStruct((1, *spec.input_shape), jnp.float32)
         params = jax.eval_shape(model.init, jax.random.key(0), example)["params"]
-        # Not by `init`, which has the key of params for dropout, and makes statistics of batches.
+        # `init` would use the key of the params for dropout, and would compute batch statistics.
         outputs = jax.eval_shape(model.apply, {"params": params}, example)
     except Exception as error:  # the user's module may raise anything
         wanted = "mlp, cnn, or a module:Class whose only variables are params"
@@ -114,7 +114,7 @@ def initial_params(spec: NetworkSpec) -> optax.Params:
 def loss_function(
     model: nn.Module, prior_precision: float = 0.0, num_data: int = 1
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """Make the mean loss over a batch, perhaps with a normal prior, and its accuracy."""
+    """Make a function for the mean loss over a batch, optionally with a prior, and the accuracy."""
 
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         outputs: Any = model.apply({"params": params}, batch["x"])
@@ -137,7 +137,7 @@ def _make_counter(model: nn.Module) -> Callable[..., jax.Array]:
 
 
 def measure_accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
-    """Return the fraction of examples (x, y) that a network classifies correctly, on one device."""
+    """Return the fraction of examples (x, y) that a network classifies correctly; use one device."""
     count, parts = _make_counter(model), range(CHUNK, len(x), CHUNK)
     pairs = zip(np.split(x, parts), np.split(y, parts), strict=True)
     return sum(int(count(params, *pair)) for pair in pairs) / len(x)

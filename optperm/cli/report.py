@@ -1,4 +1,4 @@
-"""The output of a run: lines of progress, a table at the end, and pictures."""
+"""The output of a run: progress lines, a table at the end, and pictures."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import numpy as np
 from optperm.cli.errors import import_extra
 from optperm.cli.flags import Run
 
-# The entries of the summary that the table of a run shows.
+# The entries of the summary in the table at the end of a run.
 _SHOWN = (
     *("method", "model", "params", "data", "valid_accuracy", "test_accuracy", "epochs_done"),
     *("seconds", "gradient_evaluations", "fraction_moved", "phase", "devices"),
@@ -20,7 +20,7 @@ _SHOWN = (
 
 
 class Reporter:
-    """Print the progress and the result of a run; with `quiet`, nothing."""
+    """Print the progress and the result of a run; with `quiet`, print nothing."""
 
     def __init__(self, run: Run) -> None:
         self._epochs, self.quiet = run.epochs, run.quiet
@@ -46,7 +46,7 @@ class Reporter:
         self.say(f"epoch {record['epoch']}/{self._epochs} {' '.join(parts).strip()}")
 
     def summary(self, summary: Mapping[str, Any], folder: pathlib.Path) -> None:
-        """Print the result as a table, with the names of summary.json, and the files."""
+        """Print the result as a table with the names in summary.json, and print the files."""
         shown = {name: summary[name] for name in _SHOWN if summary[name] is not None}
         if shown["devices"] == 1:
             del shown["devices"]
@@ -60,7 +60,7 @@ class Reporter:
 def draw_curve(
     path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Mapping[str, Any]
 ) -> None:
-    """Draw each metric over the steps, with its means over epochs and its evaluation."""
+    """Draw each metric over the steps, with means over epochs and evaluations."""
     tested = "test" if records[0]["valid_accuracy"] is None else "valid"
     names = {"loss": ["train_loss"], "accuracy": ["train_accuracy", f"{tested}_accuracy"]}
     names |= {"fraction_moved": ["fraction_moved"]} if "fraction_moved" in steps else {}
@@ -80,7 +80,7 @@ def draw_curve(
 @contextlib.contextmanager
 def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
     """Yield a figure in the style of the package, and save it."""
-    # pyplot would look for a display, and keep the figure in its global state.
+    # pyplot would search for a display, and store the figure in its global state.
     with import_extra("matplotlib.style").context("optperm.pictures"):
         yield (figure := import_extra("matplotlib.figure").Figure(**options))
         figure.savefig(path)

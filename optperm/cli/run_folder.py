@@ -2,15 +2,15 @@
 
 - `metrics.jsonl`: one line per epoch (`training.Training`), written during training;
 - `summary.json`: the result, every flag and hyperparameter, versions;
-- `steps.npz`: loss and accuracy of each step, and the fraction of weights moved if the method counts it;
+- `steps.npz`: loss and accuracy of each step, and the fraction of moved weights if it is counted;
 - `curve.png`: loss, accuracy and fraction moved over the steps;
 - `checkpoints/` on request: the checkpoints of `optperm.training.fit`, named by their steps; its
-  `run.json` lists what another run must share with this run to resume from them;
-- `permutation.npz` if the method permutes weights, else `params.npz`: the trained network.
+  `run.json` lists the values that must be the same in a run that resumes from them;
+- `permutation.npz` if the method permutes weights, otherwise `params.npz`: the trained network.
 
 The network's file contains its spec (`models.NetworkSpec`), a digest of its trained weights, and for
 each parameter "params/<path>" its values or its permutation (`optperm.permutation.export_permutation`).
-With a permutation, the file needs no initial params: they are drawn again from the seed.
+With a permutation, the file needs no initial params, because they are drawn again from the seed.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ from optperm.training._checkpoints import TAKE_ANOTHER, describe_differences
 from optperm.training._processes import digest
 
 METRICS_FILE, CHECKPOINTS, _IDENTITY_FILE = "metrics.jsonl", "checkpoints", "checkpoints/run.json"
-# Errors of reading a file of another program, or a damaged one.
+# Errors in reading a damaged file or a file of another program.
 _DAMAGE = (ValueError, TypeError, KeyError, EOFError, MemoryError)
 _PERMUTATION_FILE, _PARAMS_FILE = "permutation.npz", "params.npz"
 
 
 def create(out: str | None, name: str) -> pathlib.Path:
-    """Make the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 if that exists."""
+    """Make the folder of a run: `out`, which must be new or empty, or else a new `runs/<name>`."""
     try:
         if out is not None:
             folder = pathlib.Path(out)
@@ -53,7 +53,7 @@ def create(out: str | None, name: str) -> pathlib.Path:
                 )
             folder.mkdir(parents=True, exist_ok=True)
         else:
-            stem = f"runs/{name.replace(':', '.')}"  # a colon is in the name of the user's module
+            stem = f"runs/{name.replace(':', '.')}"  # the name of a user's module has a colon
             names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
             folder = next(filter(_is_made, map(pathlib.Path, names)))
         (folder / METRICS_FILE).touch()
@@ -63,7 +63,7 @@ def create(out: str | None, name: str) -> pathlib.Path:
 
 
 def _is_made(path: pathlib.Path) -> bool:
-    """Make a folder; return False if it exists, perhaps by a run that began at the same moment."""
+    """Make a folder; return False if it exists, even if another run has made it just now."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -75,7 +75,9 @@ def find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
     """Return the step of the newest checkpoint of a run folder, if this run can resume from it."""
     kept = [int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal()]
     if not kept:
-        raise CliError(f"--resume {folder} holds no checkpoints of a run with --checkpoint-every.")
+        raise CliError(
+            f"--resume {folder} contains no checkpoints of a run with --checkpoint-every."
+        )
     if which := describe_differences(read_json(folder / _IDENTITY_FILE), identity):
         raise UsageError(f"--resume {folder} belongs to another run: {which}.")
     return max(kept)
@@ -84,7 +86,7 @@ def find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
 def begin_checkpoints(
     folder: pathlib.Path, identity: Mapping[str, Any], resumed: pathlib.Path | None, step: int
 ) -> None:
-    """Write who a run is, and copy the checkpoint from which it resumes."""
+    """Write the identity of a run, and copy the checkpoint from which it resumes."""
     write_json(folder / _IDENTITY_FILE, identity)
     if resumed is not None:
         at = pathlib.Path(CHECKPOINTS, str(step))
@@ -92,7 +94,7 @@ def begin_checkpoints(
 
 
 def give_up(resumed: pathlib.Path, folder: pathlib.Path, error: CliError) -> CliError:
-    """Remove the folder of a run that could not begin; return the error about the resumed folder."""
+    """Remove the folder of a run that could not begin; return the error for the resumed folder."""
     shutil.rmtree(folder)
     says = str(error).replace(str(folder.absolute()), str(resumed))
     return type(error)(says.replace(TAKE_ANOTHER, "delete it to resume from the one before"))
@@ -107,19 +109,19 @@ def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
 def read_metrics(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl up to a step."""
     lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    # A run that was killed may have written only a part of its last line.
+    # A killed run may have written only a part of its last line.
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if record["step"] <= step]
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Write a file that people may read too, such as summary.json."""
+    """Write a readable file, such as summary.json."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(_json(values, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Read what `write_json` wrote."""
+    """Read a file from `write_json`."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, *_DAMAGE) as error:
@@ -127,7 +129,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _json(values: Mapping[str, Any], **options: Any) -> str:
-    # JSON has no NaN and no infinity, so the loss of a run that diverged becomes null.
+    # JSON has neither NaN nor infinity, so a loss that diverged becomes null.
     text = json.dumps(values, default=str)
     return json.dumps(json.loads(text, parse_constant=lambda _: None), **options)
 
@@ -138,7 +140,7 @@ def write_network(
     """Write the trained params, or their permutation if the method permutes them."""
     name, leaves = _PARAMS_FILE, trained
     if find_running_states(opt_state, PERMUTED_STATES):
-        # A program of integers, whose machine code need not be optimized. Traced, it checks nothing.
+        # This integer program needs no optimized machine code. Because it is traced, it checks nothing.
         options = {"xla_backend_optimization_level": 0}
         export = jax.jit(optperm.permutation.export_permutation, compiler_options=options)
         name, initial = _PERMUTATION_FILE, models.initial_params(spec)
@@ -153,11 +155,11 @@ def write_network(
 
 
 def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
-    """Rebuild the trained network of a run bit for bit, from permutation.npz or params.npz alone."""
+    """Rebuild the trained network of a run bit for bit, only from permutation.npz or params.npz."""
     paths = [folder / name for name in (_PERMUTATION_FILE, _PARAMS_FILE)]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise CliError(f"{folder} holds no trained network from `optperm train`.")
+        raise CliError(f"{folder} contains no trained network from `optperm train`.")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)

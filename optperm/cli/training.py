@@ -1,4 +1,4 @@
-"""The command `train`: train a network with one method with `optperm.training.fit`, in a run folder."""
+"""The command `train`, which trains a network with one method and writes a run folder."""
 
 import contextlib
 import dataclasses
@@ -34,11 +34,11 @@ Record = dict[str, Any]
 class Training:
     """A method with its hyperparameters, a network, data and devices.
 
-    A step of R replicas with batches of B examples takes the same examples as a step of one replica with
-    a batch of R B. Arguments that do not fit together are a UsageError.
+    A step of R replicas with batches of B examples uses the same examples as a step of one replica with
+    a batch of R B examples. Arguments that contradict each other raise a UsageError.
 
     Attributes:
-      records: The records of the epochs, including epoch 0 and a part of an epoch at the end.
+      records: The records of the epochs, including epoch 0 and a partial epoch at the end.
       params: The trained params; the center if the method has one.
     """
 
@@ -52,10 +52,11 @@ class Training:
         self.batch_size = flags.batch_size * flags.devices
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         if not self.steps_per_epoch:
-            says = f"is {self.batch_size} examples per step, more than the {len(data.x_train)} to train"
+            size, available = self.batch_size, len(data.x_train)
+            says = f"is {size} examples per step, more than the {available} training examples"
             raise UsageError(f"--batch-size times --devices {says}.")
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
-        # A method that needs a horizon gets the length of the run, unless a decay replaces it.
+        # A method that needs the number of steps gets the length of the run, unless a decay is given.
         has_decay = bool(hyperparameters.get("aggressiveness_decay"))
         if hyperparameters.get("num_steps", 0) is None and not has_decay:
             self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
@@ -85,7 +86,7 @@ class Training:
         records: Sequence[Record] = (),
         **options: Any,
     ) -> FitResult:
-        """Train by `fit` up to a total number of epochs, with further options of `fit`.
+        """Train with `fit` up to a total number of epochs, with further options of `fit`.
 
         `on_record` is called with each record, including the `records` of an earlier run.
         """
@@ -99,11 +100,11 @@ class Training:
             self.records.append(self._record(event.epoch, event.step, params, event.metrics))
             on_record(self.records[-1])
 
-        # Outside of jit, `init` sees the values of params and warns of weights that are all equal, which
-        # only a user's module may have. With several devices, `fit` makes the state on its mesh.
+        # Outside jit, `init` sees the values of params and warns if all weights are equal, as only in a
+        # user's module. With several devices, `fit` makes the state on its mesh.
         init = self._tx.init if ":" in self.spec.model else jax.jit(self._tx.init)
         params, opt_state = initial, None
-        if self._mesh is None:  # one device by choice, of which `fit` does not warn
+        if self._mesh is None:  # one device by choice, so `fit` should not warn
             params = jax.device_put(params, jax.devices()[0])
             opt_state = init(params)
         prior = float(self.hyperparameters.get("prior_precision") or 0.0)
@@ -120,7 +121,7 @@ class Training:
                 axis_name=self._axis_name,
                 epoch_start=self._change,
                 on_epoch_end=on_epoch,
-                on_signal="return",  # to write the run folder first
+                on_signal="return",  # to write the run folder before the program ends
                 **options,
             )
         except CheckpointError as error:
@@ -129,7 +130,7 @@ class Training:
             raise UsageError(f"{self.method.name}: {error}") from error
         self.params = self._get_params(result.state)
         steps = result.step - self.records[-1]["step"]
-        if steps > 0:  # the steps of an epoch that Ctrl-C cut short
+        if steps > 0:  # the steps of an epoch that Ctrl-C ended early
             means = result.history.means(steps)
             self.records.append(self._record(result.epoch, result.step, self.params, means))
         return result
@@ -142,11 +143,11 @@ class Training:
         return int(step * self.batch_size * gradients) + len(self.data.x_train) * full
 
     def test(self, params: optax.Params) -> float:
-        """Return the accuracy on the test examples, by the program that `optperm evaluate` runs."""
+        """Return the accuracy on the test examples, from the same program as in `optperm evaluate`."""
         return models.measure_accuracy(self.model, params, self.data.x_test, self.data.y_test)
 
     def _get_params(self, state: Any) -> optax.Params:
-        """Return the params of a state to test and keep, in the memory of this process."""
+        """Return the params of a state for tests and files, in the memory of this process."""
         params = state.params  # the center if the method has one
         if find_running_states(state.opt_state, PERMUTED_STATES):
             params = optperm.permutation.permuted_params(*jax.device_get((state.opt_state, params)))
@@ -173,7 +174,7 @@ class Training:
 
 
 def _make_mesh(devices: int) -> Mesh:
-    """Make a mesh of some devices of the default platform, or of the CPU if that has too few."""
+    """Make a mesh of devices of the default platform, or of the CPU if there are too few devices."""
     here = max(jax.devices(), jax.devices("cpu"), key=lambda found: min(len(found), devices))
     if len(here) < devices:
         advice = f"JAX_NUM_CPU_DEVICES={devices} in the environment makes virtual devices"
@@ -182,7 +183,7 @@ def _make_mesh(devices: int) -> Mesh:
 
 
 def keep_programs() -> None:
-    """Keep compiled programs in the user's cache folder, unless another folder is set."""
+    """Store compiled programs in the user's cache folder, unless another folder is set."""
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined, unused-ignore]
         return
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -200,14 +201,14 @@ def keep_programs() -> None:
 
 def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Run) -> int:
     """Train a network, write its run folder, and return the exit code."""
-    # A missing package ends the run before the training.
+    # A missing package should end the run before the training.
     for extra in ("rich", "matplotlib", *["orbax.checkpoint"] * run.keeps):
         import_extra(extra)
     if run.cache:
         keep_programs()
     known: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined, unused-ignore]
     if 1 < run.devices > known:
-        # JAX refuses this once its backend has started; then its devices have to do.
+        # JAX rejects this after its backend has started; its existing devices are then used.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", run.devices)
     data, reporter = datasets.load(run.data, run.valid_fraction), report.Reporter(run)
@@ -232,12 +233,12 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
         reporter.epoch(record)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The loss stopped")  # an error below says so
+        warnings.filterwarnings("ignore", "The loss stopped")  # there is an error message below
         try:
             result = training.run(run.epochs, on_record=on_record, **options)
         except CliError as error:
             if run.resume is not None and getattr(error.__cause__, "result", None) is None:
-                # The run could not begin, so the new folder has nothing of its own.
+                # The run could not begin, so the new folder contains no results.
                 raise run_folder.give_up(run.resume, folder, error) from error
             raise
     summary = _summarize(training, result, run)
@@ -259,7 +260,7 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
 
 
 def _identify(training: Training, run: Run) -> dict[str, Any]:
-    """Return what determines a run from its first step on."""
+    """Return the values that determine a run from its first step on."""
     flags = {"model": run.model, "hidden": run.hidden, "seed": run.seed, **training.hyperparameters}
     return {
         "the method": training.method.name,
@@ -277,7 +278,7 @@ def _summarize(training: Training, result: FitResult, run: Run) -> dict[str, Any
         "method": training.method.name,
         "test_accuracy": training.test(training.params),
         **{name: last[name] for name in names},
-        # The mean over all steps.
+        # This is the mean over all steps.
         "fraction_moved": None if moved is None else float(np.mean(moved)),
         "seconds": sum(record["seconds"] for record in training.records),
         "interrupted": result.ended == "interrupted",

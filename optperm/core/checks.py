@@ -1,4 +1,4 @@
-"""Check arguments. Messages state what came, what is allowed and, if it helps, what to do.
+"""Check arguments. Messages state the value, the allowed values and, if useful, advice.
 
 Each check sees only what Python can see. Traced numbers and trees (under `jax.jit` or
 `optax.inject_hyperparams`) pass unchecked, as do schedules.
@@ -23,18 +23,18 @@ _ADVICE_FUNCTIONS = (
     " If a model has functions among its leaves, pass only the arrays: for Equinox, "
     "eqx.filter(model, eqx.is_inexact_array)."
 )
-# States count in int32, and hyperparameters are computed in float32.
+# Counts in states are int32, and hyperparameters are computed in float32.
 _LARGEST_INT32 = 2**31 - 1
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def is_concrete_number(value: object) -> TypeGuard[float | np.ndarray | jax.Array]:
-    """Return whether the value of a number is known now, neither traced nor given by a schedule."""
+    """Return whether a number has a known value, and is neither traced nor a schedule."""
     return not callable(value) and not isinstance(value, jax.core.Tracer)
 
 
 def is_real(dtype: Any) -> bool:
-    """Return whether a dtype is floating or an integer."""
+    """Return whether a dtype is a floating or an integer dtype."""
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
@@ -52,13 +52,13 @@ def check_in_range(
     Args:
       name: The argument's name, for the message.
       value: A number, a schedule (not checked) or a traced value (not checked).
-      low: The smallest value allowed, or `-float("inf")`.
-      high: The largest value allowed, or `float("inf")`.
+      low: The minimum allowed value, or `-float("inf")`.
+      high: The maximum allowed value, or `float("inf")`.
       may_be_schedule: Whether a schedule is allowed.
-      advice: A sentence that ends the message and says what to do.
+      advice: A sentence with advice at the end of the message.
 
     Raises:
-      TypeError: If `value` is a bool or not a number at all.
+      TypeError: If `value` is a bool or not a number.
       ValueError: If `value` is NaN, infinite or out of range.
     """
     if isinstance(value, jax.core.Tracer) or (may_be_schedule and callable(value)):
@@ -74,8 +74,8 @@ def check_decay(name: str, value: object) -> None:
     """Raise unless a concrete number is in [0, 1) in float32; traced values are not checked.
 
     Raises:
-      TypeError: If `value` is a bool or not a number at all.
-      ValueError: If `value` is NaN or out of range: a bias correction 1 - 1^t would be 0.
+      TypeError: If `value` is a bool or not a number.
+      ValueError: If `value` is NaN or out of range. With 1, a bias correction 1 - 1^t would be 0.
     """
     if isinstance(value, jax.core.Tracer):
         return
@@ -88,7 +88,7 @@ def check_positive(name: str, value: object, high: float = float("inf")) -> None
     """Raise unless a concrete number is in (0, high]; traced values are not checked.
 
     Raises:
-      TypeError: If `value` is a bool or not a number at all.
+      TypeError: If `value` is a bool or not a number.
       ValueError: If `value` is NaN or out of range.
     """
     if (
@@ -112,7 +112,7 @@ def _as_scalar(name: str, value: object, wanted: str) -> float:
 def check_count(
     name: str, value: object, *, minimum: int = 1, maximum: int = _LARGEST_INT32
 ) -> None:
-    """Raise unless `value` is an integer (a bool is not one), traced or in [minimum, maximum].
+    """Raise unless `value` is an integer (not a bool), traced or in [minimum, maximum].
 
     Raises:
       TypeError: If `value` is not an integer.
@@ -127,7 +127,7 @@ def check_count(
 
 
 def check_static_count(name: str, value: object) -> None:
-    """Raise unless `value` is a plain integer of at least 1, on which shapes may depend.
+    """Raise unless `value` is a Python integer of at least 1, on which shapes may depend.
 
     Raises:
       TypeError: If `value` is a JAX array, traced or not, or not an integer.
@@ -143,7 +143,7 @@ def check_static_count(name: str, value: object) -> None:
 
 def dtype_of(name: str, value: object) -> Any:
     """Return the dtype of an array or a number; raise a TypeError if `value` is neither."""
-    # NumPy also has arrays of objects, strings and dates.
+    # NumPy arrays may also contain objects, strings and dates.
     dtype = getattr(value, "dtype", np.dtype(object))
     is_array = getattr(dtype, "kind", "V") not in "OSUMm"
     if not is_array and not isinstance(value, bool | int | float | complex):
@@ -162,23 +162,23 @@ def check_arrays(name: str, tree: Any) -> None:
 def count_examples(name: str, tree: Any, *, has_scalars: bool = False) -> int:
     """Return the length of the leading axis of all leaves, which counts examples.
 
-    With `has_scalars`, leaves without an axis are allowed too, which all examples share.
+    With `has_scalars`, leaves without an axis are also allowed, and all examples share them.
 
     Raises:
-      ValueError: If leaves do not agree on that axis, or it is missing or empty.
+      ValueError: If leaves do not agree in this axis, or if the axis is missing or empty.
     """
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     lengths = {shape[:1] for shape in shapes if shape or not has_scalars}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         wanted = "must be arrays that agree in their leading axis, the axis of examples"
-        what = "holds no examples" if lengths == {(0,)} else wanted
+        what = "contains no examples" if lengths == {(0,)} else wanted
         raise ValueError(f"{name} {what}: got shapes {shapes}.")
     ((length,),) = lengths
     return int(length)
 
 
 def check_key(name: str, value: Any) -> None:
-    """Raise unless `value` is one random key: typed, the raw data of one, or an int that seeds one.
+    """Raise unless `value` is one random key: a typed key, the raw data of a key, or an int as its seed.
 
     Raises:
       TypeError: If `value` is none of these.
@@ -224,12 +224,12 @@ def check_same_tree(
       name: The name of `tree`, for the message.
       tree: The tree to check.
       expected: The tree to compare with.
-      source: Where `expected` comes from, for the message.
-      dtypes: Whether dtypes have to agree as well.
+      source: The origin of `expected`, for the message.
+      dtypes: Whether dtypes must also agree.
 
     Raises:
-      TypeError: Naming the first leaf that is not an array.
-      ValueError: Naming the first leaf that differs, and the difference.
+      TypeError: If a leaf is not an array; the message names the first such leaf.
+      ValueError: If a leaf differs; the message names the first such leaf and the difference.
     """
     structure: Any = jax.tree.structure(tree)
     wanted_structure: Any = jax.tree.structure(expected)
@@ -253,7 +253,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise a ValueError unless `value` is one of the strings allowed."""
+    """Raise a ValueError unless `value` is one of the allowed strings."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
@@ -268,10 +268,10 @@ def check_transformation(name: str, value: object) -> None:
 
 
 def as_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that takes extra arguments, also of an `optax.MultiSteps`.
+    """Return an optimizer that accepts extra arguments, even for an `optax.MultiSteps`.
 
     Raises:
-      TypeError: If `value` is no transformation.
+      TypeError: If `value` is not a transformation.
     """
     if isinstance(value, optax.MultiSteps):
         value = value.gradient_transformation()
@@ -280,7 +280,7 @@ def as_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs
 
 
 def check_state(method: str, state: Any, own_type: Any, conversion: str = "") -> None:
-    """Raise a ValueError unless a state has the type of a method's states; `Any` allows every type."""
+    """Raise a ValueError unless a state has the type of a method's states; `Any` allows all types."""
     if own_type is Any or isinstance(state, own_type):
         return
     wanted = f"{with_article(own_type.__name__)}, the state that its init makes"
@@ -288,7 +288,7 @@ def check_state(method: str, state: Any, own_type: Any, conversion: str = "") ->
 
 
 def name_states(opt_state: Any) -> str:
-    """Return the names of the states in an optimizer's state, outer ones first, for a message."""
+    """Return the names of the states in an optimizer's state, outer states first, for a message."""
     names: list[str] = []
 
     def visit(node: Any) -> bool:
@@ -313,7 +313,7 @@ def check_axis_name(name: str, value: object) -> None:
 
 
 def is_bound(axis_name: str | tuple[str, ...]) -> bool:
-    """Return whether every named axis is mapped where this is traced."""
+    """Return whether all named axes are mapped in the current trace."""
     try:
         jax.lax.axis_size(axis_name)
     except NameError:
@@ -324,7 +324,7 @@ def is_bound(axis_name: str | tuple[str, ...]) -> bool:
 def check_axis_is_bound(
     axis_name: str | tuple[str, ...] | None, *, name: str = "axis_name"
 ) -> None:
-    """Raise a ValueError unless every named axis is mapped where this is traced."""
+    """Raise a ValueError unless all named axes are mapped in the current trace."""
     try:
         jax.lax.axis_size(axis_name or ())
     except NameError as error:

@@ -19,19 +19,19 @@ def cond(
     false_fn: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """Call `jax.lax.cond` with branches whose types are made equal, leaf by leaf.
+    """Call `jax.lax.cond` after making the types of the branches equal, leaf by leaf.
 
-    A leaf varies over the axes over which it varies in either branch. On an explicit mesh it is sharded
-    as in the branch that shards it, since zeros made of an array outside of `jax.jit` are not sharded.
-    A Python bool chooses the branch while tracing. Outside of `jax.jit`, JAX compiles a conditional in
-    every call. There the false branch, which most steps take, is called as a function, and the other
-    branch refuses what it cannot take when it is due.
+    A leaf varies over all axes over which it varies in either branch. On an explicit mesh, it has the
+    sharding from the branch that shards it, since zeros like an array outside `jax.jit` are not sharded.
+    A Python bool chooses the branch while tracing. Outside `jax.jit`, where JAX would compile a
+    conditional in every call, the false branch, which most steps take, is called as a function. Invalid
+    arguments of the other branch then raise only when this branch runs.
     """
     if isinstance(predicate, bool):
         return (true_fn if predicate else false_fn)(*operands)
     if _is_known_to_be_false(predicate):
         return jax.tree.map(jnp.asarray, false_fn(*operands))
-    # Only in shard_map and on explicit meshes do types have more than shape and dtype.
+    # Types contain more than shape and dtype only in shard_map and on explicit meshes.
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
         return jax.lax.cond(predicate, true_fn, false_fn, *operands)
@@ -44,14 +44,14 @@ def cond(
 
 
 def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """Return `change(tree)` where a predicate holds, else the tree as it is.
+    """Return `change(tree)` if the predicate is true, otherwise the tree itself.
 
-    This is a loop of at most one turn. XLA updates the carry of a loop in place; a conditional copies
-    each leaf that it returns, in every step. Types are made equal as in `cond`.
+    This is a loop with at most one iteration. XLA updates the carry of a loop in place, while a
+    conditional copies each leaf that it returns, in every step. Types are made equal as in `cond`.
 
     Args:
-      predicate: Whether to change the tree. A Python bool decides while tracing, and outside of
-        `jax.jit` nothing is compiled where it is false.
+      predicate: Whether to change the tree. A Python bool decides while tracing. Outside `jax.jit`,
+        nothing is compiled if the predicate is false.
       change: A function of the tree, which returns a tree of the same form.
       tree: The tree.
     """
@@ -79,10 +79,10 @@ def _is_known_to_be_false(predicate: Any) -> bool:
 
 
 def both(flag: jax.Array, other: jax.Array) -> jax.Array:
-    """Return whether both flags hold, as the smaller one of the two, by a sort.
+    """Return whether both flags are true, as the smaller flag, from a sort.
 
-    Without a sort in a loop, XLA's CPU takes the loop for a small one and compiles all of it as one
-    function, in minutes for many leaves.
+    Without a sort in a loop, XLA on a CPU classifies the loop as small and compiles it as one function,
+    which takes minutes for many leaves.
     """
     flags = mark_varying([flag, other], varying_axes(flag, other))
     return jax.lax.sort(jnp.stack(flags).astype(jnp.int32))[0] > 0

@@ -1,4 +1,4 @@
-"""Compile users' functions with the current values of all variables that they read."""
+"""Compile users' functions with the current values of all variables that the functions read."""
 
 import hashlib
 import operator
@@ -11,11 +11,11 @@ from jax.experimental import multihost_utils
 
 _T = TypeVar("_T")
 _CONFIG: Any = jax.config  # whose attributes not every release has types for
-# Compiled programs by all that they depend on, the least recently used first.
+# Compiled programs by the properties on which they depend, the least recently used first.
 _PROGRAMS: dict[Any, Callable[..., Any]] = {}
 _MOST_PROGRAMS, _MOST_ENTRIES = 64, 2**18
-# Words of a text that is incomplete: it does not hold the function of the host that is called, the rule
-# in Python of a partition, or the values of a constant with too many entries.
+# A program text with one of these words is incomplete: it does not contain the host function that it
+# calls, the Python rule of a partition, or the values of a constant with too many entries.
 _INCOMPLETE = "callback", "is_host_transfer", "CustomSPMDPartitioning", "__elided__"
 _read_types = operator.attrgetter("aval", "sharding", "committed")
 
@@ -23,14 +23,14 @@ _read_types = operator.attrgetter("aval", "sharding", "committed")
 def jit_current(
     function: Callable[..., _T], *, donate_argnums: tuple[int, ...] = (), out_shardings: Any = None
 ) -> Callable[..., _T]:
-    """Compile a function as `jax.jit` does, without programs that hold old values of what it reads.
+    """Compile a function like `jax.jit`, but never use a program with old values of outside variables.
 
-    `jax.jit` finds a program by the function alone, and does not see that a global, an attribute or a
-    captured value has changed. (JAX also keeps the traces of functions that are given to `jax.lax.scan`,
-    `jax.lax.cond` or `jax.checkpoint`, as long as they live: these keep what they read.) The function
-    that this returns traces again, once for each type of its arguments: make it in each call of a public
-    function. A program is compiled only if no earlier program has the same text. A program is always
-    compiled if it calls functions of the host, or holds captured arrays of more than 2**18 entries.
+    `jax.jit` finds a program by the function alone, and does not notice that a global, an attribute or a
+    captured value has changed. (JAX also keeps the traces of functions that are passed to
+    `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`; such functions keep their old values.) The
+    returned function traces again, once for each type of its arguments, so make it in each call of a
+    public function. A program is compiled only if no earlier program has the same text, or if it calls
+    host functions or contains captured arrays of more than 2**18 entries.
 
     Args:
       function: A function of trees of arrays, given by position. It may be unhashable.
@@ -38,11 +38,11 @@ def jit_current(
       out_shardings: As in `jax.jit`, on the devices of the arguments.
 
     Returns:
-      The compiled function. Pass arrays that are large, or that change, as arguments: captured arrays
-      are constants of the program.
+      The compiled function. Pass large or changing arrays as arguments, because captured arrays are
+      constants of the program.
     """
 
-    def call_function(*args: Any) -> _T:  # a new object, which no cache of JAX knows
+    def call_function(*args: Any) -> _T:  # a new object, which is in no cache of JAX
         return function(*args)
 
     options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
@@ -53,12 +53,12 @@ def jit_current(
     def call(*args: Any) -> _T:
         nonlocal latest
         leaves, structure = jax.tree.flatten(args)
-        # Each kind of leaf is looked at once, since a loop may call this in each step.
+        # Each type of leaf is checked only once, since a loop may call this in each step.
         is_traced = any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
         if is_traced or _CONFIG.jax_disable_jit:
             return fresh(*args)
         form = structure, tuple([_describe(leaf) for leaf in leaves])
-        # In a loop the types are those of the last call, the same objects, which compare fast.
+        # In a loop, the types are the same objects as in the last call, and are quick to compare.
         program = latest[1] if form == latest[0] else found.get(form)
         if program is None:
             # A program that captures traced values belongs to the trace around it.
@@ -73,10 +73,10 @@ def jit_current(
 
 
 def _describe(leaf: Any) -> Any:
-    """Return the properties of an argument, besides its values, that a program depends on."""
+    """Return the properties of an argument, except its values, on which a program depends."""
     try:
         return _read_types(leaf)
-    except AttributeError:  # no array of JAX
+    except AttributeError:  # not a JAX array
         return jax.typeof(leaf)
 
 
@@ -89,13 +89,13 @@ def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[.
     digest = hashlib.sha256(text.encode()).digest()
     if is_complete and not all(getattr(x, "is_fully_addressable", True) for x in leaves):
         _check_processes(digest)
-    # The form holds the devices of committed arguments. A text does not hold the devices of a mesh that
-    # only the function knows.
+    # The form contains the devices of committed arguments. A text does not contain the devices of a mesh
+    # that is known only to the function.
     is_placed = any(getattr(x, "committed", False) for x in leaves)
     if not is_complete or not (is_placed or "mhlo.num_partitions = 1 " in text):
         compiled: Callable[..., Any] = lowered.compile()
         return compiled
-    # A text does not hold the containers and weak types of the results either.
+    # A text does not contain the containers and weak types of the results either.
     results = jax.tree.structure(lowered.out_info), tuple(traced.jaxpr.out_avals)
     place = _CONFIG.jax_default_device
     key = form, results, place, digest
@@ -107,7 +107,7 @@ def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[.
 
 
 def _check_processes(digest: bytes) -> None:
-    """Raise, in all processes, if the program of one differs: their exchanges would wait for ever."""
+    """Raise in all processes if their programs differ, because exchanges would wait forever."""
     digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
     if (digests != digests[0]).any():
         advice = (

@@ -1,4 +1,4 @@
-"""Cast dtypes and types of arrays, check finiteness, and order computations."""
+"""Cast the dtypes and types of arrays, check finiteness, and order computations."""
 
 import functools
 from typing import Any
@@ -12,20 +12,20 @@ from optperm.core.shardings import shard_like
 
 
 def accumulation_dtype(tree: Any) -> Any:
-    """Return the dtype for sums and collectives: float64 if any leaf has it, else float32."""
+    """Return the dtype for sums and collectives: float64 if any leaf is float64, otherwise float32."""
     is_double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
     return jnp.float64 if is_double else jnp.float32
 
 
 def wide_zeros(tree: Any) -> Any:
-    """Return zeros like each leaf, sharded alike, in the dtype for sums."""
+    """Return zeros like each leaf, with the same sharding, in the dtype for sums."""
     return jax.tree.map(lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), tree)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """Return a tree with the types of another: dtypes that are not weak, varying axes and shardings.
+    """Return a tree with the types of another tree: strong dtypes, varying axes and shardings.
 
-    Varying axes are only added: values that vary over an axis cannot be made the same.
+    Varying axes are only added, because values that vary over an axis cannot be made equal.
     """
 
     def cast(leaf: Any, wanted: Any) -> Any:
@@ -38,29 +38,29 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def place_like(leaf: Any, *others: Any) -> Any:
-    """Return an array with the varying axes and the sharding of others of the same shape."""
+    """Return an array with the varying axes and the sharding of other arrays of the same shape."""
     return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
 
 
 def all_finite(tree: Any) -> jax.Array:
     """Return whether every entry of every leaf is finite."""
-    # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
+    # Zero times a finite number is zero. A sum takes one pass over the leaf, without storing a mask.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    # Each once: leaves of one shape then share a kernel, in place of one kernel with all passes in it.
-    # All once: otherwise the conjunction of all leaves would stand in each kernel that reads the flag
+    # Each flag is stored, so that leaves of the same shape share a kernel. The conjunction is stored,
+    # because each kernel that reads the flag would otherwise compute it again
     conjunction = functools.reduce(jnp.logical_and, computed_once(flags), jnp.ones([], jnp.bool_))
     return computed_once(conjunction)
 
 
 def computed_once(tree: Any) -> Any:
-    """Return a tree whose leaves XLA stores, in place of computing them again for each use."""
+    """Return a tree whose leaves XLA stores instead of computing them again for each use."""
     return jax.tree.map(jax.lax.optimization_barrier, tree)
 
 
 def compute_in_order(first: Any, second: Any) -> tuple[Any, Any]:
-    """Return both trees; the first is computed, once, before the second is used.
+    """Return both trees; the first tree is computed once, before the second tree is used.
 
-    Otherwise XLA may compute the first again wherever it is used, from copies of what is written over.
+    Otherwise, XLA may compute the first tree again for each use, from copies of overwritten arrays.
     """
     return jax.lax.optimization_barrier((first, second))
 
@@ -71,8 +71,8 @@ def zero_if_not_finite(tree: Any) -> Any:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Return a tree that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    # NumPy's types come first: isinstance of jax.Array is slow, and a loop calls it for every leaf.
+    """Return a tree that `jax.jit` accepts, even if a loader yields tensors of other libraries."""
+    # NumPy's types come first, because isinstance is slow for jax.Array, and a loop calls it per leaf.
     known = (np.ndarray, jax.Array, np.generic, bool, int, float)
     if all(isinstance(leaf, known) for leaf in jax.tree.leaves(tree)):
         return tree

@@ -1,6 +1,6 @@
-"""Make random keys from users' arguments, and keep them in states as raw data of threefry keys.
+"""Make random keys from users' arguments, and store them in states as raw data of threefry keys.
 
-Every checkpoint can hold raw data.
+All checkpoint formats can store raw data.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def make_key(key: int | jax.Array) -> jax.Array:
-    """Return the typed key of an int, which seeds a threefry key, of raw data or of a typed key."""
+    """Return a typed key for an int (the seed of a threefry key), raw data, or a typed key."""
     if is_key(key):
         return jnp.asarray(key)
     if jnp.ndim(key) == 1:
@@ -20,7 +20,7 @@ def make_key(key: int | jax.Array) -> jax.Array:
 
 
 def key_data(key: int | jax.Array) -> jax.Array:
-    """Return the raw data, (2,), of a threefry key; a key of another kind is the seed of one."""
+    """Return the raw data, (2,), of a threefry key; a key of another kind seeds a threefry key."""
     typed = make_key(key)
     if jax.random.key_impl(typed) == "threefry2x32":
         return jax.random.key_data(typed)
@@ -28,7 +28,7 @@ def key_data(key: int | jax.Array) -> jax.Array:
 
 
 def as_key(data: jax.Array) -> jax.Array:
-    """Return the key of raw data."""
+    """Return the key with the given raw data."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 

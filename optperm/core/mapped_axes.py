@@ -1,7 +1,7 @@
 """Collectives and types over mapped axes, which work the same way in every mapping.
 
 In the checked mode of `jax.shard_map`, an array's type includes the mapped axes over which it varies.
-Elsewhere (`jax.pmap`, `jax.vmap`, the unchecked mode), no array is or needs to be marked as varying.
+In other mappings (`jax.pmap`, `jax.vmap`, the unchecked mode), arrays need no marks for varying axes.
 """
 
 import functools
@@ -30,7 +30,7 @@ def varying_axes(*trees: Any) -> frozenset[str]:
 
 
 def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
-    """Mark every leaf as varying over the given axes, unless it already is."""
+    """Mark each leaf as varying over the given axes, unless the leaf already varies."""
 
     def mark(leaf: Any) -> Any:
         missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
@@ -40,15 +40,15 @@ def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
 
 
 def varying_zeros(like: Any, dtype: Any, shape: tuple[int, ...] = ()) -> jax.Array:
-    """Return zeros, or a single zero, that vary over the axes over which any leaf of a tree varies."""
+    """Return zeros, or a single zero, that vary over all axes over which leaves of a tree vary."""
     return mark_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     """Mark `tree` as varying over the named axes over which `other` varies.
 
-    A gradient with respect to params that do not vary over an axis arrives summed over the axis. With
-    respect to params that are marked as varying like the batch, the gradient stays local.
+    Gradients with respect to params that do not vary over an axis are summed over the axis. If params
+    are marked as varying like the batch, the gradient stays local.
     """
     return mark_varying(tree, varying_axes(other).intersection(axis_names(axis_name)))
 
@@ -56,10 +56,10 @@ def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
 def largest(tree: Tree, axis_name: AxisName | None) -> Tree:
     """Return the maximum of each number over the named axes that `jax.vmap` maps.
 
-    Counts of steps are the same on all replicas, so their maximum stands for all. A predicate made of it
-    is not batched. `jax.vmap` turns a `jax.lax.cond` on a batched predicate into a selection, which runs
-    both branches and their collectives in every step. Axes of `jax.pmap` and `jax.shard_map` are left
-    alone: each device has a conditional of its own there.
+    Counts of steps are the same on all replicas, so their maximum represents all counts. A predicate
+    from the maximum is not batched, while `jax.vmap` turns a `jax.lax.cond` on a batched predicate into
+    a selection, which runs both branches and their collectives in every step. Axes of `jax.pmap` and
+    `jax.shard_map` are ignored, because each device has its own conditional.
 
     Args:
       tree: Numbers or flags, each a scalar on a replica.
@@ -74,10 +74,10 @@ def largest(tree: Tree, axis_name: AxisName | None) -> Tree:
 
 
 def psum(tree: Tree, axis_name: AxisName) -> Tree:
-    """Sum over mapped axes. JAX 0.12 cannot batch its psum in a conditional on an explicit mesh."""
+    """Sum over mapped axes; JAX 0.12 cannot batch its own psum in a conditional on an explicit mesh."""
 
     def sum_rows(x: Any) -> Any:
-        # Sums of integers would be wider.
+        # Without a dtype, sums of integers would be wider.
         return jnp.sum(x, axis=0, dtype=x.dtype)
 
     return _combine(tree, axis_names(axis_name), sum_rows, jax.lax.psum, 0)
@@ -97,10 +97,10 @@ def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
 
 
 def reflect(tree: Tree, axis_name: str, shift: int) -> Tree:
-    """Return at each index i of an axis of size k the tree of index (shift - i) mod k.
+    """Return, at each index i of an axis of size k, the tree from index (shift - i) mod k.
 
-    However the axis is mapped, the compiled program permutes devices. `jax.vmap` would turn
-    `jax.lax.ppermute` into a gather, and a mesh would then gather everything.
+    For any mapping of the axis, the compiled program permutes devices. `jax.vmap` would turn
+    `jax.lax.ppermute` into a gather, and a mesh would then gather all data.
     """
 
     @jax.custom_batching.custom_vmap
@@ -128,7 +128,7 @@ def reflect(tree: Tree, axis_name: str, shift: int) -> Tree:
 
 
 def _reflect_rows(leaf: Any, shift: int) -> Any:
-    """Return at each row i of k the row (shift - i) mod k."""
+    """Return an array in which row i of k is row (shift - i) mod k of the leaf."""
 
     def rows(leaf: Any) -> Any:
         return jnp.roll(jax.lax.rev(leaf, (0,)), shift + 1, axis=0)
@@ -144,14 +144,14 @@ def _combine(
     of_devices: Callable[[Any, tuple[str, ...]], Any],
     batch_axis: int | None,
 ) -> Any:
-    """Combine a tree over named axes, of which `jax.vmap` maps some and devices the others.
+    """Combine a tree over named axes, some mapped by `jax.vmap` and others over devices.
 
     Args:
       tree: The tree of one replica.
       names: The axes.
-      of_rows: Combines a leaf along its leading axis, the axis of a named `jax.vmap`.
-      of_devices: Combines a tree over the axes that no `jax.vmap` maps.
-      batch_axis: The axis of a result that the axis of any other `jax.vmap` becomes; None forbids it.
+      of_rows: A function to combine a leaf along its leading axis, the axis of a named `jax.vmap`.
+      of_devices: A function to combine a tree over the axes that no `jax.vmap` maps.
+      batch_axis: The axis in results for any other `jax.vmap`; None to forbid other `jax.vmap`.
     """
 
     @jax.custom_batching.custom_vmap
@@ -165,8 +165,8 @@ def _combine(
         del indices
         is_mapped, is_own = in_batched
         rest = tuple(name for name, own in zip(names, is_own, strict=True) if not own)
-        # A named vmap combines its rows, and the other axes are left to the mappings outside of it. So
-        # does an unnamed one of size 1, as in the block of a device.
+        # A named vmap combines its rows, and mappings outside it combine the other axes. So does an
+        # unnamed vmap of size 1, as in the block of a device.
         if len(rest) < len(names) or (axis_size == 1 and batch_axis is None):
 
             def rows(leaf: Any, mapped: bool) -> Any:
@@ -179,13 +179,13 @@ def _combine(
             )
             return result, jax.tree.map(lambda _: False, result)
         if batch_axis is None:
-            # The predicate would be batched, and the conditional a selection.
+            # The predicate would be batched, and the conditional would become a selection.
             raise ValueError(
                 f"Under a jax.vmap without axis_name (size {axis_size}), an optimizer that counts its "
                 "steps would exchange in every step: if the vmap maps replicas, name its axis and pass "
                 "the name to the optimizer; otherwise pass commit=."
             )
-        # Any other vmap maps independent trees: combine each, and move its axis back to the front.
+        # Any other vmap maps independent trees. Combine each tree, and move the vmap's axis in front.
         result = _combine(tree, names, of_rows, of_devices, batch_axis)
         first = jax.tree.map(
             lambda leaf, mapped: jnp.moveaxis(leaf, batch_axis, 0) if mapped else leaf,
@@ -203,11 +203,11 @@ def mean_of_function(
     axis_name: AxisName | None,
     place: Callable[[Any, Any, AxisName | None], Any],
 ) -> Callable[..., Any]:
-    """Return a function of params that averages another one over the named axes.
+    """Return a function of params that averages another function over the named axes.
 
     Args:
-      function: The function of each replica, of params that are the same on all replicas.
-      other: A tree that varies over the axes, where varying axes are tracked.
+      function: The function of each replica, for params that are the same on all replicas.
+      other: A tree that varies over the axes if varying axes are tracked.
       axis_name: The axes; None for a single replica.
       place: `shared`, or `varying_like` for a function that is itself a gradient.
     """
@@ -223,18 +223,18 @@ def mean_of_function(
 def shared(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     """Return params at which to evaluate a function that is averaged over the named axes.
 
-    Where varying axes are not tracked, the derivative of the average with respect to plain params would
-    be the part of this replica alone. With respect to these params it is the derivative of the average.
+    If varying axes are not tracked, the derivative with respect to plain params would be only the part
+    from this replica. With respect to the returned params, it is the derivative of the average.
 
     Args:
-      tree: Params that are the same on every replica.
-      other: A tree that varies over the axes where varying axes are tracked, such as the batch.
+      tree: Params that are the same on all replicas.
+      other: A tree, such as the batch, that varies over the axes if varying axes are tracked.
       axis_name: The axes over which the function's value is averaged.
     """
 
     def share(leaf: Any) -> Any:
         local = varying_like(leaf, other, axis_name)
-        is_summed = varying_axes(local) != varying_axes(leaf)  # by the transpose of that mark
+        is_summed = varying_axes(local) != varying_axes(leaf)  # the transpose of the mark sums
         return local if axis_name is None or is_summed else _averaged_gradient(axis_name, local)
 
     return jax.tree.map(share, tree)
@@ -248,7 +248,7 @@ def _averaged_gradient(axis_name: AxisName, leaf: Any) -> Any:
 def _average_cotangent(axis_name: AxisName, _: None, cotangent: Any) -> tuple[Any]:
     axes = varying_axes(cotangent)
     if axes:
-        # In the checked mode the transpose of the average has already divided.
+        # In the checked mode, the transpose of the average has already divided the sum.
         return (mark_varying(jax.lax.psum(cotangent, axis_name), axes),)
     return (jax.lax.pmean(cotangent, axis_name),)
 

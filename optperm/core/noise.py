@@ -1,4 +1,4 @@
-"""Random numbers with the shapes of params, equal on all replicas and after a resumed run."""
+"""Random numbers with the shapes of params, the same on all replicas and in resumed runs."""
 
 import functools
 import zlib
@@ -14,14 +14,14 @@ from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.shardings import shard_like
 from optperm.core.trees import unstack
 
-# Of Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
+# Constants of Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _GROUPS = 5  # of four rounds
-# A sixth of all words of 32 bits, to a fraction of 4e-10.
+# A sixth of all 32-bit words, with a relative error of 4e-10.
 _SIXTH = 2**32 // 6
-# Of the inverse error function in float32, for w < 5 in w - 2.5 and for others in sqrt(w) - 3 (M. Giles,
-# "Approximating the erfinv Function", GPU Computing Gems, 2011).
+# Polynomials of the inverse error function in float32, in w - 2.5 for w < 5 and in sqrt(w) - 3 otherwise
+# (M. Giles, "Approximating the erfinv Function", GPU Computing Gems, 2011).
 _CENTER = (
     2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
     -0.00417768164, 0.246640727, 1.50140941,
@@ -33,7 +33,7 @@ _TAIL = (
 
 
 def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
-    """Return the raw data of a key with numbers folded in: `jax.random.fold_in` without its loop."""
+    """Return the raw data of a key with numbers folded in, like `jax.random.fold_in` without a loop."""
     for number in numbers:
         word = jnp.asarray(number).astype(jnp.uint32)
         data = jnp.stack(threefry(data, jnp.zeros_like(word), word))
@@ -41,7 +41,7 @@ def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
 
 
 def bits(data: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """Return `jax.random.bits(jax.random.fold_in(key, i), shapes[i])` for each i, without their loops.
+    """Return `jax.random.bits(jax.random.fold_in(key, i), shapes[i])` for each i, without loops.
 
     Args:
       data: The raw data of a threefry key, (2,).
@@ -53,12 +53,12 @@ def bits(data: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
 
 
 def normal_like(data: jax.Array, tree: optax.Params) -> Any:
-    r"""Return independent standard normal numbers of 2^24 values, like `tree`, in float32 or wider.
+    r"""Return independent standard normal numbers like `tree`, from 2^24 values, in float32 or wider.
 
     .. math:: \sqrt 2 \operatorname{erf}^{-1}\left((2 k + 1)\, 2^{-24} - 1\right), \quad 0 \le k < 2^{24}
 
-    The numbers of a leaf follow from its path, so that the parts of `optax.partition` draw different
-    numbers. One vector for all leaves would be on the wrong devices for sharded leaves.
+    The numbers of a leaf depend on its path, so the parts of `optax.partition` draw different numbers.
+    One vector for all leaves would be on the wrong devices for sharded leaves.
     """
     return _map_paths(_normal, data, tree)
 
@@ -66,37 +66,37 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
 def normal(
     data: jax.Array, number: int | jax.Array, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Return the normal numbers of `normal_like` for an array that has a number in place of a path."""
+    """Return the normal numbers of `normal_like` for an array that has a number instead of a path."""
     return _draw(
         data, computed_once(jnp.asarray(number, jnp.uint32)), law=_normal, shape=shape, dtype=dtype
     )
 
 
 def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
-    r"""Return independent numbers with a normal's first five moments, as `normal_like`.
+    r"""Return independent numbers with the first five moments of a normal, like `normal_like`.
 
     .. math::
       P(\xi = \sqrt 3) = P(\xi = -\sqrt 3) = \tfrac16, \quad P(\xi = 0) = \tfrac23: \qquad
       E\, \xi^2 = 1, \quad E\, \xi^4 = 3, \quad E\, \xi = E\, \xi^3 = E\, \xi^5 = 0
 
-    They cost less than normal numbers. With a linear drift, iterates have the same cumulants to the
-    fifth, since cumulants of independent sums add up: the weak schemes of Kloeden and Platen,
+    These numbers cost less than normal numbers. With a linear drift, iterates have the same first five
+    cumulants, since cumulants of independent sums add up, as in the weak schemes of Kloeden and Platen,
     "Numerical Solution of Stochastic Differential Equations", 1992, section 14.2.
     """
     return _map_paths(_three_point, data, tree)
 
 
 def signs_like(data: jax.Array, tree: optax.Params) -> Any:
-    """Return independent random signs, 1 and -1, as `normal_like`."""
+    """Return independent random signs, 1 and -1, like `normal_like`."""
     return _map_paths(_sign, data, tree)
 
 
 def _normal(word: jax.Array, dtype: Any) -> jax.Array:
-    # x = (2 k + 1) 2^-24 - 1, of 2^24 values for which 1 - x and 1 + x are exact in float32
+    # x = (2 k + 1) 2^-24 - 1 has 2^24 values, for which 1 - x and 1 + x are exact in float32
     k = (word >> np.uint32(8)).astype(np.float32)
     x = k * np.float32(2.0**-23) + np.float32(2.0**-24 - 1)
-    # erf^-1(x) = x p(w) with w = -log(1 - x^2); jax.lax.erf_inv has the same polynomials p, but is
-    # nearly three times as slow on the CPU, by log1p(-x^2) and a choice for each coefficient
+    # erf^-1(x) = x p(w) with w = -log(1 - x^2). jax.lax.erf_inv uses the same polynomials p, but takes
+    # nearly three times as long on a CPU, because of log1p(-x^2) and a selection per coefficient
     w = -jnp.log((1 - x) * (1 + x))
     center, tail = (
         _horner(_CENTER, w - np.float32(2.5)),
@@ -125,19 +125,19 @@ def _sign(word: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _words(data: jax.Array, number: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return 32 random bits for each entry of a leaf, by its place: each shard draws its own part."""
+    """Return 32 random bits per entry of a leaf, from its position; each shard draws its own part."""
     return threefry(data, jnp.full(shape, number), _places(shape))[0]
 
 
 @functools.partial(jax.jit, static_argnames="shape")
 def _bits(data: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
-    """Return the bits of `jax.random.bits`."""
+    """Return the same bits as `jax.random.bits`."""
     first, second = threefry(data, jnp.zeros(shape, jnp.uint32), _places(shape))
     return first ^ second
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Return the place of each entry in C order, modulo 2^32."""
+    """Return the position of each entry in C order, modulo 2^32."""
     stride, place = 1, jnp.zeros(shape, jnp.uint32)
     for axis in reversed(range(len(shape))):
         along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -149,12 +149,12 @@ def _places(shape: tuple[int, ...]) -> jax.Array:
 def threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the two words of Threefry-2x32 for blocks of two words each.
 
-    The bits are JAX's, whose program on the CPU is a loop; XLA fuses this elementwise program.
+    The bits are the same as JAX's. JAX's CPU program is a loop, but XLA fuses this elementwise program.
 
     Args:
       data: The raw data of a key, (2,).
       high: The first words of the blocks, uint32.
-      low: The second ones, of the same shape.
+      low: The second words of the blocks, of the same shape.
     """
     keys = data[0], data[1], data[0] ^ data[1] ^ np.uint32(_PARITY)
     x, y = high + keys[0], low + keys[1]
@@ -176,22 +176,22 @@ def _draw(
     shape: tuple[int, ...],
     dtype: Any,
 ) -> jax.Array:
-    """Return what a law makes of the bits of a leaf; leaves of one shape are traced once."""
+    """Return a law's random numbers from a leaf's bits; leaves of the same shape are traced once."""
     return law(_words(data, number, shape), dtype)
 
 
 def _map_paths(
     law: Callable[[jax.Array, Any], jax.Array], data: jax.Array, tree: optax.Params
 ) -> Any:
-    """Return what a law makes of the bits of each leaf, which follow from its path."""
+    """Return a law's random numbers for each leaf, from bits that depend on the leaf's path."""
 
     def number(path: Any) -> np.uint32:
-        # A variable of flax.nnx has its array one step further down
+        # The array of a flax.nnx variable is one level deeper
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
         return np.uint32(zlib.crc32(name.encode()))
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf
+    # XLA compiles equal kernels once, but constant numbers would need a kernel for each leaf
     numbers = computed_once([number(path) for path, _ in leaves])
     drawn = [
         shard_like(

@@ -5,7 +5,7 @@ from types import ModuleType
 
 
 def import_optional(name: str, *, needed_by: str, install: str) -> ModuleType:
-    """Return an optional module, or raise an ImportError that says what to install."""
+    """Return an optional module, or raise an ImportError with the command to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

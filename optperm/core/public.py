@@ -1,11 +1,11 @@
-"""Show public names where users find them."""
+"""Show public names in the modules where users find them."""
 
 import sys
 import types
 
 
 def show_names(room: str) -> None:
-    """Let each public name in a module call that module its own, as `help` and pickles show it."""
+    """Set the `__module__` of each public name to its public module, for `help` and pickles."""
     for name, value in vars(sys.modules[room]).items():
         if not name.startswith("_") and not isinstance(value, types.ModuleType):
             value.__module__ = room

@@ -1,4 +1,4 @@
-"""Numbers that may be schedules."""
+"""Resolve numbers that may be schedules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ import optax
 
 from optperm.core import checks
 
-# The step at which schedules are read in place of a state's own count.
+# The step at which schedules are evaluated instead of the state's own count.
 _STEP: ContextVar[jax.Array | None] = ContextVar("step", default=None)
 
 
 @contextmanager
 def schedules_at(step: jax.Array) -> Iterator[None]:
-    """Let `resolve_schedule` read schedules at another step than the count of the state.
+    """Make `resolve_schedule` evaluate schedules at a step other than the count of the state.
 
-    A state that sees every tenth step counts what it has seen, while its schedules are of all steps.
+    A state that sees every tenth step counts only these steps, but its schedules depend on all steps.
     """
     token = _STEP.set(step)
     try:
@@ -45,12 +45,12 @@ def resolve_schedule(
       number: The number, or the schedule.
       count: The step.
       dtype: The dtype of the result.
-      low: The minimum allowed. A value that Python cannot see is moved to the nearest limit.
-      high: The maximum allowed.
+      low: The minimum allowed value. A traced value is clipped to the limits.
+      high: The maximum allowed value.
 
     Raises:
-      TypeError: Naming the argument whose schedule returns anything but one real number.
-      ValueError: Naming the argument whose value is seen to be out of range at this step.
+      TypeError: If the schedule does not return a single real number; the message names the argument.
+      ValueError: If a concrete value is out of range at this step; the message names the argument.
     """
     if callable(number):
         step = _STEP.get()
@@ -63,6 +63,6 @@ def resolve_schedule(
         if not isinstance(value, jax.core.Tracer):
             checks.check_in_range(what, float(value), low, high)
         number = value
-    # A traced value out of range cannot be refused, so it is moved to the nearest limit.
+    # A traced value out of range cannot raise an error, so it is clipped to the limits.
     number = jnp.asarray(number, dtype)
     return jnp.clip(number, jnp.asarray(low, dtype), None if np.isinf(high) else high)

@@ -1,8 +1,8 @@
-"""Keep the sharding of arrays over a mesh.
+"""Preserve the sharding of arrays over a mesh.
 
-On a mesh with explicit axes, the sharding is a part of an array's type, also inside `jax.jit`. On a
-mesh with automatic axes, the compiler decides inside `jax.jit`; only concrete arrays have a known
-sharding.
+On a mesh with explicit axes, the sharding is part of an array's type, even inside `jax.jit`. On a mesh
+with automatic axes, the compiler decides the sharding inside `jax.jit`, so only concrete arrays have a
+known sharding.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 
 def type_of(leaf: Any) -> Any:
-    """Return `jax.typeof(leaf)`, or a shape of `jax.eval_shape` as it is where `jax.typeof` fails.
+    """Return `jax.typeof(leaf)`, or a shape from `jax.eval_shape` unchanged if `jax.typeof` fails.
 
-    It fails within mapped axes on a mesh whose other axes are automatic: the shape has no mesh there.
+    Within mapped axes on a mesh whose other axes are automatic, it fails, since shapes have no mesh.
     """
     is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     is_complete = is_shape and leaf.sharding is None and leaf.manual_axis_type is not None
@@ -25,9 +25,9 @@ def type_of(leaf: Any) -> Any:
 
 
 def explicit_sharding(*leaves: Any) -> NamedSharding | None:
-    """Return the sharding in an array's type, or None where its mesh has no explicit axes.
+    """Return the sharding in an array's type, or None if its mesh has no explicit axes.
 
-    Of several arrays, the first that is sharded over any axis counts, else the first.
+    For several arrays, return the first sharding over any axis, or else the first sharding.
     """
     found = [type_of(leaf).sharding for leaf in leaves]
     explicit = [each for each in found if each and AxisType.Explicit in each.mesh.axis_types]
@@ -35,12 +35,12 @@ def explicit_sharding(*leaves: Any) -> NamedSharding | None:
 
 
 def shard_like(leaf: Any, *others: Any) -> Any:
-    """Return an array with the sharding of others of the same shape, as far as it is known."""
+    """Return an array with the sharding of other arrays of the same shape, as far as it is known."""
     wanted, other = explicit_sharding(*others), next(filter(is_spread, others), None)
     if other is None or isinstance(leaf, jax.core.Tracer):
         is_same = wanted is None or explicit_sharding(leaf) == wanted
         return leaf if is_same else jax.sharding.reshard(leaf, wanted)
-    # Outside of jax.jit the array itself has its devices; its type has them only within jax.set_mesh.
+    # Outside jax.jit, the array itself knows its devices, but its type only within jax.set_mesh.
     is_same = (
         explicit_sharding(leaf) == wanted
         and is_spread(leaf)
@@ -50,13 +50,13 @@ def shard_like(leaf: Any, *others: Any) -> Any:
 
 
 def sharding_of(leaf: Any) -> NamedSharding | None:
-    """Return the sharding of a leaf over a mesh, or None where it is not known."""
+    """Return the sharding of a leaf over a mesh, or None if it is not known."""
     sharding = explicit_sharding(leaf) if isinstance(leaf, jax.core.Tracer) else None
     return sharding or _spread_sharding(leaf)
 
 
 def row_sharding(leaf: Any) -> NamedSharding | None:
-    """Return the sharding of one row of a leaf's leading axis, or None where it is not known."""
+    """Return the sharding of one row of a leaf's leading axis, or None if it is not known."""
     sharding = sharding_of(leaf)
     return sharding and NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
@@ -74,16 +74,16 @@ def is_spread(leaf: Any) -> bool:
 
 
 def rows_like(leaf: Any, num_rows: int, dtype: Any) -> jax.Array:
-    """Return zeros with a leading axis of rows, each sharded as the leaf is."""
-    # Inside of jax.jit but without jax.set_mesh, new zeros are not on the leaf's mesh.
+    """Return zeros with a leading axis of rows, each sharded like the leaf."""
+    # Inside jax.jit, but without jax.set_mesh, new zeros are not on the leaf's mesh.
     zeros = shard_like(jnp.zeros_like(leaf, dtype=dtype), leaf)
     return jnp.broadcast_to(zeros[None], (num_rows, *jnp.shape(leaf)))
 
 
 def unshard(tree: Any) -> Any:
-    """Return the tree with every leaf replicated on an explicit mesh; elsewhere the compiler decides.
+    """Return the tree with all leaves replicated on an explicit mesh; otherwise the compiler decides.
 
-    On an explicit mesh leaves of different shardings cannot be joined, and some axes cannot be indexed.
+    On an explicit mesh, differently sharded leaves cannot be joined, and some axes cannot be indexed.
     """
 
     def replicate(leaf: Any) -> Any:
@@ -98,14 +98,14 @@ def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
     sharding = explicit_sharding(leaf)
     if sharding is None:
         return leaf[indices]
-    # A gather is defined on sharded axes, a slice is not.
+    # Unlike a slice, a gather is defined on sharded axes.
     places = tuple(index[None] for index in indices)
     one = sharding.update(spec=P(None, *sharding.spec[len(indices) :]))
     return leaf.at[places].get(out_sharding=one)[0]
 
 
 def can_be_seen(leaf: Any) -> bool:
-    """Return whether this process holds all of an array, which is not traced."""
+    """Return whether this process has all entries of an array, and the array is not traced."""
     if isinstance(leaf, np.ndarray | np.generic):  # from a checkpoint
         return True
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)

@@ -1,4 +1,4 @@
-"""Find and replace the state of a method inside any composition of Optax states."""
+"""Find and replace a method's state inside any composition of Optax states."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -13,43 +13,43 @@ from optperm.core.dtypes import cast_like
 from optperm.core.trees import mask_like
 
 State = TypeVar("State")
-# What to fold into a key for `draw_params`, far from the counts that others fold into the same key
+# `draw_params` folds this number into a key; it is far from the counts folded into the same key
 DRAW_STREAM = 0x4452_4157
 _PHASED = "of optperm.switch_after, for example"
 
 
 @runtime_checkable
 class PhasedState(Protocol):
-    """A state of a wrapper whose parts take turns: some of them did not take the last step."""
+    """A state of a wrapper whose parts take turns, so some parts did not take the last step."""
 
     def phases(self) -> list[tuple[Any, Any]]:
-        """Return each part, and a flag: whether it took the last step, or will take the first."""
+        """Return each part with a flag: whether it took the last step, or will take the first step."""
         ...
 
 
 @runtime_checkable
 class DrawingState(Protocol):
-    """A state of a method that takes its gradients at a draw, and gets the draw as `draw=`."""
+    """A state of a method that needs gradients at a draw of the params, passed as `draw=`."""
 
     def draw(self, params: Any, key: jax.Array) -> Any:
-        """Return params with a draw in place of those of this method; None if nothing is drawn.
+        """Return params with a draw for the params of this method; None if nothing is drawn.
 
         Args:
-          params: All params, also where the method is masked.
-          key: A random key of the step, and of the replica.
+          params: All params, even if the method is masked.
+          key: A random key for the step and the replica.
         """
         ...
 
 
 @runtime_checkable
 class WarningState(Protocol):
-    """A state that says what is wrong with it. The state of a wrapper speaks for the states in it."""
+    """A state that can warn. The state of a wrapper also warns for the states inside it."""
 
     def warnings(self, params: Any) -> list[str]:
-        """Return sentences on what is wrong, where Python can see it.
+        """Return sentences about problems, as far as Python can see them.
 
         Args:
-          params: The params after the last step, or before the first.
+          params: The params after the last step, or before the first step.
 
         Raises:
           ValueError: If training must not continue.
@@ -58,15 +58,15 @@ class WarningState(Protocol):
 
 
 class ForLoop(NamedTuple):
-    """What a method asks of the loop that trains with it.
+    """The requirements of a method on a training loop.
 
     Attributes:
       metrics: Scalars of the last step by name, for the history of the loop.
-      judge: A function of the columns of that history, by name, that returns sentences on what is wrong
-        with all steps so far; None for no judgement.
-      draws_examples: Whether each example of a batch has to be drawn from all examples, since batches of
-        one shuffle are not independent.
-      num_data: The number of examples for which the method was made; None if its state has none.
+      judge: A function from the columns of this history, by name, to sentences about problems in the
+        steps so far; None for no judgment.
+      draws_examples: Whether each example of a batch must be drawn from all examples, because batches
+        from one shuffle are not independent.
+      num_data: The number of examples for which the method was made; None if its state has no number.
     """
 
     metrics: Mapping[str, jax.Array] = {}
@@ -77,23 +77,23 @@ class ForLoop(NamedTuple):
 
 @runtime_checkable
 class LoopState(Protocol):
-    """A state of a method that asks something of the loop that trains with it."""
+    """A state of a method that has requirements on a training loop."""
 
     def for_loop(self) -> ForLoop:
-        """Return what the method asks; also where the state is traced."""
+        """Return the requirements, even if the state is traced."""
         ...
 
 
 def draw_params(opt_state: Any, params: Any, key: jax.Array) -> Any:
-    """Return the params at which to take gradients; None if no state draws.
+    """Return the params at which to compute gradients; None if no state draws.
 
-    Where it is not known which phase is running, the draw is selected on the device. A step after a
-    change of phases takes its gradient as the phase before did.
+    If it is not known which phase is running, the draw is selected on the device. The first step after
+    a change of phases computes its gradient for the previous phase.
 
     Args:
-      opt_state: The state of an optimizer, however composed.
+      opt_state: The state of an optimizer, in any nesting.
       params: The params.
-      key: A random key of the step, and of the replica.
+      key: A random key for the step and the replica.
 
     Raises:
       ValueError: If a method that draws is inside `optax.MultiSteps`.
@@ -118,7 +118,7 @@ def draw_params(opt_state: Any, params: Any, key: jax.Array) -> Any:
 
 
 def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield the states that draw, with the flags of the phases around them."""
+    """Yield the states that draw, with the flags of the phases that contain them."""
 
     def is_end(node: Any) -> bool:
         return isinstance(node, DrawingState | PhasedState)
@@ -132,7 +132,7 @@ def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple
 
 
 def find_warnings(opt_state: Any, params: Any) -> list[str]:
-    """Return the warnings of the states, in any nesting, that are running."""
+    """Return the warnings of all running states, in any nesting."""
     states = find_running_states(opt_state, WarningState)
     return [text for state in states for text in state.warnings(params)]
 
@@ -140,8 +140,8 @@ def find_warnings(opt_state: Any, params: Any) -> list[str]:
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
     """Return all states of a type inside any nesting of chain, masked, partition, MultiSteps and so on.
 
-    The search does not look inside a state that it has found, and it looks into every phase. States that
-    `flax.nnx` keeps as variables are returned as plain arrays.
+    The search does not look inside a state that it has found, and it looks into all phases. States that
+    `flax.nnx` stores as variables are returned as plain arrays.
     """
     return [without_variables(state) for state in _find_nodes(opt_state, state_type, _always)]
 
@@ -149,10 +149,10 @@ def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...
 def find_running_states(
     opt_state: Any, state_type: type[State] | tuple[type[State], ...]
 ) -> list[State]:
-    """Return the states that `find_states` finds, without those of a phase that is not running.
+    """Return the states that `find_states` finds, without states in phases that are not running.
 
     Raises:
-      ValueError: If a phase with such a state is not known, as it is traced by `jax.jit` or differs
+      ValueError: If a phase with such a state is not known, because it is traced by `jax.jit` or differs
         between replicas.
     """
     return [without_variables(state) for state in _find_nodes(opt_state, state_type, _is_running)]
@@ -165,7 +165,7 @@ def check_runs(opt_state: Any, state_type: Any, *, method: str) -> None:
 
 
 def _find_nodes(opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the nodes of a type, inside of phases only where the phase's flag allows it."""
+    """Yield the nodes of a type, inside phases only if `may_look` is true for the phase's flag."""
 
     def is_wanted(node: Any) -> bool:
         return isinstance(node, state_type)
@@ -179,7 +179,7 @@ def _find_nodes(opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]
         elif isinstance(node, PhasedState):
             for part, flag in node.phases():
                 within = list(_find_nodes(part, state_type, may_look))
-                # A flag is read only where it matters, as it may be traced.
+                # A flag is read only if it matters, since it may be traced.
                 if within and may_look(flag):
                     yield from within
 
@@ -189,13 +189,13 @@ def _always(_: Any) -> bool:
 
 
 def _is_running(flag: Any) -> bool:
-    """Return the flag of a phase, one for all replicas."""
+    """Return the flag of a phase, which must be the same on all replicas."""
     if isinstance(flag, jax.core.Tracer):
         raise ValueError(
             f"Under jax.jit or jax.vmap, it is not known which phase ({_PHASED}) is running. Call this "
             "function outside of them, or pass the state of the running phase."
         )
-    # An array of several processes has values on this process as well.
+    # An array over several processes also has values on this process.
     values = {bool(each) for each in local_values(flag).ravel()}
     if len(values) > 1:
         raise ValueError(f"The states are in different phases ({_PHASED}): pass one of them.")
@@ -203,7 +203,7 @@ def _is_running(flag: Any) -> bool:
 
 
 def local_values(array: Any) -> np.ndarray[Any, Any]:
-    """Return the entries of an array that this process holds, flat if they are not all."""
+    """Return an array's entries on this process, flattened if some entries are elsewhere."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return np.asarray(array)
     return np.concatenate([np.ravel(shard.data) for shard in array.addressable_shards])
@@ -212,18 +212,18 @@ def local_values(array: Any) -> np.ndarray[Any, Any]:
 def find_state(
     opt_state: Any, state_type: type[State] | tuple[type[State], ...], *, method: str
 ) -> State:
-    """Return the only state of a type inside any nesting of Optax states, in a phase that is running.
+    """Return the only state of a type in a running phase, inside any nesting of Optax states.
 
     Args:
-      opt_state: The state of an optimizer, however composed.
-      state_type: The NamedTuple to look for, or a tuple of several.
+      opt_state: The state of an optimizer, in any nesting.
+      state_type: The NamedTuple to look for, or a tuple of several types.
       method: The public name of the transformation that makes such states, for the message.
 
     Returns:
       The state.
 
     Raises:
-      ValueError: If there is no such state, or more than one, or it is in a phase that is not running.
+      ValueError: If there is no such state or more than one, or if its phase is not running.
     """
     return without_variables(_find_node(opt_state, state_type, method))
 
@@ -247,29 +247,29 @@ def _find_node(opt_state: Any, state_type: Any, method: str) -> Any:
 
 
 def replace_state(opt_state: Any, state_type: type[State], new: State, *, method: str) -> Any:
-    """Return the optimizer state with its only state of a type in a running phase replaced.
+    """Replace the only state of a type in a running phase of an optimizer state.
 
     Args:
-      opt_state: The state of an optimizer, however composed.
+      opt_state: The state of an optimizer, in any nesting.
       state_type: The NamedTuple to look for.
-      new: The new state, of the same form: plain arrays, as `find_state` returns them. Where
-        `flax.nnx` keeps variables, new variables of the same kind hold them.
+      new: The new state with the same structure, and with plain arrays as returned by `find_state`. If
+        `flax.nnx` stores variables, new variables of the same kind are made.
       method: The public name of the transformation that makes such states, for the message.
 
     Returns:
-      An optimizer state of the structure, shapes and dtypes of `opt_state`.
+      An optimizer state with the structure, shapes and dtypes of `opt_state`.
 
     Raises:
-      ValueError: If there is no such state, or more than one, or it is in a phase that is not running,
-        or the new one is of another form.
+      ValueError: If there is no such state or more than one, if its phase is not running, or if the new
+        state has another structure, shape or dtype.
     """
     place = _find_node(opt_state, state_type, method)
     old = without_variables(place)
     checks.check_same_tree(f"the new {state_type.__name__}", new, old, source="the optimizer state")
-    # The arrays of a state are strongly typed.
+    # The arrays of a state must be strongly typed.
     new = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), new)
 
-    # The same type may stand in another phase: the state is found again by its identity.
+    # Another phase may have a state of the same type, so the state is found again by its identity.
     return jax.tree.map(
         lambda node: in_variables(new, node) if node is place else node,
         opt_state,
@@ -282,14 +282,14 @@ def _is_variable(node: Any) -> bool:
 
 
 def without_variables(tree: Any) -> Any:
-    """Return the tree with the array of each variable of `flax.nnx` in its place."""
+    """Return the tree with each variable of `flax.nnx` replaced by its array."""
     return jax.tree.map(
         lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
     )
 
 
 def in_variables(tree: Any, like: Any) -> Any:
-    """Return a tree of arrays in the variables of `flax.nnx` that `like` has in their places."""
+    """Return a tree of arrays, inside variables of `flax.nnx` wherever `like` has variables."""
     return jax.tree.map(
         lambda place, value: place.replace(value) if _is_variable(place) else value,
         like,
@@ -299,13 +299,13 @@ def in_variables(tree: Any, like: Any) -> Any:
 
 
 class Match(NamedTuple):
-    """An array of an optimizer's state, and the parameter that it belongs to.
+    """An array in an optimizer's state, and the parameter that it belongs to.
 
     Attributes:
       leaf: The array.
-      place: The number of the parameter among the leaves of the params; None for an array that is in no
-        tree like params, such as a count.
-      owner: The name of the state that the array is in.
+      place: The number of the parameter among the leaves of the params; None for an array that is not in
+        a tree like params, such as a count.
+      owner: The name of the state that contains the array.
     """
 
     leaf: Any
@@ -314,14 +314,14 @@ class Match(NamedTuple):
 
 
 def match_params(state: Any, params: Any) -> list[Match]:
-    """Return for each leaf of an optimizer's state the parameter that it belongs to.
+    """Return the parameter that each leaf of an optimizer's state belongs to.
 
-    A parameter has an array wherever a part of the state has the tree structure of the params, perhaps
-    with `optax.MaskedNode` for some of them. Neither paths nor shapes count, as two params may share the
-    end of a path or a shape. Only where the params are a single array, which has no structure, its
-    arrays are those of its shape and those of numbers with axes.
+    Each part of the state with the tree structure of the params, except for nodes `optax.MaskedNode`,
+    has an array for each parameter. Paths and shapes do not count, because two params may share the end
+    of a path or a shape. If the params are a single array, without a structure, all arrays with its
+    shape and all inexact arrays with axes belong to it.
     """
-    # Both trees hold numbers in place of arrays, so that nothing reads the arrays.
+    # Both trees contain numbers instead of arrays, so the arrays are not read.
     leaves, structure = jax.tree.flatten(state)
     wanted: Any = jax.tree.structure(params)
     places = wanted.unflatten(range(wanted.num_leaves))

@@ -1,4 +1,4 @@
-"""Text tables for reports."""
+"""Format text tables for reports."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,6 +1,6 @@
-"""Make every transformation of this library from two functions that hold its algorithm.
+"""Make all transformations of this library from two functions that contain the algorithm.
 
-This file keeps the common promises in one place: the state belongs to the method, params are given and
+This file is the single place for common checks: the state belongs to the method, params are given and
 match the state, needed extra arguments are given, the mapped axis is bound, and results have the types
 of the inputs.
 """
@@ -22,9 +22,9 @@ _EVALUATE = (
     "e = optperm.evaluate(loss_fn, params, batch{}), "
     "then update(e.grad, state, params, **e.extra_args)"
 )
-# Further arguments of `optperm.evaluate` that an extra argument needs.
+# Further arguments of `optperm.evaluate` that extra arguments need.
 _MORE = {"example_grad_fn": ", example=one_example"}
-_OTHER_LOOPS = "In a loop that cannot pass it: optperm.with_loss."
+_OTHER_LOOPS = "In a loop without extra arguments, use optperm.with_loss."
 _SOURCE = "the optimizer state"
 
 
@@ -44,23 +44,23 @@ def transformation(
     """Make a transformation that checks its inputs and returns everything in the types of the inputs.
 
     The type of an array is `jax.typeof(array)`: its dtype, the mapped axes over which it varies, and its
-    sharding on an explicit mesh. No type is weak. Outside of `jax.jit` any sharding is kept.
+    sharding on an explicit mesh. No type is weak. Outside `jax.jit`, any sharding is preserved.
 
     Args:
-      init: `init(params)`, the state. The type in its annotation is required of the state in `update`.
-      update: `update(updates, state, params, **extra_args)`, the new updates and the new state. It names
-        the extra arguments that it uses.
+      init: `init(params)` returns the state. The state passed to `update` must have the annotated type.
+      update: `update(updates, state, params, **extra_args)` returns the new updates and the new state.
+        Its signature names the extra arguments that it uses.
       method: The public name, for messages.
-      like: `like(state)`, a tree whose structure and shapes params and updates must have: a part of the
-        state, or `optperm.core.trees.one_row` of a part. None if the state has no such part: then,
-        and where the tree is masked, updates must match params.
-      dtypes: Whether the dtypes of params must be the dtypes of that tree too.
+      like: `like(state)` returns a tree whose structure and shapes params and updates must have: a part
+        of the state, or `optperm.core.trees.one_row` of a part. None if the state has no such part. In
+        this case, and where the tree is masked, updates must match params.
+      dtypes: Whether params must also have the dtypes of this tree.
       needs: The extra arguments that `update` needs, each with its description. `grad_fn` is made from
-        `value_fn` where only `value_fn` is given.
+        `value_fn` if only `value_fn` is given.
       needs_params: Whether `update` needs params.
       updates_like: Whether the new updates have the types of params, if given, or of the updates.
-      axis_name: The mapped axis that must be bound where `update` is called.
-      conversion: A sentence on how to make a state from that of another optimizer, for the message.
+      axis_name: The mapped axis that must be bound in calls of `update`.
+      conversion: A sentence about the conversion of another optimizer's state, for the message.
 
     Returns:
       The transformation.
@@ -77,7 +77,7 @@ def transformation(
         checks.check_state(method, state, own_type, conversion)
         if needs_params:
             _check_are_given(method, params)
-        # Params and updates must fit the state: JAX would broadcast other shapes to a wrong result.
+        # Params and updates must match the state, or JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)
             if params is not None:
@@ -93,10 +93,10 @@ def transformation(
         _check_extras(method, wanted, extra_args)
         checks.check_axis_is_bound(axis_name)
         if params is not None:
-            # Operations on an explicit mesh refuse gradients that are sharded unlike the params.
+            # Operations on an explicit mesh reject gradients whose sharding differs from the params'.
             updates = jax.tree.map(shard_like, updates, params)
         new_updates, new_state = update(updates, state, params, **extra_args)
-        # The method may compute in other dtypes: the form of state and updates never changes.
+        # The method may compute in other dtypes, but the types of state and updates never change.
         other = params if updates_like == "params" and params is not None else updates
         return cast_like(new_updates, other), cast_like(new_state, state)
 
@@ -111,11 +111,11 @@ def wrapper(
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that only calls others, which check dtypes and trees themselves.
 
-    Its results have the types of the inputs, as those of `transformation`.
+    Results have the types of the inputs, as with `transformation`.
 
     Args:
-      init: `init(params)`, the state. The type in its annotation is required of the state in `update`.
-      update: `update(updates, state, params, **extra_args)`, the new updates and the new state.
+      init: `init(params)` returns the state. The state passed to `update` must have the annotated type.
+      update: `update(updates, state, params, **extra_args)` returns the new updates and the new state.
       method: The public name, for messages.
 
     Returns:
@@ -138,12 +138,12 @@ def wrapper(
 
 
 def _find_own_type(init: Callable[..., Any]) -> Any:
-    """Return the type of the states that `init` makes, as its annotation says."""
+    """Return the type of the states that `init` makes, from its annotation."""
     return inspect.get_annotations(init, eval_str=True).get("return", Any)
 
 
 def _with_strong_types(state: Any) -> Any:
-    # A weak type would become strong in the first step, which breaks a jax.lax.scan.
+    # A weak type would become strong in the first step and break a jax.lax.scan.
     return cast_like(state, state)
 
 
@@ -153,7 +153,7 @@ def _check_are_given(method: str, params: optax.Params | None) -> None:
 
 
 def known_extra_args(tx: Any, extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extra arguments that a transformation takes; `optax.contrib.sam` takes only one."""
+    """Return the extra arguments that a transformation accepts; `optax.contrib.sam` accepts only one."""
     parameters = inspect.signature(tx.update).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return dict(extra_args)
@@ -161,7 +161,7 @@ def known_extra_args(tx: Any, extra_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_extras(method: str, needs: Mapping[str, str], extra_args: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names all extra arguments that are missing."""
+    """Raise a ValueError that names all missing extra arguments."""
     missing = [name for name in needs if extra_args.get(name) is None]
     if missing:
         named = ", and ".join(f"{name}, {needs[name]}" for name in missing)
@@ -175,7 +175,7 @@ def _make_grad_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., op
 
     def grad_fn(params: optax.Params, **part: Any) -> optax.Updates:
         if part:
-            # The gradient over the whole batch would pass for the gradient over a part.
+            # The gradient over the whole batch would be mistaken for the gradient over a part.
             needed = "grad_fn, which takes a part of the batch (start=, size=), unlike value_fn"
             code = _EVALUATE.format("")
             raise ValueError(f"{method} needs the extra argument {needed}: {code}. {_OTHER_LOOPS}")

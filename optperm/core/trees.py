@@ -24,21 +24,21 @@ def one_row(tree: Any) -> Any:
 def unstack(stack: jax.Array, axis: int = 0) -> list[jax.Array]:
     """Return the rows of an array along an axis.
 
-    XLA compiles equal kernels once: a number of a row that it knows would make a kernel for each row.
+    XLA compiles equal kernels once, but with constant row numbers, each row would need its own kernel.
     """
     places = jax.lax.optimization_barrier([np.int32(place) for place in range(stack.shape[axis])])
     return [jax.lax.dynamic_index_in_dim(stack, place, axis, keepdims=False) for place in places]
 
 
 def is_masked(node: Any) -> bool:
-    """Return whether a node stands for params that a transformation does not see."""
+    """Return whether a node replaces params that a transformation does not see."""
     return isinstance(node, optax.MaskedNode)
 
 
 def mask_like(tree: Any, masked: Any) -> Any:
-    """Return the tree without the parts that are masked in another one.
+    """Return the tree without the parts that are masked in another tree.
 
-    A tree that does not fit under the mask is returned as it is: `checks.check_same_tree` names it.
+    A tree that does not match the mask is returned unchanged, so `checks.check_same_tree` can name it.
     """
     try:
         return jax.tree.map(
@@ -49,7 +49,7 @@ def mask_like(tree: Any, masked: Any) -> Any:
 
 
 def fill_masked(tree: Any, whole: Any) -> Any:
-    """Return the tree with the nodes of another one where it is masked or None."""
+    """Return the tree with masked nodes and None replaced by the nodes of another tree."""
 
     def is_absent(node: Any) -> bool:
         return node is None or is_masked(node)
@@ -64,7 +64,7 @@ def fill_masked(tree: Any, whole: Any) -> Any:
 def trained_part(params: Any) -> Any:
     """Return a model made of dataclasses, as in Equinox, with None for each leaf that is not trained.
 
-    Real and complex floating arrays are trained. Any other tree is returned as it is.
+    Real and complex floating arrays are trained. Any other tree is returned unchanged.
     """
 
     def keep(leaf: Any) -> Any:
@@ -93,13 +93,13 @@ def spread_prefix(
       path: The path to this part of the tree.
 
     Raises:
-      ValueError: Naming the place where the prefix does not fit.
+      ValueError: If the prefix does not match; the message names the node.
     """
     if is_masked(tree):
         return tree
     if is_value(prefix):
         return jax.tree.map(lambda _: prefix, tree)
-    structure: Any  # One level of both.
+    structure: Any  # One level of both trees.
     parts, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
     )

@@ -62,12 +62,12 @@ class AgnState(NamedTuple):
       since_commit: Number of steps since the last commit.
       commits: Number of commits.
       local_state: State of the inner optimizer.
-      center_state: State of the optimizer of the center.
+      center_state: State of the center's optimizer.
       center: The params at the last commit, the same on every replica.
       accumulator: The sum of the raw local gradients since the last commit, in float32 or wider.
       pulled: Whether the last step ended in a commit, which moved the params to the center.
-      skipped: Number of commits without this replica's contribution, because this contribution or the
-        sum of all contributions was not finite.
+      skipped: Number of commits without this replica's contribution, because the contribution or the sum
+        of all contributions was not finite.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -86,16 +86,16 @@ class AgnState(NamedTuple):
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
     def steps_since_commit(self) -> jax.Array:
-        """Return the number of steps that the center lacks."""
+        """Return the number of local steps that the center does not include yet."""
         return self.since_commit
 
     def replace_targets(self, other: Any) -> AgnState:
-        """Return this state with the center of another state, and with the targets of its optimizers.
+        """Return this state with the center and the optimizers' targets of another state.
 
         Args:
           other: A state with the same structure.
         """
-        # What was accumulated belongs to the center of before.
+        # The accumulated gradients belong to the previous center.
         accumulator = optax.tree.zeros_like(self.accumulator)
         return replace_center(self, other)._replace(accumulator=accumulator)
 
@@ -148,9 +148,9 @@ def agn(
 
       - `commit=`: False takes only the local step, and True also commits after the step. A Python bool
         is known while tracing, so a local step compiles to the optimizer and one addition. A traced bool
-        must be the same on all replicas. None counts the steps on the device. `"only"` commits the steps
-        since the last commit without a local step: it ignores the gradient, and changes nothing if there
-        was no such step.
+        must be the same on all replicas. With None, the device counts the steps. `"only"` commits the
+        steps since the last commit without a local step: it ignores the gradient, and changes nothing if
+        there was no step since the last commit.
       - `weight=`: The weight :math:`w_i \ge 0` of this replica. The mean is
         :math:`\sum w_i n_i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n_i` is multiplied
         by :math:`w_i`.
@@ -191,7 +191,7 @@ def agn(
 
       :math:`T` in the equations is the number of steps actually taken, also with `commit=`.
       `optax.MultiSteps` drops the results of micro-steps that only accumulate, but not their
-      collectives: each micro-step of a period's last step makes the exchange. In this case, pass
+      collectives: each micro-step of a period's last step exchanges contributions. In this case, pass
       `commit=`, True only in the last micro-step of a period. Within `jax.shard_map`, params must vary
       over the axis; if they do not, use `jax.lax.pcast(params, axis_name, to='varying')`. If `axis_name`
       combines axes of `jax.shard_map` and of a `jax.vmap` within it, pass `check_vma=False` to
@@ -205,20 +205,20 @@ def agn(
       `value` is the value at the center, and `grad` is the committed gradient.
 
       Nonfinite entries of a gradient count as zero in the local step. The commit leaves out a replica
-      with such entries, still pulls it to the center, and counts the omission in its state (`skipped`).
-      The same holds for a traced weight that is negative or nonfinite. If no replica remains, or the sum
-      of contributions overflows, the center does not move. An optimizer that divides by the size of its
-      gradient may produce NaNs from zeros; `optax.apply_if_finite` around it skips such steps. All
-      replicas must count the same steps, so put such a wrapper around `inner`, not around `agn`.
+      with such entries, still pulls the replica to the center, and counts the omission in `skipped`. The
+      same is true for a traced weight that is negative or nonfinite. If no replica remains, or the sum
+      of contributions overflows, the center does not move. An optimizer that divides by the norm of its
+      gradient may produce NaNs from zeros; put `optax.apply_if_finite` around it to skip these steps.
+      All replicas must count the same steps, so put such a wrapper around `inner`, not around `agn`.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
-        are already summed over this axis, or trees do not match; or if the local optimizer keeps points
+        are already summed over this axis, or trees do not match; or if the local optimizer stores params
         that a pull would not move (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`,
-        `katyusha`). Without `outer`, also if a state of `inner` may use one count for its moments and
-        for a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if
-        `inner` chooses which params are zero (`optperm.rigl`).
+        `katyusha`); or, without `outer`, if a state of `inner` may use one count for its moments and for
+        a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if `inner`
+        chooses which params are zero (`optperm.rigl`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
@@ -228,7 +228,7 @@ def agn(
     replicas = Replicas(axis_name or None, shard_axes or ())
     local_optimizer = checks.as_optimizer("inner", inner)
     center_optimizer = local_optimizer if outer is None else checks.as_optimizer("outer", outer)
-    # Schedules of an optimizer of the center's own count commits.
+    # Without `outer`, the center's schedules count local steps, otherwise commits.
     is_same = outer is None
 
     def init(params: optax.Params) -> AgnState:
@@ -264,19 +264,19 @@ def agn(
         replicas.check_are_local(grads, params, "agn")
         check_weight(weight)
         is_commit = ends_period(commit, state, every, axis_name, "agn")
-        # Without steps `finish` changes nothing.
+        # `finish` undoes an update without steps.
         steps = jnp.maximum(optax.safe_increment(state.since_commit) - int(not has_step), 1)
 
         # theta <- theta + u(g; s)
         local_step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
         u, local_state = local_step(state.local_state)
 
-        # a <- a + g, of the raw gradient: a commit sees an entry that is not finite
+        # a <- a + g uses the raw gradient, so that a commit notices nonfinite entries
         def add(a: optax.Updates) -> optax.Updates:
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), a, grads) if has_step else a
 
-        # n = a / T, c <- c + u(n; s_c). The commit adds a + g itself: as an input of the conditional,
-        # the sum would be stored once more in every step.
+        # n = a / T, c <- c + u(n; s_c). The commit computes a + g itself, because as an input of the
+        # conditional, the sum would be stored once more in every step.
         old = (state.center, state.center_state), jnp.array(True)
 
         def make_commit() -> tuple[Center, jax.Array]:
@@ -291,7 +291,7 @@ def agn(
                 is_mean = combine == "mean"
                 (c, s_c), took_part = _step_by_sum(old[0], n, step, replicas, weight, is_mean)
             c = keep_exact(c, state.center, local_state, True, axis_name)
-            # The local steps were made, even if no contribution was finite.
+            # Schedules advance even if no contribution was finite.
             if is_same:
                 s_c = advance_schedules(s_c, state.center_state, steps, c)
             return (c, s_c), took_part
@@ -299,7 +299,7 @@ def agn(
         (center, center_state), took_part = cond(is_commit, make_commit, lambda: old)
         accumulator = state.accumulator
         if not isinstance(is_commit, bool):
-            # The commit reads the old sum, which the addition writes over.
+            # The commit must read the old sum before the addition overwrites it.
             _, accumulator = compute_in_order(took_part, accumulator)
 
         # theta <- c, a <- 0
@@ -331,15 +331,15 @@ def agn(
 def _step_by_sum(
     at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any, is_mean: bool
 ) -> tuple[Center, jax.Array]:
-    """Make one step by sum w n, or sum w n / sum w, in one all-reduce.
+    """Take one step with sum w n, or sum w n / sum w, from one all-reduce.
 
-    Returns the center, and whether this replica took part.
+    Return the center, and whether this replica took part.
     """
-    # A replica whose n is not finite, or overflows in the dtype of the center, weighs nothing.
+    # If n is not finite, or overflows in the dtype of the center, the replica has weight 0.
     _, is_finite = replicas.cast_gradient(n, at[0])
     w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
     total, weights = replicas.sum((scale(n, w), w))
-    # Finite numbers may overflow in their sum.
+    # The sum of finite numbers may overflow.
     n = divide(total, weights) if is_mean else total
     gradient, is_valid = replicas.cast_gradient(n, at[0])
     has_any = weights > 0
@@ -349,21 +349,21 @@ def _step_by_sum(
 def _step_in_turn(
     at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any
 ) -> tuple[Center, jax.Array]:
-    """Make a step by w n of each replica in turn, after one all-gather.
+    """Take a step with w n of each replica in turn, after one all-gather.
 
-    Returns the center, and whether this replica took part.
+    Return the center, and whether this replica took part.
     """
     _, is_finite = replicas.cast_gradient(n, at[0])
     w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
     given = optax.tree.cast_like(scale(n, w), at[0]), w
 
     def take_turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
-        # A weight is finite. Unless it sorts, XLA takes the loop for a small one.
+        # Weights are finite, but without the sort in `both`, XLA takes minutes to compile the loop.
         return step(at, row[0], both(row[1] > 0, jnp.isfinite(row[1]))), None
 
     if replicas.axis_name is None:
         return take_turn(at, given)[0], takes_part
-    # Every replica makes the same steps in the same order, so the centers stay the same without another
+    # All replicas take the same steps in the same order, so the centers stay equal without another
     # collective.
     rows = gather_trees(given, replicas.axis_name)
     return jax.lax.scan(take_turn, at, rows)[0], takes_part

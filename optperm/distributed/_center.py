@@ -9,7 +9,7 @@ from optperm.core.trees import fill_masked
 from optperm.distributed._agn import AgnState
 from optperm.distributed._diloco import DilocoState
 
-# The states of methods whose replicas train their own params.
+# The states of methods in which each replica trains its own params.
 LOCAL_STATES = (AgnState, DilocoState)
 
 
@@ -19,9 +19,9 @@ def center_params(
     """Return the center, the common params of all replicas of `optperm.agn` or `optperm.diloco`.
 
     Args:
-      opt_state: The optimizer state, in any nesting. If it has a leading axis of replicas, the center
-        has this axis too.
-      params: The params, which supply the leaves that the method does not train, such as within
+      opt_state: The optimizer state, in any nesting. If the state has a leading axis of replicas, the
+        center has this axis too.
+      params: The params, from which leaves that the method does not train are taken, such as within
         `optax.partition` or `optax.masked`. Without params, these leaves are `optax.MaskedNode`.
       final: Whether to raise an error if the center lacks local steps. True does not work within
         `jax.jit`.
@@ -43,13 +43,13 @@ def center_params(
     Notes:
       Test and save the center, because between commits each replica has its own params. Take the last
       step with `commit=True`; otherwise the center lacks the last local steps. If a plan has several
-      fragments or a delay, only `commit=True` exchanges all of them at once.
+      fragments or a delay, only `commit=True` exchanges all fragments at once.
 
-      With `combine="pairs"`, each replica has its own center. Test any of them, or their mean.
+      With `combine="pairs"`, each replica has its own center. Test any of these centers, or their mean.
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one state of these methods. With
-        `final=True`, also if the last step did not commit all params.
+      ValueError: If `opt_state` does not contain exactly one state of these methods, or, with
+        `final=True`, if the last step did not commit all params.
     """
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
     if final and (steps := int(local_values(state.since_commit).max())):

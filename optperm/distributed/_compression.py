@@ -1,4 +1,4 @@
-"""Compress contributions with error feedback into bytes for one all-gather.
+"""Compress contributions to bytes for one all-gather, with error feedback.
 
 A. Sarfi et al., "SparseLoCo: Communication Efficient Training with Sparse, Quantized Pseudo-Gradients",
 arXiv 2508.15706, 2025; error feedback by F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014.
@@ -22,7 +22,7 @@ from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.distributed._replicas import Replicas, gather, scale, weigh
 
 _BITS = (1, 2, 4, 8)
-# The number of entries that share a scale, and of which a fixed number is sent.
+# The number of entries that share a scale, and from which a fixed number of entries is sent.
 _CHUNK = 4096
 _DENSE_CHUNK = 256
 
@@ -35,7 +35,7 @@ class Compression:
       e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
 
     where :math:`\Delta` is the next contribution, and the replica sends :math:`s`. The residual
-    :math:`e` keeps the other entries and the rounding errors for later.
+    :math:`e` stores the other entries and the rounding errors for later commits.
 
     Attributes:
       fraction: The fraction of entries to send, in (0, 1]: the entries with the largest magnitudes. None
@@ -52,13 +52,13 @@ class Compression:
       (0.95, 1.0)
 
     Notes:
-      With a fraction, each chunk of 4,096 entries of a leaf sends its largest entries; their number is a
-      multiple of 8. The index of an entry takes two bytes. Zeros stay zero, even with one bit.
+      With a fraction, the largest entries of each chunk of 4,096 entries of a leaf are sent, a multiple
+      of 8 per chunk. The index of an entry takes two bytes. Zeros stay zero, even with one bit.
 
       The sent entries of a chunk share a scale. Without a fraction, a chunk has 256 entries. The scale
       is their maximum magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from minus
       to plus the scale, including zero. With one bit, the scale is the mean magnitude and :math:`Q` is
-      the sign, which has no zero. Without a fraction, one bit therefore moves entries back and forth
+      the sign, which is never zero. Therefore, without a fraction, one bit moves entries back and forth
       even if their contribution is zero.
 
     Raises:
@@ -94,12 +94,12 @@ class Compression:
 
 
 class Encoded(NamedTuple):
-    """What is sent of a leaf, in chunks.
+    """The sent part of a leaf, in chunks.
 
     Attributes:
-      codes: The entries: in float32, or packed codes of a few bits in uint8.
+      codes: The entries in float32, or packed codes of a few bits in uint8.
       scale: The scale of the codes of each chunk, in float32; None for entries in float32.
-      places: The places of the entries in their chunk, in uint16; None if all are sent.
+      places: The positions of the entries in their chunk, in uint16; None if all are sent.
     """
 
     codes: jax.Array
@@ -109,7 +109,7 @@ class Encoded(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="compress")
 def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
-    """Return what is sent of a leaf, or None if it has no entries."""
+    """Return the sent part of a leaf, or None if the leaf has no entries."""
     if not leaf.size:
         return None
     chunks = _split(compress, leaf)
@@ -118,13 +118,13 @@ def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
         index = _find_largest(jnp.abs(chunks), _count_sent(compress, chunks.shape[1]))
         chunks = _take_places(chunks, index)
         if compress.bits == 1:
-            # One bit has no zero: a chosen zero is sent as the largest entry once more.
+            # One bit cannot represent zero, so the largest entry is sent again instead of a zero.
             index = _repeat_first(index, chunks == 0)
     if compress.bits is None:
         codes = chunks
     elif compress.bits == 1:
-        # The scale of one bit is the mean magnitude: with the largest, errors would grow. It is the
-        # mean over the entries of the leaf, as the last chunk is padded, or over those chosen.
+        # With one bit, the scale is a mean magnitude, because errors would grow with the maximum. The
+        # mean is over entries of the leaf, without the padding of the last chunk, or over sent entries.
         if compress.fraction is None:
             starts = _find_width(compress, leaf.size) * np.arange(len(chunks), dtype=np.float32)
             number: Any = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
@@ -135,10 +135,10 @@ def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
         signed = chunks if compress.fraction is None else _repeat_first(chunks, chunks == 0)
         codes = _pack((signed >= 0).astype(jnp.uint8), 1)
     else:
-        # 2 levels + 1 evenly spaced values from -scale to scale: an odd number, so zero stays zero.
+        # The 2 levels + 1 values are evenly spaced from -scale to scale, so zero stays zero.
         scale = jnp.max(jnp.abs(chunks), axis=1, keepdims=True)
         levels = _count_levels(compress.bits)
-        # XLA divides by a reciprocal, which for the largest numbers is subnormal and becomes zero.
+        # XLA multiplies by the reciprocal, which is subnormal and becomes zero for the largest numbers.
         factor = jnp.where(scale > 1, 1 / 16, 1)
         unit = chunks * factor / jnp.where(scale > 0, scale * factor, 1)
         codes = _pack((jnp.round(unit * levels) + levels).astype(jnp.uint8), compress.bits)
@@ -147,13 +147,13 @@ def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
 
 @functools.partial(jax.jit, static_argnames=("compress", "like"))
 def decode(compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return what is decoded of a leaf of this shape and dtype."""
+    """Return the decoded leaf, with the shape and dtype of `like`."""
     if sent is None:
         return jnp.zeros(like.shape, like.dtype)
     values = sent.codes
     if compress.bits is not None and sent.scale is not None:
         codes = _unpack(sent.codes, compress.bits).reshape(len(sent.scale), -1).astype(jnp.int32)
-        # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
+        # Subtract integers, because XLA may fuse codes / levels - 1, which would never be zero.
         levels = 1 if compress.bits == 1 else _count_levels(compress.bits)
         signed = 2 * codes - 1 if compress.bits == 1 else codes - levels
         values = signed.astype(jnp.float32) / levels * sent.scale
@@ -170,7 +170,7 @@ def _find_width(compress: Compression, size: int) -> int:
 
 
 def _count_sent(compress: Compression, width: int) -> int:
-    """Return the number of entries of a chunk that are sent: a multiple of 8, which fills bytes."""
+    """Return the number of sent entries per chunk, a multiple of 8 to fill whole bytes."""
     return min(width, max(8, round(width * (compress.fraction or 0) / 8) * 8))
 
 
@@ -187,12 +187,12 @@ def _count_levels(bits: int) -> int:
 
 
 def _repeat_first(rows: jax.Array, where: jax.Array) -> jax.Array:
-    """Return rows with their first entry where a condition holds."""
+    """Return rows in which entries with a true condition are replaced by their row's first entry."""
     return jnp.where(where, rows[:, :1], rows)
 
 
 def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
-    """Return the indices of the largest entries of each row, equal entries in order."""
+    """Return the indices of the largest entries of each row; equal entries are in order."""
 
     @jax.custom_batching.custom_vmap
     def find(sizes: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
 
     @find.def_vmap
     def _(axis_size: int, in_batched: Any, sizes: jax.Array) -> tuple[jax.Array, bool]:
-        # XLA gathers rows on several devices for a top_k; a sort leaves them where they are.
+        # For a top_k, XLA gathers rows from several devices; a sort needs no gathering.
         if axis_size == 1:
             return find(sizes[0])[None], True
         return jnp.argsort(-sizes, axis=-1, stable=True)[..., :number], True
@@ -209,18 +209,18 @@ def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
     return result
 
 
-# The places are within the chunks: XLA need not look, nor count negative places from the end.
+# All positions are within the chunks, so XLA need not check bounds or handle negative indices.
 _INSIDE: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
 @jax.vmap
 def _take_places(row: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the entries of each row at its places."""
+    """Return the entries at the given positions of each row."""
     return row.at[places].get(**_INSIDE)
 
 
 def _put_places(values: jax.Array, places: jax.Array, width: int) -> jax.Array:
-    """Return rows of zeros with values at their places."""
+    """Return rows of zeros with the values at the given positions."""
 
     @jax.vmap
     def put(values: jax.Array, places: jax.Array) -> jax.Array:
@@ -229,37 +229,37 @@ def _put_places(values: jax.Array, places: jax.Array, width: int) -> jax.Array:
     return put(values, places)
 
 
-# TPUs pad a last axis to 128, so the bytes of one number are on a leading axis, far apart in memory.
+# TPUs pad the last axis to 128, so a leading axis indexes the bytes of a number.
 
 
 def _as_bytes(array: jax.Array) -> jax.Array:
-    """Return the bytes of numbers: the first byte of each, then the second of each, and so on."""
+    """Return the bytes of numbers: the first byte of all numbers, then the second, and so on."""
     width = array.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * width}").reshape(-1)
     return jnp.concatenate([(bits >> (8 * i)).astype(jnp.uint8) for i in range(width)])
 
 
 def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
-    """Return the numbers of the bytes of `_as_bytes`."""
+    """Return the numbers from the result of `_as_bytes`."""
     width = jnp.dtype(dtype).itemsize
     parts = array.reshape(width, -1).astype(f"uint{8 * width}")
     return jax.lax.bitcast_convert_type(_join(parts, 8), dtype)
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Pack codes of a few bits, several in a byte."""
-    # Reshaping by way of one axis is possible for batched arrays on explicit meshes.
+    """Pack several codes of a few bits into each byte."""
+    # Reshape to one axis first, as batched arrays on explicit meshes require.
     return _join(codes.reshape(-1).reshape(8 // bits, -1), bits)
 
 
 def _join(parts: jax.Array, bits: int) -> jax.Array:
-    """Join rows of parts of a few bits, the first row in the lowest bits."""
+    """Join rows of codes into bytes, with the first row in the lowest bits."""
     shifted = [part << (bits * i) for i, part in enumerate(parts)]
     return functools.reduce(jnp.bitwise_or, shifted)
 
 
 def _unpack(packed: jax.Array, bits: int) -> jax.Array:
-    """Return the codes of a result of `_pack`."""
+    """Return the codes from a result of `_pack`."""
     mask = jnp.uint8(2**bits - 1)
     return jnp.concatenate([(packed >> shift) & mask for shift in range(0, 8, bits)])
 
@@ -272,7 +272,7 @@ def sum_compressed(
     replicas: Replicas,
     weight: Any = None,
 ) -> tuple[optax.Updates, jax.Array, optax.Updates, jax.Array]:
-    r"""Return the weighted sum of the compressed contributions of all replicas, by one all-gather.
+    r"""Return the weighted sum of all replicas' compressed contributions, with one all-gather.
 
     .. math::
       e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
@@ -281,19 +281,19 @@ def sum_compressed(
       compress: The encoder.
       contribution: :math:`\Delta` of this replica, a tree of floats.
       residual: :math:`e` of this replica, a tree of floats.
-      is_finite: Whether this replica's contribution is finite. If not, its :math:`e` stays.
+      is_finite: Whether this replica's contribution is finite; otherwise :math:`e` does not change.
       replicas: The mapped axes of the replicas.
       weight: This replica's weight; None for 1.
 
     Returns:
       The sum of :math:`w s` over all valid replicas, the sum of their :math:`w`, the new :math:`e`, and
-      whether this replica is valid. If :math:`e` or :math:`s` overflows, it is not, and :math:`e` begins
-      again at zero. A replica of weight zero has sent nothing: its :math:`e` stays.
+      whether this replica is valid. If :math:`e` or :math:`s` overflows, the replica is not valid, and
+      :math:`e` becomes zero. A replica with weight zero sends nothing, so its :math:`e` does not change.
     """
     # e <- beta e + Delta
     decay: Any = compress.decay
     e = jax.tree.map(lambda e, n: decay * e + n, residual, contribution)
-    # Leaves of one shape are traced once; a traced decay is no static argument.
+    # Leaves of the same shape are traced once; a traced decay cannot be a static argument.
     compress = dataclasses.replace(compress, decay=1.0)
     leaves, structure = jax.tree.flatten(e)
     # s = Q(top_k(e)), e <- e - s
@@ -314,12 +314,12 @@ def sum_compressed(
     if replicas.axis_name is None:
         return scale(own, w), w, rest, takes_part
 
-    # sum_i w_i s_i, one replica after another: decoding all at once would take memory for all of them.
+    # sum_i w_i s_i adds one replica after another, to hold only one decoded tree in memory.
     rows, unpack = gather_packed((sent, w.reshape(1)), replicas.axis_name)
 
     def decode_row(row: list[jax.Array]) -> tuple[optax.Updates, jax.Array]:
         sent, (w,) = unpack(row)
-        # A weight is finite. Unless it sorts, XLA takes the loop for a small one.
+        # Weights are finite, but without the sort in `both`, XLA takes minutes to compile the loop.
         w = jnp.where(both(w > 0, jnp.isfinite(w)), w, 0)
         return scale(decode_all(sent), w), w
 
@@ -334,10 +334,10 @@ def sum_compressed(
 def gather_packed(
     tree: Any, axis_name: AxisName
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """Return the arrays of all replicas, packed in rows, by one all-gather, and what unpacks a row.
+    """Return all replicas' arrays as packed rows, from one all-gather, and a function to unpack a row.
 
-    The bytes of all arrays of one dtype are made at once. Where JAX tracks varying axes, arrays that
-    vary over different axes are gathered separately.
+    Arrays of the same dtype are converted to bytes at once. If JAX tracks varying axes, arrays that vary
+    over different axes are gathered separately.
     """
     parts, structure = jax.tree.flatten(tree)
 
@@ -361,7 +361,7 @@ def gather_packed(
         found: list[Any] = [None] * len(parts)
         for joined, places in zip(row, kinds, strict=True):
             sizes = [parts[i].size for i in places]
-            # Equal kernels are compiled once: a start that XLA knows would make a kernel for each array.
+            # XLA compiles equal kernels once, but constant starts would need a kernel for each array.
             starts = computed_once([np.int32(n) for n in itertools.accumulate([0, *sizes[:-1]])])
             for i, start, size in zip(places, starts, sizes, strict=True):
                 piece = jax.lax.dynamic_slice(joined, (start,), (size,))

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps of an inner optimizer, then an outer step on the mean displacement.
+"""DiLoCo: many local steps of an inner optimizer, then an outer step along the mean displacement.
 
 A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv
 2311.08105, 2023; for fragments that may arrive some steps later, "Streaming DiLoCo with overlapping
@@ -61,7 +61,7 @@ class DilocoState(NamedTuple):
         in flight.
       residual: The part of the contributions that compression has not sent yet. This is empty without
         compression.
-      pulled: For each leaf, or each slice of a leaf, whether the last step moved it to the center.
+      pulled: Whether the last step moved each leaf, or each slice of a leaf, to the center.
       skipped: Number of exchanges without this replica's contribution, because its params or the sum of
         all contributions were not finite.
     """
@@ -84,7 +84,7 @@ class DilocoState(NamedTuple):
         leaves, structure = jax.tree.flatten(self.center)
 
         def flag(row: jax.Array, leaf: jax.Array) -> jax.Array:
-            # The row of a whole leaf holds the same flag everywhere.
+            # All entries in the row of a whole leaf are equal.
             length = leaf.shape[stack] if leaf.ndim > stack and leaf.shape[stack] <= longest else 1
             length = 1 if longest == 1 else length
             shape = leaf.shape[:stack] + (length,) * (leaf.ndim > stack)
@@ -96,16 +96,16 @@ class DilocoState(NamedTuple):
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
     def steps_since_commit(self) -> jax.Array:
-        """Return the number of steps that the center lacks."""
+        """Return the number of local steps that the center does not include yet."""
         return self.since_commit
 
     def replace_targets(self, other: Any) -> DilocoState:
-        """Return this state with the center of another state, and with the targets of its optimizers.
+        """Return this state with the center and the optimizers' targets of another state.
 
         Args:
           other: A state with the same structure.
         """
-        # What is in flight, or was not sent, belongs to the center of before.
+        # Contributions in flight and residuals belong to the previous center.
         return replace_center(self, other)._replace(
             weights=jnp.full_like(self.weights, NOTHING),
             residual=optax.tree.zeros_like(self.residual),
@@ -138,8 +138,8 @@ def diloco(
     An outer SGD with learning rate 1 and no momentum averages the replicas. A pull does not change inner
     states.
 
-    With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, replicas exchange the
-    fragments of the params one at a time. A fragment arrives `delay` steps after it is sent (Streaming
+    With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, replicas exchange one
+    fragment of the params at a time. A fragment arrives `delay` steps after being sent (Streaming
     DiLoCo):
 
     .. math::
@@ -156,7 +156,7 @@ def diloco(
     Args:
       inner: The optimizer of the local steps, AdamW in the paper.
       outer: The optimizer of the center. None for `optax.sgd(0.8, momentum=0.5, nesterov=True)`, which
-        works well with few and with many commits. The paper uses
+        works well with both few and many commits. The paper uses
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       every: :math:`H \ge 1`, the number of local steps from one outer step to the next, a schedule of
         the number of commits so far, or an `optperm.distributed.Every`.
@@ -193,14 +193,14 @@ def diloco(
       0.42
 
     Notes:
-      The following works as in `optperm.agn`: local gradients, `commit=` and `weight=` of `update`,
-      extra arguments, replicas that start apart, wrappers (around `inner`, not around `diloco`), zeros
-      and fixed entries of the center, and exact params with `optperm.apply_updates`. Nonfinite entries
-      of a gradient count as zero. An exchange excludes only a replica whose params are not finite. The
-      pull resets such params to the center, for any `mixing`, but only with `optperm.apply_updates`: NaN
-      plus an update is NaN.
+      The following work as in `optperm.agn`: local gradients, `commit=` and `weight=` of `update`, extra
+      arguments, replicas that start apart, wrappers (around `inner`, not around `diloco`), zeros and
+      fixed entries of the center, and exact params with `optperm.apply_updates`. Nonfinite entries of a
+      gradient count as zero. An exchange excludes only replicas whose params are not finite. The pull
+      resets such params to the center, for any `mixing`, but only with `optperm.apply_updates`, because
+      NaN plus an update is NaN.
 
-      With a plan, `commit=plan.at(step)` fixes during tracing which fragments a step exchanges. True and
+      With a plan, `commit=plan.at(step)` selects the fragments of a step during tracing. True and
       `"only"` exchange all fragments at once, without a delay, and replace fragments in flight. With
       more than one fragment, the outer optimizer gets no extra arguments, because a loss is a function
       of all params.
@@ -218,8 +218,8 @@ def diloco(
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
-        are already summed over this axis, or trees do not match; or if `inner` keeps points that a pull
-        would not move (`optax.contrib.schedule_free` and the others that `optperm.agn` names).
+        are already summed over this axis, or trees do not match; or if `inner` stores params that a pull
+        would not move (`optax.contrib.schedule_free` and the others listed for `optperm.agn`).
 
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
@@ -241,7 +241,7 @@ def diloco(
     plan = every if isinstance(every, Every) else Every(1)
     local_optimizer = checks.as_optimizer("inner", inner)
     center_optimizer = checks.as_optimizer("outer", outer)
-    # Extra arguments of a step of the center are averaged over these replicas.
+    # The extra arguments of a center's step are averaged over these replicas.
     extras_axis = None if is_paired else axis_name
     is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
     exchanger = (Delayed if plan.delay else AtOnce)(replicas, compress, is_paired)
@@ -252,7 +252,7 @@ def diloco(
         fragments = Fragments(params, plan.fragments, fragment_of)
         local_state = local_optimizer.init(params)
         if placing_states(local_state) and not is_plain:
-            # Its targets would disagree with a pull of a part of the params, or to other values.
+            # A pull of some params, or to other values, would contradict the optimizer's targets.
             raise ValueError(
                 "The inner optimizer sets exact params (as sgperm does). diloco allows this only with "
                 "one fragment, and without delay, mixing, compress or center_dtype."
@@ -294,20 +294,20 @@ def diloco(
 
         # theta <- theta + u(g; s)
         step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
-        # Within a conditional an exchange computes the local step again: as an input of the conditional,
-        # the moves would be stored and copied in every step.
+        # Within a conditional, an exchange computes the local step again, because as inputs of the
+        # conditional, the moves would be stored and copied in every step.
         is_traced = any(isinstance(flag, jax.Array) for pair in due for flag in pair)
         known = None if is_traced else step(state.local_state)
 
         def find_theta() -> optax.Params:
             return apply_updates(params, *(known or step(state.local_state)))
 
-        # Delta_p = c_p - theta_p, n_p its mean over the replicas, and c_p <- c_p + u(n_p; s_c), for each
-        # fragment p that is due: `Exchanger.send` and `Exchanger.receive`
+        # For each fragment p that is due, `Exchanger.send` computes the mean n_p of Delta_p = c_p -
+        # theta_p over the replicas, and `Exchanger.receive` computes c_p <- c_p + u(n_p; s_c)
         fragments = Fragments(params, plan.fragments, fragment_of)
         now = Step(
             fragments=fragments,
-            # Each conditional computes theta, which is traced once for all of them.
+            # Each conditional computes theta, but all of them share one trace.
             find_theta=jax.jit(find_theta) if is_traced else find_theta,
             move_center=make_center_step(
                 center_optimizer, extra_args if is_one else {}, params, extras_axis
@@ -316,7 +316,7 @@ def diloco(
             count=state.count,
         )
         exchanged, outcomes = exchanger.exchange(now, state, due)
-        # The exchange reads the local state, which the step writes over: the step waits for it.
+        # The step overwrites the local state, so it waits until the exchange has read this state.
         moves, local_state = known or step(
             compute_in_order(exchanged.weights, state.local_state)[1]
         )
@@ -339,9 +339,9 @@ def diloco(
             moves,
             params,
         )
-        # With mixing, only params that were not finite, and so were replaced, land on the center.
+        # With mixing, only nonfinite params, which were replaced, are equal to the center.
         pulled = [a & b for a, b in zip(arrived, is_bad, strict=True)] if is_mixed else arrived
-        # Whether all fragments are both sent and received in this step
+        # This is true if the step sends and receives all fragments
         is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
         new_state = DilocoState(
             count=optax.safe_increment(state.count) if has_step else state.count,
@@ -372,7 +372,7 @@ def diloco(
 def _find_due(
     commit: object, state: DilocoState, every: Period | Every, axis_name: AxisName | None
 ) -> list[Due]:
-    """Return for each fragment whether this step sends it, and whether the step receives it."""
+    """Return two flags per fragment: whether this step sends and whether it receives the fragment."""
     if isinstance(every, Every):
         return resolve_due(commit, every, state.count, axis_name)
     is_commit = ends_period(commit, state, every, axis_name, "diloco")
@@ -387,11 +387,11 @@ def _pull(
     move: jax.Array,
     p: jax.Array,
 ) -> jax.Array:
-    """Return the update of a leaf: to alpha theta + (1 - alpha) c where its fragment has arrived."""
+    """Return a leaf's update, to alpha theta + (1 - alpha) c for fragments that have arrived."""
     if has_arrived is False:
         return move
     if mixing is not None:
-        # Local params that are not finite are replaced.
+        # The center replaces local params that are not finite.
         c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
     return jnp.where(has_arrived, c.astype(p.dtype) - p, move)
 

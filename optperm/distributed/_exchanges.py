@@ -1,20 +1,20 @@
 """Exchange fragments: send contributions, and move the center by their mean.
 
-One step of a replica, for each fragment p that is due. The brackets are conditionals of the compiled
-program, on a predicate that is the same on all replicas:
+The diagram shows a step of a replica for a fragment that is due. The brackets are conditionals of the
+compiled program, with the same predicate on all replicas:
 
     theta, c                            after the local step
       |
-      |-[ Delta = c - theta             send: a part of Delta is left in e with compression,
-      |   n = sum w Delta / sum w ]     and one collective has the sum over the replicas
+      |-[ Delta = c - theta             send: with compression, a part of Delta stays in e;
+      |   n = sum w Delta / sum w ]     one collective computes the sums over the replicas
       |
-      |   n, sum w                      with a delay kept in the state, for some steps
+      |   n, sum w                      with a delay, in the state for some steps
       |
       '-[ c <- c + u(n; s_c) ]          receive: no collective, the same on all replicas
             |
     theta <- alpha theta + (1 - alpha) c    the pull, in `diloco`
 
-Without a delay both brackets are one.
+Without a delay, the two brackets are one conditional.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from optperm.distributed._pairs import map_with_partner
 from optperm.distributed._plans import Due
 from optperm.distributed._replicas import CenterStep, Replicas, divide, scale, weigh
 
-# In place of the sum of weights: nothing is in flight.
+# This value instead of a sum of weights means that nothing is in flight.
 NOTHING = -1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the exchanges of one step need of it.
+    """The inputs of one step's exchanges.
 
     Attributes:
       fragments: The fragments.
-      find_theta: `find_theta()` is the local params after their step.
+      find_theta: A function that returns the local params after their step.
       move_center: The step of the center.
       weight: The weight of this replica; None for 1.
-      count: The number of the step, which draws pairs of replicas.
+      count: The number of the step, from which pairs of replicas are drawn.
     """
 
     fragments: Fragments
@@ -71,12 +71,12 @@ class Part(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of the exchange of a fragment.
+    """The outcome of a fragment's exchange.
 
     Attributes:
       has_arrived: Whether to pull the local params.
       is_bad: Whether the local params are not finite.
-      has_missed: Whether this replica had no part in the exchange, or the exchange overflowed.
+      has_missed: Whether this replica did not take part in the exchange, or the exchange overflowed.
     """
 
     has_arrived: bool | jax.Array
@@ -86,12 +86,12 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchanger(abc.ABC):
-    """The exchange of fragments by a plan, for all steps.
+    """The exchange of fragments according to a plan.
 
     Attributes:
       replicas: The mapped axes.
-      compress: The encoder of what is sent; None for float32.
-      is_paired: Whether a replica exchanges with one other, not with all.
+      compress: The encoder of contributions; None for float32.
+      is_paired: Whether a replica exchanges with one other replica instead of all replicas.
     """
 
     replicas: Replicas
@@ -103,7 +103,7 @@ class Exchanger(abc.ABC):
         """Return the part of fragment p after a step, and the outcome."""
 
     def exchange(self, step: Step, state: Any, due: list[Due]) -> tuple[Part, list[Outcome]]:
-        """Return the part of a `DilocoState` that changes, after the exchange of all fragments due."""
+        """Return the part of a `DilocoState` that changes, after the exchange of all due fragments."""
         center, in_flight, residual = state.center, state.in_flight, state.residual
         center_states, weights = list(state.center_state), list[jax.Array]()
         outcomes = list[Outcome]()
@@ -116,7 +116,7 @@ class Exchanger(abc.ABC):
                 residual=step.fragments.take_leaves(residual, p),
             )
             part, outcome = self.exchange_one(step, part, p, is_due)
-            # Another fragment may have other slices of the same leaves.
+            # Another fragment may contain other slices of the same leaves.
             center = step.fragments.replace_leaves(center, part.center)
             in_flight = step.fragments.replace_leaves(in_flight, part.in_flight)
             residual = step.fragments.replace_leaves(residual, part.residual)
@@ -128,7 +128,7 @@ class Exchanger(abc.ABC):
     def send(
         self, step: Step, part: Part, theta: optax.Params, p: int
     ) -> tuple[optax.Updates, Part, jax.Array]:
-        """Return the mean of Delta over the replicas, and whether this replica has no part in it."""
+        """Return the mean of Delta over the replicas, and whether it excludes this replica."""
         take, write = step.fragments.take_rows, step.fragments.write_rows
         center = take(part.center, p)
         # Delta_p = c_p - theta_p
@@ -143,7 +143,7 @@ class Exchanger(abc.ABC):
             weights = weights.astype(part.weights.dtype)
             part = part._replace(residual=write(part.residual, e, p))
         else:
-            # sum_i w_i Delta_i and sum_i w_i, in one collective; w_i = 0 where Delta_i is not finite
+            # sum_i w_i Delta_i and sum_i w_i in one collective; w_i = 0 if Delta_i is not finite
             w, takes_part = weigh(step.weight, is_finite, part.weights.dtype)
             if self.is_paired:
                 total, weights = self._sum_pair(center, theta, w, step.count)
@@ -157,7 +157,7 @@ class Exchanger(abc.ABC):
     ) -> tuple[Any, jax.Array]:
         """Return w (c - theta) + w' (c - theta') with the partner's w' and theta', and w + w'.
 
-        Both differences are from this replica's center: so the centers approach each other.
+        Both differences use this replica's center, so the centers approach each other.
         """
         axis_name = self.replicas.axis_name
         pair = functools.partial(map_with_partner, axis_name=axis_name, count=count)
@@ -171,21 +171,21 @@ class Exchanger(abc.ABC):
     def receive(
         self, step: Step, part: Part, n: optax.Updates, theta: optax.Params, p: int
     ) -> tuple[Part, jax.Array, jax.Array]:
-        """Step the center by n; return also whether theta is not finite, and whether n overflowed."""
+        """Return the center after a step by n, and whether theta is not finite or n overflowed."""
         center = step.fragments.take_rows(part.center, p)
         gradient, is_finite = self.replicas.cast_gradient(n, center)
-        # c_p <- c_p + u(n; s_c), unless n is of nobody or overflows
+        # c_p <- c_p + u(n; s_c), unless n has no contributions or overflows
         has_any = part.weights > 0
         at = center, part.center_state
         center, center_state = step.move_center(at, gradient, has_any & is_finite)
         center = step.fragments.write_rows(part.center, center, p)
         is_bad = ~self.replicas.are_finite(theta)
-        # Without any contribution each replica has counted its own miss already.
+        # If there was no contribution, each replica has already counted its own miss.
         return part._replace(center=center, center_state=center_state), is_bad, has_any & ~is_finite
 
 
 class AtOnce(Exchanger):
-    """Exchanges without a delay: a fragment is received in the step that sends it."""
+    """Exchanges without a delay: a fragment is sent and received in the same step."""
 
     def exchange_one(self, step: Step, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
         """Return the part of fragment p after a step, and the outcome."""
@@ -203,9 +203,9 @@ class AtOnce(Exchanger):
 
 
 class Delayed(Exchanger):
-    """Exchanges with a delay: what is sent is in flight, in the state, until it is received.
+    """Exchanges with a delay: the state stores the sent contributions until they are received.
 
-    With `commit=True` a fragment is received in the step that sends it: so sending comes first.
+    With `commit=True`, a fragment is sent and received in the same step, so sending comes first.
     """
 
     def exchange_one(self, step: Step, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
@@ -223,22 +223,22 @@ class Delayed(Exchanger):
         def receive() -> tuple[Part, jax.Array, jax.Array]:
             n, theta = take(sent.in_flight, p), take(step.find_theta(), p)
             received, is_bad, is_lost = self.receive(step, sent, n, theta, p)
-            # It is no longer in flight, and is not received again.
+            # The fragment is no longer in flight, and is not received again.
             return received._replace(weights=jnp.full_like(sent.weights, NOTHING)), is_bad, is_lost
 
         new, is_bad, is_lost = cond(is_received, receive, lambda: (sent, no, no))
-        # If nothing was sent, the center makes no step and no params are pulled.
+        # If nothing was sent, the center takes no step and no params are pulled.
         has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
         return new, Outcome(has_arrived, is_bad, has_missed | is_lost)
 
 
 def subtract_params(center: Any, theta: Any) -> Any:
-    """Return Delta = c - theta in float32 or wider: the way back, as a gradient is."""
+    """Return Delta = c - theta in float32 or wider, with the sign of a gradient."""
 
     def subtract(c: jax.Array, p: jax.Array) -> jax.Array:
         dtype = accumulation_dtype(p)
-        # A center of more digits was rounded when the params were pulled: without rounding it here,
-        # params that have not moved would show a displacement.
+        # Pulls round a center in a wider dtype. Without the same rounding here, params that have not
+        # moved would have a displacement.
         return c.astype(p.dtype).astype(dtype) - p.astype(dtype)
 
     return jax.tree.map(subtract, center, theta)

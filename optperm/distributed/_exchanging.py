@@ -1,4 +1,4 @@
-"""Show a report all methods of an optimizer that exchange params, at any depth."""
+"""Find all methods within an optimizer that exchange params, for a report."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from optperm.distributed._replicas import Replicas
 
 
 class Method(NamedTuple):
-    """A method that exchanges.
+    """A method that exchanges params.
 
     Attributes:
-      name: Its public name.
+      name: The public name of the method.
       tx: The transformation.
-      params: The params that it trains, perhaps a part of the model's.
+      params: The params that the method trains, which may be a part of the model's params.
       replicas: The mapped axes.
-      every: Its period or plan.
+      every: The period or plan of the method.
     """
 
     name: str
@@ -47,7 +47,7 @@ def look_at_methods(look: Look | None) -> Iterator[None]:
 def show(
     name: str, tx: optax.GradientTransformationExtraArgs, replicas: Replicas, every: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a method whose `init` shows it to the report that is being made, if any."""
+    """Return a transformation whose `init` also passes the method to the current report, if any."""
 
     def init(params: optax.Params) -> Any:
         look = _LOOK.get()

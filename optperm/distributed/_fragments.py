@@ -1,4 +1,4 @@
-"""Fragments of a tree of params: whole leaves, or slices of a leading axis, such as scanned layers."""
+"""Divide params into fragments: whole leaves, or slices of a leading axis, such as scanned layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -10,13 +10,13 @@ import optax
 
 from optperm.core.shardings import explicit_sharding
 
-# A function of a leaf's path and the leaf, or a tree like params: the fragment of a leaf, or a sequence
-# with the fragment of each slice of its leading axis.
+# A function of a path and a leaf, or a tree like params. The values are the fragment of a leaf, or a
+# sequence with the fragment of each slice of the leaf's leading axis.
 FragmentOf: TypeAlias = Callable[[Any, Any], int | Sequence[int]] | Any
 
 
 class Fragments:
-    """A tree in a number of fragments."""
+    """A tree divided into fragments."""
 
     def __init__(self, tree: Any, number: int, fragment_of: FragmentOf | None = None) -> None:
         """Assign the leaves of the tree to fragments.
@@ -24,13 +24,13 @@ class Fragments:
         Args:
           tree: The tree.
           number: The number of fragments.
-          fragment_of: The fragment of a leaf or of each of its slices. None makes runs of whole leaves
-            of about equal size; with fewer leaves than fragments some fragments are empty.
+          fragment_of: The fragment of a leaf or of each of its slices. None to group successive whole
+            leaves into fragments of about equal size; with few leaves, some fragments are empty.
         """
         self.number = number
         self._structure: Any = jax.tree.structure(tree)
         if fragment_of is None:
-            # Leaf l is in fragment floor(P x), with x the middle of l in the sizes of all leaves.
+            # Leaf l is in fragment floor(P x), where x is the relative position of its middle entry.
             sizes = np.array([np.size(leaf) for leaf in jax.tree.leaves(tree)], float)
             middles = (np.cumsum(sizes) - sizes / 2) / max(float(sizes.sum()), 1.0)
             self._of: list[Any] = list(np.minimum((middles * number).astype(int), number - 1))
@@ -57,19 +57,19 @@ class Fragments:
     def take_leaves(self, tree: Any, fragment: int) -> Any:
         """Return the whole leaves that have slices in a fragment, with `optax.MaskedNode` for others.
 
-        `()`, in place of a tree that a state does not have, stays as it is.
+        `()`, which replaces a tree that a state does not have, is returned unchanged.
         """
         if isinstance(tree, tuple) and not tree:
             return tree
         return self._map(lambda rows, leaf: leaf, fragment, tree)
 
     def write_rows(self, tree: Any, part: Any, fragment: int) -> Any:
-        """Return a result of `take_leaves` with the rows of a result of `take_rows`."""
+        """Write the rows of a result of `take_rows` into a result of `take_leaves`."""
 
         def write(rows: Any, leaf: Any, new: Any) -> Any:
             if rows is None:
                 return new
-            # A selection is defined on all meshes, a scatter is not. It only runs in an exchange.
+            # Unlike a scatter, a selection works on all meshes. It runs only in exchanges.
             order, is_new = np.zeros(len(leaf), int), np.zeros(len(leaf), bool)
             order[rows], is_new[rows] = np.arange(len(rows)), True
             return jnp.where(is_new.reshape(-1, *[1] * (leaf.ndim - 1)), _take(new, order), leaf)
@@ -85,7 +85,7 @@ class Fragments:
         return jax.tree.unflatten(self._structure, leaves)
 
     def spread_flags(self, values: Sequence[bool | jax.Array], like: Any) -> Any:
-        """Return for each leaf the flag of its fragment, or flags that broadcast against its slices."""
+        """Return the flag of each leaf's fragment, or flags that broadcast against the leaf's slices."""
 
         def flag_leaf(of: Any, leaf: Any) -> bool | jax.Array:
             if not np.ndim(of):
@@ -99,7 +99,7 @@ class Fragments:
         return jax.tree.unflatten(self._structure, [flag_leaf(*pair) for pair in leaves])
 
     def tabulate_flags(self, values: Sequence[bool | jax.Array]) -> jax.Array:
-        """Return the flags of all slices, (leaves, slices); a row of a whole leaf holds one flag."""
+        """Return the flags of all slices, (leaves, slices); the row of a whole leaf repeats one flag."""
         width = max([len(of) for of in self._of if np.ndim(of)], default=1)
         rows = [
             np.pad(of, (0, width - len(of))) if np.ndim(of) else np.full(width, of)
@@ -109,7 +109,7 @@ class Fragments:
 
 
 def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
-    """Return the fragment of each leaf, or of each of its slices, as the user assigns them."""
+    """Return the fragment of each leaf, or of each of its slices, as assigned by the user."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     structure: Any = jax.tree.structure(tree)
     if callable(fragment_of):
@@ -135,6 +135,6 @@ def _arrays(values: Sequence[bool | jax.Array]) -> list[jax.Array]:
 
 
 def _take(leaf: Any, rows: Any) -> Any:
-    """Return rows of a leaf, whose other axes stay sharded as they are."""
+    """Return rows of a leaf, with the sharding of the other axes unchanged."""
     sharding = explicit_sharding(leaf)
     return leaf[rows] if sharding is None else leaf.at[rows].get(out_sharding=sharding)

@@ -1,4 +1,4 @@
-"""Counts of the center's optimizer: schedules count local steps, bias correction counts gradients."""
+"""Counts in the center's optimizer: local steps for schedules, gradients for bias corrections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optperm.core.schedules import schedules_at
 from optperm.core.states import find_states
 from optperm.switching import SwitchAfterState
 
-# States with a count for schedules beside other arrays, and its name.
+# States with other arrays and a count for schedules, and the name of this count.
 _FOLLOWED = {
     "InjectHyperparamsState": "count",
     "InjectStatefulHyperparamsState": "count",
@@ -21,8 +21,8 @@ _FOLLOWED = {
     "ConditionallyMaskState": "step",
     "SwitchAfterState": "count",
 }
-# States of Optax whose counts are of the gradients that the arrays beside them have seen. Some of the
-# types are not public.
+# States of Optax whose counts are the numbers of gradients in their other arrays. Some of the types are
+# not public.
 _OF_GRADIENTS = (
     "ScaleByAdamState",
     "ScaleByAmsgradState",
@@ -44,28 +44,28 @@ _OF_GRADIENTS = (
     "LookaheadState",
     "ReduceLROnPlateauState",
 )
-# Values, not states.
+# Fields with values, not states.
 _VALUES = ("hyperparams", "measurements", "measurement")
 
 
 def check_schedules(center_state: Any, params: optax.Params) -> None:
-    """Raise if a state has one count for schedules and for moments, which cannot be told apart."""
+    """Raise if a state may use the same count for schedules and for moments."""
     _, unclear = _find_counts(center_state, params)
     if unclear:
         raise ValueError(
             f"{unclear[0]} may use one count for both its moments and a schedule, but agn needs two "
-            "counts. Pass outer, whose schedules count commits. It may be the same optimizer."
+            "counts. Pass outer, whose schedules count commits; the same optimizer is allowed."
         )
     for state in find_states(center_state, SwitchAfterState):
         if _has_count((state.first, state.then), params):
-            # The schedules of the second phase count from the switch, of which the center knows nothing.
+            # The schedules of the second phase count from the switch, which the center does not know.
             raise ValueError(
                 "agn cannot advance schedules inside switch_after: put optperm.switch_after around agn."
             )
 
 
 def advance_schedules(new: Any, old: Any, steps: jax.Array, params: optax.Params) -> Any:
-    """Return the new state with the counts for schedules of the old state, advanced by some steps."""
+    """Return the new state with the old state's counts for schedules, advanced by some steps."""
     places, _ = _find_counts(new, params)
 
     def advance(path: Any, leaf: Any, start: Any) -> Any:
@@ -85,8 +85,8 @@ def count_local_steps(
     Args:
       optimizer: The optimizer.
       state: The state of `agn` before this update.
-      steps: The local steps since the last commit, with this one.
-      has_step: Whether this update makes a local step before the commit.
+      steps: The number of local steps since the last commit, including this step.
+      has_step: Whether this update takes a local step before the commit.
     """
     old, last = state.center_state, jnp.maximum(state.count - int(not has_step), 0)
 
@@ -101,7 +101,7 @@ def count_local_steps(
 def _find_counts(state: Any, params: optax.Params) -> tuple[set[Any], list[str]]:
     """Return the paths of the counts that schedules read, and the types of states with unclear counts.
 
-    A state of counts alone is one for schedules. A tree like params holds no counts.
+    A state that contains only counts is a state for schedules. A tree like params contains no counts.
     """
     types = {type(node) for node in _list_nodes(params)} - {dict, list, tuple}
     places, unclear = set[Any](), list[str]()
@@ -109,7 +109,7 @@ def _find_counts(state: Any, params: optax.Params) -> tuple[set[Any], list[str]]
     def visit(node: Any, path: Any, is_own: bool) -> None:
         name, children = type(node).__name__, _children(node)
         if type(node) not in (dict, list, tuple):
-            # A state of this library reads schedules by `schedules_at`: its counts are other ones.
+            # The counts of this library's states are not for schedules, which use `schedules_at`.
             is_own = type(node).__module__.split(".")[0] == "optperm"
         counts = [key for key, child in children.items() if _is_count(child)]
         if name in _FOLLOWED:
@@ -135,13 +135,13 @@ def _has_count(state: Any, params: optax.Params) -> bool:
 
 
 def _children(node: Any) -> dict[Any, Any]:
-    """Return what a node of a tree holds."""
+    """Return the children of a tree's node by key."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
     return {path[0]: child for path, child in pairs if path}
 
 
 def _list_nodes(tree: Any) -> list[Any]:
-    """Return a tree, the trees within it, and so on, without leaves."""
+    """Return all nodes of a tree except the leaves."""
     children = _children(tree)
     within = [node for child in children.values() for node in _list_nodes(child)]
     return [tree, *within] if children else within

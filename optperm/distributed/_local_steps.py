@@ -1,18 +1,18 @@
 """Shared parts of AGN and DiLoCo: the end of a period, finite local steps, and a step of the center.
 
-Every replica trains its own params. Once per period all replicas contribute to one step of the center,
+Each replica trains its own params. Once per period, all replicas contribute to one step of the center
 in one collective, and are pulled to the new center. The collective is in a conditional of the compiled
-program, and so runs once per period, however the replicas are mapped:
+program, so it runs once per period for any mapping of the replicas:
 
     count of steps            on each replica, the same on all
       |
       | largest               the maximum over the axes of `jax.vmap`, so that it is not batched;
-      |                       axes of devices are left alone
+      |                       axes of devices are not reduced
     is this a commit?
       |
-      | cond                  jax.vmap: one conditional for all rows (batched, it would be a selection
-      |                       that runs both branches in every step)
-      |                       jax.pmap, jax.shard_map: one on each device, all with the same answer
+      | cond                  jax.vmap: one conditional for all rows (a batched conditional would be a
+      |                       selection that runs both branches in every step)
+      |                       jax.pmap, jax.shard_map: one on each device, with the same predicate
     psum or all_gather        of the rows of a `jax.vmap`, or of the devices
       |
     a step of the center      the same on all replicas, without another collective
@@ -55,10 +55,10 @@ from optperm.exact import (
 )
 from optperm.switching import SwitchAfterState
 
-# Steps from one commit to the next: a number, or a schedule of the number of commits made.
+# The number of steps from one commit to the next, or a schedule of the number of commits so far.
 Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
 
-# States whose updates lead to points in the state, not by a step from the params.
+# States whose updates lead to params in the state, not to a step from the current params.
 _OWN_POINTS: tuple[Any, ...] = (
     optax.contrib.ScheduleFreeState,
     optax.contrib.MechanicState,
@@ -75,7 +75,7 @@ def check_period(name: str, value: object) -> None:
 
 
 def is_commit_only(commit: object) -> bool:
-    """Return whether `update` makes a commit without a local step."""
+    """Return whether `update` commits without a local step."""
     return isinstance(commit, str) and commit == "only"
 
 
@@ -85,13 +85,13 @@ def resolve_flag(
     method: str,
     allowed: str = 'True, False, "only" or None',
 ) -> bool | jax.Array:
-    """Return an explicit flag: a bool known while tracing, or a traced one for all replicas."""
+    """Return an explicit flag: a bool known while tracing, or a traced bool for all replicas."""
     if isinstance(commit, bool | np.bool_) or is_commit_only(commit):
         return bool(commit)
     if not isinstance(commit, jax.Array) or commit.ndim or commit.dtype != jnp.bool_:
         raise TypeError(f"commit of {method} must be {allowed}, or a traced bool, got {commit!r}.")
     if varying_axes(commit) & set(axis_names(axis_name)):
-        # Some replicas would wait in a collective for the others.
+        # Otherwise, some replicas would wait for others in a collective.
         raise ValueError(
             f"commit of {method} differs between replicas: pass one flag for all, in jax.shard_map with "
             "in_specs P()."
@@ -106,15 +106,15 @@ def ends_period(
     axis_name: AxisName | None,
     method: str,
 ) -> bool | jax.Array:
-    """Return whether a step ends a period: by an explicit flag, or by the count of steps.
+    """Return whether a step ends a period, from an explicit flag or the count of steps.
 
-    The predicate is one for all replicas, never batched: so collectives stay in a conditional.
+    The predicate is the same for all replicas and never batched, so collectives stay in a conditional.
     """
     if commit is not None:
         return resolve_flag(commit, axis_name, method)
     if callable(period):
         since_commit, commits = largest((state.since_commit, state.commits), axis_name)
-        # A period that is NaN ends at every step, not never.
+        # If the period is NaN, every step ends it.
         return jnp.logical_not(since_commit + 1 < period(commits))
     since_commit, number = largest((state.since_commit, jnp.asarray(period)), axis_name)
     return since_commit + 1 >= number
@@ -128,7 +128,7 @@ def make_local_step(
     extra_args: dict[str, Any],
     axis_name: AxisName | None,
 ) -> Callable[[Any], tuple[optax.Updates, Any]]:
-    """Make the function s -> u(g; s), s, which follows a pull; without a gradient, u is zero."""
+    """Return the function s -> u(g; s), s for a step after a pull; without a gradient, u is zero."""
 
     def step(local_state: Any) -> tuple[optax.Updates, Any]:
         if grads is None:
@@ -144,12 +144,12 @@ def make_local_step(
 def finish(
     updates: optax.Updates, new_state: Any, state: Any, has_step: bool, axis_name: AxisName | None
 ) -> tuple[optax.Updates, Any]:
-    """Return updates and state, or no change if neither this step nor one since the commit was made."""
+    """Return updates and state, or no change if there was no step since the last commit."""
     if has_step:
         return updates, new_state
     has_steps = varying_like((state.since_commit > 0).astype(jnp.int32), updates, axis_name)
     if axis_name is not None:
-        # One decision for all replicas.
+        # The decision must be the same for all replicas.
         has_steps = psum(has_steps, axis_name)
     still = optax.tree.zeros_like(updates), state
     updates, new_state = optax.tree.where(has_steps > 0, (updates, new_state), still)
@@ -163,9 +163,9 @@ def keep_exact(
     is_due: bool | jax.Array,
     axis_name: AxisName | None,
 ) -> optax.Params:
-    """Return the center after a commit with the entries that the local optimizers hold or keep at zero.
+    """Return the center after a commit, with the entries that local optimizers fix or keep at zero.
 
-    Replicas may disagree on an entry, and have one center: it is exact where it is so on all of them.
+    Replicas may disagree on an entry but have one center, so an entry is exact only if all agree.
     """
     entries = [each for each in exact_entries(local_state) if not each.is_target]
     if not entries:
@@ -189,13 +189,13 @@ def keep_exact(
 
 
 def check_chooses_no_zeros(center_state: Any) -> None:
-    """Raise if the center's optimizer, which is the local one, chooses the entries that are zero."""
+    """Raise if the center's optimizer, the same as the local one, chooses the entries that are zero."""
     entries = exact_entries(center_state)
     if any(each.values is not None and not each.is_target for each in entries):
         raise ValueError(
             "inner of agn chooses which entries are zero (rigl, prune_gradually), and the center's "
-            "optimizer would choose others. Pass another one, such as outer=optax.sgd(1.0): the center "
-            "then has the zeros of inner."
+            "optimizer would choose others. Pass another optimizer, such as outer=optax.sgd(1.0): the "
+            "center then has the zeros of inner."
         )
 
 
@@ -222,10 +222,10 @@ def make_center_step(
 def zero_bad_entries(
     grads: optax.Updates, extra_args: dict[str, Any], local_state: Any
 ) -> tuple[optax.Updates, dict[str, Any]]:
-    """Return gradient and extra arguments of a local step with zeros for entries that are not finite.
+    """Return the gradient and extra arguments of a local step with zeros for nonfinite entries.
 
-    NaN would stay in the local state for ever. Only `optax.apply_if_finite` gets the raw gradient: it
-    skips the step.
+    NaN would stay in the local state forever. Only `optax.apply_if_finite` gets the raw gradient,
+    because it skips the step.
     """
     if isinstance(local_state, optax.ApplyIfFiniteState):
         return grads, extra_args
@@ -244,7 +244,7 @@ def _common_extras(
     """Return the extra arguments for a step of the center, for the batches of all replicas.
 
     `value` and `grad` belong to the center, not to the local params. An extra argument costs nothing
-    unless the optimizer uses it; each call of a closure is a collective, within the commit.
+    unless the optimizer uses it. Each call of a function is a collective within the commit.
     """
 
     def gather_results(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +261,7 @@ def _common_extras(
 
         @functools.wraps(function)
         def call_at_center(at: optax.Params, **options: Any) -> Any:
-            # A center may have more digits than the params.
+            # The center may have a wider dtype than the params.
             return mean(optax.tree.cast_like(at, params), **options)
 
         return call_at_center
@@ -270,7 +270,7 @@ def _common_extras(
     if common.get("value_fn") is not None:
         common["value_fn"] = average(common["value_fn"], shared)
     if common.get("grad_fn") is not None:
-        # At params that are marked as varying, the gradient is local, not the sum over all replicas.
+        # If params are marked as varying, the gradient is local, not a sum over all replicas.
         common["grad_fn"] = average(common["grad_fn"], varying_like)
     if common.get("per_example_grad_fn") is not None:
         common["per_example_grad_fn"] = gather_results(common["per_example_grad_fn"])
@@ -285,7 +285,7 @@ def _common_extras(
 
 
 def replace_center(state: Any, other: Any) -> Any:
-    """Return a state with the center of another state, and with the targets of its optimizers."""
+    """Return a state with the center and the optimizers' targets of another state."""
     return state._replace(
         since_commit=jnp.zeros_like(state.since_commit),
         center=other.center,
@@ -297,7 +297,7 @@ def replace_center(state: Any, other: Any) -> Any:
 def follow_center(
     local_state: Any, center_state: Any, pulled: jax.Array, axis_name: AxisName | None
 ) -> Any:
-    """Return the local optimizer's state after a pull: only the targets that it places change."""
+    """Return the local optimizer's state after a pull, in which only its exact targets change."""
     if not placing_states(local_state):
         return local_state
     return cond(
@@ -308,7 +308,7 @@ def follow_center(
 
 
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
-    """Raise unless both optimizers place the same params, and the center's steps at every commit."""
+    """Raise unless both optimizers set the same exact params, and each commit steps the center."""
     if find_states(center_state, optax.MultiStepsState):
         wanted = "optax.MultiSteps(agn(inner, ...), k)"
         if method == "diloco":
@@ -318,11 +318,12 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
         )
     for each in find_states(local_state, _OWN_POINTS):
         raise ValueError(
-            f"{type(each).__name__} keeps params of its own, which a pull to the center does not move. "
-            f"Use another optimizer for the local steps of {method}, or use this one for the center."
+            f"{type(each).__name__} stores its own params, which a pull to the center does not move. "
+            f"Use another optimizer for the local steps of {method}, or use this optimizer for the "
+            "center."
         )
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
-    # The center's optimizer counts commits: within switch_after it would be in another phase.
+    # The center's optimizer counts commits, so within switch_after, it would be in another phase.
     if local != center or SwitchAfterState in local:
         names = [kind.__name__ for kind in local]
         wanted = f"use one method for both, with switch_after around {method}"

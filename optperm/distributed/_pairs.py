@@ -1,4 +1,4 @@
-"""Gossip: each replica exchanges with one other replica, drawn from the number of the step.
+"""Gossip: each replica exchanges with one other replica, chosen at random from the step number.
 
 J. Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models",
 arXiv 2506.10911, 2025.
@@ -32,8 +32,8 @@ def map_with_partner(
 ) -> Any:
     """Return `function(leaf, partner's leaf, *leaves of others)` for each leaf of a tree.
 
-    The partner of replica i is (r - i) mod k. For even k an odd r gives each replica another partner;
-    for odd k one replica is its own partner.
+    The partner of replica i is (r - i) mod k. If k is even, an odd r gives each replica another replica
+    as its partner; if k is odd, one replica is its own partner.
 
     Args:
       function: A function of arrays.
@@ -49,13 +49,13 @@ def map_with_partner(
     shifts = range(size) if size % 2 else range(1, size, 2)
     exchanges = [functools.partial(reflect, axis_name=name, shift=r) for r in shifts]
     key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), largest(count, axis_name))
-    # int32 also with x64, so that both draw the same pairs.
+    # int32 is used even with x64, so that the pairs are the same.
     drawn = jax.random.randint(key, (), 0, len(exchanges), jnp.int32)
     results: list[Any] = []
 
     def exchange(leaf: jax.Array, *rest: jax.Array) -> None:
         if results:
-            # One leaf after another: so the leaves received take the memory of one, not of all.
+            # Process one leaf after another, to hold only one received leaf in memory.
             results[-1], leaf = compute_in_order(results[-1], leaf)
         results.append(function(leaf, jax.lax.switch(drawn, exchanges, leaf), *rest))
 

@@ -1,4 +1,4 @@
-"""Plans of exchanges: which fragments of the params are sent and received at the end of a step."""
+"""Plans of exchanges, which decide the fragments that each step sends and receives."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from optperm.core import checks
 from optperm.core.mapped_axes import AxisName, largest
 from optperm.distributed._local_steps import resolve_flag
 
-# Whether a fragment is sent, and whether it is received.
+# Two flags for a fragment: whether it is sent, and whether it is received.
 Due = tuple[bool | jax.Array, bool | jax.Array]
 
 
@@ -60,7 +60,7 @@ class Every:
             )
 
     def due(self, step: int | jax.Array) -> list[Due]:
-        """Return whether a step sends and whether it receives each fragment.
+        """Return two flags per fragment: whether a step sends and whether it receives the fragment.
 
         Args:
           step: The number of the step; the first step is step 1.
@@ -70,14 +70,14 @@ class Every:
         """
 
         def is_sent(step: int | jax.Array, fragment: int) -> bool | jax.Array:
-            # (s - floor(p H / P)) mod H = 0; nothing is received that was sent before step 1.
+            # (s - floor(p H / P)) mod H = 0; nothing was sent before step 1.
             offset = fragment * self.period // self.fragments
             return (step > 0) & ((step - offset) % self.period == 0)
 
         return [(is_sent(step, p), is_sent(step - self.delay, p)) for p in range(self.fragments)]
 
     def at(self, step: int) -> Exchange:
-        """Return the exchanges of a step, for its `commit=`.
+        """Return the exchanges of a step, for the argument `commit=`.
 
         Args:
           step: The number of the step, known while tracing; the first step is step 1.
@@ -95,7 +95,7 @@ class Every:
 def resolve_due(
     commit: object, plan: Every, count: jax.Array, axis_name: AxisName | None
 ) -> list[Due]:
-    """Return for each fragment whether this step sends it, and whether the step receives it."""
+    """Return two flags per fragment: whether this step sends and whether it receives the fragment."""
     if commit is None:
         return plan.due(largest(count, axis_name) + 1)
     if not isinstance(commit, Exchange):
@@ -104,7 +104,7 @@ def resolve_due(
         )
         return [(flag, flag)] * plan.fragments
     is_known = {*commit.send, *commit.receive} <= set(range(plan.fragments))
-    # Without a delay a fragment that is sent is received in the same step.
+    # Without a delay, a fragment is sent and received in the same step.
     if not is_known or (not plan.delay and set(commit.send) != set(commit.receive)):
         raise ValueError(f"{commit} is not a step of the plan {plan}.")
     return [(p in commit.send, p in commit.receive) for p in range(plan.fragments)]

@@ -1,4 +1,4 @@
-"""The replicas: their mapped axes, their weights, and sums and rows of their arrays."""
+"""Replicas: their mapped axes and weights, and collectives over their arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The mapped axes over which replicas are spread, and over which each of them is sharded."""
+    """The mapped axes over which replicas are spread, and the axes over which each is sharded."""
 
     axis_name: AxisName | None
     shard_axes: AxisName
@@ -38,7 +38,7 @@ class Replicas:
     def check_are_local(
         self, grads: optax.Updates | None, params: optax.Params, method: str
     ) -> None:
-        """Raise where `jax.shard_map` has summed the gradients over the replicas, by their types."""
+        """Raise if the gradients' types show that `jax.shard_map` has summed them over replicas."""
         if self.axis_name is None:
             return
         tracked = varying_axes(jax.lax.axis_index(self.axis_name)) & set(axis_names(self.axis_name))
@@ -58,12 +58,12 @@ class Replicas:
         axes = tuple(sorted(within.difference(axis_names(self.axis_name))))
         if not axes:
             return flag
-        # Where varying axes are tracked, only an array that varies can be reduced.
+        # If varying axes are tracked, only an array that varies can be reduced.
         counted = mark_varying(flag.astype(jnp.int32), varying_axes(jax.lax.axis_index(axes)))
         return jax.lax.pmin(counted, axes) > 0
 
     def are_finite(self, tree: optax.Updates) -> jax.Array:
-        """Return whether every entry of one replica's tree is finite, on all of its shards."""
+        """Return whether all entries of one replica's tree are finite, on all of its shards."""
         return self.agree(all_finite(tree), tree)
 
     def cast_gradient(
@@ -75,25 +75,25 @@ class Replicas:
 
     def sum(self, tree: Any) -> Any:
         """Return the sum of a tree over the replicas, in one collective for each dtype."""
-        # Shards of a replica stay where they are.
+        # This does not move the shards of a replica.
         return tree if self.axis_name is None else psum(tree, self.axis_name)
 
     def make_center(self, params: optax.Params) -> optax.Params:
-        """Return one center for all replicas: their params where they agree, else the mean.
+        """Return one center for all replicas: their params if all agree, otherwise the mean.
 
-        Replicas whose params are not finite have no part in the mean. Where the axis is not mapped, as
-        in `init` outside of the mapping, the params are one replica's, and the center of all.
+        The mean excludes replicas whose params are not finite. If the axis is not mapped, as in `init`
+        outside the mapping, the params of one replica are the center of all replicas.
         """
         name = self.axis_name
         if name is None or not checks.is_bound(name):
             return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
         local = mark_varying(params, varying_axes(jax.lax.axis_index(name)))
-        # The params of the first replica, by their bits: a sum of floats would lose the sign of -0.0.
+        # Sum the bits of the first replica's params, since a sum of floats would lose the sign of -0.0.
         bits = jax.tree.map(_as_bits, local)
         is_first = jax.lax.axis_index(name) == 0
         of_first = psum(jax.tree.map(lambda b: jnp.where(is_first, b, 0), bits), name)
         others = jax.tree.map(lambda b, f: jnp.any(b != f).astype(jnp.int32), bits, of_first)
-        # Every part is divided before the sum, which cannot overflow.
+        # Each part is divided before the sum, so the sum cannot overflow.
         is_finite = self.are_finite(local).astype(accumulation_dtype(local))
         w = is_finite / jax.lax.axis_size(name)
         wide = jax.tree.map(lambda p: p.astype(accumulation_dtype(p)), local)
@@ -102,7 +102,7 @@ class Replicas:
         def choose(p: jax.Array, first: jax.Array, mean: jax.Array, differs: jax.Array) -> Any:
             first = jax.lax.bitcast_convert_type(first.astype(_bits_dtype(p)), p.dtype)
             one = jnp.where((differs > 0) & (weight > 0), mean.astype(p.dtype), first)
-            # The center of pairs varies from the first commit on.
+            # With pairs, the center varies between replicas after the first commit.
             return mark_varying(one, varying_axes(p))
 
         return jax.tree.map(choose, params, of_first, divide(total, weight), differ)
@@ -120,7 +120,7 @@ def _as_bits(array: jax.Array) -> jax.Array:
 def weigh(weight: Any, is_finite: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return a replica's weight, zero if it is left out, and whether its contribution is valid.
 
-    A weight of zero is valid. A weight that is negative or not finite leaves the replica out.
+    A weight of zero is valid. With a weight that is negative or not finite, the replica is left out.
     """
     if weight is None:
         return is_finite.astype(dtype), is_finite
@@ -130,7 +130,7 @@ def weigh(weight: Any, is_finite: jax.Array, dtype: Any) -> tuple[jax.Array, jax
 
 
 def check_weight(weight: Any) -> None:
-    """Raise unless a weight is None or one number, which is finite and not negative if concrete."""
+    """Raise unless a weight is None or one number; concrete weights must be finite and nonnegative."""
     if weight is not None:
         checks.check_in_range("weight", weight, 0.0, float("inf"), may_be_schedule=False)
         if jnp.ndim(weight):
@@ -140,14 +140,14 @@ def check_weight(weight: Any) -> None:
 
 
 def scale(tree: Any, weight: jax.Array) -> Any:
-    """Return w n, and zeros where the weight is zero, even if n is not finite."""
+    """Return w n, or zeros if the weight is zero, even if n is not finite."""
     return jax.tree.map(
         lambda x: jnp.where(weight > 0, weight.astype(x.dtype) * x, jnp.zeros_like(x)), tree
     )
 
 
 def divide(total: Any, weights: jax.Array) -> Any:
-    """Return sum w n / sum w; zero without any weight, NaN if the sum of weights overflows."""
+    """Return sum w n / sum w; zero if all weights are zero, NaN if the sum of weights overflows."""
     over = jnp.where(jnp.isfinite(weights), jnp.where(weights > 0, weights, 1), jnp.nan)
     return jax.tree.map(lambda x: x / over.astype(x.dtype), total)
 
@@ -157,18 +157,18 @@ def gather_trees(tree: Any, axis_name: AxisName) -> Any:
     if set(jax.sharding.get_abstract_mesh().axis_names).issubset(axis_names(axis_name)):
         packed, unpack = ravel_pytree(tree)
         return jax.vmap(unpack)(gather(packed, axis_name))
-    # A replica may be sharded, and packing it into one vector would gather its shards. A sum of rows
-    # moves the shards as they are.
+    # A replica may be sharded. Packing it into one vector would gather the shards, but a sum of rows
+    # keeps them apart.
     return _sum_rows(tree, axis_name)
 
 
 def gather(array: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return a vector of all replicas along a leading axis."""
+    """Return the vectors of all replicas along a leading axis."""
     names = axis_names(axis_name)
     if len(names) > 1 and not set(names) <= set(jax.sharding.get_abstract_mesh().axis_names):
-        # JAX gathers over one axis of jax.vmap at a time.
+        # JAX can gather over only one axis of jax.vmap at a time.
         return _sum_rows(array, axis_name)
-    # On TPUs XLA compiles an all-gather of anything but whole 1,024 bytes to an all-reduce of all rows.
+    # On TPUs, XLA compiles an all-gather to an all-reduce of all rows, except for whole 1,024 bytes.
     padding = -array.size % (1024 // array.dtype.itemsize)
     return all_gather(jnp.pad(array, (0, padding)), axis_name)[:, : array.size]
 

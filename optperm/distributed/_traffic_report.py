@@ -20,7 +20,7 @@ from optperm.distributed._exchanging import Method, look_at_methods
 from optperm.distributed._local_steps import Period
 from optperm.distributed._plans import Every, Exchange
 
-# What each link of a ring of k replicas carries, as a multiple of the operand of one replica
+# The bytes on each link of a ring of k replicas, divided by the bytes of one replica's operand
 _CARRIED: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("psum", "pmax", "pmin"), lambda k: 2 * (k - 1) / k),
     **dict.fromkeys(("reduce_scatter", "all_to_all"), lambda k: (k - 1) / k),
@@ -30,11 +30,11 @@ _CARRIED: dict[str, Callable[[int], float]] = {
 
 
 class Sent(NamedTuple):
-    """What one replica sends.
+    """The traffic of one replica.
 
     Attributes:
       name: `"fragment 0"` and so on, `"all"`, or `"synchronous"`.
-      bytes_per_commit: The bytes that the replica hands to the collectives of one commit.
+      bytes_per_commit: The bytes that the replica passes to the collectives of one commit.
       bytes_per_step: The mean of these bytes over a period.
       seconds_per_commit: The time that a link needs for a commit; None without a bandwidth.
       seconds_per_step: The mean of this time over a period; None without a bandwidth.
@@ -51,10 +51,10 @@ class TrafficReport(NamedTuple):
     """Result of `traffic_report`; it prints as a table.
 
     Attributes:
-      fragments: What a replica sends for each fragment of a plan, or for a single fragment without a
+      fragments: The traffic of a replica for each fragment of a plan, or for a single fragment without a
         plan.
-      all: What it sends for all fragments.
-      synchronous: What it would send with a mean of all gradients in every step.
+      all: The traffic of a replica for all fragments.
+      synchronous: The traffic of a replica if each step averaged all gradients.
     """
 
     fragments: tuple[Sent, ...]
@@ -62,7 +62,7 @@ class TrafficReport(NamedTuple):
     synchronous: Sent
 
     def __str__(self) -> str:
-        """Return the table, one line for each fragment of several, one for all, one for synchronous."""
+        """Return the table, with lines for several fragments, for all and for synchronous training."""
         head = ("sent by a replica", "bytes/commit", "bytes/step", "of synchronous")
         rows: list[tuple[str, ...]] = [(*head, "s/commit", "s/step")]
         whole = max(self.synchronous.bytes_per_step, 1)
@@ -74,7 +74,7 @@ class TrafficReport(NamedTuple):
                 for seconds in (sent.seconds_per_commit, sent.seconds_per_step)
             ]
             rows.append((sent.name, *sizes, ratio, *times))
-        # Without the columns of seconds where there is no bandwidth
+        # Leave out the columns of seconds if no bandwidth is given
         columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
         return align(zip(*columns, strict=True))
 
@@ -90,11 +90,11 @@ def traffic_report(
     r"""Report the bytes that a replica of `optperm.agn` or `optperm.diloco` sends.
 
     The report counts the operands of the collectives in a traced commit: the bytes that one replica
-    hands over, after compression. It needs only shapes, and no devices. The last line shows what
-    synchronous training sends: all gradients in every step.
+    passes to collectives, after compression. It needs only shapes, and no devices. The last line shows
+    the traffic of synchronous training, which sends all gradients in every step.
 
-    The traffic on a link depends on the collective. If :math:`k` replicas form a ring and each hands
-    over :math:`B` bytes, each link carries
+    The traffic on a link depends on the collective. If :math:`k` replicas form a ring and each passes
+    :math:`B` bytes to a collective, each link carries
 
     .. math::
       \frac{2 (k - 1)}{k} B \text{ for an all-reduce}, \qquad (k - 1) B \text{ for an all-gather}, \qquad
@@ -128,8 +128,8 @@ def traffic_report(
     Notes:
       An all-reduce also contains the sum of the weights, 4 bytes per fragment. Compressed contributions
       and `combine="sequential"` of `agn` use all-gathers. With many replicas, an all-gather sends more
-      than an all-reduce of 4 bytes per entry: with 4 bits, from about 16 replicas on. The report does
-      not count latency or collectives within a replica. A commit at the end of training sends all
+      than an all-reduce of 4 bytes per entry: with 4 bits, about 16 or more replicas. The report does
+      not include latency or collectives within a replica. A commit at the end of training sends all
       fragments once more.
 
     Raises:
@@ -151,7 +151,7 @@ def traffic_report(
         found.append(tuple(_measure(method, bandwidth, every, replicas)))
 
     def init(params: optax.Params) -> Any:
-        # A new function: JAX would not trace another one twice.
+        # A new function is needed, because JAX would not trace the same function twice.
         return tx.init(params)
 
     with look_at_methods(look):
@@ -171,7 +171,7 @@ def traffic_report(
 def _measure(
     method: Method, bandwidth: float | None, every: float | None, replicas: int
 ) -> Iterator[Sent]:
-    """Yield what a replica sends of each fragment."""
+    """Yield the traffic of a replica for each fragment."""
     name, plan = method.name, method.every
     if method.replicas.axis_name is None:
         raise ValueError(f"{name} without axis_name is a single replica, which sends nothing.")
@@ -195,7 +195,7 @@ def _find_steps(name: str, every: Period) -> int:
 
 
 def _time(sent: Counter[str], bandwidth: float | None, replicas: int) -> float | None:
-    """Return the seconds of a link of a ring for the operands of each kind of collective."""
+    """Return the seconds that a link in a ring needs for the operands of all collectives."""
     if bandwidth is None:
         return None
     return sum(8 * _CARRIED[kind](replicas) * size for kind, size in sent.items()) / bandwidth
@@ -214,7 +214,7 @@ def _trace(method: Method, commit: bool | Exchange, replicas: int) -> Counter[st
     def step(params: optax.Params, state: Any) -> Any:
         return method.tx.update(params, state, params, commit=commit)
 
-    # What `init` does here is not shown again.
+    # Here, `init` must not pass the method to the report again.
     with look_at_methods(None), jax.sharding.use_abstract_mesh(mesh):
         state = jax.eval_shape(init, params)
         mapped = jax.shard_map(step, in_specs=P(), out_specs=P(), check_vma=False)
@@ -228,7 +228,7 @@ def _sum_operands(jaxpr: Any, names: set[str]) -> Counter[str]:
         leaves = (getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves([*eqn.params.values()]))
         inner = [_sum_operands(leaf, names) for leaf in leaves if hasattr(leaf, "eqns")]
         if eqn.primitive.name == "cond":
-            # One branch runs: of the pairs, which all send the same, or the branch that sends.
+            # Count one branch: any of the pairs, which send equally much, or the branch that sends.
             inner = [max(inner, key=Counter.total)]
         for each in inner * eqn.params.get("length", 1):
             sent += each

@@ -1,4 +1,4 @@
-"""AdamW with low-rank states, as one optimizer."""
+"""Complete AdamW optimizers with low-rank states or with APOLLO."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def low_rank_adamw(
     dimension_numbers: DimensionNumbers | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train like `optax.adamw`, with a fraction of the memory of its state.
+    r"""Train like `optax.adamw`, but with a smaller state.
 
     .. math::
       \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
@@ -48,9 +48,9 @@ def low_rank_adamw(
       eps: A constant that is added to the square root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params to which weight decay applies, as in `optax.adamw`.
-      every: As in `optperm.low_rank`, like all arguments below.
+      every: As in `optperm.low_rank`, and so are all arguments below.
       projection: The kind of basis.
-      residual: What to do with the part of a gradient outside the subspace.
+      residual: The treatment of the part of a gradient outside the subspace.
       carry: Whether to carry moments over to a new basis.
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project.
@@ -107,7 +107,7 @@ def apollo_adamw(
     dimension_numbers: DimensionNumbers | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train like `optax.adamw`, but scale the whole gradient as Adam scales a projection of it.
+    r"""Train like `optax.adamw`, but scale each gradient as Adam scales its random projection.
 
     .. math::
       \theta \leftarrow \theta - \eta \left( U + \lambda \theta \right)
@@ -122,7 +122,7 @@ def apollo_adamw(
       eps: A constant that is added to the square root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params to which weight decay applies, as in `optax.adamw`.
-      every: As in `optperm.apollo`, like all arguments below.
+      every: As in `optperm.apollo`, and so are all arguments below.
       by: The part of a gradient that shares one factor.
       scale: A factor that multiplies the steps of projected leaves.
       limit: The maximum growth per step of the scaled gradient.
@@ -163,7 +163,7 @@ def _decay_and_scale(
     weight_decay: float,
     mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of a direction, with AdamW's decay and learning rate after it."""
+    """Return a transformation followed by AdamW's weight decay and learning rate."""
     return optax.chain(
         direction,
         optax.add_decayed_weights(weight_decay, mask),

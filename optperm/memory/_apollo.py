@@ -71,18 +71,18 @@ def apollo(
     dimension_numbers: DimensionNumbers | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Scale each gradient as an optimizer scales a random projection of it.
+    r"""Scale each gradient as an optimizer scales its random projection.
 
     Let G be the d x k gradient of a matrix, where d is its smaller side. The optimizer sees
     :math:`R = B^\top G`, where the entries of the d x r matrix B are drawn from
-    :math:`\mathcal N(0, 1 / r)`. The optimizer's moments therefore have r x k entries. Let
-    N be its direction for R. Each column j of the gradient (a channel) is scaled as its projection was,
+    :math:`\mathcal N(0, 1 / r)`. The optimizer's moments therefore have r x k entries. Let N be the
+    optimizer's direction for R. Each column j of the gradient (a channel) is scaled like its projection,
 
     .. math::
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},
 
     or the whole matrix is scaled by one number. The norm of the step grows by at most the factor `limit`
-    per step. B changes every `every` steps. Each step draws B again from its key instead of storing it.
+    per step. B changes every `every` steps; it is not stored, but drawn again from its key in each step.
     The moments do not change when B changes, because the step uses only norms.
 
     APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The leaves to project are
@@ -101,10 +101,10 @@ def apollo(
       every: The number of steps with the same projection, at least 1.
       by: The part of a gradient that shares one factor: each "channel", or the whole "tensor".
       scale: A factor that multiplies the steps of projected leaves. N has r entries per column, while
-        Adam's step has d. "auto", the factor :math:`\sqrt{d / r}`, corrects for this, so you can start
-        with AdamW's learning rate. Then tune the rate: for the matrices of a small decoder, the best
-        rate was four to eight times AdamW's. The scale in the authors' code is the square of this
-        factor.
+        Adam's step has d entries. "auto" corrects for this difference with :math:`\sqrt{d / r}`, so you
+        can start with AdamW's learning rate. Then tune the rate: for the matrices of a small decoder,
+        the best rate was four to eight times AdamW's rate. The scale in the authors' code is the square
+        of this factor.
       limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit.
       dimension_numbers: The axes of the matrices to project, as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.
@@ -193,7 +193,7 @@ def apollo(
             norm = jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1)))
             # |S / L| <= limit q
             quotient, q = limit_growth(norm, q, limit)
-            # scale = sqrt(d / r) for "auto", along or against G as N along R
+            # scale = sqrt(d / r) for "auto"; U has the sign relative to G that N has relative to R
             size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
             factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient
             return m.leaf(m.turn(factor[..., None, None] * f * g)), q
@@ -203,11 +203,11 @@ def apollo(
             count=optax.safe_increment(state.count), norm=norm, sign=sign, inner_state=inner_state
         )
 
-    # An update needs the gradients alone; params only give the dtypes.
+    # An update needs only the gradients; params determine only the dtypes.
     return transformation(init, update, method="apollo", needs_params=False)
 
 
 def draw_gaussian_basis(data: jax.Array, index: int, matrix: Matrix, leaf: jax.Array) -> jax.Array:
-    """Draw B, (..., d, r), of the leaf with this index, from a key folded with a number of changes."""
+    """Draw B, (..., d, r), for the leaf with this index, from the key data of the current projection."""
     shape, dtype = matrix.basis_shape, accumulation_dtype(leaf)
     return normal(data, index, shape, dtype) / math.sqrt(matrix.rank)

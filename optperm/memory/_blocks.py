@@ -1,10 +1,10 @@
-"""Arrays as blocks of numbers of 8 or 4 bits that share a power of two.
+"""Store arrays as blocks of 8-bit or 4-bit numbers that share a power of two.
 
 T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861; OCP,
 "Microscaling Formats (MX) Specification", version 1.0; B. Li et al., "Memory Efficient Optimizers with
 4-bit States", NeurIPS 2023, arXiv 2309.01507.
 
-Integers and exact floating point alone decide a code, so that every processor finds the same code.
+Codes depend only on integers and exact floating-point numbers, so all processors find the same codes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from optperm.core.dtypes import computed_once
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
-# What is rounded, and how. "random" is a number in 8 bits, rounded at random, and "size" is the same
-# above 0; "root" is the root of a square, rounded at random so that the square is unbiased; "largest" is
-# the root to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at random, of an even and
-# an odd last axis.
+# The form of a code. "random" is a number in 8 bits, rounded at random, and "size" is such a number that
+# stays above 0. "root" is the root of a square, rounded at random so that the square is unbiased, and
+# "largest" is the root rounded to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at
+# random, in arrays with an even or odd last axis.
 Form = Literal["random", "size", "root", "largest", "even", "odd"]
 _ROOTS, _PAIRS = ("root", "largest"), ("even", "odd")
 
 _INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
 _NAN = 0x7F  # the code of NaN in float8_e4m3fn
 _NAN_BLOCK = -128  # the exponent of a block with NaN in 4 bits
-# The range of exponents. Within it each code times 2^e, and each squared root, is a normal float32.
+# The ranges of exponents in which each code times 2^e, or its square for roots, is a normal float32.
 _ROOT_LIMITS, _LIMITS, _PAIR_LIMITS = (-54, 56), (-117, 119), (-117, 126)
 
 
@@ -41,21 +41,21 @@ def encode(
 
     Args:
       x: The array, (..., n), of a real floating dtype. Subnormal numbers count as 0.
-      form: What is rounded, and how.
-      seed: A uint32 that decides the random numbers of this array.
-      start: A uint32 that places are counted from.
+      form: The form of the codes.
+      seed: A uint32, the seed of the random numbers for this array.
+      start: A uint32, the position from which numbers are counted in the hash.
 
     Returns:
-      Codes of float8_e4m3fn, (..., n), or in 4 bits of uint8, (..., ceil(n / 2)); and exponents e of
-      int8, (..., ceil(n / 32)). The largest finite number of a block over 2^e is in (128, 256], in 4
-      bits in (3, 6].
+      Codes in float8_e4m3fn, (..., n), or for 4 bits in uint8, (..., ceil(n / 2)); and exponents e in
+      int8, (..., ceil(n / 32)). The largest finite number of a block, divided by 2^e, is in (128, 256]
+      for 8 bits, and in (3, 6] for 4 bits.
     """
     n = x.shape[-1]
     x = _split(x.astype(jnp.float32), _find_group(x, n, form))
     raw = jax.lax.bitcast_convert_type(x, jnp.int32)
     size = raw & 0x7FFFFFFF
     is_finite = size < _INFINITY
-    # Numbers of at least 0 have the order of their bits, and exponents have the order of the numbers.
+    # Nonnegative numbers have the same order as their bits and as their exponents.
     top = jnp.max(size if form in _PAIRS else jnp.where(is_finite, size, 0), axis=-1)
     e = _largest_of_blocks(_find_exponents(top, form), x).astype(jnp.int32)
     size = jnp.where(is_finite & (size >= _SMALLEST_NORMAL), size, 0)
@@ -65,7 +65,7 @@ def encode(
     draw = _draw(x, n, seed, start)
     if form in _PAIRS:
         codes = _fix(y, 22, 126) + (draw >> 10).astype(jnp.int32) >> 22
-        # Stored, since a kernel that computes every second number is slow.
+        # Store the codes, since a kernel that computes every second number would be slow.
         codes = computed_once((codes | (raw >> 28 & 8)).astype(jnp.uint8))
         pairs = codes.reshape(*codes.shape[:-1], -1, 2)
         pairs = pairs[..., 0] | pairs[..., 1] << 4
@@ -78,30 +78,30 @@ def encode(
     if form == "random":
         codes = codes | (raw >> 24 & 0x80)
     else:
-        # A number above 0 never becomes 0, as a step is divided by it.
+        # A positive number must not become 0, since steps are divided by it.
         codes = jnp.where((size > 0) & (raw > 0), jnp.maximum(codes, 1), 0)
     codes = _join(jnp.where(is_finite, codes, _NAN), n).astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), e.astype(jnp.int8)
 
 
 def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> jax.Array:
-    """Return the array of codes and exponents, exactly, but at most the largest number of the dtype."""
+    """Return the array for codes and exponents, exact up to the maximum of the dtype."""
     e = exponents.astype(jnp.int32)
     if form in _PAIRS:
         n = 2 * codes.shape[-1] - (form == "odd")
         pairs = _split(codes, _find_group(codes, n, form) // 2)
         c = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
-        # Twice the number, of the digits 0, 1, 2, 3, 4, 6, 8 and 12
+        # Twice the magnitude is 0, 1, 2, 3, 4, 6, 8 or 12
         size = jnp.uint32(0xC8643210) >> (c & 7).astype(jnp.uint32) * 4 & 15
         twice = jnp.where(c > 7, -size.astype(jnp.int8), size.astype(jnp.int8))
-        # Stored, since half an index makes a longer kernel slow
+        # Store the numbers, since halving the index would slow down a longer kernel
         twice = computed_once(twice).astype(jnp.float32)
         x = twice * _power(_spread(jnp.maximum(e, _PAIR_LIMITS[0]) - 1, twice))
         x = jnp.where(_spread(e, x) == _NAN_BLOCK, jnp.nan, x)
     else:
         n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.int8)
         c = _split(bits, _find_group(codes, n, form)).astype(jnp.int16)
-        # The bits of a float16 that is 2^-8 of the number
+        # These are the bits of a float16 that is 2^-8 times the number
         half = jax.lax.bitcast_convert_type(c << 7 & ~0x4000, jnp.float16).astype(jnp.float32)
         x = jnp.where(c & _NAN == _NAN, jnp.nan, half) * _power(_spread(e + 8, half))
     top = float(jnp.finfo(dtype).max)
@@ -113,23 +113,23 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
 
 
 def _find_exponents(top: jax.Array, form: Form) -> jax.Array:
-    """Return the exponents of blocks whose largest number has these bits."""
+    """Return the exponents of blocks whose maximum has these bits."""
     if form in _PAIRS:
         e = jnp.clip((top + 0x3FFFFF >> 23) - 129, *_PAIR_LIMITS)
         return jnp.where(top < _INFINITY, e, _PAIR_LIMITS[1] + 1)
-    # The exponent k of the smallest power of two that is not below the number
+    # 2^k is the smallest power of two that is not below the number
     k = (top + 0x7FFFFF >> 23) - 127
-    # Of a square in (2^14, 2^16] the root is in (128, 256].
+    # The root of a square in (2^14, 2^16] is in (128, 256].
     return jnp.clip(k - 15 >> 1, *_ROOT_LIMITS) if form in _ROOTS else jnp.clip(k - 8, *_LIMITS)
 
 
 def _round_root(u: jax.Array, draw: jax.Array | None) -> jax.Array:
-    """Return codes of the root of u >= 0 in e4m3, at random so that u is unbiased, or to the nearest."""
-    # The root is in [2^E, 2^(E + 1)), or E = -6 and it is smaller; codes have a width of q = 2^(E - 3).
-    # The bits of u plus 2^23 have E + 64 as their first byte.
+    """Return e4m3 codes of the root of u >= 0, rounded at random (u is unbiased) or to the nearest."""
+    # The root is in [2^E, 2^(E + 1)), or below 2^-6 with E = -6. Codes have the distance q = 2^(E - 3).
+    # The first byte of the bits of u plus 2^23 is E + 64.
     bits = jnp.maximum(jax.lax.bitcast_convert_type(u, jnp.int32), 115 << 23)
     octave = bits + 0x00800000 & 0x7F000000
-    # t = u / q^2, exactly, and r0 = k q the code that is not above the root
+    # t = u / q^2 exactly, and r0 = k q is the largest code that is not above the root
     t = u * jax.lax.bitcast_convert_type(
         jnp.uint32(261 << 23) - octave.astype(jnp.uint32), jnp.float32
     )
@@ -138,8 +138,8 @@ def _round_root(u: jax.Array, draw: jax.Array | None) -> jax.Array:
     if draw is None:
         is_up = t > (down + 0.5) * (down + 0.5)
     else:
-        # Up with probability p = (u - r0^2) / (r1^2 - r0^2) = (t - k^2) / (2 k + 1). Squares and
-        # differences are exact, also in a fused multiply-add.
+        # Round up with probability p = (u - r0^2) / (r1^2 - r0^2) = (t - k^2) / (2 k + 1). Squares and
+        # differences are exact, even in a fused multiply-add.
         chance = (draw >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
         is_up = chance * (2 * down + 1) < t - down * down
     return (octave >> 21) + (k - (8 * 58 + 0x4B000000)) + is_up.astype(jnp.int32)
@@ -148,8 +148,8 @@ def _round_root(u: jax.Array, draw: jax.Array | None) -> jax.Array:
 def _fix(y: jax.Array, shift: int, bias: int) -> jax.Array:
     """Return the code of y >= 0, with `shift` binary digits after the point.
 
-    A code is the leading bits of a float, with the exponent less a bias. Below the smallest normal
-    number, codes are multiples of the smallest code.
+    A code consists of the leading bits of a float, with a bias subtracted from the exponent. Below the
+    smallest normal number, codes are multiples of the smallest code.
     """
     smallest_normal = 2.0 ** (bias - 126)
     is_subnormal = y < smallest_normal
@@ -159,22 +159,22 @@ def _fix(y: jax.Array, shift: int, bias: int) -> jax.Array:
 
 
 def _power(exponents: jax.Array) -> jax.Array:
-    """Return 2^e, a normal float32, exactly."""
+    """Return 2^e exactly, as a normal float32."""
     return jax.lax.bitcast_convert_type(exponents + 127 << 23, jnp.float32)
 
 
 def _draw(x: jax.Array, n: int, seed: jax.Array, start: jax.Array) -> jax.Array:
-    """Return a uint32 for each number, by an integer hash of the seed and of the number's place.
+    """Return a uint32 for each number: an integer hash of the seed and the number's position.
 
-    XLA for GPUs encodes all arrays that read one vector in one kernel, and holds all of them for it. So
-    each place is counted from `start`: without it, all arrays of a shape would read one vector.
+    XLA for GPUs encodes all arrays that read the same vector in one kernel, which holds all of them in
+    memory. Positions count from `start`, because otherwise all arrays of a shape would read one vector.
     """
     *rows, groups, g = x.shape
     ones = [1] * len(rows)
     place = jnp.broadcast_to(start, rows)
     for axis, size in enumerate([*rows[1:], n][: len(rows)]):
         place = (place + jax.lax.broadcasted_iota(jnp.uint32, rows, axis)) * jnp.uint32(size)
-    # As g divides a block, the share of the start is the same for each g.
+    # Since g divides the size of a block, the offset by the start is the same for each g.
     group = jax.lax.broadcasted_iota(jnp.uint32, (*ones, groups), len(rows))
     group = (group + start * jnp.uint32(BLOCK // g)) * jnp.uint32(g)
     place = shard_like((place[..., None] + group)[..., None], x[..., :1])
@@ -190,7 +190,7 @@ def mix(h: jax.Array) -> jax.Array:
 
 
 def _parts(x: jax.Array) -> int | None:
-    """Return over how many devices an explicit mesh spreads the last axis, or None."""
+    """Return the number of devices that share the last axis on an explicit mesh, or None."""
     sharding = explicit_sharding(x)
     if sharding is None or len(sharding.spec) < x.ndim or sharding.spec[-1] is None:
         return None
@@ -200,10 +200,10 @@ def _parts(x: jax.Array) -> int | None:
 
 
 def _find_group(x: jax.Array, n: int, form: Form) -> int:
-    """Return the size g of groups of neighbors along a last axis of n numbers, a divisor of a block.
+    """Return the size g of groups of neighbors along a last axis of n numbers; g divides a block.
 
-    A device that has a multiple of g numbers needs no number of another device. On an explicit mesh g is
-    a common divisor of what a device has and of a block; elsewhere up to 8, with many groups.
+    A device with a multiple of g numbers needs no numbers from other devices. On an explicit mesh, g is
+    a common divisor of a block and the numbers per device; otherwise, g is at most 8.
     """
     parts, least = _parts(x), 2 if form in _PAIRS else 1
     g = math.gcd(n, 64) // 8 if parts is None else math.gcd(n // parts, BLOCK)
@@ -216,20 +216,20 @@ def _find_group(x: jax.Array, n: int, form: Form) -> int:
 
 
 def _split(x: jax.Array, g: int) -> jax.Array:
-    """Return (..., n / g, g), with zeros at the end where g does not divide n."""
+    """Return (..., n / g, g), with zeros at the end if g does not divide n."""
     if rest := -x.shape[-1] % g:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)])
     return x.reshape(*x.shape[:-1], x.shape[-1] // g, g)
 
 
 def _join(groups: jax.Array, n: int) -> jax.Array:
-    """Return (..., n) of (..., n / g, g)."""
+    """Return (..., n) from (..., n / g, g)."""
     flat = groups.reshape(*groups.shape[:-2], -1)
     return flat if flat.shape[-1] == n else flat[..., :n]
 
 
 def _largest_of_blocks(each: jax.Array, groups: jax.Array) -> jax.Array:
-    """Return the maximum of each block, int8 (..., ceil(n / 32)), of a small integer of each group."""
+    """Return the maximum in each block, int8 (..., ceil(n / 32)), of one small integer per group."""
     top, many = each.astype(jnp.int8), BLOCK // groups.shape[-1]
     if many == 1:
         return top

@@ -13,7 +13,7 @@ from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.shardings import unshard
 
-# Added to norms in denominators; the authors' number.
+# This constant from the authors' code is added to norms in denominators.
 _EPS = 1e-8
 
 
@@ -22,13 +22,13 @@ def compute_direction(
 ) -> tuple[Any, Any]:
     """Return N, the direction of an optimizer on low-rank gradients, and its new state.
 
-    The optimizer gets no params: they would be P'W, whose decay would act in the subspace alone.
+    The optimizer gets no params, because weight decay of P'W would act only in the subspace.
     """
     try:
         return inner.update(low, state, None, **extra_args)
     except ValueError as error:
-        # Optax names params; JAX a tree of NoneType, where params or Muon's axes are None in a map ("got
-        # None" before JAX 0.12).
+        # If params or Muon's axes are None in a map, Optax's error names params, and JAX's error names
+        # NoneType ("got None" before JAX 0.12).
         if not any(words in str(error) for words in ("params", "NoneType", "got None")):
             raise
         needs = "params" if "params" in str(error) else "params, or weight_dimension_numbers (Muon)"
@@ -43,9 +43,9 @@ def compute_direction(
 
 
 def find_sign(direction: Any, low: Any, known: jax.Array) -> jax.Array:
-    r"""Return the sign of :math:`\sum \langle N, R \rangle` over all leaves, unless it is known already.
+    r"""Return the known sign, or else the sign of :math:`\sum \langle N, R \rangle` over all leaves.
 
-    The sign is 0 where the sum is 0 or not finite.
+    The sign is 0 if the sum is 0 or not finite.
     """
     return cond(known == 0, lambda: _find_product_sign(direction, low), lambda: known)
 
@@ -80,7 +80,7 @@ def check_limit(limit: object) -> None:
 def limit_growth(
     norm: jax.Array, last: jax.Array, limit: float | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Return the divisor L with which a step grows by at most gamma, and the step's limited norm.
+    r"""Return the divisor L that limits a step's growth to the factor gamma, and the limited norm.
 
     .. math::
       L = \max(\lVert S \rVert / (q + 10^{-8}), \gamma) / \gamma \text{ if } q > 0 \text{ else } 1,
@@ -97,5 +97,5 @@ def limit_growth(
     gamma = jnp.asarray(limit, norm.dtype)
     quotient = jnp.where(last > 0, jnp.maximum(norm / (last + _EPS), gamma) / gamma, 1.0)
     after = norm / quotient
-    # q stays where |S| / L is 0 or not finite: later steps could grow only slowly from 0, or never.
+    # If |S| / L is 0 or not finite, q stays, since later steps could grow slowly from 0, or never.
     return quotient, jnp.where((after > 0) & jnp.isfinite(after), after, last)

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 Projection = Literal["svd", "random", "power"]
 Residual = Literal["scaled"]
-# How many times less of a column may be in the subspace than in a random one, before its step is bounded
+# The minimum fraction of a column in the subspace is that in a random subspace divided by this factor.
 _LARGEST_EXCESS = 10.0
 
 
@@ -124,8 +124,8 @@ def low_rank(
     for each column j. The part outside the subspace is scaled like the part inside it (Fira), and gets
     the sign of the optimizer's steps. S is divided by a number L so that its norm grows by at most the
     factor `limit` per step. When the basis changes, :math:`C = P_{new}^\top P_{old}` carries the moments
-    over. First moments become :math:`M \leftarrow C M`. With :math:`c_i = 1 - \beta_i^t`, LDAdam's
-    estimate gives Adam's second moment,
+    over. First moments become :math:`M \leftarrow C M`. With :math:`c_i = 1 - \beta_i^t`, Adam's second
+    moment becomes LDAdam's estimate,
 
     .. math::
       V \leftarrow c_2 \left| (C \circ C) \left(V / c_2 - (M / c_1)^2\right)
@@ -142,9 +142,9 @@ def low_rank(
     Without `dimension_numbers`, `optperm.memory.matrix_axes` selects the leaves to project: leaves with
     two axes, Flax's attention, and convolutions, if projecting them shrinks their state. The same
     optimizer trains all other leaves at full rank. **Embeddings are not projected**, as in the papers,
-    because their gradients have a nonzero row only for each token of the batch, so frequent tokens would
-    determine the basis. Name embeddings whose names differ from Flax's. `init` warns if more than half
-    of the entries in leaves with two or more axes stay at full rank.
+    because their gradients have nonzero rows only for tokens in the batch, so frequent tokens would
+    determine the basis. If the names of embeddings differ from Flax's names, name them. `init` warns if
+    more than half of the entries in leaves with two or more axes stay at full rank.
 
     Args:
       inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
@@ -165,10 +165,10 @@ def low_rank(
         then unbiased, but noisy.
       carry: Whether to carry over the moments of Adam, Lion, EMA, trace, Muon and RMSProp. RAdam and
         Yogi share Adam's state and are treated as Adam. If False, moments do not change, and each new
-        basis vector has a nonnegative product with the last one. Adamax and ADOPT keep other moments in
-        Adam's state; a trial step of `inner` on a few numbers detects them. Adamax's second moment is
-        carried over as a magnitude. ADOPT needs `carry=False`. If `inner` cannot take the trial step, or
-        first makes all entries equally large (signs), the state counts as Adam's.
+        basis vector has a nonnegative product with the last one. Adamax and ADOPT store other moments
+        in Adam's state; a trial step of `inner` on a few numbers detects these methods. Adamax's second
+        moment is carried over as a magnitude. ADOPT needs `carry=False`. If `inner` cannot take the
+        trial step, or first makes all entries equally large (signs), the state counts as Adam's.
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project, "smaller" or "larger". For a square matrix, "smaller" is
         the columns. "larger" gives a smaller state and a poorer subspace.
@@ -322,14 +322,14 @@ def low_rank(
                 f = compute_gains(n, r, (m.rank_axis,))
                 excess = _LARGEST_EXCESS * (m.d / m.rank) ** 0.5
                 f = jnp.minimum(f, excess * compute_gains(n, g, (m.rank_axis,)))
-                # S = (G - P R) f, with |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2); for a gradient within
-                # the subspace S is rounding, and its norm counts as 0
+                # S = (G - P R) f, with |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2). If the gradient is in
+                # the subspace, S is a rounding error, and its norm counts as 0
                 whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
                 is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole
                 norm = jnp.sqrt(jnp.where(is_seen, whole - inside, 0.0))
                 # |S / L| <= limit q
                 quotient, q = limit_growth(norm, q, limit)
-                # P N + S / L = P (N - a R) + a G, with a = sign f / L, by one product instead of two
+                # P N + S / L = P (N - a R) + a G, with a = sign f / L, needs one product instead of two
                 a = sign.astype(r.dtype) * f / quotient[..., None, None]
                 u = lift(m, basis, n - a * r, g) + a * g
             return m.leaf(m.turn(jnp.asarray(scale, u.dtype) * u)), q
@@ -345,17 +345,17 @@ def low_rank(
             inner_state=inner_state,
         )
 
-    # `update` takes params to check the dtypes of the gradients, and needs none.
+    # `update` does not need params, but uses them to check the dtypes of the gradients.
     return transformation(init, update, method="low_rank", needs_params=False)
 
 
 class _Leaf(NamedTuple):
-    """What a new basis changes of a projected leaf.
+    """The parts of a projected leaf that a new basis changes.
 
     Attributes:
       basis: P, (..., d, r).
-      next_refresh: The step from which on each matrix is due for its next basis, (...).
-      moments: Its moments in each state of `inner`, as `split_moments` returns them.
+      next_refresh: The first step in which each matrix may get its next basis, (...).
+      moments: The leaf's moments in each state of `inner`, as returned by `split_moments`.
     """
 
     basis: jax.Array
@@ -372,10 +372,10 @@ def _refresh(
     every: Any,
     key: int | jax.Array,
 ) -> LowRankState:
-    """Return the state with another basis of each matrix that is due, and moments in its coordinates.
+    """Return the state with a new basis for each matrix that is due, and moments in its coordinates.
 
-    A basis of the gradient is not made where the gradient is zero or not finite: the next step tries
-    again. Without formulas moments stay as they are.
+    If a gradient is zero or not finite, no basis is made from it, and the next step tries again. Without
+    formulas, moments do not change.
     """
     t, inner_state = state.count, state.inner_state
     period = jnp.maximum(jnp.asarray(every(t) if callable(every) else every, jnp.int32), 1)
@@ -384,7 +384,7 @@ def _refresh(
         structure.flatten_up_to, (updates, plans, state.basis, state.next_refresh)
     )
     moments = split_moments(None if formulas is None else inner_state, structure)
-    # The projected leaves by their number among all leaves
+    # The keys are the numbers of the projected leaves among all leaves
     leaves = {i: _Leaf(bases[i], dues[i], moments[i]) for i, m in enumerate(ms) if m is not None}
     for i, leaf in leaves.items():
         if leaf.basis.shape != (wanted := ms[i].basis_shape):
@@ -394,13 +394,13 @@ def _refresh(
                 "dimension_numbers."
             )
 
-    # The j-th of J projected leaves has its turn at j * every // J, modulo every, so that few have one
-    # in the same step. XLA compiles equal kernels once: a number that it knows would make a
-    # kernel for each leaf.
+    # The j-th of J projected leaves has its turn at j * every // J, modulo every, so few leaves have a
+    # turn in the same step. XLA compiles equal kernels once, but with j as a constant, it would compile
+    # a kernel for each leaf.
     turns = []
     for j in computed_once(list(np.arange(len(leaves), dtype=np.int32))):
         offset = j * period // len(leaves)
-        # The first of its steps after t
+        # This is the leaf's first turn after t
         turns.append(t + 1 + (offset - t - 1) % period)
 
     def refresh_leaf(m: Matrix, g: Any, leaf: _Leaf, number: Any, turn: Any, words: Any) -> _Leaf:
@@ -414,7 +414,7 @@ def _refresh(
             new = _make_basis(projection, m.matrices(g), old, is_first, words, number)
             new = shard_like(new, old)
             if formulas is None:
-                # Coordinates have the same signs as before.
+                # Moments do not change, so coordinates have to keep their signs.
                 new = align_signs(new, old)
             new = jnp.where(is_due[..., None, None], new, old)
             if formulas is not None:
@@ -425,7 +425,7 @@ def _refresh(
 
     def refresh_leaves(leaves: dict[int, _Leaf]) -> dict[int, _Leaf]:
         words = fold(key_data(key), t) if projection == "random" else None
-        # Leaves of one shape are traced once, without their names.
+        # Without their names, leaves of the same shape are traced once.
         refresh = jax.jit(refresh_leaf, static_argnums=0)
         numbers = computed_once([np.uint32(i) for i in leaves])
         return {
@@ -433,7 +433,7 @@ def _refresh(
             for (i, leaf), number, turn in zip(leaves.items(), numbers, turns, strict=True)
         }
 
-    # One condition for all leaves, and within it one for each: a device waits once for a usual step
+    # One condition for all leaves contains one per leaf, so a step without new bases waits only once
     are_due = [jnp.any(t >= leaf.next_refresh) for leaf in leaves.values()]
     leaves = when(functools.reduce(operator.or_, are_due, False), refresh_leaves, leaves)
     for i, leaf in leaves.items():
@@ -453,15 +453,15 @@ def _make_basis(
     words: Any,
     number: jax.Array,
 ) -> jax.Array:
-    """Return a basis for G, (..., d, k), of the kind of `projection`."""
+    """Return a basis for G, (..., d, k), of the kind that `projection` names."""
     if projection == "random":
         return random_basis(words, number, old.shape, old.dtype)
-    # G / max |G|, so that no square overflows or underflows
+    # Divide G by max |G|, so that no square overflows or underflows
     largest = jnp.max(jnp.abs(g), axis=(-2, -1), keepdims=True).astype(old.dtype)
     g = g.astype(old.dtype) / jnp.where(largest > 0, largest, 1.0)
     if projection == "svd":
         return gram_basis(g, old.shape[-1])
-    # A power step needs a last basis.
+    # A power step needs a previous basis.
     first = is_first[..., None, None]
 
     def with_first() -> jax.Array:

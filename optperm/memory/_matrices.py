@@ -1,6 +1,6 @@
-"""The leaves of a tree as matrices: which leaves are projected, along which axes, and to what rank.
+"""View the leaves of a tree as matrices, and select the leaves, axes and ranks of projections.
 
-All functions take matrices of shape (..., d, k) and project the side of length d.
+All functions accept matrices of shape (..., d, k) and project the side of length d.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from optperm.core.trees import mask_like
 from optperm.memory._matrix_axes import find_matrix_axes
 
 Side = Literal["smaller", "larger"]
-# `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
+# `optax.contrib.GaLoreDimensionNumbers`, a tree of these and None, or a function that returns the tree.
 DimensionNumbers: TypeAlias = Any
 _WANTED_NUMBERS = (
     "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params with these "
     "and None, or a function that returns such a tree"
 )
-# On accelerators float32 products have half the precision by default.
+# By default, float32 products have half the precision on accelerators.
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
@@ -46,7 +46,7 @@ class Matrix:
       batch: The axes along which the leaf is a stack of matrices.
       projected: The axes that are merged into d.
       kept: The axes that are merged into k.
-      on_rows: Whether d is the matrix's first side: low-rank leaves are (..., r, k) then, else
+      on_rows: Whether d is the first side of the matrix. Low-rank leaves are then (..., r, k), otherwise
         (..., k, r).
       rank: r.
     """
@@ -88,7 +88,7 @@ class Matrix:
         sharding = explicit_sharding(x)
         if sharding is None:
             return x.reshape(shape)
-        # Of axes that are merged only the first can stay sharded.
+        # Only the first of several merged axes can stay sharded.
         start = len(self.batch)
         heads = {*range(start), start, start + len(self.projected)}
         spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
@@ -112,37 +112,37 @@ class Matrix:
         return matrices.transpose(tuple(int(i) for i in np.argsort(axes)))
 
     def is_usable(self, leaf: jax.Array) -> jax.Array:
-        """Return which matrices of a leaf, (...), are finite and not zero."""
-        # A maximum is not finite, or nan, where an entry is.
+        """Return whether each matrix of a leaf is finite and not zero, (...)."""
+        # The maximum is infinite or NaN if an entry is.
         largest = unshard(jnp.max(jnp.abs(leaf), axis=self.projected + self.kept))
         return (largest > 0) & jnp.isfinite(largest)
 
     @property
     def rank_axis(self) -> int:
-        """The axis of a low-rank leaf along which R has its r rows."""
+        """The axis of a low-rank leaf that indexes the r rows of R."""
         return -2 if self.on_rows else -1
 
     def turn(self, x: jax.Array) -> jax.Array:
-        """Return R or G in the orientation of the leaf, or back: transposed if bases are on columns."""
+        """Return R or G in the leaf's orientation, or back; transpose them if bases are on columns."""
         return x if self.on_rows else jnp.swapaxes(x, -1, -2)
 
 
 def plan_matrices(
     tree: optax.Updates, rank: float, side: Side, dimension_numbers: DimensionNumbers | None
 ) -> Any:
-    """Return a tree with the view of each leaf as matrices, or None where it stays at full rank.
+    """Return a tree with a view of each leaf as matrices, or None for leaves at full rank.
 
     Args:
       tree: Params or updates.
-      rank: r, or its ratio to the smaller side.
+      rank: r, or the ratio of r to the smaller side.
       side: The side of the bases; the columns of a square matrix are its smaller side.
-      dimension_numbers: The axes of the leaves to project; None for those of
-        `optperm.memory.matrix_axes`, where the state becomes smaller.
+      dimension_numbers: The axes of the leaves to project; None for the axes of
+        `optperm.memory.matrix_axes` in all leaves whose state becomes smaller.
     """
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     is_found = dimension_numbers is None
-    # One entry of axes for each leaf, None for full rank
+    # There is one entry per leaf: its axes, or None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if leaves:
         given = find_matrix_axes if is_found else dimension_numbers
@@ -166,7 +166,7 @@ def plan_matrices(
             if rank > min(d, k) and not is_found:
                 smaller = f"the smaller side {min(d, k)} of {name}"
                 raise ValueError(f"rank={rank} is above {smaller}: give None for that leaf.")
-            # A basis and two moments, d r + 2 r k numbers, against two moments at full rank, 2 d k
+            # A basis and two moments, d r + 2 r k numbers, must be smaller than two full moments, 2 d k
             is_smaller = d * r + 2 * r * k < 2 * d * k or not is_found
             found.append(matrix if r < min(d, k) and is_smaller else None)
         else:
@@ -179,16 +179,16 @@ def plan_matrices(
 def warn_of_full_rank(
     params: optax.Params, plans: Any, dimension_numbers: object, method: str
 ) -> None:
-    """Warn if nobody named axes, and more than half of what could be matrices stays at full rank."""
+    """Warn if no axes are given and most entries in leaves of two or more axes stay at full rank."""
     structure: Any = jax.tree.structure(params)
     pairs = zip(jax.tree.leaves(params), structure.flatten_up_to(plans), strict=True)
     sizes = [(jnp.size(leaf), m is None) for leaf, m in pairs if jnp.ndim(leaf) > 1]
     full, total = sum(size for size, is_full in sizes if is_full), sum(size for size, _ in sizes)
     if dimension_numbers is None and 2 * full > total:
         warnings.warn(
-            f"{method} leaves {full / total:.0%} of the entries in leaves of two axes and more at full "
+            f"{method} leaves {full / total:.0%} of the entries in arrays with two or more axes at full "
             "rank. optperm.memory.matrix_axes(params) shows how each leaf is classified. Pass the "
-            "axes of other leaves to it, and its result as dimension_numbers.",
+            "axes of other leaves to it, and pass the result as dimension_numbers.",
             UserWarning,
             stacklevel=2,
         )
@@ -211,7 +211,7 @@ def _make_matrix(
         )
     batch = tuple(axis for axis in range(len(shape)) if axis not in rows + columns)
     m, n = (math.prod(shape[axis] for axis in axes) for axes in (rows, columns))
-    # Of a square, with m = n, the columns are the smaller side.
+    # The columns of a square matrix, with m = n, are its smaller side.
     on_rows = (m < n) == (side == "smaller")
     projected, kept = (rows, columns) if on_rows else (columns, rows)
     r = int(rank) if rank >= 1 else max(1, round(rank * min(m, n)))
@@ -219,7 +219,7 @@ def _make_matrix(
 
 
 def check_rank(rank: object) -> None:
-    """Raise unless the rank is a plain integer of at least 1, or a ratio in (0, 1)."""
+    """Raise unless the rank is a Python integer of at least 1, or a ratio in (0, 1)."""
     if isinstance(rank, int | np.integer | jax.Array):
         checks.check_static_count("rank", rank)
         return
@@ -231,7 +231,7 @@ def check_rank(rank: object) -> None:
 
 
 def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
-    """Make zeros on the leaf's mesh, with the given spec of a sharding, or replicated."""
+    """Make zeros on the leaf's mesh, sharded by `spec`, or replicated without a spec."""
     zeros = varying_zeros(leaf, dtype, shape)
     sharding = sharding_of(leaf)
     if sharding is None:
@@ -241,8 +241,8 @@ def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax
 
 
 def make_basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
-    """Make zeros for a leaf's bases, sharded as the rows of G, or a single zero at full rank."""
-    # An array without entries could not be saved: at full rank there is one number.
+    """Make zeros for a leaf's bases, sharded like the rows of G, or a single zero at full rank."""
+    # At full rank, there is one number, because an array without entries could not be saved.
     dtype = accumulation_dtype(leaf)
     if matrix is None:
         return make_zeros(leaf, (), dtype)
@@ -252,7 +252,7 @@ def make_basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
 
 
 def project(basis: jax.Array, g: jax.Array) -> jax.Array:
-    r"""Return :math:`R = P^\top G`, (..., r, k), sharded as the columns of G."""
+    r"""Return :math:`R = P^\top G`, (..., r, k), sharded like the columns of G."""
     sharding = explicit_sharding(g)
     if sharding is not None:
         spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
@@ -261,10 +261,10 @@ def project(basis: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def project_leaf(leaf: jax.Array, matrix: Matrix | None, basis: Any) -> jax.Array:
-    r"""Return :math:`R = P^\top G` of a leaf, in the dtype of the basis, or the leaf at full rank.
+    r"""Return :math:`R = P^\top G` for a leaf, in the dtype of the basis, or the leaf at full rank.
 
-    Where bases are on columns, R' = G' P is computed: the following operations then use the layout of
-    the leaf, since a loop over arrays of two layouts takes several times as long.
+    If bases are on columns, R' = G' P is computed, so that later operations use the layout of the leaf:
+    a loop over arrays of two layouts takes several times as long.
     """
     if matrix is None:
         return leaf
@@ -279,7 +279,7 @@ def project_leaf(leaf: jax.Array, matrix: Matrix | None, basis: Any) -> jax.Arra
 
 
 def lift(matrix: Matrix, basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
-    """Return P R of a low-rank leaf, in the orientation of the leaf, sharded as another array."""
+    """Return P R for a low-rank leaf, in the orientation of the leaf, sharded like another array."""
     sharding = explicit_sharding(like)
     if matrix.on_rows:
         return product("...dr,...rk->...dk", basis, low, sharding)
@@ -293,7 +293,7 @@ def make_batch_zeros(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax
 
 
 def make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
-    """Make the low-rank leaf that an optimizer is initialized with: zeros, sharded as R."""
+    """Make the low-rank leaf for the initialization of an optimizer: zeros, sharded like R."""
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)
@@ -301,7 +301,7 @@ def make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
 
 
 def unzip(pairs: Any, like: Any) -> tuple[Any, Any]:
-    """Return two trees like another one, of the first and of the second entries of a tree of pairs."""
+    """Return two trees with the structure of `like`: the first and the second entries of the pairs."""
     structure: Any = jax.tree.structure(like)
     leaves = structure.flatten_up_to(pairs)
     first, second = ([pair[i] for pair in leaves] for i in (0, 1))
@@ -311,5 +311,5 @@ def unzip(pairs: Any, like: Any) -> tuple[Any, Any]:
 def product(
     subscripts: str, a: jax.Array, b: jax.Array, sharding: NamedSharding | None
 ) -> jax.Array:
-    """Return a product of matrices in full precision, with the given sharding if there is one."""
+    """Return a matrix product in full precision, with the given sharding if there is one."""
     return jnp.einsum(subscripts, a, b, precision=_PRECISION, out_sharding=sharding)

@@ -1,4 +1,4 @@
-"""The axes of a leaf that are the rows and columns of a matrix, in layers of Flax, Equinox and JAX."""
+"""Find the axes of a leaf that form a matrix, for layers of Flax, Equinox and JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core.tables import align
 
-# Names count in this table alone: whole elements of the paths of Flax's linen and nnx.
+# Only these names have an effect, if they are whole elements of paths as in Flax's linen and nnx.
 _OF_ATTENTION = {  # the element above `kernel`, and the kernel's last axes
     "query": GaLoreDimensionNumbers(-3, (-2, -1)),  # d, heads, head_dim
     "key": GaLoreDimensionNumbers(-3, (-2, -1)),
@@ -21,12 +21,12 @@ _OF_ATTENTION = {  # the element above `kernel`, and the kernel's last axes
     "out": GaLoreDimensionNumbers((-3, -2), -1),  # heads, head_dim, d
 }
 _NO_MATRICES = ("embedding", "bias", "scale")
-# The longest side of a convolution's window
+# The maximum side of a convolution's window
 _LONGEST_SIDE = 16
 
 
 class _Taken(NamedTuple):
-    """What a leaf is taken for, and the axes of its matrices; None for full rank."""
+    """The assumed kind of a leaf, and the axes of its matrices; None for full rank."""
 
     kind: str
     numbers: GaLoreDimensionNumbers | None
@@ -39,10 +39,10 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
     - A `kernel` in `query`, `key` or `value` with the axes (d, heads, head_dim) is a d x (heads *
       head_dim) matrix. A `kernel` in `out` is a (heads * head_dim) x d matrix. Axes before these index a
       stack of matrices.
-    - A leaf with four or more axes is a convolution if all axes but the last two (Flax, outputs last) or
-      but the first two (Equinox, outputs first) form a window. The sides of a window are at most 16, and
-      are equal except for sides of 1. If both candidates are windows, the smaller one counts. One side
-      of the matrix is the outputs, and the other side consists of all other axes.
+    - A leaf with four or more axes is a convolution if all axes except the last two (Flax, outputs last)
+      or the first two (Equinox, outputs first) form a window. The sides of a window are at most 16, and
+      are equal except for sides of 1. If both candidates are windows, the smaller window counts. One
+      side of the matrix is the outputs, and the other side consists of all other axes.
     - All other leaves stay at full rank, and so do `embedding`, `bias` and `scale`.
 
     A name matches only a whole element of a path, as in Flax's linen and nnx.
@@ -101,7 +101,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
 
 
 def find_matrix_axes(params: optax.Params) -> optax.Params:
-    """Return the tree of `matrix_axes` without a word."""
+    """Return the tree of `matrix_axes` without printing."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _take(path, jnp.shape(leaf), {}).numbers, params
     )
@@ -137,7 +137,7 @@ def _is_window(sides: tuple[int, ...]) -> bool:
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:
-    """Return the elements of a path, without the attribute in which `flax.nnx` keeps an array."""
+    """Return the elements of a path, without the attribute in which `flax.nnx` stores an array."""
     names = []
     for key in path:
         match key:
@@ -150,7 +150,7 @@ def _names(path: tuple[Any, ...]) -> list[str]:
 
 
 def _describe(shape: tuple[int, ...], numbers: GaLoreDimensionNumbers | None) -> str:
-    """Return the sides of a leaf's matrices, after the axes of a stack."""
+    """Return a description of a leaf's matrices: the axes of a stack, if any, and the two sides."""
     if numbers is None:
         return "-"
     given = (numbers.reduction_axis, numbers.output_axis)

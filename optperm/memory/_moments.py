@@ -1,4 +1,4 @@
-"""Carry moments of Optax's transformations over from one basis to the next."""
+"""Carry the moments of Optax's transformations over from one basis to the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Change(NamedTuple):
       matrix: The view of the leaf as matrices.
       old: The basis before the change, (..., d, r).
       new: The basis after the change.
-      is_new: Whether each matrix has another basis, (...).
+      is_new: Whether each matrix has a new basis, (...).
     """
 
     matrix: Matrix
@@ -49,7 +49,7 @@ def _carry_mean(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _carry_squares(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
-    """Return (C * C) V, of squares of entries whose mean is unknown."""
+    """Return (C * C) V for squares of entries whose mean is unknown."""
     return (change.rotate_squares(moment),)
 
 
@@ -63,25 +63,25 @@ def _carry_adam(
     b2: float | jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Return C M, and c2 |(C * C)(V / c2 - (M / c1)^2) + (C M / c1)^2|, as LDAdam does."""
-    # c_i = 1 - b_i^t, the bias corrections; before the first step there is nothing to carry.
+    # c_i = 1 - b_i^t are the bias corrections; moments are zero before the first step.
     t = jnp.maximum(count, 1).astype(nu.dtype)
     c1, c2 = (1 - jnp.asarray(b, nu.dtype) ** t for b in (b1, b2))
-    # Squares have no coordinates: the variance V / c2 - (M / c1)^2 is rotated as if entries were
-    # uncorrelated, and the square of the rotated mean is added again.
+    # Squares cannot be rotated: the variance V / c2 - (M / c1)^2 is rotated as if entries were
+    # uncorrelated, and then the square of the rotated mean is added.
     mean = change.rotate(mu)
     variance = change.rotate_squares(nu / c2 - jnp.square(mu / c1))
     return mean, c2 * jnp.abs(variance + jnp.square(mean / c1))
 
 
 def _carry_adamax(change: Change, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-    """Return C M, and the root of (C * C) U^2, with U the largest sizes of entries."""
+    """Return C M, and the root of (C * C) U^2, where U are the maximum magnitudes of entries."""
     return change.rotate(mu), jnp.sqrt(change.rotate_squares(jnp.square(nu)))
 
 
-# From a change of the basis of a leaf and its moments in a state, (..., r, k), those in the new basis
+# A function from a change of a leaf's basis and the leaf's moments, (..., r, k), to the new moments
 Formula = Callable[..., tuple[jax.Array, ...]]
-# What the arrays of a field are: linear in gradients, linear in squares of gradients, or the largest of
-# these squares.
+# The arrays of a field are linear in gradients, linear in squares of gradients, or maxima of such
+# squares.
 Role = Literal["mean", "square", "maximum"]
 
 
@@ -89,15 +89,15 @@ class Known(NamedTuple):
     """A type of state whose moments are known.
 
     Attributes:
-      roles: The fields with moments, and what they are.
-      carry: The function that carries the moments of a leaf over to another basis, if it is known.
+      roles: The fields with moments, and the role of each field.
+      carry: The function that carries a leaf's moments over to another basis, or None if unknown.
     """
 
     roles: dict[str, Role]
     carry: Formula | None = None
 
 
-# Optax also gives the type of Adam's state to RAdam, NAdam and Yogi, and to Adamax and ADOPT.
+# RAdam, NAdam, Yogi, Adamax and ADOPT of Optax share the type of Adam's state.
 KNOWN: dict[type, Known] = {
     optax.ScaleByAdamState: Known({"mu": "mean", "nu": "square"}, _carry_adam),
     optax.ScaleByAmsgradState: Known({"mu": "mean", "nu": "square", "nu_max": "maximum"}),
@@ -128,7 +128,7 @@ def _is_carried(node: Any) -> bool:
 
 
 def match_others(inner_state: Any, params: Any, is_own: Callable[[Any], bool]) -> list[Match]:
-    """Return the arrays in no state for which `is_own` holds, with the params that they belong to."""
+    """Return the arrays outside the states for which `is_own` is true, with their params."""
     others = jax.tree.map(lambda node: None if is_own(node) else node, inner_state, is_leaf=is_own)
     return match_params(others, params)
 
@@ -139,9 +139,9 @@ def find_carried_states(inner_state: Any) -> list[Any]:
 
 
 def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]:
-    """Return for each leaf of params its moments in each known state of an optimizer's state.
+    """Return, for each leaf of params, its moments in each known state within an optimizer's state.
 
-    A leaf that a state does not see has `optax.MaskedNode` in place of its moments.
+    If a state does not contain a leaf, `optax.MaskedNode` replaces the leaf's moments.
     """
     places = treedef.unflatten(range(treedef.num_leaves))
 
@@ -162,7 +162,7 @@ def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]
 
 
 def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
-    """Return an optimizer's state with the moments of each leaf, as `split_moments` returns them."""
+    """Return an optimizer's state with the given moments, in the form of `split_moments`."""
     states = zip(*moments, strict=True)
 
     def join(node: Any) -> Any:
@@ -186,12 +186,12 @@ def find_formulas(
     b1: float | jax.Array,
     b2: float | jax.Array,
 ) -> list[Formula]:
-    """Return for each state whose moments can be carried over the formula that does it.
+    """Return the formula for each state whose moments can be carried over.
 
     Args:
       inner_state: The optimizer's state.
-      probe: The optimizer's probe, which tells Adamax from Adam.
-      make_params: Makes low-rank leaves, for the probe.
+      probe: The optimizer's probe, which distinguishes Adamax from Adam.
+      make_params: A function that makes low-rank leaves for the probe.
       b1: The decay rate of Adam's first moments, for its bias correction; 0 for no correction.
       b2: The decay rate of Adam's second moments.
     """
@@ -222,7 +222,7 @@ def carry_moments(
     def carry(formula: Formula, each: tuple[Any, ...]) -> tuple[Any, ...]:
         if any(map(is_masked, each)):  # within inner
             return each
-        # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
+        # Rotate moments as (..., r, k) in the dtype of the basis; keep those whose basis did not change
         low = [change.matrix.turn(leaf).astype(change.new.dtype) for leaf in each]
         return tuple(
             jnp.where(where, change.matrix.turn(new).astype(leaf.dtype), leaf)
@@ -240,7 +240,7 @@ def check_moments(inner_state: Any, plans: Any, low: Any, probe: Probe) -> None:
         unknown = "ScaleByAdamState that is not Adam's (such as ADOPT's)"
     if unknown:
         raise ValueError(
-            f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."
+            f"inner contains a {unknown}, which cannot be carried over: pass carry=False."
         )
 
 
@@ -256,15 +256,15 @@ def _find_unlike_params(inner_state: Any, low: Any) -> str | None:
 
 
 def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
-    """Return the first other state with an array that may hold numbers of basis vectors.
+    """Return the first unknown state with an array that may depend on the basis.
 
-    An array of a leaf at full rank holds none, and neither do single numbers and integers.
+    Arrays of leaves at full rank do not depend on it, and neither do single numbers and integers.
     """
     lows: list[Any] = jax.tree.leaves(low)
     structure: Any = jax.tree.structure(low)
     matrices: list[Matrix | None] = structure.flatten_up_to(plans)
     shapes = {leaf.shape for leaf, m in zip(lows, matrices, strict=True) if m is not None}
-    # One number for each basis vector, as in a factored second moment
+    # An array may have one number per basis vector, such as a factored second moment
     shapes |= {(*m.batch_shape, m.rank) for m in matrices if m is not None}
     for leaf, place, owner in match_others(inner_state, low, _is_carried):
         is_full = place is not None and matrices[place] is None
@@ -274,16 +274,16 @@ def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
     return None
 
 
-# What a state of Adam's type has as its second moment: squares as Adam, sizes as Adamax, or another one.
+# The second moment in a state of Adam's type: squares (Adam), magnitudes (Adamax) or something else.
 Second = Literal["squares", "sizes", "unknown"]
 
 
 class Probe:
-    """A step of an optimizer on a few numbers, once for each structure of its state.
+    """A trial step of an optimizer on a few numbers, once for each structure of its state.
 
-    Optax gives the type of Adam's state to Adamax and ADOPT too. After one step from zero Adam's second
-    moment is proportional to the square of its first moment, Adamax's to the moment itself, and ADOPT's
-    first moment is zero.
+    In Optax, Adamax and ADOPT share the type of Adam's state. After one step from zero, Adam's second
+    moment is proportional to the square of the first moment, Adamax's second moment is proportional to
+    the first moment itself, and ADOPT's first moment is zero.
     """
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
@@ -293,14 +293,14 @@ class Probe:
     def __call__(
         self, inner_state: Any, make_params: Callable[[], Any], find: Callable[[Any], list[Any]]
     ) -> list[Second]:
-        """Return the second moment of each state that `find` finds, "squares" for other types of states.
+        """Return the kind of second moment of each state that `find` finds, "squares" for other types.
 
-        Each Adam counts as Adam if `inner` has traced numbers, or needs more than gradients and params.
+        All states of Adam's type count as Adam's if `inner` has traced numbers or needs extra arguments.
         """
         structure = jax.tree.structure(inner_state)
         if structure not in self.found:
             count, params = len(find(inner_state)), make_params()
-            # Another thread has no trace and no mesh, so that numbers are concrete under any mapping.
+            # Another thread has no trace and no mesh, so numbers are concrete under any mapping.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 step = pool.submit(self._take_step, params, find)
             shown = [] if step.exception() else step.result()
@@ -308,7 +308,7 @@ class Probe:
         return self.found[structure]
 
     def _take_step(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Second]:
-        # Gradients of several sizes, some of which differ after a clipping too
+        # Gradients have several magnitudes, some of which differ even after clipping
         sizes = 4.0 ** -np.arange(6, dtype=np.float32)
         g = jax.tree.map(
             lambda x: jnp.asarray(
@@ -317,7 +317,7 @@ class Probe:
             params,
         )
         zeros = jax.tree.map(jnp.zeros_like, g)
-        # A caller may have relaxed these options for its own thread alone.
+        # The caller may have relaxed these options only for its own thread.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             update = optax.with_extra_args_support(self.inner).update
             _, state = update(g, self.inner.init(zeros), zeros)
@@ -325,22 +325,22 @@ class Probe:
 
 
 def _flatten(tree: Any) -> np.ndarray[Any, Any]:
-    """Return the sizes of all entries of a tree, behind a zero."""
+    """Return a zero followed by the magnitudes of all entries of a tree."""
     leaves = [np.abs(np.ravel(x)).astype(np.float64) for x in jax.tree.leaves(tree)]
     return np.concatenate([np.zeros(1), *leaves])
 
 
 def _find_second(state: Any) -> Second:
-    """Return what a state of Adam's type has as its second moment after one step from zero."""
+    """Return the kind of second moment in a state of Adam's type, after one step from zero."""
     if not isinstance(state, optax.ScaleByAdamState):
         return "squares"
     mean, square = _flatten(state.mu), _flatten(state.nu)
-    # The largest mean, and the next smaller one
+    # Compare the largest mean and the next smaller mean
     top = np.argmax(mean)
     if mean[top] == 0:
         return "unknown" if square.any() else "squares"
     other = np.argmax(np.where(mean < mean[top] / 1.5, mean, 0.0))
-    if mean[other] == 0:  # There is no other one, after a sign for example.
+    if mean[other] == 0:  # All means are equal, for example after a sign.
         return "squares"
     is_square = square[top] > (mean[top] / mean[other]) ** 1.5 * square[other]
     return "squares" if is_square else "sizes"

@@ -1,4 +1,4 @@
-"""Orthonormal bases, (..., d, r), of small subspaces for gradients G, (..., d, k)."""
+"""Compute orthonormal bases, (..., d, r), of small subspaces for gradients G, (..., d, k)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from optperm.memory._matrices import product, project
 
 
 def gram_basis(g: jax.Array, rank: int) -> jax.Array:
-    """Return the first left singular vectors of G, by its Gram matrix on the smaller side.
+    """Return the first left singular vectors of G from its Gram matrix on the smaller side.
 
-    A Gram matrix has half the precision: directions whose singular value is below the largest one times
-    the root of the machine's precision are arbitrary.
+    A Gram matrix halves the precision: directions are arbitrary if their singular value is below the
+    maximum times the root of the machine epsilon.
     """
     # G G' = U S^2 U'
     if g.shape[-2] <= g.shape[-1]:
         return _last_eigenvectors(_whole("...dk,...ek->...de", g, g), rank)
-    # G' G = V S^2 V' and G V = U S: the QR normalizes it, and completes it where G has a lower rank.
+    # G' G = V S^2 V' and G V = U S. QR normalizes U S, and completes the basis if G has a lower rank.
     right = _last_eigenvectors(_whole("...dk,...dl->...kl", g, g), rank)
     return jnp.linalg.qr(_whole("...dk,...kr->...dr", g, right))[0]
 
@@ -37,7 +37,7 @@ def random_basis(
 
     Args:
       data: The raw data of a key.
-      number: The number of the leaf: leaves of one shape get different bases.
+      number: The number of the leaf, so that leaves of the same shape get different bases.
       shape: (..., d, r).
       dtype: The dtype of the basis.
     """
@@ -45,7 +45,7 @@ def random_basis(
 
 
 def align_signs(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return the new basis, with nonnegative products of its columns with the old ones."""
+    """Return the new basis, with signs so that products of old and new columns are nonnegative."""
     products = jnp.sum(new * old, axis=-2, keepdims=True)
     return jnp.where(products < 0, -new, new)
 
@@ -69,6 +69,6 @@ def _last_eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
 
 
 def _whole(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a product of matrices that every device holds in full."""
+    """Return a matrix product that is replicated on all devices."""
     sharding = explicit_sharding(a)
     return product(subscripts, a, b, sharding and sharding.update(spec=PartitionSpec()))

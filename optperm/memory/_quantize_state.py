@@ -1,4 +1,4 @@
-"""Store the moments of any optimizer in 8 bits, or first moments in 4.
+"""Store the moments of any optimizer in 8 bits, or first moments in 4 bits.
 
 T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861; OCP,
 "Microscaling Formats (MX) Specification", version 1.0; H. Xi et al., "COAT: Compressing Optimizer States
@@ -35,7 +35,7 @@ from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_
 if TYPE_CHECKING:
     from jaxtyping import Int32
 
-# Called once for all leaves of one shape
+# With jit, these functions are traced once for all leaves of the same shape
 _encode = jax.jit(encode, static_argnums=1)
 _decode = jax.jit(decode, static_argnums=(2, 3))
 
@@ -94,10 +94,10 @@ def quantize_state(
         RAdam, Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, Adagrad, Muon, RMSProp
         without bias correction, and unfactored second moments of Adafactor. The states can be nested in
         `inner`, such as in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
-      bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments keep 8 bits. In
-        4 bits, a first moment that is much smaller than others in its block becomes 0 or many times too
-        large. Some weights then take steps that are tens of times the learning rate, and the loss of a
-        long run may rise.
+      bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments keep 8 bits.
+        With 4 bits, a first moment that is much smaller than others in its block becomes 0 or many times
+        too large. Some weights then take steps that are tens of times the learning rate, and the loss of
+        a long run may rise.
       min_size: Moments with fewer entries are not quantized.
       include: The params whose moments are quantized: a tree of booleans like params, a prefix of such a
         tree, or a function from params to such a tree. None for all. The authors of 8-bit optimizers
@@ -141,8 +141,8 @@ def quantize_state(
     Raises:
       TypeError: If `inner` is not a transformation, or a number has the wrong type.
       ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params, no state of `inner` is
-        known, or `update` gets a state with other `bits`. With 4 bits, also if a device has an odd
-        number of entries of a sharded last axis.
+        known, or `update` gets a state with other `bits`; or, with 4 bits, if a device has an odd number
+        of entries of a sharded last axis.
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
@@ -185,7 +185,7 @@ def quantize_state(
                 stacklevel=2,
             )
         count = jnp.zeros([], jnp.int32)
-        # So XLA does not compute the codes of zeros while it compiles, which takes long.
+        # This prevents XLA from computing the codes of zeros at compile time, which takes long.
         inner_state = computed_once(inner_state)
         return QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
@@ -225,7 +225,7 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
       key: The random key of the rounding: an int or a `jax.random.key`.
 
     Returns:
-      A state with the structure of `like` and the numbers of `opt_state`.
+      A state with the structure of `like` and the values of `opt_state`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -244,7 +244,7 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
     checks.check_key("key", key)
     if not find_states(like, QuantizedState):
         raise ValueError(
-            "like has no QuantizedState: pass jax.eval_shape(tx.init, params) of the quantized one."
+            "like has no QuantizedState: pass jax.eval_shape(tx.init, params) of the quantized tx."
         )
 
     def convert(old: Any, state: Any) -> Any:
@@ -252,7 +252,7 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
             return state
         plain = jax.eval_shape(_decode_state, old)
         checks.check_same_tree("opt_state", state, plain, source="like, decoded,", dtypes=False)
-        # Of a state under vmap there are several counts.
+        # A state from vmap has several counts.
         count, names = jnp.zeros(old.count.shape, jnp.int32), _find_names(old.exponents)
         return QuantizedState(count, *_encode_state(state, names, key, jnp.zeros([], jnp.int32)))
 
@@ -296,7 +296,7 @@ def _is_quantized(node: Any) -> bool:
 def _name_moments(
     state: Any, second: Second, params: Any, include: Any, bits: int
 ) -> list[tuple[Any, bool, str]]:
-    """Return each array of a state's moments, whether it is included, and the name of its rounding."""
+    """Return a state's moments, each with a flag for inclusion and the name of its rounding."""
     found = []
     for field, role in KNOWN[type(state)].roles.items():
         moments = getattr(state, field)
@@ -317,7 +317,7 @@ def _name_moments(
 
 
 def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
-    """Return whether the parameter of each moment is included; a moment of none is."""
+    """Return whether each moment belongs to an included parameter, or to no parameter."""
     flags: Any = True
     if include is not None:
         chosen = without_variables(include(params) if callable(include) else include)
@@ -331,7 +331,7 @@ def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
 
 
 def _map_moments(function: Callable[[int, int, int, Any], Any], inner_state: Any) -> Any:
-    """Return a state with `function(i, j, k, moment)` for moment j of known state i, k of its field."""
+    """Return a state with `function(i, j, k, moment)` for moment j of known state i, k in its field."""
     states = itertools.count()
 
     def replace(node: Any) -> Any:
@@ -351,15 +351,15 @@ def _map_moments(function: Callable[[int, int, int, Any], Any], inner_state: Any
 def _encode_state(
     inner_state: Any, names: Sequence[Sequence[str]], key: Any, count: jax.Array
 ) -> tuple[Any, Any]:
-    """Return a state with codes in the place of moments, and the exponents."""
-    if not any(names):  # There are no moments, as of the placeholders of `optax.tree.map_params`.
+    """Return a state with codes instead of moments, and the exponents."""
+    if not any(names):  # Placeholders of `optax.tree.map_params` have no moments.
         return inner_state, jnp.zeros([], jnp.int8)
     exponents: list[list[Any]] = [[{} for _ in each] for each in names]
     total = sum(map(len, names))
-    # A hash of the key and the step, and of the number of the array
+    # The seed is a hash of the key and the step, combined with the number of the array
     words = key_data(key)
     seed = computed_once(mix(mix(mix(words[0]) ^ words[1]) ^ count.astype(jnp.uint32)))
-    # XLA compiles equal kernels once: a number that it knows would make a kernel for each array.
+    # XLA compiles equal kernels once, but with constant numbers, each array would need its own kernel.
     numbers = computed_once([np.uint32(i * 0x9E3779B1 % 2**32) for i in range(1, total + 1)])
     unused = iter(numbers)
 
@@ -367,7 +367,7 @@ def _encode_state(
         if not (name := names[i][j]):
             return moment
         form, _ = name.split("_")
-        # The moments of one parameter have one start, as they are encoded in one kernel.
+        # The moments of a parameter share one start, since one kernel encodes them.
         own, start = mix(seed ^ next(unused)), mix(~seed ^ numbers[k])
         codes, e = _encode(moment, form, own, start)
         exponents[i][j] = {name: _shard_exponents(e, moment)}
@@ -392,13 +392,13 @@ def _decode_state(state: QuantizedState) -> Any:
 
 
 def _find_names(exponents: Any) -> list[list[str]]:
-    """Return the name of each moment's rounding, or an empty one."""
+    """Return the name of each moment's rounding, or an empty name."""
     is_empty = not isinstance(exponents, tuple | list)
     return [] if is_empty else [[next(iter(each), "") for each in state] for state in exponents]
 
 
 def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
-    """Return exponents, outside of `jax.jit` with the sharding of their array as far as blocks allow."""
+    """Return exponents; outside `jax.jit`, they get their array's sharding as far as blocks allow."""
     sharding = sharding_of(moment) if is_spread(moment) else None
     if sharding is None:
         return e
@@ -409,7 +409,7 @@ def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
 
 
 def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
-    """Warn of a state that keeps large arrays in full, with its words."""
+    """Warn about a state whose large arrays are not quantized, with the number of words."""
     ours = {LowRankState.__name__, ApolloState.__name__}
     words: dict[str, float] = {}
     for leaf, _, owner in match_others(inner_state, params, is_known):
@@ -419,8 +419,8 @@ def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
             words[owner] = words.get(owner, 0.0) + size * dtype.itemsize / 4
     for owner, number in words.items():
         warnings.warn(
-            f"quantize_state does not know the moments of {owner}: its {number:.10g} words stay as "
-            "they are.",
+            f"quantize_state does not know the moments of {owner}: its {number:.10g} words are not "
+            "quantized.",
             UserWarning,
             stacklevel=2,
         )

@@ -12,7 +12,7 @@ import optax
 from optperm.core import checks
 from optperm.memory._matrices import DimensionNumbers, Matrix, plan_matrices
 
-# Ranks are tried as ratios to the smaller side of each matrix.
+# The candidates for the rank are this many ratios to the smaller side of each matrix.
 _STEPS = 256
 
 
@@ -22,7 +22,7 @@ def rank_for(
     *,
     dimension_numbers: DimensionNumbers | None = None,
 ) -> float:
-    r"""Return the maximum rank at which `optperm.low_rank` with Adam keeps at most `words` per param.
+    r"""Return the maximum rank at which `optperm.low_rank` with Adam needs at most `words` per param.
 
     With ranks :math:`r = \rho \min(d, k)`, a d x k matrix has a basis and two moments. Any other leaf
     has two moments:
@@ -51,7 +51,7 @@ def rank_for(
     Notes:
       To save 70% of AdamW's memory, pass `words=0.6`. Leaves at full rank, such as embeddings, need two
       words per parameter; counters are ignored. This function counts numbers, not bytes: with 16-bit
-      params, moments have 16 bits too, and bases have 32.
+      params, moments also have 16 bits, but bases have 32 bits.
 
     Raises:
       TypeError: If `words` is not a number, or an entry of `dimension_numbers` has the wrong type.
@@ -81,7 +81,7 @@ def rank_for(
         full = [(size, path) for size, path, m in plans if m is None]
         where = f"; the largest leaf at full rank is params{max(full)[1]}" if full else ""
         raise ValueError(
-            f"words={words} cannot be reached: the smallest rank keeps {count(1 / _STEPS):.2f} words "
+            f"words={words} cannot be reached: the smallest rank needs {count(1 / _STEPS):.2f} words "
             f"per param{where}. See matrix_axes(params)."
         )
     return max(fitting) / _STEPS

@@ -23,9 +23,9 @@ class LeafReport(NamedTuple):
     Attributes:
       name: The path of the leaf.
       shape: The shape of the leaf.
-      treatment: How a low-rank method treats the leaf; empty if none says so.
-      words: The number of words of its state.
-      words_per_param: These words for each of its entries.
+      treatment: The treatment of the leaf by a low-rank method; empty without such a method.
+      words: The number of words in the leaf's state.
+      words_per_param: The number of words per entry of the leaf.
     """
 
     name: str
@@ -36,7 +36,7 @@ class LeafReport(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of its state."""
+        """Return the number of bytes of the leaf's state."""
         return round(4 * self.words)
 
 
@@ -64,7 +64,7 @@ class StateReport(NamedTuple):
         return round(4 * self.words)
 
     def __str__(self) -> str:
-        """Return the table, one line for each leaf, one for other arrays and one for all."""
+        """Return the table, with a line for each leaf, one for other arrays and one for the sum."""
         lines = [("leaf", "shape", "low rank", "bytes", "words", "words/param")]
         for leaf in self.leaves:
             numbers = f"{leaf.bytes}", f"{leaf.words:.10g}", f"{leaf.words_per_param:.2f}"
@@ -73,7 +73,7 @@ class StateReport(NamedTuple):
         lines.append(("others", "", "", *others, ""))
         numbers = f"{self.bytes}", f"{self.words:.10g}", f"{self.words_per_param:.2f}"
         lines.append(("all", "", "", *numbers))
-        # Without the column of treatments where there are none
+        # Leave out the column of treatments if it is empty
         columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
         return align(zip(*columns, strict=True))
 
@@ -85,7 +85,7 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
     quarter of a word. An array belongs to a leaf if it is in a tree like params. The line "others"
     includes the exponents of `optperm.quantize_state`, 1 / 32 of the bytes of its codes. If the
     optimizer contains `optperm.low_rank` or `optperm.apollo`, the report shows the rank of each leaf. A
-    leaf with three or more axes that are not named stays at full rank.
+    leaf with three or more axes stays at full rank unless these axes are named.
 
     Args:
       tx: Any optimizer.
@@ -143,12 +143,12 @@ def _count_words(leaf: jax.ShapeDtypeStruct) -> float:
 
 
 def _find_treatments(state: Any, params: optax.Params) -> Iterator[tuple[int, str]]:
-    """Yield the places of the leaves that low-rank methods see, and how they treat these leaves."""
+    """Yield the positions of the leaves in low-rank methods, and the treatment of each leaf."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     methods: tuple[type[Any], ...] = (LowRankState, ApolloState)
     for method in find_states(state, methods):
         is_stored = isinstance(method, LowRankState)
-        # A basis (..., d, r), or moments of (..., r, k) or (..., k, r), since APOLLO stores no basis
+        # r is known from a basis (..., d, r) or from moments, (..., r, k) or (..., k, r), of APOLLO
         arrays = method.basis if is_stored else method.inner_state
         batches = {place: leaf.shape for leaf, place, _ in match_params(method.norm, params)}
         for array, place, _ in match_params(arrays, params):
@@ -158,7 +158,7 @@ def _find_treatments(state: Any, params: optax.Params) -> Iterator[tuple[int, st
             if array.shape == shape or (is_stored and not array.ndim):
                 yield place, "full rank" + ", axes not named" * (len(shape) > 2)
             elif array.shape[:-2] == batch and array.ndim == len(batch) + 2:
-                # The rank is below both sides.
+                # The rank is smaller than both sides.
                 r, side = sorted(array.shape[-2:])
                 other = math.prod(shape) // max(math.prod(batch) * side, 1)
                 sides = (side, other) if is_stored else (other, side)

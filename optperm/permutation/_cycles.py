@@ -1,11 +1,11 @@
-"""The cycle search of SGPerm and the sort of LaPerm, as operations of a program.
+"""The cycle search of SGPerm and the sort of LaPerm, as operations in a compiled program.
 
 A call follows this path:
 
     permute_rows, reorder_rows      operands in the kernel's dtypes, with a leading batch axis
       |
-    batch_calls                     `jax.vmap` enlarges the batch; where the types say how the rows are
-      |                             sharded, each device calls for its own            (_row_calls.py)
+    batch_calls                     `jax.vmap` enlarges the batch; if types show the sharding of the
+      |                             rows, each device calls for its own rows          (_row_calls.py)
       |
       |- on the CPU, kernel "ffi":  call_target, XLA's call of the compiled kernel    (_row_calls.py)
       |
@@ -39,7 +39,7 @@ from optperm.permutation._library import (
 )
 from optperm.permutation._row_calls import Results, Signature, batch_calls, call_target
 
-# Recommendation, weights, ranks, seeds, aggressiveness, partition size; new are three of them.
+# Recommendation, weights, ranks, seeds, aggressiveness, partition size; the results replace three.
 PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5), True)
 REORDER = Signature(("matrix", "matrix"), (1, 1))
 
@@ -54,21 +54,21 @@ def permute_rows(
     *,
     drop_remainder: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Permute each weight vector once, along the cycles that its recommendation asks for.
+    """Permute each weight vector once, along cycles that follow its recommendation.
 
     Args:
-      recommendation: (n, *rows), floating. There may be any number of axes of rows.
+      recommendation: (n, *rows), floating. The rows may have any number of axes.
       weights: (n, *rows), floating.
       ranks: (n, *rows) int32, the rank of each weight in its row.
       seeds: (*rows, 2) uint32, the randomness of each row's partition.
       aggressiveness: () float32.
       partition_size: () int32, at least 1.
-      drop_remainder: Whether a last subset that is too small sits out.
+      drop_remainder: Whether to exclude a last subset that is too small.
 
     Returns:
       The new weights and ranks, and the number of entries moved in each row, (*rows,) int32.
     """
-    # The kernel works in float32 or float64: one of them holds both operands exactly.
+    # The kernel works in float32 or float64, whichever represents both operands exactly.
     is_double = np.float64 in (weights.dtype, recommendation.dtype)
     dtype = jnp.dtype(np.float64 if is_double else np.float32)
     operands = (
@@ -83,14 +83,14 @@ def permute_rows(
     results = _batch_calls(choose_kernel(), drop_remainder)(*operands)
     new_weights, new_ranks, moved = (result[0] for result in results)
     if dtype != weights.dtype:
-        # The bits of an entry that stays need not survive the kernel's wider dtype: NaNs may not.
+        # The wider dtype of the kernel may change the bits of NaNs, so entries that stay are restored.
         new_weights = jnp.where(new_ranks == ranks, weights, narrow(new_weights, weights.dtype))
     return new_weights, new_ranks, moved
 
 
 @functools.cache
 def _batch_calls(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
-    # Made once for a kernel, so that a program has the same function wherever it is called.
+    # The function is made once per kernel, so that all calls in a program use the same function.
     on_host = functools.partial(permute_on_host, kernel, drop_remainder)
 
     def call_kernel(*operands: jax.Array) -> Results:
@@ -127,7 +127,7 @@ class _Problem(ctypes.Structure):
 def permute_on_host(
     kernel: str, drop_remainder: bool, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]
 ) -> None:
-    """Write the results, with a single axis of rows: (batch, n, rows) and (batch, rows)."""
+    """Write the results to arrays with a single axis of rows, (batch, n, rows) and (batch, rows)."""
     batch, n, rows = operands[1].shape
     if kernel == "numpy":
         permuted = cycles_numpy.permute_rows(*operands, drop_remainder=drop_remainder)
@@ -145,9 +145,9 @@ def permute_on_host(
 def reorder_rows(
     keys: jax.Array, weights: jax.Array, ranks: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Put the weights of each row in the order of keys.
+    """Reorder the weights of each row like the keys.
 
-    The compiled library sorts on the CPU, where XLA's sort is slow. Elsewhere XLA sorts.
+    The compiled library sorts on the CPU, where XLA's sort is slow. On other platforms, XLA sorts.
 
     Args:
       keys: (n, *rows), signed integers; ties are ordered by location.
@@ -155,7 +155,7 @@ def reorder_rows(
       ranks: (n, *rows) int32, the rank of each weight in its row.
 
     Returns:
-      The weights, with the weight of rank k where the key of rank k is, and their ranks; (n, *rows).
+      The weights and their ranks, (n, *rows), with the weight of rank k where the key of rank k is.
     """
     if "ffi" not in find_kernels()[0] or os.environ.get("OPTPERM_KERNEL", "ffi") != "ffi":
         return _reorder_by_xla(keys, weights, ranks)
@@ -168,7 +168,7 @@ def reorder_rows(
 def _reorder_by_xla(
     keys: jax.Array, weights: jax.Array, ranks: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    # By sorts alone: a TPU takes twice the memory for gathering or scattering single entries.
+    # Only sorts are used, since a TPU needs twice the memory to gather or scatter single entries.
     axes = varying_axes((keys, weights, ranks))
     places = shard_like(jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0), keys)
     keys, weights, ranks, places = mark_varying((keys, weights, ranks, places), axes)

@@ -1,6 +1,6 @@
-"""SGPerm's cycle search in NumPy: slow, but easy to read.
+"""SGPerm's cycle search in NumPy, which is slow but easy to read.
 
-The compiled kernel (kernel/cycles.cc) gives the same result bit for bit, which the tests prove.
+The tests prove that the compiled kernel (kernel/cycles.cc) gives the same result bit for bit.
 
 Some threads, including XLA's, treat subnormal numbers as zero. Therefore weights and recommendations are
 compared as integers made from their bits, and no float64 result is subnormal.
@@ -29,17 +29,17 @@ def permute_rows(
     *,
     drop_remainder: bool,
 ) -> tuple[Floats, Ints, Ints]:
-    """Permute each row once, along the cycles that its recommendation asks for.
+    """Permute each row once, along cycles that follow its recommendation.
 
     Args:
-      recommendation: (batch, n, rows) float32 or float64. Negative where a weight should rise, positive
-        where it should fall; entries that are zero or not finite sit out.
+      recommendation: (batch, n, rows) float32 or float64, negative where a weight should rise, positive
+        where a weight should fall. Entries that are zero or not finite are excluded.
       weights: (batch, n, rows), the same dtype. Entries that are not finite never move.
-      ranks: (batch, n, rows) int32, the place of each weight in its row sorted.
+      ranks: (batch, n, rows) int32, the rank of each weight in its row.
       seeds: (batch, rows, 2) uint32, the randomness of each row's partition.
       aggressiveness: (batch, rows) float32.
-      partition_size: (batch, rows) int32, the entries in a subset of the partition, P.
-      drop_remainder: Whether a last subset of fewer than P entries sits out.
+      partition_size: (batch, rows) int32, P, the number of entries in a subset of the partition.
+      drop_remainder: Whether to exclude a last subset of fewer than P entries.
 
     Returns:
       The new weights and ranks, and the number of entries in each row that moved, (batch, rows) int32.
@@ -93,21 +93,21 @@ def _permute_row(
 
 
 def order_keys(values: Floats) -> npt.NDArray[np.signedinteger]:
-    """Return integers in the order of floating numbers, 0 for both zeros; not for NaNs."""
+    """Return integers in the order of floating-point numbers, 0 for both zeros; NaNs have no order."""
     bits = values.view(f"int{8 * values.itemsize}")
     return np.where(bits < 0, np.iinfo(bits.dtype).min - bits, bits)
 
 
 def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float64], float]:
-    """Return the finite weights in a unit in which none that matters is subnormal, and that unit.
+    """Return the finite weights in a unit in which no relevant weight is subnormal, and this unit.
 
-    Where all are below 2^-400 the unit is 2^-600. Elsewhere it is 1, and a subnormal weight is too small
-    to change a sum with the range of the weights, or the range is 0.
+    If all weights are below 2^-400, the unit is 2^-600. Otherwise the unit is 1, and either subnormal
+    weights are too small to change a sum with the range of the weights, or the range is 0.
     """
     is_double = weights.dtype == np.float64
     if is_double and np.any(np.abs(weights[is_finite]) >= 2.0**-400):
         return weights.astype(np.float64), 1.0
-    # By the definition of the formats: a significand, which is an integer, times a power of two.
+    # In these formats, a number is an integer significand times a power of two.
     info = np.finfo(weights.dtype)
     keys = order_keys(weights).astype(np.int64)
     exponent = np.abs(keys) >> info.nmant
@@ -119,7 +119,7 @@ def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float
 
 
 def _product(spread: float, factor: float, unit: float) -> float:
-    """Return spread * factor, rounded as float64 is in a unit of 1, below 2^-1022 too."""
+    """Return spread * factor, rounded like a float64 in a unit of 1, even below 2^-1022."""
     product = spread * factor
     if unit == 1.0 or product >= 2.0**-422:
         return product
@@ -127,10 +127,10 @@ def _product(spread: float, factor: float, unit: float) -> float:
 
 
 def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: bool) -> Ints:
-    """Return the subset of each of n entries; -1 for entries that sit out.
+    """Return the subset of each of n entries; -1 for excluded entries.
 
-    The labels 0, ..., 0, 1, ..., 1, 2, ... are shuffled by the inside-out form of
-    Fisher and Yates' shuffle, with numbers from splitmix64.
+    The labels 0, ..., 0, 1, ..., 1, 2, ... are shuffled with the inside-out form of the Fisher-Yates
+    shuffle and random numbers from splitmix64.
     """
     if size >= n:
         return np.zeros(n, np.int32)
@@ -145,7 +145,7 @@ def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: b
 
 
 def splitmix64(start: np.uint64, count: int) -> npt.NDArray[np.uint64]:
-    """Return the first numbers of the generator splitmix64 (Steele, Lea & Flood 2014) from a start."""
+    """Return the first numbers of the generator splitmix64 (Steele, Lea & Flood 2014) from a seed."""
     with np.errstate(over="ignore"):
         z = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -165,16 +165,16 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
     Args:
       w: (s,) float64, ascending.
       m: (s,) the recommendation, finite and not zero.
-      epsilon: How far a weight may move.
+      epsilon: The maximum distance of a move.
 
     Returns:
-      (s,) for each place the place whose weight it takes: itself where nothing moves.
+      (s,) for each position, the position whose weight moves there, or itself if nothing moves.
     """
     s = len(w)
     keys, wishes = order_keys(w), order_keys(m)
     rises = wishes < 0
-    # Up moves take [w, w + epsilon), down moves [w - epsilon, w). So neighbors are an interval of the
-    # order, nearest first: up from `first` to below `last`, or down from `first` to above `last`.
+    # Up moves reach [w, w + epsilon), and down moves reach [w - epsilon, w). Neighbors are therefore an
+    # interval, nearest first: up from `first` to below `last`, or down from `first` to above `last`.
     places = np.arange(s)
     first = np.where(rises, places + 1, np.searchsorted(keys, keys, "left") - 1)
     up, down = order_keys(w + epsilon), order_keys(w - epsilon)
@@ -184,7 +184,7 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
     steps = np.where(rises, 1, -1)
     taken = places.copy()
     memorized = np.zeros(s, np.bool_)
-    # In descending |m|, on equal |m| the later place first.
+    # The order is descending in |m|; of equal |m|, the later position comes first.
     for source in np.lexsort((-places, -np.abs(wishes))):
         if memorized[source]:
             continue
@@ -196,7 +196,7 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
 
 
 def _depth_first(source: int, first: Ints, last: Ints, steps: Ints, memorized: Bools) -> list[int]:
-    """Return the path of a depth-first search from `source` back to it; the source alone if none."""
+    """Return the path of a depth-first search from `source` back to `source`, or only `source`."""
     visited = memorized.copy()
     visited[source] = True
     path, cursors = [source], [first[source]]

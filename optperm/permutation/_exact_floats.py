@@ -16,7 +16,7 @@ _LEAST = 2.0**-149  # the smallest positive float32
 
 
 def move_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return `move(x)` for a function that only moves entries, applied to the bits of real numbers."""
+    """Return `move(x)` for a function that only moves entries, by moving the bits of real numbers."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return move(x)
     integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
@@ -30,7 +30,7 @@ def widen(x: jax.Array, dtype: Any) -> jax.Array:
         x = jax.lax.bitcast_convert_type(upper << 16, jnp.float32)
     if x.dtype != np.float32 or dtype != np.float64:
         return x.astype(dtype)
-    # The bits of a subnormal float32, as an integer, count multiples of the smallest positive one.
+    # As an integer, the bits of a subnormal float32 are its multiple of the smallest positive float32.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & 0x7FFFFFFF
     subnormal = jnp.copysign(magnitude.astype(dtype) * _LEAST, bits.astype(dtype))
@@ -38,7 +38,7 @@ def widen(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Undo `widen`, for numbers that are finite."""
+    """Undo `widen` for finite numbers."""
     if x.dtype == np.float64 and dtype != np.float16:
         magnitude = (jnp.abs(x) / _LEAST).astype(jnp.int32)
         subnormal = jnp.where(jnp.signbit(x), magnitude | jnp.int32(-(2**31)), magnitude)

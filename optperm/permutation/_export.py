@@ -35,9 +35,9 @@ def permuted_params(
 
     Args:
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
-      params: The current params, which supply the leaves that another optimizer trains. Without params,
-        these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its variables.
-      output_axes: As passed to `optperm.laperm`. `optperm.sgperm` does not need it.
+      params: The current params, from which leaves that another optimizer trains are taken. Without
+        params, these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its variables.
+      output_axes: As passed to `optperm.laperm`; not needed for `optperm.sgperm`.
 
     Returns:
       A tree like params with plain arrays.
@@ -78,7 +78,7 @@ def export_permutation(
       initial_params: The params passed to `init`.
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
       params: The current params, to export `permuted_params(opt_state, params)`. For `optperm.laperm`,
-        this export differs from the export without params.
+        the export differs from the export without params.
       output_axes: As passed to the method.
 
     Returns:
@@ -108,8 +108,8 @@ def export_permutation(
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
     locations = jax.tree.map(_flat_indices, initial)
 
-    # indices = argsort(initial)[ranks] in each weight vector: the weight of rank k comes from where the
-    # initial weight of rank k was.
+    # indices = argsort(initial)[ranks] in each weight vector: the weight of rank k comes from the
+    # position of the initial weight of rank k.
     def export(
         _: int, locations: jax.Array, ranks: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -125,7 +125,7 @@ def export_permutation(
     ):
         if any(isinstance(array, jax.core.Tracer) for array in (leaf, indices, exact)):
             continue
-        # The proof of every promise here: the export gives the trained weights, bit for bit.
+        # Check that the export reproduces the trained weights bit for bit.
         if not _is_permutation(indices) or not _same_bits(_permute(leaf, indices), exact):
             says = "differs from the params of init: pass these params, and the optimizer's output_axes."
             raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says}")
@@ -164,9 +164,11 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
             return leaf
         name, dtype = f"permutation{jax.tree_util.keystr(path)}", jnp.result_type(indices)
         if not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(f"{name} must hold integers, got {dtype}.")
+            raise TypeError(f"{name} must contain integers, got {dtype}.")
         if not isinstance(indices, jax.core.Tracer) and not _is_permutation(indices):
-            raise ValueError(f"{name} must hold each index from 0 to {jnp.size(indices) - 1} once.")
+            raise ValueError(
+                f"{name} must contain each index from 0 to {jnp.size(indices) - 1} once."
+            )
         return _permute(jnp.asarray(leaf), jnp.asarray(indices))
 
     return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
@@ -177,7 +179,7 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
     count = getattr(state, "mismatches", None)
     if count is not None and can_be_seen(count) and (most := int(np.max(count))):
         warnings.warn(
-            f"{most} step{'s' if most > 1 else ''} began at other params than sgperm had set, so the "
+            f"{most} step{'s' if most > 1 else ''} began at params that sgperm had not set, so the "
             "params may not be a permutation. A wrapper moved them, or they were reset without the "
             "state.",
             UserWarning,
@@ -189,7 +191,7 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
 def _weights_and_ranks(
     state: PermuteByCyclesState | LapermState, params: optax.Params, output_axes: OutputAxes
 ) -> tuple[optax.Params, Any]:
-    """Return the exact weights at given params, masked where the state is, and their ranks."""
+    """Return the exact weights at given params, masked like the state, and their ranks."""
     trained = mask_like(params, state.weights)
     checks.check_same_tree("params", trained, state.weights, source="the optimizer state")
     if isinstance(state, LapermState):

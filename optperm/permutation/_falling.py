@@ -6,7 +6,7 @@ import optax
 
 from optperm.core import checks
 
-# The ratio of the last value to the first with `num_steps`, and the steps to half of it without.
+# The ratio of the last to the initial value with `num_steps`; without, the steps to half the value.
 _LEFT, _HALVING = 1 / 100, 100.0
 
 
@@ -15,7 +15,7 @@ def falling(
 ) -> optax.Schedule:
     r"""Make a decreasing schedule for the aggressiveness of `optperm.sgperm`.
 
-    At the counts :math:`t = 0, 1, \dots`, its value is
+    At the counts :math:`t = 0, 1, \dots`, the value is
 
     .. math::
       \alpha_0 \cdot 100^{-\min(t + 1, T) / T} \text{ with num_steps } T, \qquad

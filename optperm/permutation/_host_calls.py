@@ -1,12 +1,12 @@
-"""Calls of Python from a compiled program, for the weight vectors that a device holds.
+"""Call Python from a compiled program for the weight vectors on a device.
 
 `jax.pure_callback` would suffice on one device. However, it has no partitioning rule: on a mesh, XLA
 gathers the operands on device 0, which calls the host, and copies the results to the other devices. On
-the CPU, it can also hang: it passes arrays to JAX that the device it waits for has to copy. Therefore
+the CPU, it can also hang, because it waits for the device that runs it to copy arrays. Therefore
 
 - on the CPU and on a GPU, `call_target` calls the target of JAX's own callbacks, under its own
-  partitioning rule; on the CPU with the buffers themselves;
-- on a TPU, which has no custom calls of the host, there is a send or a receive for each array, within a
+  partitioning rule (on the CPU, with the buffers themselves);
+- on a TPU, which has no custom calls of the host, each array is sent or received within a
   `jax.shard_map` over all devices.
 """
 
@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from optperm.permutation._row_calls import Results, Signature, call_target
 
-# (operands, results to write) -> None; all have a single axis of rows
+# (operands, results to write) -> None; all arrays have a single axis of rows
 OnHost = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
 
 
@@ -40,8 +40,8 @@ def call_python(
     Args:
       signature: The operands and results.
       on_host: The function.
-      by_target: A call of a target with the same operands, which is not called: a lowering learns on
-        which devices the program runs where JAX sees that a target is called.
+      by_target: A call of a target with the same operands. It never runs, but shows JAX that a target is
+        called, so that a lowering learns the devices of the program.
       operands: The operands.
     """
     call = jax.make_jaxpr(by_target)(*operands)
@@ -85,7 +85,7 @@ mlir.register_lowering(_call_p, _lower)
 
 
 def _on_buffers(signature: Signature, on_host: OnHost, _: Any, *buffers: Any) -> tuple[()]:
-    """Call a function on buffers of the CPU: operands, and results to write."""
+    """Call a function on CPU buffers: the operands, and the results to write."""
     arrays = [np.asarray(buffer) for buffer in buffers]
     number = len(signature.operands)
     on_host(arrays[:number], arrays[number:])
@@ -103,8 +103,8 @@ def on_copies(signature: Signature, on_host: OnHost, *operands: Any) -> tuple[np
 def _on_tpu(signature: Signature, on_host: OnHost, axis_context: Any) -> Callable[..., Results]:
     """Make a function that calls the host on each device.
 
-    In `jax.shard_map` each device calls by itself. Elsewhere the compiler has not yet decided how the
-    operands are sharded: the weight vectors are split over all axes of the mesh, in their order.
+    In `jax.shard_map`, each device calls by itself. Otherwise, the compiler has not yet decided the
+    sharding of the operands, so the weight vectors are split over all axes of the mesh in order.
     """
     call: Callable[..., Results] = functools.partial(exchange, signature, on_host)
     devices = getattr(axis_context, "device_assignment", None) or ()
@@ -120,9 +120,9 @@ def _on_tpu(signature: Signature, on_host: OnHost, axis_context: Any) -> Callabl
 def on_all_devices(
     signature: Signature, call: Callable[..., Results], mesh: Mesh
 ) -> Callable[..., Results]:
-    """Make a function that calls on each device of a mesh, for its share of the rows.
+    """Make a function that calls the host on each device of a mesh, for a part of the rows.
 
-    Along an axis of the mesh that divides no axis of the rows, the devices repeat the call.
+    Along an axis of the mesh that divides no axis of the rows, devices repeat the same call.
     """
 
     def on_each(*operands: jax.Array) -> Results:
@@ -143,12 +143,12 @@ def on_all_devices(
 
 
 def exchange(signature: Signature, on_host: OnHost, *operands: jax.Array) -> Results:
-    """Call the host for a permutation: send four arrays and receive two, rather than six and three.
+    """Call the host for a permutation with four sent and two received arrays, not six and three.
 
-    The four numbers of each weight vector are one array, and the device counts the moved entries.
+    The four numbers per weight vector form one array, and the device counts the moved entries.
     """
     m, weights, ranks, seeds, *numbers = operands
-    seeds = jnp.moveaxis(seeds, -1, 1)  # a last axis of two takes 64 times its memory
+    seeds = jnp.moveaxis(seeds, -1, 1)  # a last axis of length 2 takes 64 times the memory
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32)[:, None] for x in numbers)
     of_rows = jnp.concatenate([seeds, *bits], axis=1)
 

@@ -34,7 +34,7 @@ from optperm.permutation._weight_vectors import (
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
 
-# An integer, or a schedule: from the number of a step to one.
+# An integer, or a schedule from the number of a step to an integer.
 Interval = int | jax.Array | Callable[[jax.Array], Any]
 
 
@@ -64,7 +64,7 @@ class LapermState(NamedTuple):
     synchronized: Bool[Array, ""]
 
     def exact(self) -> list[Exact]:
-        """Return the synchronized weights; scalars never move, and are not placed."""
+        """Return the synchronized weights as exact entries, except for scalars, which never move."""
         where = jax.tree.map(
             lambda w: self.synchronized if w.ndim else optax.MaskedNode(), self.weights
         )
@@ -87,14 +87,14 @@ def laperm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train a network by reordering its initial weights as an optimizer suggests (LaPerm).
 
-    The inner optimizer moves the weights freely. Steps t count from 0. If :math:`t + 1` is a multiple of
-    k, each weight vector :math:`w` with the initial values :math:`w_0` is synchronized after step t:
+    The inner optimizer moves the weights freely. If :math:`t + 1` is a multiple of k, step t = 0, 1, ...
+    ends with a synchronization of each weight vector :math:`w` with the initial values :math:`w_0`:
 
     .. math::
       w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)].
 
-    The smallest initial value moves to the position of the smallest weight, and so on; ties keep their
-    order. The network then has its initial weights, bit for bit, in another order.
+    The smallest initial value moves to the position of the smallest weight, and so on; ties keep order.
+    The network then has its initial weights, bit for bit, in another order.
 
     Args:
       inner: The optimizer that moves the weights. It must not set exact params, as `optperm.sgperm`,
@@ -175,22 +175,22 @@ def laperm(
         t = optax.safe_increment(state.count)
         is_due = t % k == 0
 
-        # The inner optimizer moves all weights but scalars. A gradient that is not finite counts as
-        # zero, or it would stay in the inner state for ever.
+        # The inner optimizer moves all weights except scalars. Nonfinite gradients count as zero,
+        # because otherwise they would stay in the inner state forever.
         def step(p: optax.Params, inner_state: Any) -> tuple[optax.Updates, Any]:
             moves, new = optimizer.update(zero_if_not_finite(g), inner_state, p, **extra_args)
             moves = jax.tree.map(lambda m: m if m.ndim else jnp.zeros_like(m), cast_like(moves, p))
             return moves, new
 
-        # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector. It makes the
-        # moves again: as an input of the loop they would be stored in every step.
+        # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector. The moves are
+        # computed again, because as inputs of the loop, they would be stored in every step.
         def synchronize(at: tuple[optax.Params, Any]) -> tuple[optax.Params, Any]:
             moved = optax.apply_updates(params, step(params, state.inner_state)[0])
             before = state._replace(weights=at[0], ranks=at[1])
             return synchronize_params(before, moved, output_axes)
 
         weights, ranks = when(is_due, synchronize, (state.weights, state.ranks))
-        # The loop reads what the step writes over.
+        # The loop must read these arrays before the step overwrites them.
         (weights, ranks), (p, inner_state) = compute_in_order(
             (weights, ranks), (params, state.inner_state)
         )
@@ -210,12 +210,12 @@ def laperm(
 def synchronize_params(
     state: LapermState, params: optax.Params, output_axes: OutputAxes
 ) -> tuple[optax.Params, Any]:
-    """Put the initial values of each weight vector in the order of the params.
+    """Reorder the initial values of each weight vector like the params.
 
     Args:
-      state: The state, which holds the values.
+      state: The state, which contains the initial values.
       params: A tree like `state.weights`.
-      output_axes: As given to `laperm`.
+      output_axes: As passed to `laperm`.
 
     Returns:
       The weights and their ranks.

@@ -2,7 +2,7 @@
 
 Three kernels search cycles, with bit-identical results:
 
-- `"ffi"`, on the CPU: XLA calls the compiled kernel, which runs on XLA's threads, without Python.
+- `"ffi"`, on the CPU: XLA calls the compiled kernel without Python, and the kernel uses XLA's threads.
 - `"callback"`, on other platforms, and on the CPU if XLA rejects the compiled handler: XLA calls Python,
   and Python calls the C entry point of the compiled kernel, which runs on its own threads.
 - `"numpy"`, without a compiled library: XLA calls Python, which runs `cycles_numpy`.
@@ -32,7 +32,7 @@ _TARGETS = (
 
 
 def choose_kernel() -> str:
-    """Return the kernel that runs: the kernel in OPTPERM_KERNEL, or else the fastest available kernel.
+    """Return the kernel to run: the kernel in OPTPERM_KERNEL, or else the fastest available kernel.
 
     Raises:
       ValueError: If the kernel in OPTPERM_KERNEL is not available.
@@ -46,7 +46,7 @@ def choose_kernel() -> str:
 
 @functools.cache
 def available_kernels() -> tuple[str, ...]:
-    """Return the available kernels, fastest first. Warn, once, if the fastest of all is missing."""
+    """Return the available kernels, fastest first; warn once if the fastest kernel is missing."""
     kernels, lost = find_kernels()
     if lost:
         warnings.warn(lost, RuntimeWarning, stacklevel=2)
@@ -54,7 +54,7 @@ def available_kernels() -> tuple[str, ...]:
 
 
 def find_kernels() -> tuple[tuple[str, ...], str]:
-    """Return the available kernels, fastest first, and a message if the fastest of all is missing."""
+    """Return the available kernels, fastest first, and a message if the fastest kernel is missing."""
     if load_library() is None:
         return ("numpy",), (
             "optperm runs without its compiled kernel, thousands of times slower. To fix it, install "
@@ -72,7 +72,7 @@ def find_kernels() -> tuple[tuple[str, ...], str]:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the compiled library, if there is one with the entry points that this version calls."""
+    """Return the compiled library, or None without a library that has this version's entry points."""
     for path in _find_paths():
         if not path.is_file():
             continue
@@ -84,7 +84,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def count_threads() -> int:
-    """Return how many threads a call of the compiled kernel may use, without those of other calls."""
+    """Return the maximum number of threads for one call of the compiled kernel."""
     if "OPTPERM_NUM_THREADS" not in os.environ:
         affinity = getattr(os, "sched_getaffinity", None)  # not on every system
         return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -95,9 +95,9 @@ def count_threads() -> int:
 
 
 def _find_paths() -> list[pathlib.Path]:
-    """Return where the library may be: next to this file, or in the installed package.
+    """Return the possible paths of the library: next to this file, or in the installed package.
 
-    The second place serves code that runs from a checkout of the sources with optperm installed.
+    The second path is for code that runs from a checkout of the sources with optperm installed.
     """
     name = "cycles.dll" if os.name == "nt" else "cycles.so"
     paths = [pathlib.Path(__file__).parent / "kernel" / name]
@@ -110,7 +110,7 @@ def _find_paths() -> list[pathlib.Path]:
 
 @functools.cache
 def _register_handlers() -> str:
-    """Register the compiled handlers with XLA; return the reason if that fails."""
+    """Register the compiled handlers with XLA; return the error message if this fails."""
     library = load_library()
     for target in _TARGETS:
         handler = getattr(library, target, None)

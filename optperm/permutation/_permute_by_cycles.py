@@ -54,7 +54,7 @@ class PermuteByCyclesState(NamedTuple):
       ranks: The rank of each weight in its weight vector.
       fraction_moved: The fraction of all weights that the last step moved.
       mismatches: Number of steps whose params differed from the previous weights by more than rounding.
-        Something else moved these params, so they are not a permutation.
+        In such a step, something else has moved the params, so they are not a permutation.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -65,12 +65,12 @@ class PermuteByCyclesState(NamedTuple):
     mismatches: Int32[Array, ""]
 
     def exact(self) -> list[Exact]:
-        """Return the exact weights; scalars are not permuted, and are not placed."""
+        """Return the weights as exact entries, except for scalars, which are not permuted."""
         where = jax.tree.map(lambda w: True if w.ndim else optax.MaskedNode(), self.weights)
         return [Exact(mask_like(self.weights, where), where, is_target=True)]
 
     def for_loop(self) -> ForLoop:
-        """Return the fraction that the last step moved, and what judges the fractions of all steps."""
+        """Return the fraction that the last step moved, and a function to judge all such fractions."""
         return ForLoop({"fraction_moved": self.fraction_moved}, judge_movement)
 
     def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
@@ -172,7 +172,7 @@ def permute_by_cycles(
             key=key_data(key),
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, output_axes),
-            # Of the type that an update gives them, for a scan inside `jax.shard_map`.
+            # Zeros have the type that an update returns, for a scan inside `jax.shard_map`.
             fraction_moved=varying_zeros(params, jnp.float32),
             mismatches=varying_zeros(params, jnp.int32),
         )
@@ -201,7 +201,7 @@ def permute_by_cycles(
             moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
-        # The kernel writes over the weights, which are compared before.
+        # The weights are compared before the kernel overwrites them.
         is_mismatch, weights = compute_in_order(
             _are_elsewhere(params, state.weights), state.weights
         )
@@ -215,7 +215,7 @@ def permute_by_cycles(
             fraction_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
             mismatches=state.mismatches + is_counted.astype(jnp.int32),
         )
-        # From the targets, not from the moves: rounding in the params is undone by the next step.
+        # Updates are computed from the targets, so the next step undoes rounding errors in the params.
         return optax.tree.sub(weights, params), new_state
 
     return transformation(
@@ -230,7 +230,7 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
         wide = accumulation_dtype(w)
         largest = jnp.max(jnp.abs(w), initial=0.0).astype(wide)
         distance = jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
-        # Distances from infinite or NaN weights are NaN: such leaves are not checked
+        # Leaves with infinite or NaN weights are not checked, since distances from them are NaN
         is_near = distance <= 4 * jnp.finfo(w.dtype).eps.astype(wide) * largest
         return jnp.isfinite(largest) & ~is_near
 
@@ -254,9 +254,9 @@ def _draw(
     m: optax.Updates,
     output_axes: OutputAxes,
 ) -> dict[int, jax.Array]:
-    """Return what a law draws for the weight vectors of each leaf, (*outputs, ...), by its number.
+    """Return random draws for the weight vectors of each leaf, (*outputs, ...), by the leaf's number.
 
-    A generator costs a program of its own: leaves with equally many weight vectors share it.
+    A generator costs its own program, so leaves with equally many weight vectors share a generator.
     """
     leaves = jax.tree_util.tree_leaves_with_path(weights)
     outputs = [
@@ -277,9 +277,9 @@ def _draw(
 
 
 def _centralize(m: jax.Array, z: jax.Array) -> jax.Array:
-    """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, on a scale of its own."""
+    """Return m - (mean + z / 2 std) for each weight vector in m, (n, *outputs), up to a scale."""
     wide = m.astype(accumulation_dtype(m))
-    # Times a power of two, so that squares neither underflow nor overflow. Only the order of m counts.
+    # Multiply by a power of two to avoid overflow and underflow of squares; only the order of m matters.
     largest = jnp.max(jnp.abs(wide), 0, where=jnp.isfinite(wide), initial=0, keepdims=True)
     wide = jnp.ldexp(wide, -jnp.frexp(largest)[1])
     mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
@@ -288,6 +288,6 @@ def _centralize(m: jax.Array, z: jax.Array) -> jax.Array:
 
 def _compute_partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
     """Return P = max(P_min, floor(ratio * n)), at most n."""
-    # In float32 the product with a ratio of 1 is not n where n is above 2^24
+    # In float32, the product with a ratio of 1 may differ from n if n is above 2^24
     size = jnp.where(ratio < 1, jnp.floor(ratio * n).astype(jnp.int32), n)
     return jnp.clip(size, jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n)

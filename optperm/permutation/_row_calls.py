@@ -1,7 +1,7 @@
-"""Custom calls of XLA on weight vectors: one batching and one partitioning rule for any target.
+"""Custom calls of XLA on weight vectors, with one batching rule and one partitioning rule for all.
 
-Every operand belongs to weight vectors ("rows"), which are independent of each other. Therefore a batch
-of calls is one call with more rows, and each device of a mesh makes the call for its own rows.
+All operands belong to weight vectors ("rows"), which are independent of each other. Therefore a batch of
+calls is one call with more rows, and each device of a mesh makes the call for its own rows.
 """
 
 import functools
@@ -23,13 +23,13 @@ Results = tuple[jax.Array, ...]
 
 
 class Signature(NamedTuple):
-    """The operands and results of a call. Operand 1 is a matrix, sharded as the rows are.
+    """The operands and results of a call. Operand 1 is a matrix with the sharding of the rows.
 
     Attributes:
-      operands: For each operand "matrix", (batch, n, *rows), "vector", (batch, *rows), or "pair",
-        (batch, *rows, 2). There may be any number of axes of rows.
-      results: For each result the index of the operand that has its shape and dtype.
-      in_place: Whether each result is written over its operand, so that a donated one is not copied.
+      operands: The kind of each operand: "matrix", (batch, n, *rows); "vector", (batch, *rows); or
+        "pair", (batch, *rows, 2). The rows may have any number of axes.
+      results: For each result, the index of an operand with the same shape and dtype.
+      in_place: Whether each result overwrites its operand, so that donated operands are not copied.
     """
 
     operands: tuple[str, ...]
@@ -37,7 +37,7 @@ class Signature(NamedTuple):
     in_place: bool = False
 
     def axes(self, batch: Any, n: Any, rows: Sequence[Any], pair: Any) -> list[tuple[Any, ...]]:
-        """Return what is given for each axis, for each operand."""
+        """Return a tuple for each operand, with the given value for each of its axes."""
         of = {
             "matrix": (batch, n, *rows),
             "vector": (batch, *rows),
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
         return [of[kind] for kind in self.operands]
 
     def of_results(self, of_operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what is given for each operand, for each result."""
+        """Return, for each result, the given value of its operand."""
         return tuple(of_operands[index] for index in self.results)
 
     def types(self, operands: Sequence[jax.Array]) -> Results:
@@ -54,7 +54,7 @@ class Signature(NamedTuple):
         return self.of_results([jax.typeof(operand) for operand in operands])
 
     def on_flat_rows(self, function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
-        """Call a function of operands with a single axis of rows, as the targets are."""
+        """Call a function whose operands, like those of the targets, have a single axis of rows."""
         batch, n, *rows = operands[1].shape
         shapes = self.axes(batch, n, [math.prod(rows)], 2)
         results = function(*(x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)))
@@ -65,7 +65,7 @@ class Signature(NamedTuple):
 def batch_calls(signature: Signature, function: Callable[..., Results]) -> Callable[..., Results]:
     """Make a function that `jax.vmap` batches by enlarging the leading axis of its arguments.
 
-    Where the types say how the rows are sharded, each device calls the function for its own rows.
+    If types show the sharding of the rows, each device calls the function for its own rows.
     """
     on_shards = jax.jit(functools.partial(_on_shards, signature, function))
 
@@ -91,13 +91,13 @@ def batch_calls(signature: Signature, function: Callable[..., Results]) -> Calla
 def _on_shards(
     signature: Signature, function: Callable[..., Results], *operands: jax.Array
 ) -> Results:
-    """Call the function on each device of a mesh, for the rows that this device holds.
+    """Call the function on each device of a mesh for the rows on this device.
 
-    The types say which rows these are over explicit axes; over the other axes each device gets them all.
+    For explicit axes, types show these rows; along other axes, each device gets all rows.
     """
     shardings = [jax.typeof(operand).sharding for operand in operands]
     mesh, (_, _, *rows) = shardings[1].mesh, shardings[1].spec
-    # `jax.vmap` may have sharded the batch axis of some operands alone.
+    # `jax.vmap` may have sharded the batch axis of only some operands.
     batch = next((sharding.spec[0] for sharding in shardings if sharding.spec[0]), None)
     specs = tuple(P(*axes) for axes in signature.axes(batch, None, rows, None))
     spread = (
@@ -116,7 +116,7 @@ def _on_shards(
 def call_target(
     signature: Signature, target: str, attributes: tuple[tuple[str, Any], ...], *operands: Any
 ) -> Results:
-    """Make XLA's custom call of a target, with attributes as pairs of a name and a value."""
+    """Make XLA's custom call of a target; attributes are pairs of a name and a value."""
 
     def call(*flat: jax.Array) -> Sequence[jax.Array]:
         results = signature.results if signature.in_place else ()
@@ -130,7 +130,7 @@ def call_target(
 def _partition(
     signature: Signature, target: str, attributes: Any, mesh: Any, operands: Any, results: Any
 ) -> Any:
-    """Leave each device the rows that it holds; a row itself is never split."""
+    """Partition a call so that each device processes its own rows, and no row is split."""
     del results
     batch, _, *rows = operands[1].sharding.spec
     shardings = tuple(

@@ -27,7 +27,7 @@ from optperm.permutation._weight_vectors import OutputAxes
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
 
-# The aggressiveness from which the default falls.
+# The initial aggressiveness of the default schedule.
 _START = 0.1
 
 
@@ -38,7 +38,7 @@ class RecommendationState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       recommendation: m, the running recommendation at each location.
-      steps_past_end: Steps taken after `num_steps`, all with the last aggressiveness; 0 without it.
+      steps_past_end: Number of steps after `num_steps`, with the last aggressiveness; otherwise 0.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -167,7 +167,7 @@ def sgperm(
         aggressiveness = falling(_START, num_steps)
     elif num_steps is not None:
         raise ValueError(
-            "Pass aggressiveness or num_steps, not both: to start at another value than 0.1, pass "
+            "Pass aggressiveness or num_steps, not both: to start at a value other than 0.1, pass "
             "aggressiveness=optperm.permutation.falling(start, num_steps)."
         )
     return optax.chain(
@@ -187,7 +187,7 @@ def sgperm(
 def _recommend(
     learning_rate: optax.ScalarOrSchedule, momentum: float, num_steps: int | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep the running recommendation m <- learning_rate * g + momentum * m."""
+    """Compute the running recommendation m <- learning_rate * g + momentum * m."""
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 
@@ -211,7 +211,7 @@ def _recommend(
 
         # m <- eta g + mu m
         m = computed_once(jax.tree.map(recommend, grads, state.recommendation))
-        # Where m is not finite its entry sits out the step, and the state keeps the old m.
+        # An entry whose m is not finite is excluded from the step, and the state keeps its old m.
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
         )

@@ -1,15 +1,15 @@
-"""The warning of a training loop that SGPerm's weights hardly move."""
+"""The warning from a training loop if SGPerm's weights hardly move."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
-# Weights stand still if the last 50 steps move at most a tenth of what the first 5 moved.
+# Weights stand still if the last 50 steps move at most a tenth of the fraction moved by the first 5.
 _WINDOW, _FIRST, _STILL = 50, 5, 0.1
 
 
 def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
-    """Return a sentence if weights hardly move any more, from the fraction moved in each step."""
+    """Return a sentence if weights hardly move anymore, given the fraction moved in each step."""
     moved = columns["fraction_moved"]
     if len(moved) >= _FIRST and not np.any(moved):
         says = f"No weight has moved in {len(moved)} steps: take a larger aggressiveness."
@@ -20,7 +20,7 @@ def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
     if not last <= _STILL * first:
         return []
     return [
-        f"After step {len(moved)} the weights hardly trade places: {last:.1%} of them per step, "
-        f"{first:.1%} at first. Pass sgperm num_steps, the length of the run, or an aggressiveness that "
-        "falls more slowly."
+        f"After step {len(moved)}, weights hardly change positions: {last:.1%} of them move per step, "
+        f"but initially {first:.1%}. Pass sgperm num_steps, the length of the run, or an aggressiveness "
+        "that falls more slowly."
     ]

@@ -1,7 +1,7 @@
-"""Weight vectors: the columns that a permutation method permutes.
+"""Weight vectors, the columns that a permutation method permutes.
 
-A weight vector consists of all weights that enter one output unit. Here it is a column of an array (n,
-*outputs): a leaf's output axes come last, and its other axes, flattened in order, are the n entries.
+A weight vector consists of all weights that enter one output unit. In this file, it is a column of an
+array (n, *outputs): a leaf's output axes come last, and the n entries are its other axes, flattened.
 """
 
 import functools
@@ -18,17 +18,17 @@ from jax.sharding import PartitionSpec as P
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, shard_like
 
-# An axis or several, or what gives them for a leaf at a path such as "Dense_0/kernel".
+# One or several axes, or a function of a path, such as "Dense_0/kernel", and a leaf that returns them.
 OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]
 
 
 def resolve_output_axes(
     path: tuple[Any, ...], leaf: jax.Array, axes: OutputAxes
 ) -> tuple[int, ...]:
-    """Return the output axes of a leaf, non-negative and in increasing order; () for rank 0 and 1.
+    """Return the output axes of a leaf, nonnegative and in increasing order; () for ranks 0 and 1.
 
     Raises:
-      ValueError: If they are not different axes of the leaf.
+      ValueError: If the output axes are not distinct axes of the leaf.
     """
     if leaf.ndim < 2:
         return ()
@@ -46,7 +46,7 @@ def resolve_output_axes(
 
 
 def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
-    """Lay out a leaf of rank >= 1 as (n, *outputs): a weight vector per column, on one device each."""
+    """Return a leaf of rank >= 1 as (n, *outputs), with a weight vector per column, on one device."""
     inputs = _input_axes(leaf.ndim, output_axes)
     sharding = explicit_sharding(leaf)
     if sharding is not None and any(sharding.spec[axis] for axis in inputs):
@@ -57,7 +57,7 @@ def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
 
 
 def from_columns(columns: jax.Array, like: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
-    """Undo `to_columns` for a leaf with the shape and the sharding of another."""
+    """Undo `to_columns` for a leaf with the shape and the sharding of `like`."""
     order = (*_input_axes(like.ndim, output_axes), *output_axes)
     moved = columns.reshape([like.shape[axis] for axis in order])
     return shard_like(jnp.transpose(moved, np.argsort(order).tolist()), like)
@@ -68,9 +68,9 @@ def _input_axes(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def order_keys(values: jax.Array) -> jax.Array:
-    """Return integers in the order of floating numbers: 0.0 and -0.0 are tied, NaNs are tied and last.
+    """Return integers in the order of floats: 0.0 and -0.0 are tied, and NaNs are tied and last.
 
-    They are made from the bits: some devices and threads compare subnormal numbers as zeros.
+    The integers are made from bits, because some devices and threads compare subnormals as zeros.
     """
     integers = jnp.dtype(f"int{8 * values.dtype.itemsize}")
     limits = jnp.iinfo(integers)
@@ -80,19 +80,19 @@ def order_keys(values: jax.Array) -> jax.Array:
 
 
 def sort_order(columns: jax.Array) -> jax.Array:
-    """Return each column's locations in ascending order of its entries, ties by location. int32."""
+    """Return each column's positions, int32, in ascending order of its entries; ties are by position."""
     return order_of_keys(order_keys(columns))
 
 
 def order_of_keys(keys: jax.Array) -> jax.Array:
     """Return the `sort_order` of columns with these `order_keys`."""
     order = jnp.argsort(keys, axis=0, stable=True).astype(jnp.int32)
-    return mark_varying(order, varying_axes(keys))  # of which a sort's other operands lose track
+    return mark_varying(order, varying_axes(keys))  # a sort loses the axes of its other operands
 
 
 def inverse(permutations: jax.Array) -> jax.Array:
     """Return the inverse permutation of each column: ranks from an order, or an order from ranks."""
-    # The outputs are a batch: unlike jnp.put_along_axis this moves nothing between devices.
+    # The outputs are a batch, so unlike jnp.put_along_axis, this moves nothing between devices.
     batch = tuple(range(1, permutations.ndim))
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(),
@@ -109,7 +109,7 @@ def inverse(permutations: jax.Array) -> jax.Array:
 
 @jax.jit
 def sort_ranks(columns: jax.Array) -> jax.Array:
-    """Return the rank of each entry in its column: 0 for the smallest, ties by location. int32."""
+    """Return the rank of each entry in its column, int32: 0 for the minimum; ties are by position."""
     return inverse(sort_order(columns))
 
 
@@ -133,7 +133,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> None:
-    """Warn if params are scalars alone, or hold weight vectors that no permutation can change."""
+    """Warn if all params are scalars, or if no permutation can change some weight vectors."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
     if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         says = "All params are scalars, which permuting does not change: use another optimizer."
@@ -148,9 +148,9 @@ def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> N
 
 
 def _find_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> list[str]:
-    """Return the names of params, as far as they are not traced, with a constant weight vector."""
+    """Return the names of untraced params with a constant weight vector."""
     constant = []
-    with jax.ensure_compile_time_eval():  # constants of a function that is being traced have values
+    with jax.ensure_compile_time_eval():  # constants have values while a function is traced
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if isinstance(leaf, jax.core.Tracer) or not jnp.ndim(leaf) or not jnp.size(leaf):
                 continue
@@ -168,19 +168,19 @@ def permute_vectors(
     ranks: Any,
     *others: Any,
 ) -> tuple[optax.Params, Any]:
-    """Put all weight vectors in another order, leaf by leaf.
+    """Reorder all weight vectors, leaf by leaf.
 
     Args:
       function: `function(index, weights, ranks, *others)` returns the new weights and ranks of leaf
-        number `index`. All are (n, *outputs), a weight vector per column; on a mesh with explicit axes
-        the outputs are sharded like the outputs of the weights.
+        number `index`. All arrays are (n, *outputs), with a weight vector per column. On a mesh with
+        explicit axes, their outputs are sharded like the outputs of the weights.
       output_axes: The axes that index output units.
       weights: The weights.
-      ranks: The rank of each in its weight vector, shaped like the weights.
-      *others: More trees of that shape.
+      ranks: The rank of each weight in its weight vector, shaped like the weights.
+      *others: More trees with the same shapes.
 
     Returns:
-      The new weights and ranks, sharded like the weights. Scalars and empty leaves stay as they are.
+      The new weights and ranks, sharded like the weights. Scalars and empty leaves do not change.
     """
 
     def of_leaf(

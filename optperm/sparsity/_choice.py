@@ -1,13 +1,13 @@
-"""Which entries stay? The highest scores of each leaf, or of all leaves together.
+"""Choose the entries that stay: the highest scores of each leaf, or of all leaves together.
 
-The answer takes four steps, in the order of this file:
+The choice takes four steps, in the order of this file:
 
 1. `include` selects leaves (`include_leaves`). The following steps mask the other leaves.
 2. Each unit of a structure, a single entry by default, gets a code: an unsigned integer in the order of
-   the scores (`encode_scores`), or a random one (`draw_codes`).
-3. `sparsity` and `scope` determine how many units are zero, in each leaf or in all leaves
+   the scores (`encode_scores`), or a random integer (`draw_codes`).
+3. `sparsity` and `scope` determine the number of zero units in each leaf or in all leaves
    (`group_leaves`).
-4. The remaining number of units with the highest codes stay; ties keep the earlier unit
+4. The units with the highest codes stay, as many as remain; ties keep the earlier unit
    (`keep_highest`). Counting replaces sorting.
 """
 
@@ -31,13 +31,13 @@ from optperm.core.states import without_variables
 from optperm.core.trees import fill_masked, is_flag, mask_like, spread_prefix, unstack
 from optperm.sparsity._structures import ENTRIES, Entries, NOfM, check_fits
 
-# What a fraction of zeros refers to. "erk": each leaf, with fractions by `erk_sparsity`; "leaf": each
-# leaf, with the same fraction; "global": all leaves together.
+# The entries that a fraction of zeros refers to. "erk": each leaf, with fractions from `erk_sparsity`;
+# "leaf": each leaf, with the same fraction; "global": all leaves together.
 Scope = Literal["erk", "leaf", "global"]
 # "unit": the inputs of each output unit, a slice along the last axis, with the same fraction.
 UnitScope = Literal[Scope, "unit"]
-# The leaves that take part: a tree of booleans like params, a prefix of such a tree, or a function from
-# params to such a tree; None for all leaves of rank 2 and more.
+# The included leaves: a tree of booleans like params, a prefix of such a tree, or a function from params
+# to such a tree; None for all leaves of rank 2 or higher.
 Include = Any | Callable[[Any], Any]
 
 _HALF_OF_24_BITS = 2**23
@@ -70,10 +70,10 @@ def include_leaves(
     """Return a tree with `optax.MaskedNode` for each leaf that is not included.
 
     Args:
-      include: The flags, a prefix of them, or a function that returns them; None to include each leaf of
-        two axes and more.
+      include: A tree of flags, a prefix of such a tree, or a function that returns it; None to include
+        each leaf of rank 2 or higher.
       tree: The tree of the leaves, with `optax.MaskedNode` for leaves that the optimizer does not see.
-      params: The argument of the function; None for the tree.
+      params: The argument of the function; None for `tree`.
       name: The name of the argument `fractions`, for messages.
       fractions: The fraction of zeros, or a tree of fractions.
       needs_one: Whether None must include a leaf, if the fractions are not 0.
@@ -99,7 +99,7 @@ def include_leaves(
 def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
     """Raise a ValueError if a tree of fractions has a fraction for a leaf that is not included.
 
-    A fraction of a whole branch is a fraction of its included leaves.
+    A fraction for a whole branch is for the included leaves of the branch.
     """
     given = dict(
         jax.tree_util.tree_leaves_with_path(without_variables(fractions), is_leaf=_is_number)
@@ -116,7 +116,7 @@ def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
 
 
 def widen_scores(name: str, scores: Any, mask: Any) -> Any:
-    """Return the scores of the leaves that have a mask, in one dtype, so that they can be compared."""
+    """Return the scores of the leaves that have a mask, cast to one dtype for comparisons."""
     scores = select_masked(name, without_variables(scores), mask)
     checks.check_real_floating(name, scores, advice="Pass scores such as gradients.")
     dtype = accumulation_dtype(scores)
@@ -124,17 +124,17 @@ def widen_scores(name: str, scores: Any, mask: Any) -> Any:
 
 
 def encode_scores(scores: Any, structure: Entries) -> Any:
-    """Return codes of the units of each leaf, unsigned integers in the order of their scores."""
+    """Return a code for each unit of each leaf, unsigned integers in the order of the scores."""
     check_fits(structure, scores)
     return jax.tree.map(lambda score: order_codes(structure.pool(score)), scores)
 
 
 def draw_codes(mask: Any, taken: Any, structure: Entries, key: int | jax.Array | None) -> Any:
-    """Draw codes of the units of each leaf that depend only on the key and on the leaf's place.
+    """Draw a code for each unit of each leaf that depends only on the key and the leaf's position.
 
     Args:
-      mask: A tree with all leaves, which have the places.
-      taken: The tree with the leaves that are included.
+      mask: A tree with all leaves, which determines the positions.
+      taken: The tree of the included leaves.
       structure: The units.
       key: The random key.
     """
@@ -144,7 +144,7 @@ def draw_codes(mask: Any, taken: Any, structure: Entries, key: int | jax.Array |
 
     def draw(place: int, leaf: jax.Array) -> jax.Array:
         unit = jax.eval_shape(lambda m: structure.pool(m.astype(jnp.float32)), leaf)
-        # By the leaf's place, so that other leaves do not change its codes.
+        # Codes depend on the leaf's position, so that other leaves do not change them.
         return jax.random.bits(jax.random.fold_in(make_key(key), place), unit.shape, jnp.uint32)
 
     leaves, treedef = jax.tree.flatten(mask)
@@ -155,14 +155,14 @@ def draw_codes(mask: Any, taken: Any, structure: Entries, key: int | jax.Array |
 def order_codes(scores: jax.Array) -> jax.Array:
     """Return unsigned integers in the order of the scores, all of them above 0.
 
-    -0 equals 0, and NaN is above infinity. Scores of 16 bits are cast to float32. Only bits are
-    compared, so that a processor that flushes subnormal numbers gives the same order.
+    -0 equals 0, and NaN is above infinity. 16-bit scores are cast to float32. Only bits are compared, so
+    a processor that flushes subnormal numbers gives the same order.
 
     Args:
       scores: An array of a real floating dtype.
 
     Returns:
-      An array of the same shape, uint64 for float64 and else uint32.
+      An array of the same shape, uint64 for float64 scores, otherwise uint32.
     """
     is_double = scores.dtype == jnp.float64
     word, wide = (jnp.uint64, jnp.float64) if is_double else (jnp.uint32, jnp.float32)
@@ -170,7 +170,7 @@ def order_codes(scores: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(jnp.asarray(scores, wide), word)
     infinity = jax.lax.bitcast_convert_type(jnp.array(jnp.inf, wide), word)
     bits = jnp.where(bits == top, jnp.zeros_like(bits), bits)
-    # Negative numbers are ordered by their flipped bits, below all others.
+    # Negative numbers are ordered by their flipped bits, below all other numbers.
     codes = jnp.where(bits < top, bits | top, ~bits)
     return jnp.where((bits & ~top) > infinity, ~jnp.zeros_like(bits), codes)
 
@@ -183,9 +183,9 @@ def group_leaves(
     Args:
       name: The name of the argument `sparsity`, for messages.
       sparsity: One fraction, or a tree of fractions like `tree`, or a prefix of such a tree.
-      scope: The distribution of one fraction over the leaves; "unit" counts what enters one unit.
+      scope: The distribution of one fraction over the leaves; "unit" counts the inputs of one unit.
       tree: Arrays, or shapes.
-      structure: The units that are counted.
+      structure: The units to count.
 
     Raises:
       TypeError: If a fraction is not a single number.
@@ -202,7 +202,7 @@ def group_leaves(
         check_fraction(name, sparsity)
     if is_single and scope == "erk":
         sparsity = _compute_erk(tree, sparsity)
-    # One group of all leaves, or a group for each leaf
+    # There is one group of all leaves, or a group for each leaf
     if scope == "global":
         if not is_single:
             raise ValueError(f"{name} must be a single number with scope 'global', got a tree.")
@@ -218,16 +218,15 @@ def group_leaves(
 
 
 def nearest_count(fraction: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
-    """Return floor(s n + 1/2), exactly: the same for Python numbers and for JAX arrays.
+    """Return floor(s n + 1/2) exactly, with the same result for Python numbers and JAX arrays.
 
-    A Python or NumPy fraction is the decimal number that it is printed as. A JAX fraction is rounded
-    to a multiple of 2^-24; the rest is integer arithmetic, so that all processors agree. NaN counts as
-    0.
+    A Python or NumPy fraction has the value of its printed decimal. A JAX fraction is rounded to a
+    multiple of 2^-24; the rest is integer arithmetic, so all processors agree. NaN counts as 0.
     """
     if not isinstance(fraction, jax.Array) and not isinstance(size, jax.Array):
         return math.floor(Fraction(str(fraction)) * size + Fraction(1, 2))
     fraction = jnp.clip(jnp.asarray(fraction, accumulation_dtype(fraction)), 0, 1)
-    # floor((k n + 2^23) / 2^24) for s = k / 2^24; k and n are split in two so that products fit 32 bits.
+    # floor((k n + 2^23) / 2^24) for s = k / 2^24. k and n are split so that products fit into 32 bits.
     k = jnp.round(jnp.where(fraction > 0, fraction, 0) * 2**24).astype(jnp.uint32)
     n = jnp.asarray(size, jnp.uint32)
     k_high, k_low, n_high, n_low = k >> 12, k & 0xFFF, n >> 16, n & 0xFFFF
@@ -237,7 +236,7 @@ def nearest_count(fraction: float | jax.Array, size: int | jax.Array) -> int | j
 
 
 def check_fraction(name: str, fraction: Any) -> None:
-    """Raise unless a fraction is a single number, in [0, 1] where it is not traced."""
+    """Raise unless a fraction is a single number, which must be in [0, 1] unless traced."""
     checks.check_in_range(name, fraction, 0.0, 1.0, may_be_schedule=False)
     if isinstance(fraction, jax.core.Tracer) and (fraction.ndim or fraction.dtype == bool):
         raise TypeError(
@@ -248,7 +247,7 @@ def check_fraction(name: str, fraction: Any) -> None:
 def erk_sparsity(
     params: Any, sparsity: float | jax.Array, *, include: Include | None = None
 ) -> Any:
-    r"""Return a sparsity per leaf by the Erdős-Rényi kernel (ERK), which keeps small leaves denser.
+    r"""Return a sparsity per leaf from the Erdős-Rényi kernel (ERK), which makes small leaves denser.
 
     A leaf with N entries and the shape :math:`(n_1, \dots, n_k)` has the density
 
@@ -256,8 +255,8 @@ def erk_sparsity(
       d = \min(1, \epsilon r), \qquad r = \frac{n_1 + \dots + n_k}{n_1 \cdots n_k}
 
     with the same :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts
-    are rounded by the largest-remainder method, so that exactly floor(s N + 1/2) of all N entries are
-    zero. Other functions use these sparsities with `scope="erk"`. To change some of them, call this
+    are rounded with the largest-remainder method, so exactly floor(s N + 1/2) of all N entries are zero.
+    Other functions use these sparsities with `scope="erk"`. To change some sparsities, call this
     function and pass the changed tree.
 
     Args:
@@ -311,7 +310,7 @@ def _compute_erk(tree: Any, sparsity: float | jax.Array) -> Any:
     if isinstance(live, jax.Array):
         of_chosen = list(1 - densities)
     else:
-        # The largest remainders get the entries that rounding down has left, of equal ones the first.
+        # Entries left by rounding down go to the largest remainders; ties keep the earlier leaf.
         wanted = densities * sizes
         counts = np.floor(wanted).astype(int)
         by_remainder = np.argsort(np.round(counts - wanted, 6), kind="stable")
@@ -323,16 +322,16 @@ def _compute_erk(tree: Any, sparsity: float | jax.Array) -> Any:
 
 
 def _fill(live: int | jax.Array, sizes: np.ndarray, sums: np.ndarray) -> Any:
-    """Return the densities min(1, eps r) of leaves with a number of live entries in all.
+    """Return the densities min(1, eps r) of leaves for a total number of live entries.
 
-    Water filling: by falling r = sum / size, the first leaves become dense before the others.
+    The solution is found by water filling: leaves become dense in descending order of r = sum / size.
     """
     xp: Any = jnp if isinstance(live, jax.Array) else np
     dtype = np.float32 if xp is jnp else np.float64
     order = np.argsort(-(sums / sizes), kind="stable")
     size, rest = sizes[order], sums[order]
     ratio = (rest / size).astype(dtype)
-    # For each leaf eps if all leaves before it are dense; the first one with eps r <= 1 is the solution.
+    # eps of a leaf assumes that all earlier leaves are dense; the first with eps r <= 1 is the solution.
     dense = (np.cumsum(size) - size).astype(dtype)
     rest = (np.sum(rest) - np.cumsum(rest) + rest).astype(dtype)
     eps = (xp.asarray(live, dtype) - dense) / rest
@@ -347,7 +346,7 @@ def keep(name: str, codes: Any, sparsity: Any, scope: str, tree: Any, structure:
 
     Args:
       name: The name of the argument `sparsity`, for messages.
-      codes: Codes of the units of each leaf, from `encode_scores` or `draw_codes`.
+      codes: The codes of each leaf's units, from `encode_scores` or `draw_codes`.
       sparsity: The fraction of units to drop, or a tree of fractions; None for `NOfM`.
       scope: The entries that a fraction refers to.
       tree: Arrays with the shapes of the leaves.
@@ -359,14 +358,14 @@ def keep(name: str, codes: Any, sparsity: Any, scope: str, tree: Any, structure:
     checks.check_choice("scope", scope, get_args(UnitScope))
     if structure is not ENTRIES and scope == "unit":
         raise ValueError(f"scope 'unit' needs structure=None, got {structure}.")
-    # The counts of n of m are part of the structure: no fraction is needed.
+    # The structure n of m determines the counts, so no fraction is needed.
     if isinstance(structure, NOfM):
         if sparsity is not None:
             raise ValueError(f"{name} must be None with {structure}, got {sparsity!r}.")
         return jax.tree.map(structure.keep, codes)
     groups = group_leaves(name, sparsity, scope, tree, structure)
     units, treedef = jax.tree.flatten(codes)
-    # Of each group of n units the n - round(s n) with the highest codes stay.
+    # In each group of n units, the n - round(s n) units with the highest codes stay.
     live = [size - zeros for size, zeros in zip(groups.sizes, groups.zeros, strict=True)]
     if scope == "unit":
         kept = [_keep_in_each_unit(*pair) for pair in zip(units, live, strict=True)]
@@ -376,10 +375,10 @@ def keep(name: str, codes: Any, sparsity: Any, scope: str, tree: Any, structure:
 
 
 def _keep_in_each_unit(codes: jax.Array, live: int | jax.Array) -> jax.Array:
-    """Return the mask of the highest inputs of each output unit, of equal ones the first."""
+    """Return the mask of the highest inputs of each output unit; ties keep the earlier input."""
     if not codes.size:
         return jnp.ones_like(codes, bool)
-    # One slice along the last axis for each output unit
+    # Each output unit is a slice at one index of the last axis
     select = jax.vmap(lambda code: keep_highest([code], [[0]], [live])[0], in_axes=-1, out_axes=-1)
     return select(jnp.atleast_1d(codes)).reshape(codes.shape)
 
@@ -389,16 +388,16 @@ def keep_highest(
     groups: Sequence[Sequence[int]],
     counts: Sequence[int | jax.Array] | jax.Array,
 ) -> list[jax.Array]:
-    """Return whether each entry is among the highest of its group, of equal ones the first.
+    """Return whether each entry is among the highest of its group; ties keep the earlier entry.
 
     Args:
-      codes: Arrays of unsigned integers of one dtype.
-      groups: For each group the indices of the arrays that are ranked together, in order. No array is
+      codes: Arrays of unsigned integers with the same dtype.
+      groups: For each group, the indices of the arrays that are ranked together, in order. No array is
         in two groups.
       counts: The number of entries of each group to keep, from 0 to the size of the group.
 
     Returns:
-      Booleans shaped like the codes, True for an array of no group.
+      Booleans shaped like the codes; True for arrays without a group.
 
     Raises:
       ValueError: If a group has more entries than int32 can count.
@@ -424,9 +423,9 @@ def sum_counts(counts: list[jax.Array]) -> jax.Array:
 
 
 # The threshold is found bit by bit from the top: a bit stays if at least k codes reach the threshold
-# with it. On a mesh each round sums one number, where a sort would gather all scores.
-# Compiled once for all calls outside jax.jit. What is counted, and the thresholds, are vectors of all
-# groups: a program of one number for each would hold all these numbers in the work on each leaf.
+# with this bit. On a mesh, each round sums one number, while a sort would gather all scores. All calls
+# outside jax.jit compile this function once. Counts and thresholds are vectors over all groups, since a
+# program with separate numbers would hold all of them during the work on each leaf.
 @functools.partial(jax.jit, static_argnames="groups")
 def _select(
     codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
@@ -435,9 +434,9 @@ def _select(
     word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
     axes = varying_axes(codes, wanted)
     wanted = mark_varying(wanted, axes)
-    # The leaves of all groups in turn, each with its group. A sum into places, even where each group is
-    # one leaf: XLA on a CPU compiles a loop without such an operation as one function, if its arrays are
-    # small, and takes minutes for that of many leaves.
+    # List the leaves of all groups, each with its group. A scatter-add is used even if each group is one
+    # leaf: without such an operation, XLA on a CPU compiles a loop over small arrays as one function,
+    # which takes minutes for many leaves.
     ranked = [index for group in groups for index in group]
     owners = [number for number, group in enumerate(groups) for _ in group]
     places = _places([codes[index] for index in ranked], owners)
@@ -448,11 +447,11 @@ def _select(
         return totals.at[jnp.array(owners)].add(jnp.stack(mark_varying(sums, axes)))
 
     def spread(numbers: jax.Array) -> list[jax.Array]:
-        """Return the number of the group of each leaf."""
+        """Return, for each leaf, the number of its group."""
         rows = unstack(numbers)
         return [rows[number] for number in owners]
 
-    # t, the code of the k-th highest entry: the largest code that at least k codes reach.
+    # t is the code of the k-th highest entry, the largest code that at least k codes reach.
     def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
         rows = zip(ranked, spread(candidate), strict=True)
@@ -462,7 +461,7 @@ def _select(
     none = mark_varying(jnp.zeros(len(groups), word), axes)
     t = jax.lax.fori_loop(0, bits, find_threshold, none)
 
-    # Of the entries that equal t the first are kept: those before the place e.
+    # Entries equal to t are kept if they are before the position e.
     def keep(t: jax.Array, e: jax.Array) -> list[jax.Array]:
         rows = zip(ranked, places, spread(t), spread(e), strict=True)
         return [_is_kept(codes[index], *row) for index, *row in rows]
@@ -475,14 +474,14 @@ def _select(
         return jnp.where(kept <= wanted, candidate, e)
 
     e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
-    # If none is wanted, every code reaches t. That of NaN is the highest, and no place is before 0.
+    # For a count of 0, t is the highest code, that of NaN, and e is 0, so no entry is kept.
     t = jnp.where(wanted > 0, t, ~jnp.zeros_like(t))
     e = jnp.where(wanted > 0, e, 0)
     chosen = dict(zip(ranked, keep(t, e), strict=True))
     return [chosen.get(index, jnp.ones_like(code, bool)) for index, code in enumerate(codes)]
 
 
-# Leaves of one shape are traced once.
+# Leaves of the same shape are traced once.
 @jax.jit
 def _count_reaching(codes: jax.Array, t: jax.Array) -> jax.Array:
     return jnp.sum(codes >= t, dtype=jnp.int32)
@@ -495,7 +494,7 @@ def _is_kept(codes: jax.Array, places: jax.Array, t: jax.Array, e: jax.Array) ->
 
 @jax.jit
 def _places_from(start: jax.Array, codes: jax.Array) -> jax.Array:
-    """Return the place of each entry in C order, from the place of the first."""
+    """Return the position of each entry in C order, counted from the position of the first entry."""
     place, stride = jnp.full(codes.shape, start, jnp.int32), 1
     for axis in reversed(range(codes.ndim)):
         place += stride * jax.lax.broadcasted_iota(jnp.int32, codes.shape, axis)
@@ -504,12 +503,12 @@ def _places_from(start: jax.Array, codes: jax.Array) -> jax.Array:
 
 
 def _places(codes: list[jax.Array], owners: list[int]) -> list[jax.Array]:
-    """Return the place of each entry within its group."""
+    """Return the position of each entry within its group."""
     ends, starts = dict.fromkeys(owners, 0), []
     for code, owner in zip(codes, owners, strict=True):
         starts.append(ends[owner])
         ends[owner] += code.size
-    # XLA compiles equal kernels once: a number that it knows would make a kernel for each leaf.
+    # XLA compiles equal kernels once, but constant numbers would need a kernel for each leaf.
     numbers = {start: computed_once(np.int32(start)) for start in starts}
     return [_places_from(numbers[start], code) for start, code in zip(starts, codes, strict=True)]
 
@@ -523,5 +522,5 @@ def select_masked(name: str, tree: Any, mask: Any) -> Any:
 
 
 def _is_number(node: Any) -> bool:
-    """Return whether a node is not a tree: a number, or an object that is refused as a number."""
+    """Return whether a node is not a tree, but a number or an object that is rejected as a number."""
     return node is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(node))

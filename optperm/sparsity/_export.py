@@ -1,4 +1,4 @@
-"""Export sparse networks: as sparse matrices, or as smaller dense matrices."""
+"""Export sparse networks as sparse matrices or as smaller dense matrices."""
 
 import difflib
 import importlib
@@ -17,8 +17,8 @@ from optperm.sparsity._choice import Include, include_leaves
 
 SparseFormat = Literal["bcsr", "bcoo", "scipy"]
 Side = Literal["in", "out"]
-# For each group of units, the path and the axis of each leaf that has an axis of these units, and
-# whether the leaf holds their incoming or outgoing weights.
+# For each group of units, the path and the axis of each leaf with an axis of these units, and whether
+# the leaf contains incoming or outgoing weights of the units.
 Groups = Mapping[str, Sequence[tuple[str, int] | tuple[str, int, Side]]]
 
 
@@ -58,10 +58,10 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       Then `weight @ x` fails, or is wrong if the weight is square. Pass `weight.T` instead.
 
       Below 90% zeros, sparse products are not faster on a CPU. On an MLP with 300 and 100 hidden units
-      and batches of 32 and 256, BCSR takes 0.5 to 0.75 of the time of dense products at 90% zeros, and a
-      quarter to a third at 98%. SciPy's format is useful for single examples with at least 98% zeros. A
-      dense network with the same number of bytes (`optperm.sparsity.remove_units`) is faster than all
-      sparse formats (`python benchmarks/sparsity.py --only export`).
+      and batches of 32 and 256, BCSR needs 0.5 to 0.75 of the time of dense products at 90% zeros, and a
+      quarter to a third at 98% zeros. SciPy's format is useful for single examples with at least 98%
+      zeros. A dense network with the same number of bytes (`optperm.sparsity.remove_units`) is faster
+      than all sparse formats (`python benchmarks/sparsity.py --only export`).
 
     Raises:
       TypeError: If a leaf is traced, is not a dense array, or has a dtype that SciPy cannot multiply.
@@ -88,7 +88,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     """Return smaller dense params without the units that do not affect the outputs.
 
     This function removes a unit if all its outgoing weights are zero. With `zero_at_zero`, it also
-    removes a unit if all its incoming weights and its bias are zero. It repeats this until no unit can
+    removes a unit if all its incoming weights and its bias are zero. This repeats until no more unit can
     be removed. Outputs agree up to rounding. A unit with only a bias has a constant output, and stays.
 
     Args:
@@ -123,7 +123,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
 
       Units must be independent of each other. Do not remove units that a `LayerNorm`, an `RMSNorm` or a
       softmax combines, because the outputs of the other units would change. Do not remove units of a
-      tied embedding either, because its single leaf holds incoming and outgoing weights.
+      tied embedding either, because its single leaf contains both incoming and outgoing weights.
 
     Raises:
       KeyError: If a path is unknown.
@@ -143,7 +143,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     taken: set[tuple[str, int]] = set()
     for name, members in resolved.items():
         lengths = {(path, axis): leaves[path].shape[axis] for path, axis, _ in members}
-        # It would be shortened twice.
+        # Otherwise, the axis would be shortened twice.
         if len(lengths) < len(members) or not taken.isdisjoint(lengths):
             raise ValueError(
                 f"groups[{name!r}] names an axis that was named before: {groups[name]}."
@@ -156,7 +156,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
                 f"groups[{name!r}] must name incoming weights (the last axis, or 'in' as a third item) "
                 f"and outgoing weights (another axis, or 'out'): {groups[name]}."
             )
-    # A removed unit may have been the only use of a unit before it.
+    # A removed unit may have been the only use of an earlier unit.
     is_done = False
     while not is_done:
         is_done = True
@@ -195,7 +195,7 @@ def _find_contributing(
         nonzero = [np.any(s != 0, axis=tuple(range(1, s.ndim))) for s in slices]
         return np.any(np.stack(nonzero), axis=0)
 
-    # Without outgoing weights a unit has no effect; without incoming ones it is f(0) = 0.
+    # Without outgoing weights, a unit has no effect; without incoming weights, its output is f(0) = 0.
     outgoing = find_used(member for member in members if not member.is_incoming)
     incoming = find_used(member for member in members if member.is_incoming)
     return outgoing & incoming if zero_at_zero else outgoing
@@ -207,7 +207,7 @@ def _is_sparse(node: Any) -> bool:
 
 def _csr(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the nonzero values of a matrix, their rows and columns, and the starts of the rows."""
-    # In C order: row i has the entries from starts[i] to starts[i + 1].
+    # Values are in C order: row i has the entries from starts[i] to starts[i + 1].
     rows, columns = np.nonzero(matrix)
     starts = np.searchsorted(rows, np.arange(matrix.shape[0] + 1))
     return matrix[rows, columns], *(each.astype(np.int32) for each in (rows, columns, starts))
@@ -237,8 +237,8 @@ def _bcoo(matrix: np.ndarray) -> Any:
 
 def _scipy(matrix: np.ndarray) -> Any:
     scipy_sparse = import_optional("scipy.sparse", needed_by="format='scipy'", install="scipy")
-    # scipy makes matrices of narrower dtypes too, but has no products of them.
+    # SciPy can make matrices of narrower dtypes, but cannot multiply them.
     if matrix.dtype not in (np.float32, np.float64):
-        raise TypeError(f"format 'scipy' holds float32 and float64, got {matrix.dtype}.")
+        raise TypeError(f"format 'scipy' supports float32 and float64, got {matrix.dtype}.")
     values, _, columns, starts = _csr(matrix)
     return scipy_sparse.csr_array((values, columns, starts), shape=matrix.shape)

@@ -1,4 +1,4 @@
-"""Gradual pruning: the sparsity rises while the network trains.
+"""Gradual pruning: increase the sparsity while the network trains.
 
 M. Zhu and S. Gupta, "To prune, or not to prune", arXiv 1710.01878.
 """
@@ -55,7 +55,7 @@ def prune_gradually(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train with any optimizer while the sparsity rises to its final value.
 
-    At the end, Z entries of each leaf, or of all leaves together, are zero. Step :math:`t = 0, 1, \dots`
+    Finally, Z of n entries of each leaf, or of all leaves together, are zero. Step :math:`t = 0, 1, ...`
     uses a ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of `inner`:
 
     .. math::
@@ -67,8 +67,8 @@ def prune_gradually(
 
     The scores are :math:`|\theta|` before the step ("magnitude"), :math:`|\theta g|` with the batch's
     gradient ("saliency"), or S with :math:`S \leftarrow S - \theta g` in each step ("movement"). With
-    "movement", weights that move away from zero score high. Ties keep the earlier entry. If the score of
-    a live entry is not finite (or, for "movement", its gradient), no mask changes until the next
+    "movement", weights that move away from zero have high scores. Ties keep the earlier entry. If the
+    score of a live entry (for "movement", the gradient) is not finite, no mask changes until the next
     multiple of `every`.
 
     Args:
@@ -91,7 +91,7 @@ def prune_gradually(
     Returns:
       A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`.
       With `optax.apply_updates`, the transformation must come last in its chain. With
-      `optperm.apply_updates`, zeros stay zero wherever it stands.
+      `optperm.apply_updates`, zeros stay zero for any position in the chain.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -110,14 +110,14 @@ def prune_gradually(
       4 [4.0, 0.0, 0.0, 0.0]
 
     Notes:
-      Masks only shrink, so a falling ramp has no effect. The sparsity reaches its final value at the
+      Masks only shrink, so a decreasing ramp has no effect. The sparsity reaches its final value at the
       first multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more
       entries, and `optperm.sparsity.reset_masks` frees all entries.
 
-      Products stay dense, so training is not faster. While the ramp rises, a step that may change the
-      mask also selects entries; under `jax.vmap`, every step does. "movement" reads and writes S, a
-      float32 number for each entry, in every step. An average of the params outside this transformation
-      is not sparse where masks change. Unlike this method, `optperm.rigl` accepts
+      Products stay dense, so training is not faster. While the ramp rises, steps that may change the
+      mask also select entries; under `jax.vmap`, all steps do. "movement" reads and writes S, a float32
+      number for each entry, in every step. If masks change, an average of the params outside this
+      transformation is not sparse. Unlike this method, `optperm.rigl` accepts
       `optax.contrib.schedule_free` as `inner`.
 
     Raises:
@@ -150,7 +150,7 @@ def prune_gradually(
         check_fits(units, mask)
         group_leaves(
             "sparsity", sparsity, scope, mask, units
-        )  # refuses a sparsity that does not fit
+        )  # raises if the sparsity does not fit
         scores = None
         if criterion == "movement":
             scores = jax.tree.map(_make_zeros, mask_like(params, mask))
@@ -180,11 +180,11 @@ def prune_gradually(
                     lambda p, d: jnp.abs(jnp.asarray(p, wide) * jnp.asarray(d, wide)), w, g
                 )
             else:
-                # S, and NaN where it takes no part in this step
+                # The scores are S, or NaN where the gradient is not finite
                 ranked = jax.tree.map(
                     lambda s, d: jnp.where(jnp.isfinite(d), s, jnp.nan), scores, g
                 )
-            # Replicas rank the same scores, so that their masks agree.
+            # Replicas must rank the same scores, so that their masks agree.
             if axis_name is None:
                 return ranked
             return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
@@ -194,7 +194,7 @@ def prune_gradually(
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
         zeros = jnp.asarray(nearest_count(r, stack_counts(groups.zeros)))
 
-        # Scores are computed only where the ramp asks for more zeros than there are.
+        # Scores are computed only if the ramp needs more zeros than there are.
         def shrink() -> Any:
             has_more = jnp.any(zeros > _count_zeros(mask, groups, units))
             return cond(
@@ -228,14 +228,14 @@ def _make_zeros(p: jax.Array) -> jax.Array:
 
 
 def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
-    """Return S - w g where m, and S where that is not finite."""
-    # In float32: sums in 16 bits would lose small products.
+    """Return S - w g where m is True and w g is finite, otherwise S."""
+    # The sum is in float32, since sums in 16 bits would lose small products.
     product = jnp.asarray(w, jnp.float32) * jnp.asarray(g, jnp.float32)
     return jnp.where(m & jnp.isfinite(product), s - product, s)
 
 
 def _live_units(mask: Any, structure: Entries) -> list[jax.Array]:
-    """Return whether each unit has a live entry, leaf by leaf."""
+    """Return whether each unit has a live entry, for each leaf."""
     return [
         m if structure is ENTRIES else structure.pool(m.astype(jnp.float32)) > 0
         for m in jax.tree.leaves(mask)
@@ -243,7 +243,7 @@ def _live_units(mask: Any, structure: Entries) -> list[jax.Array]:
 
 
 def _count_zeros(mask: Any, groups: Groups, structure: Entries) -> jax.Array:
-    """Return the number of units of each group without a live entry."""
+    """Return the number of units without a live entry in each group."""
     zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
     return stack_counts([sum_counts([zeros[index] for index in each]) for each in groups.leaves])
 
@@ -251,12 +251,12 @@ def _count_zeros(mask: Any, groups: Groups, structure: Entries) -> jax.Array:
 def _keep_highest(
     mask: Any, groups: Groups, zeros: jax.Array, structure: Entries, scores: Any
 ) -> Any:
-    """Return the mask of live entries when each group has the given number of zero units."""
+    """Return the mask of live entries after each group gets the given number of zero units."""
     leaves, treedef = jax.tree.flatten(mask)
     units = _live_units(mask, structure)
-    # Scores that are not finite would be ranked by place.
+    # Nonfinite scores would be ranked by their positions.
     zeros = jnp.where(all_finite(zero_dead(mask, scores)), zeros, 0)
-    # A dead unit has code 0 and so stays dead: all codes of live units are above 0.
+    # A dead unit has code 0 and stays dead, because all codes of live units are above 0.
     codes = [order_codes(structure.pool(s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]
     kept = keep_highest(codes, groups.leaves, stack_counts(groups.sizes) - zeros)

@@ -1,4 +1,4 @@
-"""A mask for each element of the params: pruning and freezing under any optimizer."""
+"""Prune and freeze single entries of the params with masks, under any optimizer."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class PreconditioningState(Protocol):
         """Return H g.
 
         Args:
-          grads: g, a tree like params, with all leaves or with `optax.MaskedNode` in place of the leaves
-            that this state does not see.
+          grads: g, a tree like params with all leaves, or with `optax.MaskedNode` for leaves that this
+            state does not see.
 
         Returns:
           A tree like the params that this state sees.
@@ -77,7 +77,7 @@ def mask_elements(
 
     Each entry has its own boolean :math:`m_i`, while `optax.masked` has one boolean per leaf.
     `optperm.sparsity.prune`, `optperm.sparsity.freeze` and `optperm.sparsity.reset_masks` change the
-    booleans between steps, also inside `jax.jit`, without a new compilation. The incoming update of a
+    booleans between steps, even inside `jax.jit`, without a new compilation. The incoming update of a
     masked entry is replaced, so it may be any number, even NaN.
 
     Args:
@@ -100,10 +100,10 @@ def mask_elements(
     Notes:
       With `optax.apply_updates`, this transformation must come last in its chain; for example, weight
       decay after it would move masked entries. With `optperm.apply_updates`, it can have any position in
-      the chain, and masked entries keep their bits. This also holds with methods that set exact weights
-      (`optperm.sgperm`, `optperm.agn`), with `optax.MultiSteps` and `optax.apply_if_finite`, whose own
-      zeros turn -0.0 into 0.0, and on processors that flush subnormal numbers. A method that sets exact
-      weights does not know the masks, so results from its own state, such as
+      the chain, and masked entries keep their bits. This includes methods that set exact weights
+      (`optperm.sgperm`, `optperm.agn`), `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros
+      turn -0.0 into 0.0, and processors that flush subnormal numbers. A method that sets exact weights
+      does not know the masks, so results from its own state, such as
       `optperm.distributed.center_params`, are not masked.
 
     Raises:
@@ -120,7 +120,7 @@ def mask_elements(
     ) -> tuple[optax.Updates, MaskElementsState]:
         del params
 
-        # u_i where m_i, else -0: adding it leaves 0.0 and -0.0 as they are
+        # u_i where m_i, otherwise -0: adding -0 changes neither 0.0 nor -0.0
         def hold(is_trainable: jax.Array, u: Any) -> jax.Array:
             return jnp.where(is_trainable, u, jnp.array(-0.0, jnp.result_type(u)))
 
@@ -188,12 +188,12 @@ def prune(
         not change.
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
         `optperm.rigl` anywhere in it: in a chain, inside `optax.masked`, `optax.partition` or
-        `optax.inject_hyperparams`, or kept as variables by `flax.nnx.Optimizer`. This function does not
-        change it.
+        `optax.inject_hyperparams`, or stored as variables by `flax.nnx.Optimizer`. This function does
+        not change `opt_state`.
       sparsity: p, in [0, 1], or a tree of fractions like params, or a prefix of such a tree. Leaves that
         are not included need the fraction 0. None with `optperm.sparsity.NOfM`.
       criterion: `"magnitude"` or `"random"`. The random order depends only on the key, so with the same
-        key, the zeros of a higher sparsity include those of a lower one.
+        key, the zeros of a higher sparsity include the zeros of a lower sparsity.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
       scores: A tree like params, or None for the magnitude of the params. `criterion="random"` ignores
         scores.
@@ -257,7 +257,7 @@ def prune(
     kept = _keep_all_else(keep("sparsity", codes, sparsity, scope, taken, units), state.mask)
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
-    # A dead entry of a `SparseState` is zero; `mask_elements` may hold an entry at any value.
+    # A dead entry of a `SparseState` is zero, but `mask_elements` may fix an entry at any value.
     stays = mask if isinstance(state, SparseState) else kept
     pruned = jax.tree.map(
         lambda is_kept, w: jnp.where(shard_like(is_kept, w), w, jnp.zeros_like(w)), stays, weights
@@ -287,14 +287,14 @@ def freeze(
 
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: in a chain,
-        inside `optax.masked`, `optax.partition` or `optax.inject_hyperparams`, or kept as variables by
-        `flax.nnx.Optimizer`. This function does not change it.
+        inside `optax.masked`, `optax.partition` or `optax.inject_hyperparams`, or stored as variables by
+        `flax.nnx.Optimizer`. This function does not change `opt_state`.
       fraction: p, in [0, 1], or a tree of fractions, as in `optperm.sparsity.prune`.
       scores: g, a tree like params, for example from `optperm.variance.full_gradient`.
         `criterion="random"` ignores scores.
       criterion: `"gradient"`, `"preconditioned_gradient"` (for an optimizer that contains
         `optperm.constant_sgd` or `optperm.mandt_sgd`), or `"random"`. `"random"` needs no scores; with
-        the same key, a larger fraction includes the weights of a smaller one.
+        the same key, a larger fraction includes the weights of a smaller fraction.
       scope: As in `optperm.sparsity.prune`.
       key: The random key for `"random"`: an int or a `jax.random.key`. All replicas need the same key.
         Other criteria ignore the key.
@@ -337,7 +337,7 @@ def freeze(
     else:
         if scores is None:
             raise ValueError(
-                f"criterion {criterion!r} needs scores, from optperm.variance.full_gradient."
+                f"criterion {criterion!r} needs scores, for example from optperm.variance.full_gradient."
             )
         # |g|, or |H g|
         name, grads = "scores", scores
@@ -361,7 +361,7 @@ def reset_masks(opt_state: Any) -> Any:
 
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
-        `optperm.rigl` anywhere in it. This function does not change it.
+        `optperm.rigl` anywhere in it. This function does not change `opt_state`.
 
     Returns:
       The optimizer state, with the same structure, shapes and dtypes.
@@ -390,7 +390,7 @@ def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
 
 
 def _keep_all_else(kept: Any, mask: Any) -> Any:
-    """Return booleans for all leaves of a mask: True for those that are not included."""
+    """Return booleans for all leaves of a mask, with True for leaves that are not included."""
     return fill_masked(kept, jax.tree.map(jnp.ones_like, mask))
 
 

@@ -1,4 +1,4 @@
-"""RigL: drop weights by magnitude and grow others by gradient, at a constant number of weights.
+"""RigL: drop weights by magnitude and grow as many other weights by gradient.
 
 U. Evci et al., "Rigging the Lottery: Making All Tickets Winners", arXiv 1911.11134. With random growth,
 the method is SET: D. Mocanu et al., arXiv 1707.04780.
@@ -71,8 +71,8 @@ def rigl(
     `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
 
     Args:
-      inner: Any optimizer whose state consists of trees like params, and of scalars, counts and keys.
-        This excludes `optax.flatten`, factored moments and low-rank states. Clipping inside it uses the
+      inner: Any optimizer whose state consists of trees like params, scalars, counts and keys. This
+        excludes `optax.flatten`, factored moments and low-rank states. Clipping inside `inner` uses the
         norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses the norm
         of all entries.
       sparsity: The fraction of zeros, in [0, 1], which `optperm.sparsity.erk_sparsity` distributes over
@@ -93,7 +93,7 @@ def rigl(
     Returns:
       A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`.
       With `optax.apply_updates`, the transformation must come last in its chain. With
-      `optperm.apply_updates`, zeros stay zero wherever it stands.
+      `optperm.apply_updates`, zeros stay zero for any position in the chain.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -108,23 +108,22 @@ def rigl(
       [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0]]
 
     Notes:
-      RigL needs the gradient of all entries. `jax.grad` computes it, because dead weights are ordinary
-      zeros in the params. Do not multiply by a mask in the model: the gradients of dead weights would
-      then be zero, and RigL would regrow the first entries of each leaf. To average gradients over
+      RigL needs the gradient of all entries. `jax.grad` computes this gradient, because dead weights are
+      ordinary zeros in the params. Do not multiply by a mask in the model: the gradients of dead weights
+      would then be zero, and RigL would regrow the first entries of each leaf. To average gradients over
       batches, put `optax.MultiSteps` outside.
 
-      The params are dense until the first update. To make them sparse earlier, call
+      The params are dense until the first update. To make the params sparse earlier, call
       `params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)`.
 
       Products and gradients are dense, so training is not faster. At the same cost, gradual pruning was
       more accurate on MNIST, and less accurate on CIFAR-10 at 90% zeros. With Adam, a new weight moves
-      farther than an old one, because its moments are new but their step count is not: 3.2 times as far
-      at first and at most 6.6 times, for decay rates of 0.9 and 0.999. If this hurts, use b2=0.99.
+      farther than an old weight, because its moments are new but the step count is not. With the decay
+      rates 0.9 and 0.999, it moves 3.2 to 6.6 times as far. If this hurts, use b2=0.99.
 
       Under `jax.vmap`, every step selects entries. Within `jax.lax.scan`, a step that does not change
       the mask costs as much as a step of the optimizer with `optperm.mask_elements`. A compiled program
-      of a single step allocates the memory for a selection in every call: four times the bytes of the
-      params.
+      of a single step always allocates memory for a selection, four times the bytes of the params.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -154,14 +153,14 @@ def rigl(
         leaves, treedef = jax.tree.flatten(mask)
         groups = group_leaves("sparsity", sparsity, "erk", mask)
         counts = [size - zeros for size, zeros in zip(groups.sizes, groups.zeros, strict=True)]
-        # The first mask uses the random bits of step 0, in which nothing grows.
+        # The first mask uses the random bits of step 0, in which no weight grows.
         codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
         kept = keep_highest(codes, groups.leaves, counts)
         inner_state = optimizer.init(params)
         check_places_nothing(inner_state)
         if (unlike := _find_unlike_params(inner_state, mask, params)) is not None:
             raise ValueError(
-                f"rigl restarts the state of each weight that grows, but inner keeps {unlike}, "
+                f"rigl restarts the state of each weight that grows, but inner contains {unlike}, "
                 "which does not have one number per weight: leave out optax.flatten, factored moments "
                 "and low rank."
             )
@@ -177,7 +176,7 @@ def rigl(
     ) -> tuple[optax.Updates, SparseState]:
         t, before = state.count, state.mask
         last = jnp.asarray(end, jnp.int32)
-        # w where m, else 0; where not m the state of `inner` is as `init` gives it
+        # w where m, else 0; where m is False, the state of `inner` is the initial state
         live = zero_dead(before, params)
         inner_state = _restart_dead(optimizer, before, state.inner_state, live)
 
@@ -191,15 +190,15 @@ def rigl(
             w, g = _compute_magnitudes(before, params, grads, axis_name)
             if state.key is not None:
                 return _move(before, w, _draw_codes(before, state.key, t), alpha)
-            # Gradients that are not finite would be ranked by place.
+            # Nonfinite gradients would be ranked by their positions.
             alpha = jnp.where(all_finite(g), alpha, 0)
             return _move(before, w, [order_codes(x) for x in g], alpha)
 
-        # By the count alone, which is the same on all replicas, so that a selection stays rare.
+        # The condition depends only on the count, the same on all replicas, so selections stay rare.
         due = (t % jnp.asarray(every, jnp.int32) == 0) & (t > 0) & (t < last)
         mask = cond(due, move, lambda: before)
 
-        # u(g where m, else 0), by the new mask; then w + u where m, from 0 where it is new, else 0
+        # u(g where m, else 0) with the new mask; then w + u where m (from 0 for new entries), else 0
         def step() -> tuple[optax.Updates, Any]:
             g = zero_dead(mask, grads)
             u, new = optimizer.update(g, inner_state, live, **extra_args)
@@ -234,7 +233,7 @@ def _compute_magnitudes(
 
 
 def _draw_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
-    """Draw random codes above 0, which depend on the key, the step and the place of a leaf."""
+    """Draw random codes above 0, which depend on the key, the step and the position of a leaf."""
     leaves = jax.tree.leaves(leaves)
     drawn = noise.bits(noise.fold(raw, t), [leaf.shape for leaf in leaves])
     return [
@@ -250,11 +249,11 @@ def _move(
     alone = [[index] for index in range(len(leaves))]
     live = stack_counts([jnp.sum(m, dtype=jnp.int32) for m in leaves])
     moving = jnp.asarray(nearest_count(alpha, live))
-    # kept: the n - k highest |w| among live entries; dead ones have code 0, below all live codes.
+    # kept: the n - k live entries with the highest |w|; dead entries have code 0, below all live codes.
     codes = [order_codes(w) for w in magnitudes]
     codes = [jnp.where(m, c, jnp.zeros_like(c)) for m, c in zip(leaves, codes, strict=True)]
     kept = keep_highest(codes, alone, live - moving)
-    # grown: the k highest |g| among the entries that are not kept, the dropped ones included.
+    # grown: the k entries with the highest |g| that are not kept, including dropped entries.
     codes = [jnp.where(m, jnp.zeros_like(c), c) for m, c in zip(kept, grow_codes, strict=True)]
     grown = keep_highest(codes, alone, moving)
     return jax.tree.unflatten(treedef, [a | b for a, b in zip(kept, grown, strict=True)])
@@ -263,9 +262,9 @@ def _move(
 def _restart_dead(
     optimizer: optax.GradientTransformation, mask: Any, inner_state: Any, params: optax.Params
 ) -> Any:
-    """Return the optimizer's state with the entries of a fresh state where the mask is False.
+    """Return the optimizer's state, with the entries of an initial state where the mask is False.
 
-    Dead entries are restarted in every step, so that an entry is fresh when it grows.
+    Each step resets dead entries, so an entry starts with the initial state when it grows.
     """
     masks = _match_masks(inner_state, mask, params)
     fresh = jax.tree.leaves(optimizer.init(params))
@@ -279,10 +278,10 @@ def _restart_dead(
 def _match_masks(
     inner_state: Any, mask: Any, params: optax.Params
 ) -> list[tuple[Any, jax.Array | None, str | None]]:
-    """Return each array of the optimizer's state with its mask, if it has one number for each entry.
+    """Return each array of the optimizer's state, with its mask if it has one number per entry.
 
-    The last item is the name of the state if the array may hold numbers of masked entries in another
-    form, else None: scalars, counts and keys hold none.
+    The last item is the name of the state if the array may depend on masked entries in another form.
+    Otherwise the item is None, as for scalars, counts and keys.
     """
     structure: Any = jax.tree.structure(params)
     masks = structure.flatten_up_to(mask)
@@ -300,7 +299,7 @@ def _match_masks(
 
 
 def _find_unlike_params(inner_state: Any, mask: Any, params: optax.Params) -> str | None:
-    """Return the shape and the state of the first array that may hold numbers of masked entries."""
+    """Return the shape and the state of the first array that may depend on masked entries."""
     for leaf, _, owner in _match_masks(inner_state, mask, params):
         if owner is not None:
             return f"an array of shape {jnp.shape(leaf)} in a {owner}"

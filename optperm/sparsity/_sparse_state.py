@@ -1,4 +1,4 @@
-"""The state of wrappers that train sparse networks, and updates that end exactly at zero."""
+"""The state of wrappers that train sparse networks, and updates that reach zero exactly."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def make_masks(params: Any) -> Any:
 
 
 def zero_dead(mask: Any, tree: Any) -> Any:
-    """Return the tree with 0 in place of each entry that is not live."""
+    """Return the tree with each dead entry replaced by 0."""
 
-    # A selection instead of a product, since 0 * NaN is NaN
+    # Use a selection instead of a product, since 0 * NaN is NaN
     def zero_leaf(m: Any, leaf: Any) -> Any:
         return leaf if is_masked(m) else jnp.where(m, leaf, jnp.zeros([], leaf.dtype))
 
@@ -70,8 +70,8 @@ def mask_updates(mask: Any, updates: Any, params: Any, before: Any = None) -> An
       mask: Whether each entry is live after this step.
       updates: The updates of live entries.
       params: The params before this step.
-      before: Whether each entry was live before; an entry that becomes live starts at 0, whatever its
-        value is. None for the mask.
+      before: Whether each entry was live before; None for `mask`. An entry that becomes live starts at
+        0, for any old value.
     """
 
     # w + u where m, from 0 where w was not live, else w + (-w), which is +0.0 in every dtype

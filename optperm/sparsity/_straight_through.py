@@ -1,4 +1,4 @@
-"""Sparsity only in the forward pass: a straight-through estimator of top-k."""
+"""Make params sparse only in the forward pass, with a straight-through estimator of top-k."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ def keep_top(
       w_i \mapsto \begin{cases} w_i & \text{if } m_i \\ 0 & \text{else} \end{cases}, \qquad
       \text{with the derivative } 1
 
-    Call this function on the params inside the loss. The network is then sparse, but the optimizer keeps
-    all weights, so zero weights can return. At the end, `optperm.sparsity.prune` makes the params
+    Call this function on the params inside the loss. The network is then sparse, but the optimizer
+    trains all weights, so zero weights can return. At the end, `optperm.sparsity.prune` makes the params
     sparse.
 
     Args:
@@ -73,7 +73,7 @@ def keep_top(
     plain = without_variables(params)
     checks.check_arrays("params", plain)
     units = as_structure(structure)
-    # A leaf that is not included may be of any dtype.
+    # A leaf that is not included may have any dtype.
     taken = include_leaves(include, plain, fractions=sparsity, needs_one=False)
     fixed = jax.lax.stop_gradient(taken)
     scores = jax.tree.map(jnp.abs, widen_scores("params", fixed, fixed))

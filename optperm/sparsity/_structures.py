@@ -1,7 +1,7 @@
-"""Structured sparsity: single entries, n of m, blocks, and whole units.
+"""Structures of sparsity: single entries, n of m, blocks, and whole units.
 
-A structure counts the units of a leaf, averages the scores of entries to scores of units, and expands a
-mask of units to a mask of entries.
+A structure counts the units of a leaf, averages scores of entries to get scores of units, and expands
+masks of units to masks of entries.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from optperm.core.shardings import shard_like, unshard
 
 
 class Entries:
-    """Single entries, each of which is a unit: `structure=None`."""
+    """The structure in which each entry is a unit, for `structure=None`."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Return whether a leaf of this shape has units."""
@@ -85,7 +85,7 @@ class NOfM(Entries):
         """
         return -len(shape) <= self.axis < len(shape) and shape[self.axis] % self.m == 0
 
-    # Compiled outside jax.jit too, where the comparisons would take m times the memory of the scores.
+    # This is compiled even outside jax.jit; otherwise comparisons take m times the memory of the scores.
     @functools.partial(jax.jit, static_argnums=0)
     def keep(self, codes: jax.Array) -> jax.Array:
         """Return whether each entry is among the n highest of its group; ties keep the earlier entry.
@@ -96,8 +96,8 @@ class NOfM(Entries):
         axis = self.axis % codes.ndim
         apart = jnp.moveaxis(unshard(codes), axis, -1)
         apart = apart.reshape(*apart.shape[:-1], codes.shape[axis] // self.m, self.m)
-        # The rank of an entry is the number of higher ones, and of equal ones before it; counting them
-        # is 20 times as fast as sorting many short groups.
+        # The rank of an entry is the number of higher entries and of earlier equal entries. Counting is
+        # 20 times as fast as sorting many short groups.
         mine, other = apart[..., :, None], apart[..., None, :]
         before = jnp.tri(self.m, k=-1, dtype=bool)
         is_before = jnp.broadcast_to(before, (*apart.shape, self.m))
@@ -251,7 +251,7 @@ Structure = NOfM | Blocks | Units
 
 
 def as_structure(structure: Structure | None) -> Entries:
-    """Return a structure, or that of single entries for None; raise unless it is one."""
+    """Return the structure, or `Entries` for None; raise unless it is a structure."""
     if not isinstance(structure, Structure | None):
         raise TypeError(
             f"structure must be optperm.sparsity.NOfM, Blocks or Units, got {structure!r}."

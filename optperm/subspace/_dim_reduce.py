@@ -34,7 +34,7 @@ from optperm.subspace._subspace import (
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
 
-# A residual of at most this many roundings of the gradient counts as zero.
+# A residual of at most this many rounding errors of the gradient counts as zero.
 _ROUNDINGS = 16
 
 
@@ -63,8 +63,8 @@ class DimReduceState(NamedTuple):
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
         return (
-            "In an optax.chain, a transformation follows dim_reduce. If it changes steps or fixes "
-            "entries, the curvature is wrong. Pass the transformation as `inner`, with a basis that is "
+            "In an optax.chain, a transformation follows dim_reduce. If this transformation changes "
+            "steps or fixes entries, the curvature is wrong. Pass it as `inner`, with a basis that is "
             "zero at fixed entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
         )
 
@@ -99,12 +99,12 @@ def dim_reduce(
 
     Then :math:`s \leftarrow c d` and :math:`g_k^{\text{last}} \leftarrow g_k`. If no length satisfies
     the inequality, :math:`c = 0`, and :math:`B`, :math:`s` and :math:`g_k^{\text{last}}` do not change.
-    :math:`\alpha = 0` keeps the params in the subspace through their current values (P-BFGS). Until a
-    basis is set, only the residual moves the params.
+    With :math:`\alpha = 0`, the params stay in the subspace through their current values (P-BFGS).
+    Until a basis is set, only the residual moves the params.
 
     Args:
-      inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. It sees
-        :math:`\alpha m - c P^\top d` as the gradient.
+      inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. Its gradient is
+        :math:`\alpha m - c P^\top d`.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
       rho: :math:`\rho \in [0, 1]`, the maximum ratio of a trial length to the previous, rejected length.
       gamma: :math:`\gamma \in [0, 1]`, the momentum of the residual.
@@ -142,8 +142,8 @@ def dim_reduce(
     Notes:
       `line_search="safeguarded"` does not depend on the scale of the loss or of the params, and does not
       stall. Before the first update with a pair :math:`(s, y)`, :math:`B` is
-      :math:`(s^\top y / y^\top y) I`. The first trial length is 1, or :math:`|f| / |g_k|^2` as long as
-      there is no pair. Each further length minimizes the parabola through both losses, but is at most
+      :math:`(s^\top y / y^\top y) I`. The first trial length is 1, or :math:`|f| / |g_k|^2` while there
+      is no pair. Each further length minimizes the parabola through both losses, but is at most
       :math:`\rho` times and at least 0.1 times the previous length. After `max_search_steps` failed
       trials, the next step continues with the next length. After two such steps, the search resets
       :math:`B`. If the loss is smooth, all steps use the same batch, and `inner` is linear (SGD without
@@ -152,12 +152,12 @@ def dim_reduce(
       factor of 1e4 or more, it therefore takes several times as many steps as BFGS in SciPy. A residual
       :math:`g - P^\top g_k` as small as its own rounding counts as zero.
 
-      Entries that `optperm.mask_elements` fixes, inside or before this method, must be zero in the
-      basis. This holds for the basis of a trajectory under the same mask. With another basis, the search
+      If `optperm.mask_elements` fixes entries inside or before this method, these entries must be zero
+      in the basis, as in the basis of a trajectory under the same mask. With another basis, the search
       stalls, because it tries steps that cannot be taken.
 
-      `line_search="mindspore"` is MindSpore's search, which may stall forever (with its two trials, at
-      curvatures above 2.2):
+      `line_search="mindspore"` is MindSpore's search, which may stall forever (at curvatures above 2.2
+      if there are two trials):
 
       .. math::
         c = \max \{\rho^i : f(\theta + v(\rho^i)) < f(\theta) + \sigma \rho^i g_k^\top d,\
@@ -273,10 +273,10 @@ def dim_reduce(
             predict=None if inner is None else lambda v: _predict_change(g, v, f),
             sigma=sigma_t,
             rho=rho_t,
-            # None before a basis is set, or where f or g is not finite
+            # There are no trials before a basis is set, or if f or g is not finite
             max_trials=jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0),
         )
-        # s <- c d and g_k^last <- g_k, or s, g_k^last and B stay as they were
+        # s <- c d and g_k^last <- g_k, or s, g_k^last and B do not change
         found, quasi_newton = rule.search(line, previous, current)
         c = found.step_length
         # theta <- theta + u(alpha m - c P'd)
@@ -315,7 +315,7 @@ def _add_scaled(c: jax.Array, tree: optax.Updates, other: optax.Updates) -> opta
 def _decay(
     gamma: jax.Array, m: optax.Updates, is_used: jax.Array, r: optax.Updates, is_finite: jax.Array
 ) -> optax.Updates:
-    """Return gamma m + r in the dtypes of m, and m where r is not finite or the sum overflows."""
+    """Return gamma m + r in the dtypes of m, or m if r is not finite or the sum overflows."""
     used = jax.tree.map(lambda leaf: is_used.astype(leaf.dtype) * leaf, r)
     new = optax.tree.cast_like(_add_scaled(gamma, m, used), m)
     return computed_once(
@@ -324,13 +324,13 @@ def _decay(
 
 
 def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return whether a residual is finite, and whether it is the rounding of a gradient of this size."""
-    # |r / |g_k||^2, so that no square of a small gradient underflows
+    """Return whether a residual is finite, and whether it is a rounding error of a gradient."""
+    # Compute |r / |g_k||^2, so that the square of a small gradient does not underflow
     is_known = (size > 0) & jnp.isfinite(size)
     scale = 1 / jnp.where(is_known, size, jnp.ones_like(size))
     parts = [jnp.sum((leaf.astype(size.dtype) * scale) ** 2) for leaf in jax.tree.leaves(r)]
     squares = computed_once(sum(parts, start=jnp.zeros_like(size)))
-    # The sum of squares answers both, unless squares of finite numbers overflow.
+    # The sum of squares answers both questions, unless squares of finite numbers overflow.
     is_finite = cond(jnp.isfinite(squares), lambda: jnp.ones([], jnp.bool_), lambda: all_finite(r))
     limit = (_ROUNDINGS * jnp.finfo(size.dtype).eps) ** 2
     return is_finite, is_known & (squares <= limit)

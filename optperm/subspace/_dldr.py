@@ -1,4 +1,4 @@
-"""DLDR: train all params, then train in the subspace of the trajectory, as one optimizer.
+"""DLDR: one optimizer that trains all params, then trains in the subspace of the trajectory.
 
 T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
@@ -32,15 +32,15 @@ Restart = Literal["last", "first", "mean"]
 class DldrState(NamedTuple):
     """State of `dldr`.
 
-    Until the last snapshot is taken, the rows of the second phase's basis hold the first snapshots.
+    Until the last snapshot is taken, the rows of the second phase's basis store the first snapshots.
 
     Attributes:
       count: Number of steps taken.
       inner_state: State of `inner`, the optimizer of the first phase.
-      further_snapshots: The snapshots for which the basis has no row.
+      further_snapshots: The snapshots that do not fit into the rows of the basis.
       second: State of the subspace optimizer.
       restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
-        far, in float32 or float64. It has no leaves with `restart="last"`.
+        far, in float32 or float64. With `restart="last"`, it has no leaves.
       is_restarted: Whether the last step set the params to the restart point.
     """
 
@@ -52,7 +52,7 @@ class DldrState(NamedTuple):
     is_restarted: Bool[Array, ""]
 
     def phases(self) -> list[tuple[Any, jax.Array | bool]]:
-        """Return the state of the second phase, and of the first phase until it ends."""
+        """Return the state of the second phase and, until the first phase ends, its state."""
         (subspace,) = _find_subspaces(self.second)
         return [(self.inner_state, ~subspace.is_set), (self.second, subspace.is_set)]
 
@@ -95,7 +95,7 @@ def dldr(
 
     - `optperm.dim_reduce`: quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
     - `optperm.project`: an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
-    - `optperm.twa`: an optimizer in the span of the snapshots themselves, not of their differences
+    - `optperm.twa`: an optimizer in the span of the snapshots themselves instead of their differences
       (TWA);
     - or any transformation that contains one of these, such as a chain or `optax.partition`. In
       `optax.partition`, the snapshots and the basis hold the params that the subspace optimizer trains.
@@ -162,13 +162,13 @@ def dldr(
             every=steps_per_epoch, num_snapshots=81, restart="first",
         )
 
-      If none of the 20 trials is accepted, the authors' code takes the last trial, 1e-8 of the step.
-      `dldr` takes no step.
+      If none of the 20 trials is accepted, the authors' code takes the last trial, 1e-8 of the step,
+      but `dldr` takes no step.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, the subspace optimizer does not have exactly one
-        subspace, `num_snapshots` is too small for this subspace, an extra argument is missing, its
+        subspace, `num_snapshots` is too small for this subspace, an extra argument is missing,
         `axis_name` is not bound in `init` or `update`, or the trees passed to `update` do not match.
 
     References:
@@ -189,10 +189,10 @@ def dldr(
         subspace = _find_subspace(second, num_snapshots)
         if placing_states(inner_state):
             raise ValueError(
-                "inner sets exact params (as sgperm does), and would overwrite those of the second "
+                "inner sets exact params (as sgperm does), and would overwrite the params of the second "
                 "phase: use another inner optimizer."
             )
-        # At least one row: an array without entries cannot be saved.
+        # There is at least one row, because an array without entries cannot be saved.
         further = jax.tree.map(
             lambda rows: rows_like(rows[0], max(num_snapshots - rows.shape[0], 1), rows.dtype),
             subspace.rows,
@@ -211,10 +211,10 @@ def dldr(
     def update(
         updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DldrState]:
-        # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T, the first snapshots in the rows of P
+        # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T; the rows of P store the first snapshots
         last = jnp.asarray(start + (num_snapshots - 1) * every, jnp.int32)
         subspace, further, point = _record(state, params, start, every, last, restart)
-        # P = the first k components of all snapshots, at the last of these steps
+        # At the last of these steps, P = the first k components of all snapshots
         is_switch = (state.count == last) & ~subspace.is_set
         subspace = _compute_components(subspace, further, num_snapshots, is_switch)
 
@@ -232,20 +232,20 @@ def dldr(
             new = _replace_subspace(cast_like(new, second), _Placeholder())
             return cast_like(moves, params), state.inner_state, new
 
-        # At the switch theta <- the first snapshot, or the mean of all snapshots: by these updates up to
-        # rounding, by `apply_updates` exactly
+        # At the switch, theta <- the first snapshot, or the mean of all snapshots. This is exact with
+        # `apply_updates`, and up to rounding with these updates
         def at_restart() -> tuple[optax.Updates, Any, Any]:
             moves = jax.tree.map(lambda to, p: to - p.astype(to.dtype), point, params)
             second = _replace_subspace(state.second, _Placeholder())
             return cast_like(moves, params), state.inner_state, second
 
-        # Without a restart point the program has no branch for it.
+        # Without a restart point, the program needs no branch for it.
         is_restarted = (
             jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
         )
 
         def onwards() -> tuple[optax.Updates, Any, Any]:
-            # In this order what the second phase lacks is refused in the first step outside of jit too
+            # In this order, missing arguments of the second phase raise in the first step, even unjitted
             return cond(jnp.logical_not(subspace.is_set), in_full, in_subspace)
 
         branches = (is_restarted, at_restart, onwards)
@@ -277,7 +277,7 @@ def _find_subspaces(second: Any) -> list[Subspace]:
 
 
 class _Placeholder(NamedTuple):
-    """Replaces the subspace in states that a conditional returns, so that no branch copies it."""
+    """A replacement for the subspace in the states that branches return, to avoid copies."""
 
 
 def _replace_subspace(second: Any, subspace: Any) -> Any:
@@ -290,13 +290,13 @@ def _replace_subspace(second: Any, subspace: Any) -> Any:
 
 
 def _find_subspace(second: Any, num_snapshots: int) -> Subspace:
-    """Return the subspace of the subspace optimizer, which must have enough snapshots."""
+    """Return the subspace of the subspace optimizer; raise if it needs more snapshots."""
     found = _find_subspaces(second)
     if len(found) != 1:
         names = "dim_reduce, project or twa"
-        raise ValueError(f"subspace_optimizer must hold one of {names}, got {len(found)}.")
+        raise ValueError(f"subspace_optimizer must contain one of {names}, got {len(found)}.")
     k = found[0].determined.size
-    # Centered snapshots span one direction fewer.
+    # Snapshots span one direction fewer after centering.
     least = k + found[0].is_centered
     if num_snapshots < least:
         raise ValueError(
@@ -319,11 +319,11 @@ def _record(
 ) -> tuple[Subspace, optax.Params, Any]:
     """Record the params if a snapshot is due, and update the start of the second phase.
 
-    Returns the subspace, whose rows hold the first snapshots, the further snapshots, and the start.
+    Return the subspace, whose rows store the first snapshots, the further snapshots, and the start.
     """
     (subspace,) = _find_subspaces(state.second)
     further = state.further_snapshots
-    # The rows of P hold the first snapshots until the basis is written over them.
+    # The rows of P store the first snapshots until the basis overwrites them.
     room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
     since = state.count - jnp.asarray(start, jnp.int32)
     period = jnp.asarray(every, jnp.int32)
@@ -332,7 +332,7 @@ def _record(
     rows = write_row(subspace.rows, params, index, is_due & (index < room))
     further = write_row(further, params, index - room, is_due & (index >= room))
 
-    # point <- the first snapshot, or the mean of the snapshots so far: point + (theta - point) / (i + 1)
+    # point <- the first snapshot, or the mean of the snapshots, point + (theta - point) / (i + 1)
     def move(point: Any) -> Any:
         def toward(to: jax.Array, leaf: Any) -> jax.Array:
             number = (index + 1).astype(to.dtype) if restart == "mean" else 1.0
@@ -349,11 +349,11 @@ def _record(
 def _compute_components(
     subspace: Subspace, further: optax.Params, num_snapshots: int, is_switch: jax.Array
 ) -> Subspace:
-    """Write the components of all snapshots over the rows of the subspace, at the step of the switch."""
+    """Overwrite the rows of the subspace with the components of all snapshots, at the switch."""
     k = subspace.determined.size
 
     def write_components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
-        # P = Lambda_k^(-1/2) U_k' X, in place of the first snapshots
+        # P = Lambda_k^(-1/2) U_k' X replaces the first snapshots
         rows, rank = principal_rows(
             rows,
             (further,),
@@ -363,7 +363,7 @@ def _compute_components(
             in_place=True,
             is_centered=subspace.is_centered,
         )
-        if subspace.axis_name is not None:  # The same on all replicas, also by its type.
+        if subspace.axis_name is not None:  # The rank's type must be the same on all replicas.
             rank = jax.lax.pmin(rank, subspace.axis_name)
         return rows, jnp.arange(k, dtype=jnp.int32) < rank
 

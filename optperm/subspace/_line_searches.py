@@ -27,9 +27,9 @@ from optperm.subspace._quasi_newton import (
     norm,
 )
 
-# The minimum ratio of successive lengths, wherever the parabola has its minimum.
+# The minimum ratio of successive lengths, for any minimum of the parabola.
 _SHORTEST = 0.1
-# The number of failed searches in a row after which the curvature is forgotten.
+# The number of consecutive failed searches after which the curvature is reset.
 _PATIENCE = 2
 
 
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     Attributes:
       step_length: The accepted length, or 0.
       is_accepted: Whether a length was accepted.
-      next_length: The length of the next trial, or 0 where the rounding of the loss hides the decrease.
+      next_length: The length of the next trial, or 0 if the rounding of the loss hides the decrease.
       num_trials: Number of trials.
     """
 
@@ -50,16 +50,16 @@ class Outcome(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The loss along the direction of a quasi-Newton step, and how to search it.
+    """The loss along the direction of a quasi-Newton step, and the options of the search.
 
     Attributes:
       f: The loss before the step.
       gk: g_k, the projected gradient.
       d: The direction, as coordinates.
-      try_step: `try_step(c)` returns v(c), the step of length c of the optimizer, and the loss after it.
-      predict: `predict(v)` returns g'v; None if v(c) is -c P'd itself, so that g'v(c) is c g_k'd.
-      sigma: The fraction of the predicted decrease that a trial has to reach.
-      rho: The maximum ratio of a length to the rejected length before it.
+      try_step: A function from c to v(c), the optimizer's step of length c, and the loss after the step.
+      predict: A function from v to g'v; None if v(c) = -c P'd, so that g'v(c) = c g_k'd.
+      sigma: The fraction of the predicted decrease that a trial must reach.
+      rho: The maximum ratio of a length to the previous, rejected length.
       max_trials: The maximum number of trials.
     """
 
@@ -73,32 +73,32 @@ class Line(NamedTuple):
     max_trials: jax.Array
 
     def slope(self, c: jax.Array) -> jax.Array:
-        """Return c g_k'd, in an order in which nothing overflows at any scale of the loss."""
+        """Return c g_k'd, multiplied in an order that avoids overflow for any scale of the loss."""
         size = norm(self.gk)
         length = jnp.where(size > 0, size, jnp.ones_like(size))
         return length * dot(self.gk / length, c * self.d)
 
     def is_enough(self, loss: jax.Array, predicted: jax.Array) -> jax.Array:
-        """Return whether a loss is below f + sigma times the predicted change."""
+        """Return whether a loss is below f plus sigma times the predicted change."""
         return jnp.isfinite(loss) & (loss < self.f + self.sigma * predicted)
 
 
 class MindSpore:
-    """The rule of MindSpore's DimReduce: lengths 1, rho, rho^2, ..., and B = I at first."""
+    """The rule of MindSpore's DimReduce: lengths 1, rho, rho^2, ..., and initially B = I."""
 
     max_trials = 2
-    # Whether a residual of the size of its own rounding counts as zero.
+    # Whether a residual as small as its own rounding error counts as zero.
     drops_rounding = False
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
-        """Update B by pairs of y's > 1e-20."""
+        """Update B with pairs for which y's > 1e-20."""
         pair = compute_pair(state, gk)
         return add_pair(state, state.inverse_hessian, pair, pair[2] > 1e-20)
 
     def search(
         self, line: Line, previous: QuasiNewtonState, current: QuasiNewtonState
     ) -> tuple[Outcome, QuasiNewtonState]:
-        """Try 1, rho, rho^2, ...; a search in vain leaves the state as it was."""
+        """Try 1, rho, rho^2, ...; a failed search does not change the state."""
 
         def judge(c: jax.Array) -> tuple[jax.Array, jax.Array]:
             _, loss = line.try_step(c)
@@ -115,7 +115,7 @@ class Safeguarded:
     drops_rounding = True
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
-        """Update B by pairs of y's > eps |y| |s|, at the first pair from B_0 = (s'y / y'y) I."""
+        """Update B with pairs for which y's > eps |y| |s|, starting from B_0 = (s'y / y'y) I."""
         s, y, ys = pair = compute_pair(state, gk)
         is_positive = ys > jnp.finfo(ys.dtype).eps * norm(y) * norm(s)
         initial = _over_square(ys, norm(y)) * jnp.eye(s.size, dtype=s.dtype)
@@ -125,9 +125,9 @@ class Safeguarded:
     def search(
         self, line: Line, previous: QuasiNewtonState, current: QuasiNewtonState
     ) -> tuple[Outcome, QuasiNewtonState]:
-        """Search from where the last search stopped; after two in vain forget the curvature."""
-        # First length: 1, or |f| / |g_k|^2 for an unknown B, Polyak's step to a minimum of 0, which
-        # does not depend on the scale of the loss.
+        """Continue from the length of a failed search; after two failures, reset the curvature."""
+        # The first length is 1. If B is unknown, it is |f| / |g_k|^2, Polyak's step to a minimum of 0,
+        # which does not depend on the scale of the loss.
         one = jnp.ones_like(line.f)
         polyak = _over_square(jnp.abs(line.f), norm(line.gk))
         polyak = jnp.where(jnp.isfinite(polyak) & (polyak > 0), polyak, one)
@@ -158,10 +158,10 @@ LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {
 
 
 def find_ratio(change: jax.Array, predicted: jax.Array, rho: jax.Array) -> jax.Array:
-    """Return the ratio of the next length to c, from the change of the loss at c and the predicted one.
+    """Return the ratio of the next length to c, from the actual and the predicted change of the loss.
 
     The parabola q(t) = f + p t + (f(c) - f - p) t^2 through both losses, with the predicted slope p, has
-    its minimum at t = -p / (2 (f(c) - f - p)), as a ratio of lengths.
+    its minimum at the ratio t = -p / (2 (f(c) - f - p)).
     """
     beyond = change - predicted
     parabola = -predicted / (2 * jnp.where(beyond > 0, beyond, jnp.ones_like(beyond)))
@@ -173,10 +173,10 @@ def find_ratio(change: jax.Array, predicted: jax.Array, rho: jax.Array) -> jax.A
 def _try_lengths(
     judge: Callable[[jax.Array], tuple[jax.Array, jax.Array]], first: jax.Array, line: Line
 ) -> Outcome:
-    """Try lengths one after the other until a length is accepted.
+    """Try lengths one after another until a length is accepted.
 
     Args:
-      judge: Returns whether to accept a length, and the next length.
+      judge: A function that returns whether to accept a length, and the next length.
       first: The first length.
       line: The line.
     """
@@ -184,7 +184,7 @@ def _try_lengths(
 
     def is_searching(carry: Any) -> jax.Array:
         index, c, _, is_accepted = carry
-        # c = 0 where the rounding of the loss hides the result of further trials
+        # c = 0 if the rounding of the loss would hide the results of further trials
         return both(~is_accepted, c > 0) & (index < line.max_trials)
 
     def try_next(carry: Any) -> Any:
@@ -229,5 +229,5 @@ def _where(condition: jax.Array, state: QuasiNewtonState, other: Any) -> QuasiNe
 
 
 def _over_square(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a / b^2, where b^2 may overflow or underflow; XLA would merge the two divisions."""
+    """Return a / b^2, even if b^2 overflows or underflows; XLA would merge two plain divisions."""
     return computed_once(a / b) / b

@@ -1,10 +1,10 @@
-"""Principal components of snapshots of the params, from the Gram matrix of the snapshots.
+"""Compute principal components of snapshots of the params, from the Gram matrix of the snapshots.
 
 The axes of a leaf are split into pieces, so that each device holds whole pieces. Sums within pieces stay
-on their devices: only m x m numbers of the Gram matrix are communicated.
+on their devices: only the m x m numbers of the Gram matrix are communicated.
 
-The inner products are summed in float64 for snapshots of all dtypes: at a lower precision, the small
-components, orders of magnitude below the first, are lost in the rounding of the large components. Inside
+Inner products are summed in float64 for snapshots of all dtypes. At a lower precision, rounding errors
+of the large components would hide the small components, which are orders of magnitude smaller. Inside
 `jax.enable_x64`, operations of XLA itself use float64 with any outer setting. Operations that JAX
 rewrites when it lowers them, outside this scope, use float32.
 """
@@ -27,9 +27,9 @@ from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, rows_like
 from optperm.subspace._subspace import own_rows
 
-# The float64 numbers of a slice through all snapshots, which fit into a core's cache.
+# The number of float64 numbers in a slice through all snapshots that fits into a core's cache.
 _CHUNK = 2**18
-# The factor by which a slice may be larger, where an axis is too short to be sliced as finely.
+# The factor by which slices may be larger if an axis is too short for finer slices.
 _SLACK = 2
 
 
@@ -46,15 +46,15 @@ def pca_basis(
     .. math::
       X X^\top = U \Lambda U^\top, \qquad P = \Lambda_k^{-1/2} U_k^\top X
 
-    where :math:`\Lambda_k` holds the :math:`k` largest eigenvalues in descending order, and :math:`U_k`
-    their eigenvectors. The inner products :math:`X X^\top` are sums over all leaves. The sign of each
-    row is such that the snapshot farthest from the mean along this row has a positive coordinate.
+    where :math:`\Lambda_k` contains the :math:`k` largest eigenvalues in descending order, and
+    :math:`U_k` contains their eigenvectors. The inner products :math:`X X^\top` are sums over all
+    leaves. The sign of each row makes the coordinate of the snapshot farthest from the mean positive.
 
     Args:
       snapshots: A tree like params whose leaves have a leading axis of m snapshots and any real floating
         dtypes, such as the result of `optperm.subspace.trajectory`.
       n_components: k, at most m - 1, because the mean is subtracted.
-      num_snapshots: The number of valid snapshots, which come first; None if all are valid.
+      num_snapshots: The number of valid snapshots, which must come first; None if all are valid.
 
     Returns:
       A tree like `snapshots` whose leaves have a leading axis of k rows, in float32 or in the leaf's
@@ -71,8 +71,8 @@ def pca_basis(
     Notes:
       The products are summed over slices of the leaves, which avoids a copy of the snapshots. The same
       snapshots give the same signs; if two snapshots are equally far from the mean, the later snapshot
-      decides. In float64, rows whose singular values are below 3e-5 of the maximum are orthonormal only
-      to float32 precision.
+      determines the sign. In float64, rows whose singular values are below 3e-5 of the maximum are
+      orthonormal only to float32 precision.
 
     Raises:
       TypeError: If a leaf does not have a real floating dtype, or `n_components` is not an integer.
@@ -119,16 +119,16 @@ def principal_rows(
     in_place: bool = False,
     is_centered: bool = True,
 ) -> tuple[optax.Params, jax.Array]:
-    """Write principal components over `rows`, as many as it has rows.
+    """Overwrite `rows` with principal components.
 
     Args:
-      rows: A tree of leaves with a leading axis, to write over.
+      rows: A tree whose leaves have a leading axis of rows to overwrite.
       blocks: The snapshots, in one or more trees of consecutive snapshots.
       n_components: The number of components.
       num_snapshots: The number of valid snapshots; None for all.
-      first_row: The component of the first row. Rows past the last component become zero.
-      in_place: Whether `rows` holds the first snapshots, before the snapshots in `blocks`.
-      is_centered: Whether components are of differences from the mean, or of the snapshots themselves.
+      first_row: The component in the first row. Rows after the last component become zero.
+      in_place: Whether `rows` contains the first snapshots, before the snapshots in `blocks`.
+      is_centered: Whether the mean is subtracted from the snapshots.
 
     Returns:
       The rows, and the number of components that the snapshots determine.
@@ -145,7 +145,7 @@ def principal_rows(
         is_valid = None
         if num_snapshots is not None:
             is_valid = jnp.arange(total, dtype=jnp.int32) < num_snapshots
-        # X X' of the differences from the first snapshot; the center is subtracted afterwards
+        # X contains the differences from the first snapshot; the mean is subtracted afterwards
         gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
         for parts in columns:
             gram += _sum_products(parts, is_valid, is_centered=is_centered)
@@ -153,12 +153,12 @@ def principal_rows(
         center = _make_centering(valid) if is_centered else jnp.diag(valid)
         coefficients, rank, needs_care = _find_coefficients(gram, n_components, center)
 
-        # P <- L^-1 P with P P' = L L', where small eigenvalues have left P less orthonormal
+        # P <- L^-1 P with P P' = L L', because small eigenvalues make P less orthonormal
         def orthonormalize() -> jax.Array:
             between = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
             for parts in columns:
                 between += _sum_products(parts, is_valid, coefficients, is_centered=is_centered)
-            # The products are near the identity, so that float32 is enough; rows of zeros stay zero.
+            # The products are close to the identity, so float32 is enough; rows of zeros stay zero.
             is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
             factor = jnp.linalg.cholesky(between.astype(jnp.float32) + jnp.diag(is_zero))
             identity = jnp.eye(n_components, dtype=jnp.float32)
@@ -167,7 +167,7 @@ def principal_rows(
             return jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients)
 
         coefficients = cond(needs_care, orthonormalize, lambda: coefficients)
-        # P = coefficients X, one replica's rows of it
+        # The rows of one replica in P = coefficients X
         number = outs[0].shape[0] if outs else n_components
         mine = own_rows(coefficients, first_row, number)
         written = [
@@ -181,7 +181,7 @@ def principal_rows(
 
 @jax.custom_jvp
 def _refuse_derivatives(snapshots: Any) -> Any:
-    """Return the snapshots; raise a TypeError where a derivative is asked for."""
+    """Return the snapshots, but raise a TypeError if they are differentiated."""
     return snapshots
 
 
@@ -191,7 +191,7 @@ def _raise(*_: Any) -> Any:
 
 
 def _make_centering(valid: jax.Array) -> jax.Array:
-    """Make the matrix that subtracts the mean of the valid snapshots from each of them."""
+    """Make the matrix that subtracts the mean of the valid snapshots from each valid snapshot."""
     return jnp.diag(valid) - jnp.outer(valid, valid) / jnp.maximum(jnp.sum(valid), 1.0)
 
 
@@ -203,11 +203,11 @@ def _find_coefficients(
     Args:
       gram: The inner products of the snapshots.
       n_components: k.
-      center: A matrix to multiply the snapshots by first, (m, m).
+      center: The matrix that centers the snapshots, or the identity, (m, m).
 
     Returns:
-      The matrix, the number of its rows that are not zero, and whether an eigenvalue is so small that
-      the rounding of the Gram matrix makes its row less orthogonal to the others.
+      The matrix, the number of its nonzero rows, and whether rounding errors of the Gram matrix make
+      rows with small eigenvalues less orthogonal to the other rows.
     """
     m = gram.shape[0]
     gram = jnp.where(jnp.all(jnp.isfinite(gram)), gram, 0.0)
@@ -217,7 +217,7 @@ def _find_coefficients(
     largest = jnp.maximum(values[0], jnp.finfo(jnp.float64).tiny)
     determined = values > 16 * m * jnp.finfo(jnp.float64).eps * largest
 
-    # Lambda_k^(-1/2) U_k' C, each row with the sign of its furthest snapshot
+    # Lambda_k^(-1/2) U_k' C, where the farthest snapshot determines the sign of each row
     sides = jax.vmap(_find_side)(vectors.astype(jnp.float32)).astype(jnp.float64)
     scales = jnp.where(determined, 1.0 / jnp.sqrt(jnp.where(determined, values, 1.0)), 0.0)
     coefficients = (sides * scales)[:, None] * _combine(vectors, center)
@@ -232,7 +232,7 @@ def _find_side(vector: jax.Array) -> jax.Array:
     return jnp.where(jnp.sum(furthest) < 0, -1.0, 1.0)
 
 
-# The operator @ names float64, which is refused where jax.vmap rewrites it outside the scope.
+# The operator @ specifies float64, which fails if jax.vmap rewrites it outside the scope.
 
 
 def _combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ def _combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _products(rows: jax.Array) -> jax.Array:
-    """Return the inner products of all pairs of rows, piece by piece: (*pieces, rows, rows)."""
+    """Return the inner products of all pairs of rows within each piece, (*pieces, rows, rows)."""
     within, pieces = tuple(range(1, rows.ndim, 2)), tuple(range(2, rows.ndim, 2))
     return jax.lax.dot_general(rows, rows, ((within, within), (pieces, pieces)))
 
@@ -254,7 +254,7 @@ def _split(rows: jax.Array) -> jax.Array:
     sharding = explicit_sharding(rows)
     sizes, spec = [rows.shape[0], 1], [None, None]
     for axis, size in enumerate(rows.shape[1:], start=1):
-        # Where the sharding is unknown, pieces fit a sharding over all devices.
+        # If the sharding is unknown, pieces fit a sharding over all devices.
         if sharding is None:
             names, pieces = None, math.gcd(size, jax.device_count())
         else:
@@ -273,7 +273,7 @@ def _split(rows: jax.Array) -> jax.Array:
 def _plan_slices(parts: tuple[jax.Array, ...]) -> tuple[int, int, int]:
     """Return the axis to slice, the width of a slice, and the number of whole slices.
 
-    It is the first axis within pieces with small enough slices: slices are then long runs of memory.
+    The axis is the first axis within pieces with small enough slices, so slices are long memory runs.
     """
     shape, total = parts[0].shape, sum(part.size for part in parts)
     within = range(1, len(shape), 2)
@@ -292,9 +292,9 @@ def _read_differences(
     is_valid: jax.Array | None,
     is_centered: bool,
 ) -> jax.Array:
-    """Return a slice through all snapshots; if centered, as exact differences from the first snapshot.
+    """Return a slice through all snapshots; if centered, subtract the first snapshot exactly.
 
-    Snapshots that are not valid become zero.
+    Invalid snapshots become zero.
     """
     slices = [jax.lax.dynamic_slice_in_dim(part, start, width, axis) for part in parts]
     wide = jnp.concatenate([each.astype(jnp.float64) for each in slices])
@@ -304,7 +304,7 @@ def _read_differences(
     return jnp.where(jnp.expand_dims(is_valid, tuple(range(1, wide.ndim))), wide, 0.0)
 
 
-# Leaves of one shape are traced once. The scope of float64 is a part of the key of these programs.
+# Leaves of the same shape are traced once. The scope of float64 is part of the programs' cache key.
 
 
 @functools.partial(jax.jit, static_argnames="is_centered")
@@ -315,7 +315,7 @@ def _sum_products(
     *,
     is_centered: bool,
 ) -> jax.Array:
-    """Return the inner products of all snapshots of a leaf, or of linear combinations of them."""
+    """Return the inner products of all snapshots of a leaf, or of their linear combinations."""
     axis, width, whole = _plan_slices(parts)
 
     def compute(start: Any, width: int) -> jax.Array:
@@ -327,9 +327,9 @@ def _sum_products(
     def add(index: Any, total: jax.Array) -> jax.Array:
         return total + compute(index * np.int32(width), width)
 
-    # Sums over slices, and then over pieces
+    # Sum over slices first, then over pieces
     total = compute(np.int32(0), 0)
-    # Most leaves are one slice: a loop costs a program of its own.
+    # Most leaves have one slice and need no loop, which would cost its own program.
     for_each = jax.lax.fori_loop if whole > 1 else _for_each
     total = for_each(np.int32(0), np.int32(whole), add, total)
     rest = parts[0].shape[axis] - whole * width
@@ -338,7 +338,7 @@ def _sum_products(
 
 
 def _for_each(start: Any, stop: Any, function: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Do what `jax.lax.fori_loop` does, without a loop in the program."""
+    """Compute the result of `jax.lax.fori_loop` without a loop in the program."""
     return functools.reduce(
         lambda carry, index: function(np.int32(index), carry), range(start, stop), carry
     )
@@ -354,10 +354,10 @@ def _write_combinations(
     is_centered: bool,
     in_place: bool,
 ) -> jax.Array:
-    """Write coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
+    """Overwrite `out` with coefficients @ snapshots by slices; `out` may be the first block."""
     axis, width, whole = _plan_slices(parts)
     rows = parts[0] if in_place else _split(out)
-    # A row of zero coefficients is zero, also if snapshots are not finite.
+    # A row with zero coefficients is zero, even if snapshots are not finite.
     is_row = jnp.expand_dims(jnp.any(coefficients != 0, axis=1), tuple(range(1, rows.ndim)))
 
     def write(rows: jax.Array, start: Any, width: int) -> jax.Array:

@@ -72,7 +72,7 @@ def project(
 
     Notes:
       An optimizer that is not linear in the gradient leaves the subspace. `optperm.twa` instead trains
-      the coordinates, with any optimizer. If the gradient or its projection is not finite, the step is
+      the coordinates with any optimizer. If the gradient or its projection is not finite, the step is
       skipped.
 
     Raises:

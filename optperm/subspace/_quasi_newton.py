@@ -1,4 +1,4 @@
-"""BFGS in a few dimensions.
+"""BFGS updates in a few dimensions.
 
 J. Nocedal and S. J. Wright, "Numerical Optimization", 2006, chapter 6.
 """
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class QuasiNewtonState(NamedTuple):
-    r"""The curvature in the subspace, in float32, or in float64 if any parameter is.
+    r"""The curvature in the subspace, in float32, or in float64 if any parameter is float64.
 
     Attributes:
       inverse_hessian: :math:`B`, the BFGS approximation.
-      has_pair: Whether :math:`B` holds a pair of a step and a change of the gradient.
+      has_pair: Whether :math:`B` includes a pair of a step and a change of the gradient.
       last_gradient: The projected gradient of the last accepted step.
       last_move: :math:`s`, the last accepted step.
       has_last: Whether a step has been accepted.
-      first_length: The first length of the next line search, where the last search failed; else 0.
-      rejections: Number of line searches in a row that found no step.
+      first_length: The first length of the next line search if the last search failed; otherwise 0.
+      rejections: Number of consecutive line searches that found no step.
     """
 
     inverse_hessian: Float[Array, "k k"]
@@ -61,7 +61,7 @@ def add_pair(
     pair: tuple[jax.Array, jax.Array, jax.Array],
     is_positive: jax.Array,
 ) -> QuasiNewtonState:
-    """Return the state with B from an inverse Hessian b and the pair (s, y), if y's is positive."""
+    """Return the state with B updated from an inverse Hessian b with the pair (s, y), if y's > 0."""
     s, y, ys = pair
     is_used = state.has_last & is_positive
     # T = I - y s' / y's, B <- T' B T + s s' / y's
@@ -81,7 +81,7 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def norm(vector: jax.Array) -> jax.Array:
     """Return the norm of a vector whose squares may overflow or underflow."""
-    # |v| = m |v / m|, with m the largest entry
+    # |v| = m |v / m|, where m is the largest magnitude of an entry
     largest = jnp.max(jnp.abs(vector))
     scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
     return scale * jnp.sqrt(jnp.sum((vector / scale) ** 2))

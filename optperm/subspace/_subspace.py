@@ -1,7 +1,7 @@
-"""A subspace of all params, given by orthonormal rows P: its products P g and P' c, and steps in it.
+"""A subspace of all params with orthonormal rows P, the products P g and P' c, and steps in P.
 
 All methods in a subspace average over replicas and skip steps with nonfinite gradients in the same way,
-and `set_basis` sets the rows of any of them.
+and `set_basis` sets the rows for all of these methods.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from optperm.subspace._quasi_newton import QuasiNewtonState, make_quasi_newton
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
 
-# On accelerators float32 products have half the precision by default.
+# By default, float32 products have half the precision on accelerators.
 _PRECISION = jax.lax.Precision.HIGHEST
 _METHODS = "dim_reduce, project or twa"
 # The extra arguments that a line search needs.
@@ -50,14 +50,14 @@ class Subspace(NamedTuple):
     r"""Orthonormal rows :math:`P` over all params, or the rows of one replica.
 
     `optperm.dldr` sets the subspace in the state of its subspace optimizer, in any nesting. An optimizer
-    with a subspace reads it, and returns it unchanged.
+    with a subspace reads the subspace, and returns it unchanged.
 
     Attributes:
-      rows: The rows of this replica, in float32, or float64 for float64 params; zero until they are set,
-        and where components are missing.
-      first_row: The number of this replica's first row among all rows, as a sum of one part for each
-        axis over which rows are distributed, by its name; empty without such an axis.
-      determined: Whether each of all rows exists.
+      rows: The rows of this replica, in float32, or float64 for float64 params. Rows are zero until they
+        are set, and if their components are missing.
+      first_row: The number of this replica's first row among all rows, as a sum of parts: a dictionary
+        with one part per axis over which rows are distributed.
+      determined: Whether each row exists, for the rows of all replicas.
     """
 
     rows: PyTree[Float[Array, "rows ?*shape"], "Params"]
@@ -86,7 +86,7 @@ class Subspace(NamedTuple):
 
 
 class Span(Subspace):
-    """A subspace of components of the snapshots themselves, which contains their mean."""
+    """A subspace of components of the snapshots themselves, which includes their mean."""
 
     __slots__ = ()
 
@@ -111,7 +111,7 @@ def empty_subspace(
     first_row = {name: jnp.zeros([], jnp.int32) for name in names}
     if names and jax.tree.leaves(params):
         checks.check_axis_is_bound(axis_name)
-        # Rows are numbered in the order of `all_gather` over the sorted axes: the last varies fastest.
+        # Rows are in the order of `all_gather` over the sorted axes: the last axis varies fastest.
         num_rows = -(-n_components // jax.lax.axis_size(axis_name))
         stride = num_rows
         for name in names:
@@ -129,7 +129,7 @@ def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Arra
     parts = [part.astype(dtype) for part in jax.tree.leaves(products)]
     if not parts:
         return jnp.zeros(n_components, dtype)
-    # Each replica's rows times g, summed over leaves; the gather puts them in order.
+    # Sum each replica's rows times g over leaves; the gather then orders the results.
     own = computed_once(functools.reduce(jnp.add, parts))
     if subspace.axis_name is None:
         return own
@@ -137,7 +137,7 @@ def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Arra
 
 
 def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
-    """Return the products of each row with another leaf, (k,), or with rows of another, (k, number).
+    """Return the products of each row with another leaf, (k,), or with the leaf's rows, (k, number).
 
     If the rows are sharded, each device sums over its own part, and only these sums are communicated.
     """
@@ -154,11 +154,11 @@ def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ...]:
-    """Return P' c for each row c of the coefficients, (number, k), by one pass over P and one psum."""
+    """Return P' c for each row c of the coefficients, (number, k), in one pass over P and one psum."""
 
     def combine(rows: jax.Array) -> jax.Array:
         own = coefficients
-        # P' c is the sum over replicas of their own rows times their own coefficients.
+        # P' c is the sum over replicas of their rows times their coefficients.
         if subspace.axis_name is not None:
             own = own_rows(coefficients.T, subspace.own_first_row, rows.shape[0]).T
         return jax.lax.dot_general(
@@ -172,24 +172,24 @@ def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ..
 
 
 def own_rows(rows: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Array:
-    """Return the rows from the given one on, with zeros past the last row."""
-    # Padded, since a slice past the end would start earlier instead.
+    """Return `num_rows` rows that start at `first_row`, with zeros after the last row."""
+    # Pad the rows, since a slice past the end would start earlier instead.
     padded = jnp.pad(rows, [(0, num_rows), *[(0, 0)] * (rows.ndim - 1)])
     return jax.lax.dynamic_slice_in_dim(padded, first_row, num_rows)
 
 
 def sum_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """Return the sum over replicas, by one collective for each dtype.
+    """Return the sum over replicas, with one collective per dtype.
 
-    With other mesh axes, over which one replica's params may be sharded, there is one collective for
-    each leaf: concatenating sharded leaves would gather them.
+    If there are other mesh axes, over which a replica's params may be sharded, there is one collective
+    per leaf, because concatenating sharded leaves would gather them.
     """
     if axis_name is None:
         return tree
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) - set(mesh.manual_axes):
         return jax.lax.psum(tree, axis_name)
-    # One vector for each dtype, so that small leaves need no collectives of their own.
+    # Join leaves into one vector per dtype, so that small leaves need no separate collectives.
     leaves, structure = jax.tree.flatten(tree)
     results: list[Any] = [None] * len(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
@@ -201,7 +201,7 @@ def sum_over(tree: Any, axis_name: AxisName | None) -> Any:
 
 
 def mean_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """Return the mean over replicas, by the same number of collectives as `sum_over`."""
+    """Return the mean over replicas, with as many collectives as `sum_over`."""
     if axis_name is None:
         return tree
     size = jax.lax.axis_size(axis_name)
@@ -214,7 +214,7 @@ def mean_over_replicas(
     extras: dict[str, Any],
     axis_name: AxisName | None,
 ) -> tuple[optax.Updates, dict[str, Any]]:
-    """Return the gradient in a wide dtype, and the loss and its function, averaged over replicas."""
+    """Return the gradient in a wide dtype, the loss, and the loss function, averaged over replicas."""
     dtype = accumulation_dtype(params)
     grads = jax.tree.map(lambda g, p: jnp.asarray(g, accumulation_dtype(p)), updates, params)
     value: Any = extras.get("value")
@@ -223,7 +223,7 @@ def mean_over_replicas(
     if axis_name is None:
         return grads, {**extras, "value": value}
 
-    # In one collective for each dtype
+    # This needs one collective per dtype
     grads, mean = mean_over((grads, value), axis_name)
     if value_fn is not None:
 
@@ -244,7 +244,7 @@ def step_where(
     params: optax.Params,
     extras: dict[str, Any],
 ) -> tuple[optax.Updates, Any]:
-    """Take a step of an optimizer, or none if the gradient is not finite; return updates and state."""
+    """Return updates and state after a step of an optimizer; skip it if the gradient is not finite."""
     moves, new = optimizer.update(cast_like(direction, params), opt_state, params, **extras)
     moves = cast_like(moves, params)
     moves = optax.tree.where(is_finite, moves, optax.tree.zeros_like(moves))
@@ -258,10 +258,10 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
 
     Args:
       opt_state: The state of an optimizer with one of these methods anywhere in it. This function does
-        not change it.
+        not change `opt_state`.
       basis: A tree like params in which each leaf has an extra leading axis of length `n_components`,
-        such as the result of `optperm.subspace.pca_basis`. The rows must be orthonormal over all leaves
-        together, in any real floating dtypes. Zero rows represent missing components.
+        such as the result of `optperm.subspace.pca_basis`, in any real floating dtypes. The rows must be
+        orthonormal over all leaves together. Zero rows represent missing components.
 
     Returns:
       The optimizer state, with the same structure, shapes and dtypes.
@@ -323,12 +323,12 @@ def _multiply_rows(basis: optax.Params, k: int) -> jax.Array:
 
 
 def _check_orthonormal(products: np.ndarray, basis: optax.Params) -> None:
-    """Raise a ValueError unless the rows that are not zero are finite and orthonormal."""
+    """Raise a ValueError unless all nonzero rows are finite and orthonormal."""
     if not products.any():
-        raise ValueError("basis has only zero rows: take it from params that have moved.")
+        raise ValueError("basis has only zero rows: compute it from params that have moved.")
     gaps = np.abs(products - np.where(np.diag(products.diagonal() > 0), 1, 0))
     i, j = np.unravel_index(np.argmax(gaps), gaps.shape)
-    # Rounding to a dtype changes an inner product of two unit vectors by at most its epsilon.
+    # Rounding to a dtype changes inner products of unit vectors by at most the epsilon of the dtype.
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(basis)]
     if not gaps[i, j] <= max(1e-3, *(2 * float(jnp.finfo(dtype).eps) for dtype in dtypes)):
         rows = f"rows {i} and {j} is {products[i, j]:.6g}"

@@ -1,4 +1,4 @@
-"""Snapshots of the params along a training trajectory, kept in the optimizer state."""
+"""Record snapshots of the params along a training trajectory in the optimizer state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrajectoryState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      num_recorded: Number of snapshots taken, including overwritten ones.
+      num_recorded: Number of snapshots taken, including overwritten snapshots.
       snapshots: A ring buffer: snapshot i is in row i modulo the number of rows.
     """
 
@@ -44,7 +44,7 @@ def record_trajectory(
     """Record snapshots of the params, and return the updates unchanged.
 
     This transformation records the params passed to `update` at steps 0, every, 2 * every, ..., and
-    keeps the last `num_snapshots` snapshots.
+    stores the last `num_snapshots` snapshots.
 
     Args:
       every: The number of steps from one snapshot to the next, at least 1.
@@ -97,7 +97,7 @@ def record_trajectory(
     def update(
         updates: optax.Updates, state: TrajectoryState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, TrajectoryState]:
-        # snapshots[i mod num_snapshots] <- theta, at every `every`-th step
+        # snapshots[i mod num_snapshots] <- theta, every `every` steps
         is_due = state.count % jnp.asarray(every, jnp.int32) == 0
         snapshots = write_row(state.snapshots, params, state.num_recorded % num_snapshots, is_due)
         recorded = jnp.where(is_due, optax.safe_increment(state.num_recorded), state.num_recorded)
@@ -117,7 +117,7 @@ def record_trajectory(
 def write_row(
     rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
 ) -> optax.Params:
-    """Write the params that the rows do not mask over one row if this is due."""
+    """Overwrite one row with the params, without masked leaves, if `is_due`."""
     params = mask_like(params, rows)
 
     def write(row: jax.Array, leaf: Any) -> jax.Array:
@@ -130,7 +130,7 @@ def write_row(
 def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
     """Return the snapshots of `optperm.record_trajectory`, oldest first, and their number.
 
-    `optperm.subspace.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To use the
+    Pass both results on: `optperm.subspace.pca_basis(snapshots, k, num_snapshots=count)`. To use the
     snapshots in another run, save them with Orbax like any tree of arrays, in bfloat16 if memory is
     scarce.
 
@@ -140,8 +140,8 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
     Returns:
       A tree like params whose leaves have a leading axis of `num_snapshots`, with the valid rows first
       and zeros after them, and the number of valid rows, int32 (). If `jax.vmap` or `jax.pmap` has made
-      the state for many runs, the results have the leading axes of the state, as if this function had
-      been mapped. Then map `pca_basis` too:
+      the state for many runs, the results have the leading axes of the state, as if this function were
+      mapped. In this case, also map `pca_basis`:
       `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
 
     Example:
@@ -159,7 +159,7 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
     sort = _sort_rings
-    for _ in range(state.num_recorded.ndim):  # the axes of many trainings
+    for _ in range(state.num_recorded.ndim):  # the axes of many runs
         sort = jax.vmap(sort)
     return sort(state.snapshots, state.num_recorded)
 
@@ -169,7 +169,7 @@ def _sort_rings(rings: optax.Params, num_recorded: jax.Array) -> tuple[optax.Par
 
     def sort_ring(ring: jax.Array) -> jax.Array:
         length = ring.shape[0]
-        # The oldest snapshot is in the row that is overwritten next, if the ring is full.
+        # If the ring is full, the oldest snapshot is in the row that is overwritten next.
         start = jnp.where(num_recorded > length, num_recorded % length, 0)
         return jnp.roll(ring, -start, axis=0)
 

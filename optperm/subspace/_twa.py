@@ -51,8 +51,8 @@ def twa(
     .. math::
       \beta = P \theta, \qquad \theta \leftarrow \theta + P^\top u(P g, \beta)
 
-    The params therefore stay in the span with any optimizer, and its state is only for :math:`k`
-    numbers. Trainable weight averaging starts at the mean of the snapshots:
+    With any optimizer, the params therefore stay in the span, and the optimizer's state is for only
+    :math:`k` numbers. Trainable weight averaging starts at the mean of the snapshots:
 
     .. code-block:: python
 
@@ -122,7 +122,7 @@ def twa(
         beta, gk = (coordinates(state.subspace, tree, dtype) for tree in (params, g))
         # theta <- theta + P' u(P g, beta)
         step, new = optimizer.update(gk, state.inner_state, beta, value=extras["value"])
-        # Rows of zeros have no coordinate to move.
+        # Coordinates of zero rows do not move.
         is_finite = all_finite(gk)
         step = jnp.where(is_finite & state.subspace.determined, step, 0.0)
         (moves,) = lift(state.subspace, step[None])

@@ -1,4 +1,4 @@
-"""Training: Flax's train states for any method, and `fit`."""
+"""Training: Flax train states for any method, and `fit`."""
 
 from optperm.core.public import show_names as _show_names
 from optperm.training._callbacks import EarlyStopping as EarlyStopping

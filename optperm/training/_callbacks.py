@@ -1,4 +1,4 @@
-"""Callbacks for `fit`: the event that a callback receives, early stopping, and a metrics writer."""
+"""Callbacks for `fit`: the events that callbacks receive, early stopping, and a metrics writer."""
 
 import dataclasses
 import functools
@@ -40,20 +40,20 @@ class Event:
 
     @functools.cached_property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics at this moment. Reading them waits for the steps, so read them only if needed."""
+        """The current metrics. Reading the metrics waits for the steps, so read them only if needed."""
         return self._metrics()
 
     @functools.cached_property
     def state(self) -> Any:
-        """What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`.
+        """The trained state so far, as a new `TrainState` or a new `flax.nnx` model.
 
-        With `optperm.agn` and `optperm.diloco`, reading it makes a commit, so all processes have to do
-        so.
+        With `optperm.agn` and `optperm.diloco`, reading the state makes a commit, so all processes must
+        read it.
         """
         return self._trained()
 
     def evaluate(self) -> dict[str, float]:
-        """Return the current metrics of `eval_fn` on `eval_data`. All processes must call it."""
+        """Return the current metrics of `eval_fn` on `eval_data`. All processes must call `evaluate`."""
         return self._evaluate()
 
 
@@ -65,14 +65,14 @@ Names = Iterable[str]
 class EarlyStopping:
     """Stop training when a metric has not improved for several rows of the history.
 
-    Each epoch has a row and, with `eval_every`, so has each evaluation within an epoch. The decision
+    Each epoch has a row. With `eval_every`, each evaluation within an epoch also has a row. The decision
     depends only on the rows, so a resumed run stops where the uninterrupted run would have stopped.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
       patience: The number of rows without an improvement after which training stops, at least 1.
       mode: `"min"` if smaller is better, `"max"` if larger is better.
-      min_delta: The minimum improvement over the best row so far that counts, at least 0.
+      min_delta: The minimum difference from the best row that counts as an improvement, at least 0.
 
     Example:
       >>> from optperm.training import EarlyStopping, fit
@@ -90,12 +90,12 @@ class EarlyStopping:
         checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf, may_be_schedule=False)
 
     def __call__(self, event: Event) -> bool:
-        """Return True to stop; raise a ValueError if rows lack the column."""
+        """Return True to stop; raise a ValueError if rows do not have the column."""
         if epochs := event.history.epochs:
             check_columns([self.monitor], epochs, epochs)
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
-        # A NaN never compares as smaller, so it counts as a row without an improvement.
+        # A NaN is never smaller, so it counts as a row without an improvement.
         for value in sign * epochs.get(self.monitor, np.zeros(0)):
             improved = value < best - self.min_delta
             best, since = (float(value), 0) if improved else (best, since + 1)
@@ -103,7 +103,7 @@ class EarlyStopping:
 
 
 def check_columns(monitored: Names, of_evaluation: Names | None, of_steps: Names | None) -> None:
-    """Raise a ValueError for a column that rows lack; None stands for columns not known yet."""
+    """Raise a ValueError if rows do not have a column; None means columns that are not known yet."""
     for name in monitored:
         known = of_evaluation if name.startswith("eval_") else of_steps
         if known is not None and name not in known:
@@ -117,11 +117,11 @@ class MetricsWriter:
     """The callback that `metrics_writer` makes."""
 
     writer: Any
-    # The steps of the last metrics of steps and of the last row: a tag has one value per step.
+    # The last written steps of step metrics and of rows, because a tag has only one value per step.
     _written: dict[bool, int] = dataclasses.field(default_factory=dict)
 
     def __call__(self, event: Event) -> None:
-        """Write what is new, in process 0."""
+        """Write new metrics in process 0."""
         if jax.process_index():
             return
         row, scalars = event.history.last, dict[str, float]()
@@ -164,15 +164,15 @@ OF_ROWS = EarlyStopping, MetricsWriter
 
 
 def as_callbacks(value: Any) -> tuple[Callback, ...]:
-    """Return one callback, or a sequence of callbacks, or None as a tuple."""
+    """Return one callback, a sequence of callbacks or None as a tuple."""
     return () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
 
 
 def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> bool:
-    """Call all callbacks; return True if one of them asks to stop."""
+    """Call all callbacks; return True if any callback returns True."""
     answers = [callback(event) for callback in callbacks]
     for answer in answers:
-        # A number or an array would stop training by accident, or would not stop it.
+        # A number or an array could stop training by accident, or could fail to stop it.
         if not isinstance(answer, bool | np.bool_ | None):
-            raise TypeError(f"{name} must return True to stop, else None or False, got {answer!r}.")
+            raise TypeError(f"{name} must return True to stop, or None or False, got {answer!r}.")
     return any(answers)

@@ -1,9 +1,9 @@
-"""Checkpoints with Orbax's manager. Each checkpoint contains all that a run needs to resume.
+"""Checkpoints with Orbax's manager. Each checkpoint contains everything that a run needs to resume.
 
 The items of a checkpoint are `state`, the arrays of the carry; `best`, the arrays of the best row with
 `keep_best`; `history`, the rows of the steps as one float32 array; and `run`, everything else as JSON.
-Orbax writes a checkpoint under a temporary name and renames it at the end, so a run that dies while it
-writes leaves the earlier checkpoints intact.
+Orbax writes a checkpoint under a temporary name and then renames it, so if a run dies while writing, the
+earlier checkpoints stay intact.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from optperm.core.optional import import_optional
 
 _DROPPED = ".dropped"
 _LONGEST = 300  # characters of an error of Orbax, which may quote its whole configuration
-TAKE_ANOTHER = "resume=STEP takes another"
+TAKE_ANOTHER = "pass resume=STEP for another checkpoint"
 _ADVICE = f"was not written by this version of optperm; {TAKE_ANOTHER}"
 
 
@@ -41,18 +41,18 @@ class Checkpoints:
     def __init__(self, where: Any, keep: int | None) -> None:
         what: Any = {"needed_by": "A checkpoint", "install": "optperm[training]"}
         self._ocp = ocp = import_optional("orbax.checkpoint", **what)
-        if set(str(where)) & {*"*?[]"}:  # Orbax would read a pattern, and lose what it writes
+        if set(str(where)) & {*"*?[]"}:  # Orbax would read a pattern, and lose checkpoints
             raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
         self._last_kept = math.inf
         with _errors(f"cannot write checkpoints to {where}"):
             path = import_optional("etils.epath", **what).Path(where).expanduser()
             self.folder = path if "://" in str(where) else path.absolute()
             self.folder.mkdir(parents=True, exist_ok=True)
-            # A folder that exists may be of another user, or on a file system that is read only.
+            # An existing folder may belong to another user, or may be on a read-only file system.
             trial = self.folder / f".trial-{jax.process_index()}-{os.getpid()}"
             trial.write_text("")
             trial.unlink()
-            # Orbax renames a checkpoint before it deletes it, so that the rest is whole at any moment.
+            # Orbax renames a checkpoint before deleting it, so no checkpoint is ever partly deleted.
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -60,7 +60,7 @@ class Checkpoints:
         """Return the step of the checkpoint from which a run resumes, or None."""
         known = sorted(self._manager.all_steps())
         if resume is False and any(known):
-            says = f"{self.folder} holds checkpoints of an earlier run ({known})"
+            says = f"{self.folder} contains checkpoints of an earlier run ({known})"
             raise ValueError(f"{says}: pass resume=True, or another folder.")
         if isinstance(resume, bool):
             return known[-1] if resume and known else None
@@ -71,7 +71,7 @@ class Checkpoints:
         return step
 
     def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the `run` that `write` wrote after a step; raise a ValueError if its facts differ."""
+        """Read the `run` of a step's checkpoint; raise a ValueError if its facts differ."""
         path, args = self.folder / str(step), self._ocp.args
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
@@ -80,7 +80,7 @@ class Checkpoints:
         return dict(run)
 
     def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
-        """Read trees by name, placed like `like`, and the rows; `write` then drops later checkpoints."""
+        """Read trees, placed like `like`, and the rows; `write` then deletes later checkpoints."""
         restore = self._ocp.args.StandardRestore
         forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, dict(like))
         trees = {name: restore(tree) for name, tree in forms.items()}
@@ -93,19 +93,19 @@ class Checkpoints:
     def write(
         self, step: int, trees: Mapping[str, Any], rows: np.ndarray, run: dict[str, Any]
     ) -> None:
-        """Write the checkpoint of a step, unless there is one. All processes have to call this.
+        """Write a step's checkpoint, unless it exists already. All processes must call this method.
 
-        `rows` are the metrics of all steps, float32 (metrics, steps); `run` holds JSON values, of which
-        `facts` identify the run. Nothing may change while Orbax writes in the background.
+        `rows` are the metrics of all steps, float32 (metrics, steps). `run` contains JSON values, whose
+        `facts` identify the run. Arguments must not change while Orbax writes in the background.
         """
-        if step == self._last_kept:  # the resumed run has not made a step
+        if step == self._last_kept:  # the resumed run has not taken a step
             return
         save = self._ocp.args.StandardSave
         items = {name: save(tree) for name, tree in trees.items()}
         items["history"] = save({"steps": rows})
         args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
         with _errors(f"cannot write {self.folder / str(step)}"):
-            # Later checkpoints of an earlier branch go only now, when the new branch has one of its own.
+            # Delete later checkpoints of the old branch only when the new branch has its own checkpoint.
             for later in [each for each in self._manager.all_steps() if each > self._last_kept]:
                 self._manager.delete(later)
             self._last_kept = math.inf
@@ -114,7 +114,7 @@ class Checkpoints:
                 self._manager.save(step, args=args, force=True)
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all checkpoints are written."""
         with _errors(f"cannot write to {self.folder}"):
             self._wait()
             self._manager.check_for_errors()
@@ -127,7 +127,7 @@ class Checkpoints:
 
 
 def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Name the facts of a run that differ, with both values; empty if none does."""
+    """Return the facts of a run that differ, with both values; empty if all facts agree."""
     which = {name: (there.get(name), fact) for name, fact in here.items()}
     return "; ".join(f"{k} is {a} there and {b} here" for k, (a, b) in which.items() if a != b)
 
@@ -136,7 +136,7 @@ def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> s
 def _errors(says: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # each file system has its own, and each kind of damage
+    except Exception as error:  # file systems and kinds of damage have different error types
         why = str(error).strip().partition("\n")[0]
         why = why if len(why) <= _LONGEST else f"{why[:_LONGEST]} ..."
         raise CheckpointError(f"{says} ({type(error).__name__}: {why}).") from error

@@ -1,4 +1,4 @@
-"""The params of a run whose replicas train apart: the params after a commit on a copy of the carry."""
+"""Compute the common params of replicas with their own params, by a commit on a copy of the carry."""
 
 import functools
 import warnings
@@ -20,32 +20,32 @@ from optperm.training._layout import Layout
 from optperm.training._steps import compile_on_replicas, evaluate_step, unwrap_keys, wrap_keys
 from optperm.training._train_state import Model, TrainState
 
-# Calls after which `optax.MultiSteps` has passed one on, if it does at all.
+# The number of calls after which `optax.MultiSteps` has made a step, if it makes any.
 _MOST_CALLS = 1000
-_FAR = 2**30  # more steps since a commit than any period has
+_FAR = 2**30  # a number of steps since a commit above any period
 
 
 def steps_since_commit(opt_state: Any) -> int:
-    """Return the largest number of steps that the center of a running phase lacks; 0 without one."""
+    """Return the maximum number of steps not in the center of a running phase; 0 without a center."""
     found = _running_centers(opt_state)
     return max((int(local_values(state.since_commit).max()) for state in found), default=0)
 
 
 def _running_centers(opt_state: Any) -> list[Any]:
-    """Return the states with a center in the phases that are running."""
+    """Return the states with a center in running phases."""
     return list[Any](find_running_states(opt_state, CommittingState))
 
 
 def _are_apart(carry: TrainState, layout: Layout) -> bool:
-    """Return True if each replica trains its own params; a mapped method may also keep them equal."""
+    """Return True if each replica trains its own params, which not all mapped methods do."""
     return layout.own and bool(find_states(carry.opt_state, CommittingState))
 
 
 def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout) -> TrainState:
-    """Return a copy of the carry after a commit without a local step; `call` is of `compile_commit`.
+    """Return a copy of the carry after a commit without a local step; `call` is from `compile_commit`.
 
-    Only the states of the methods that commit change: a commit is no step of the other optimizers. The
-    methods get the extra arguments of some batch; None if there is no batch.
+    Only the states of methods that commit change, because a commit is not a step of the other
+    optimizers. The methods get the extra arguments of any batch; None if there is no batch.
     """
     now = carry
     with layout.context():
@@ -60,7 +60,7 @@ def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layo
 def compile_commit(
     model: Model, layout: Layout, carry: TrainState, key: int | jax.Array = 0
 ) -> Callable[..., Any]:
-    """Compile the commit of carries with the placement of this one, for `commit`."""
+    """Compile a commit for carries with the same placement as `carry`, to be called by `commit`."""
 
     def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
         return _commit(carry, batch, model, layout, key), ()
@@ -75,7 +75,7 @@ def _commit(
     extras: dict[str, Any] = {"commit": "only"}
     if batch is not None:
         extras |= evaluate_step(state, batch, model, layout, key)[1]
-    # The gradient is not used; it only has to be one of this replica's params.
+    # The gradient is not used, but must have the types of this replica's gradients.
     grads = optax.tree.sub(state.params, state.params)
     extras = known_extra_args(state.tx, extras)
     new = state.replace(
@@ -88,7 +88,7 @@ def _commit(
 def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
     """Return the carry at its center, one state for all replicas.
 
-    Params without a center are the mean over replicas, as at the switch to a method that commits.
+    Params without a center become the mean over replicas, as at a switch to a method that commits.
     """
     found = _running_centers(carry.opt_state)
     if not (found or layout.own):
@@ -102,7 +102,7 @@ def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
 def _center(
     carry: TrainState, centers: tuple[Any, ...], layout: Layout, are_apart: bool
 ) -> TrainState:
-    """Return the first replica's state with the centers' params and the mean of what has none."""
+    """Return the first replica's state, with params from centers, or means if there is no center."""
     first, params = carry, carry.params
     if layout.own:
         first, centers = jax.tree.map(lambda leaf: leaf[0], (carry, centers))
@@ -110,7 +110,7 @@ def _center(
         first = first.replace(model_state=jax.tree.map(_average, carry.model_state))
     for center in centers:
         params = fill_masked(center, params)
-    # A center may have more digits than the params.
+    # The center may have a wider dtype than the params.
     state = first.replace(params=optax.tree.cast_like(params, first.params))
     return state if layout.mesh is None else _share(state, layout)
 
@@ -121,14 +121,14 @@ def _share(state: TrainState, layout: Layout) -> TrainState:
 
 
 def _average(leaf: jax.Array) -> jax.Array:
-    """Return the mean over the leading axis of floats, and where all are equal their bits."""
+    """Return the mean of floats over the leading axis, with unchanged bits if all are equal."""
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf[0]
     return jnp.where(jnp.all(leaf == leaf[:1], axis=0), leaf[0], jnp.mean(leaf, axis=0))
 
 
 def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, where: int) -> None:
-    """Warn if the merged params lack local steps, or are a mean of replicas that have no center."""
+    """Warn if the merged params lack local steps, or are a mean of replicas without a center."""
     if steps := steps_since_commit(merged.opt_state):
         says = f"The params that fit returns lack all or part of the last {steps} steps"
         advice = (
@@ -142,9 +142,9 @@ def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, wh
 
 
 def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
-    """Return True if a number of further steps ends before the first commit, found without a step.
+    """Return True if a number of further steps ends before the first commit, without taking a step.
 
-    A plan of exchanges does not look at the steps since a commit, and is never found.
+    Plans of exchanges do not depend on the steps since a commit, so the result for plans is False.
     """
     found = _running_centers(carry.opt_state)
     if not found or any(local_values(state.commits).max() for state in found):
@@ -152,7 +152,7 @@ def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
     done = steps_since_commit(carry.opt_state)
 
     def count(state: TrainState, last: jax.Array, _: Any) -> tuple[Any, Any]:
-        """Return the steps since a commit after the step that follows on `last`; XLA drops the rest."""
+        """Return the steps since a commit after the step that follows `last`; XLA removes the rest."""
 
         def begin(node: Any) -> Any:
             is_local: bool = isinstance(node, CommittingState)
@@ -177,6 +177,6 @@ def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
     try:
         with layout.context():
             at_end, far = ([int(x) for x in jax.device_get(ends(carry, n, ()))] for n in lasts)
-    except Exception:  # this loss is not the user's, so a method may refuse it
+    except Exception:  # a method may reject this loss, which is not the user's loss
         return False
     return any(late and not early for late, early in zip(at_end, far, strict=True))

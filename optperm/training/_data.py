@@ -1,4 +1,4 @@
-"""The batches of an epoch, from arrays or a stream, and the calls of the compiled steps."""
+"""Feed the batches of an epoch, from arrays or a stream, to the compiled steps."""
 
 import inspect
 import json
@@ -19,14 +19,14 @@ from optperm.training import _processes as processes
 from optperm.training._layout import Layout
 from optperm.training._terminal import Interrupt, wait_for
 
-# Far from the step counts that a method may fold into the same key.
+# This number is far from the step counts that a method may fold into the same key.
 _SHUFFLE_STREAM = 0x5348_5546
 END = object()
-# Least number of rows of metrics that a call returns, so that one program serves most call lengths.
+# The minimum number of rows of metrics from a call, so that one program fits most call lengths.
 _ROWS = 1024
-_GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
+_GRADIENT_CHUNK = 1000  # the number of examples on a device at once, for a full gradient
 _SOON = 0.05  # seconds
-# Calls that may be queued on the devices; of single batches, twice as many.
+# The maximum number of calls in a device's queue; for single batches, twice this number.
 AHEAD = 8
 
 
@@ -35,7 +35,7 @@ def shuffled(
 ) -> jax.Array:
     """Return the order in which `fit` visits examples in memory, an int32 array (num_examples,).
 
-    A step takes the next `batch_size` examples. Examples at the end that do not fill a batch are left
+    A step uses the next `batch_size` examples. Examples at the end that do not fill a batch are left
     out. The order depends only on these arguments, not on any JAX flag.
 
     Args:
@@ -50,7 +50,7 @@ def shuffled(
       [0, 1, 2, 3]
     """
     checks.check_key("key", key)
-    # Flags of JAX choose other bits, and with 64 bits another dtype and other draws.
+    # Flags of JAX would change the random bits, and x64 would change the dtype and the draws.
     with jax.threefry_partitionable(True):
         of_shuffles = jax.random.fold_in(as_key(key_data(key)), _SHUFFLE_STREAM)
         of_epoch = jax.random.fold_in(of_shuffles, epoch)
@@ -60,7 +60,7 @@ def shuffled(
 
 
 def is_arrays(name: str, data: Any) -> bool:
-    """Return True for a tree of arrays that agree in their leading axis, False for a stream."""
+    """Return True for a tree of arrays with the same leading axis, and False for a stream."""
     kinds = jax.Array | np.ndarray
     if isinstance(data, kinds | Mapping | tuple) and all(
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
@@ -68,7 +68,7 @@ def is_arrays(name: str, data: Any) -> bool:
         checks.check_arrays(name, data)
         return checks.count_examples(name, data) > 0
     is_stream = isinstance(data, Iterable) or (callable(data) and takes_epoch(data))
-    # A dict of lists is iterable too: its batches would be its keys.
+    # A dict of lists is also iterable, but its batches would be its keys.
     if not is_stream or isinstance(data, str | Mapping):
         wanted = "arrays (in a dict or tuple), an iterable of batches, or lambda epoch: ..."
         raise TypeError(f"{name} must be {wanted}, got {type(data).__name__}.")
@@ -76,7 +76,7 @@ def is_arrays(name: str, data: Any) -> bool:
 
 
 def takes_epoch(function: Callable[..., Any]) -> bool:
-    """Return True if a function can be called with the number of an epoch alone."""
+    """Return True if a function can be called with only the number of an epoch."""
     try:
         inspect.signature(function).bind(1)
     except (TypeError, ValueError):  # a ValueError for a builtin without a signature
@@ -85,7 +85,7 @@ def takes_epoch(function: Callable[..., Any]) -> bool:
 
 
 def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
-    """Place all of some data on the devices, batch by batch; arrays by `size` examples at once."""
+    """Yield all batches of some data, placed on the devices; arrays give `size` examples at once."""
     if is_arrays(name, data):
         total, parts = checks.count_examples(name, data), layout.parts
         step = max((size or total) // parts * parts, parts)
@@ -115,7 +115,7 @@ def no_batch(name: str, epoch: int) -> ValueError:
 
 
 def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
-    """Return the next batch, or `END` if a process has none. All processes have to call this."""
+    """Return the next batch, or `END` if any process has none. All processes must call this function."""
     batch, size, failure = END, 0, None
     if is_alone:  # one process
         return batch if (batch := next(iterator, END)) is END else as_arrays(batch)
@@ -134,7 +134,7 @@ def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
         without = np.flatnonzero(sizes == 0).tolist()
         says = f"{name} has no more batches in the processes {without}, but one in the others"
         raise ValueError(f"{says}: all need the same number of batches per epoch.")
-    # Of unequal parts the mean over processes would not be the mean over examples.
+    # If parts had different sizes, the mean over processes would not be the mean over examples.
     if sizes.min() and sizes.min() != sizes.max():
         says = f"A batch of {name} has {sizes.tolist()} examples in the processes"
         raise ValueError(f"{says}: all need the same number.")
@@ -156,18 +156,18 @@ class Fed(NamedTuple):
     columns: dict[str, Any]  # float32, one row per step, perhaps with unused rows at the end
     steps: int
     is_over: bool  # True if the epoch ends with these steps
-    error: Exception | None = None  # raised in place of the next step
+    error: Exception | None = None  # raised instead of the next step
 
 
 def make_feed(
     data: Any, batch_size: Any, key: Any, layout: Layout, most: int, carry: Any
 ) -> "ArrayFeed | StreamFeed":
-    """Return the batches of `train_data`, for calls of at most so many steps on a carry."""
+    """Return the feed of `train_data`, for calls of at most a given number of steps on a carry."""
     if not is_arrays("train_data", data):
         return StreamFeed(data, batch_size, layout)
     asked = [state.for_loop() for state in find_states(carry.opt_state, LoopState)]
     size = checks.count_examples("train_data", data)
-    # Each replica has its own number; a process reads those on its devices.
+    # Each replica has its own number; a process reads the numbers on its devices.
     made_for = [jnp.asarray(each.num_data) for each in asked if each.num_data is not None]
     shards = [np.ravel(shard.data) for n in made_for for shard in n.addressable_shards]
     if wrong := [int(n) for numbers in shards for n in numbers if n != size]:
@@ -179,9 +179,9 @@ def make_feed(
 
 
 class ArrayFeed:
-    """Examples in memory, shuffled in each epoch; each device keeps all of them.
+    """Examples in memory, shuffled in each epoch; each device stores all examples.
 
-    With `replace` they are drawn with replacement, as batches of one shuffle are not independent.
+    With `replace`, examples are drawn with replacement, because shuffled batches are not independent.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class ArrayFeed:
             carry, columns = steps.many(carry, shared, self._order)
         self._calls.append((columns, last - first))
         before, self._began = self._began, time.perf_counter()
-        # Short calls are queued, so that the devices never idle between them. A long call is waited for:
-        # a signal then takes effect after it, and its rows leave the device.
+        # Short calls are queued, so that devices are never idle between calls. After a long call, wait,
+        # so that a signal takes effect after this call, and its rows leave the device.
         while len(self._calls) > (AHEAD if self._began - before < _SOON else 0):
             done, count = self._calls.pop(0)
             wait_for(done["loss"])
@@ -237,7 +237,7 @@ class ArrayFeed:
         return self._layout.put_batch(first, local=False)
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
-        """Place all examples, including the last ones, which fill no batch of an epoch."""
+        """Yield all examples, placed on the devices, including the last ones that fill no batch."""
         size = _GRADIENT_CHUNK * self._layout.parts
         return read_all("train_data", self._data, epoch, size, self._layout)
 
@@ -245,7 +245,7 @@ class ArrayFeed:
 class StreamFeed:
     """Batches from an iterable, or from a callable that returns an iterable for each epoch.
 
-    A batch is requested only for its step, so the batches that are left stay in the iterator.
+    A batch is requested only for its step, so the remaining batches stay in the iterator.
     """
 
     steps_per_epoch, rows = None, 1
@@ -259,11 +259,11 @@ class StreamFeed:
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that identify the batches: of a stream, none but its kind."""
+        """Return the facts that identify the batches; a stream has only its kind."""
         return {"train_data": "an iterable of batches"}
 
     def go_to(self, at: Position, states: list[str] | None = None) -> None:
-        """Move the iterator to a step of an epoch, by a state from `states` or by dropping batches."""
+        """Move the iterator to a step of an epoch with a state from `states`, or by dropping batches."""
         epoch, offset = at.epoch, at.offset
         if self._at == (epoch, offset):
             return
@@ -281,7 +281,7 @@ class StreamFeed:
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
         self.go_to(at)
-        self._at = None  # unknown until these steps are done, and if they fail
+        self._at = None  # unknown until these steps are done, or if they fail
         rows: list[dict[str, jax.Array]] = []
         epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
@@ -296,17 +296,17 @@ class StreamFeed:
                         checks.check_arrays("A batch of train_data", batch)
                     self._layout.check_shares("A batch of train_data", batch)
                     if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
-                        raise ValueError("A batch of train_data holds no examples.")
+                        raise ValueError("A batch of train_data contains no examples.")
                     self._last = batch = self._layout.put_batch(batch, local=True)
                     carry, row = steps.one(carry, (), batch)
-                except Exception as error:  # of the loader or of the loss function
+                except Exception as error:  # from the loader or from the loss function
                     if not rows:
                         raise
-                    failure = error  # raised once the steps before it are recorded
+                    failure = error  # raised after the previous steps are recorded
                     break
                 rows.append(row)
                 is_over = offset + len(rows) == length
-                # Wait rarely, as waking up takes a while, but never run far ahead of the devices.
+                # Wait rarely, since waking up takes time, but never run far ahead of the devices.
                 if len(rows) > AHEAD and len(rows) % AHEAD == 0:
                     rows[-1 - AHEAD]["loss"].block_until_ready()
         if is_over and not offset + len(rows):
@@ -323,13 +323,13 @@ class StreamFeed:
         return self._last
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
-        """Place all batches of an epoch, read again from the source."""
+        """Yield all batches of an epoch, placed on the devices and read again from the source."""
         return read_all("train_data", self._source, epoch, None, self._layout)
 
     def states(self) -> list[str] | None:
         """Return each process's state of an iterator that has one, such as Grain's, as JSON."""
         state = None
-        # After a failed step the iterator is ahead of training, so its state would lose a batch.
+        # After a failed step, the iterator is ahead of training, so its state would skip a batch.
         if self._at is not None and hasattr(self._iterator, "set_state"):
             state = self._iterator.get_state()
         state = state.decode("latin-1") if isinstance(state, bytes) else state

@@ -36,8 +36,8 @@ class History:
     def __init__(
         self, steps: Mapping[str, Any] | None = None, epoch_rows: Iterable[Mapping[str, float]] = ()
     ) -> None:
-        # Columns, and the number of their first rows that count. The columns stay on the device until
-        # somebody reads them.
+        # Pairs of columns and the number of valid first rows. The columns stay on the device until they
+        # are read.
         self.num_steps, self._parts = 0, list[tuple[Mapping[str, Any], int]]()
         self._names = frozenset[str]()  # the columns of the last rows
         self.epoch_rows = [dict(row) for row in epoch_rows]
@@ -59,7 +59,7 @@ class History:
     def _between(self, low: int, high: int) -> Columns:
         """Return the rows from `low` to `high`, NaN where a row lacks a column."""
         parts, start = list[Columns](), self.num_steps
-        # From the end, as mostly the last rows are asked for.
+        # Search from the end, since mostly the last rows are read.
         for columns, count in reversed(self._parts):
             start -= count
             rows = slice(max(low - start, 0), max(min(high - start, count), 0))
@@ -80,9 +80,9 @@ class History:
         `epoch`, from 1, and `step`, the number of steps taken so far, are int64. The other columns are
         float64: `seconds` of wall time, the mean of each column of `steps` over the steps since the
         last row, and the metrics of the evaluation as `eval_<name>`. If the argument `steps` ends
-        training within an epoch, the partial epoch has a row; the row of the whole epoch replaces it
-        when training resumes. If a callback, a signal or an error cuts an epoch short, this epoch has
-        no row.
+        training within an epoch, the partial epoch has a row; when training resumes, the row of the
+        whole epoch replaces this row. If a callback, a signal or an error ends an epoch early, this
+        epoch has no row.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
         names = dict.fromkeys(name for row in rows for name in row)
@@ -97,7 +97,7 @@ class History:
         return dict(self.epoch_rows[-1]) if self.epoch_rows else {}
 
     def add_steps(self, columns: Mapping[str, Any], count: int | None = None) -> None:
-        """Add rows of steps: all, or the first `count` of them."""
+        """Add rows of steps: all rows, or the first `count` rows."""
         if columns:
             count = len(next(iter(columns.values()))) if count is None else count
             self._names = frozenset(columns)
@@ -105,7 +105,7 @@ class History:
             self.num_steps += count
 
     def means(self, count: int, end: int | None = None) -> dict[str, float]:
-        """Return the means of the last `count` rows of the steps, or of the last rows before `end`."""
+        """Return the means over the last `count` rows of the steps, or the last rows before `end`."""
         end = self.num_steps if end is None else end
         rows = self._between(max(end - count, 0), end)
         means = {name: float(np.mean(rows[name], dtype=np.float64)) for name in rows}
@@ -114,7 +114,7 @@ class History:
     def add_epoch(
         self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
     ) -> None:
-        """Add the row of an epoch; its means are over the steps added since the last row."""
+        """Add the row of an epoch, with means over the steps added since the last row."""
         row = {"epoch": epoch, "step": step, "seconds": seconds}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})

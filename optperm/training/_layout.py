@@ -1,7 +1,7 @@
 """The placement of a run's arrays, and the mapping of its steps over devices.
 
 Without `axis_name`, a method is compiled as one program for all devices: batches are sharded, params
-stay where the user placed them, and XLA inserts the communication. With `axis_name`, the method runs in
+keep the user's placement, and XLA inserts the communication. With `axis_name`, the method runs in
 `jax.shard_map` over this axis of the mesh, and the other axes stay automatic.
 """
 
@@ -31,11 +31,11 @@ AXIS = "replica"
 class Layout:
     """The placement of arrays on a mesh. With `own`, a carry has a leading axis of replicas."""
 
-    # A mesh of automatic axes; None for the default device.
+    # A mesh with automatic axes; None for the default device.
     mesh: Mesh | None = None
     batch: tuple[Any, ...] = ()  # the PartitionSpec of a batch
     mapped: tuple[str, ...] = ()  # the axes over which the method is mapped
-    own: bool = False  # True if each replica steps by its own gradient, and has its own carry
+    own: bool = False  # True if each replica steps with its own gradient, and has its own carry
     home: Mesh | None = None  # the mesh of the user, perhaps with explicit axes
 
     @property
@@ -57,7 +57,7 @@ class Layout:
         return self.mapped if self.own else ()
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which steps are traced and called."""
+        """Return the context for tracing and calling steps."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def sharding(self, *spec: Any) -> Any:
@@ -69,7 +69,7 @@ class Layout:
     ) -> Callable[..., Any]:
         """Map a function of a carry, a shared tree and a tree divided along `axis` over the replicas.
 
-        The result is the mean over replicas, or `stacked` along a leading axis if each has its own.
+        The result is the mean over replicas, or is `stacked` along a leading axis if each has its own.
         """
         if not self.mapped:
             return function
@@ -89,11 +89,11 @@ class Layout:
         return shard_map(on_replica, in_specs=ins, out_specs=outs)
 
     def average_rows(self, rows: Any) -> Any:
-        """Return rows of metrics, averaged over replicas if these have their own, in one exchange."""
+        """Return rows of metrics, averaged over replicas in one exchange if replicas have their own."""
         return _average_rows(rows, self) if self.own else rows
 
     def put(self, leaf: Any, *spec: Any, local: bool = False) -> jax.Array:
-        """Place an array on the devices; each process passes all of it or, if local, its part."""
+        """Place an array on the devices; each process passes the whole array or, if local, its part."""
         sharding = self.sharding(*spec)
         if sharding is None or jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
@@ -102,7 +102,7 @@ class Layout:
         return jax.make_array_from_process_local_data(sharding, host, shape)
 
     def put_batch(self, batch: Any, *, local: bool) -> Any:
-        """Place a batch, divided among the devices if they divide it equally, else on every device."""
+        """Place a batch, divided among the devices if they divide it equally, or else on each device."""
         if self.mesh is None:
             return batch
         several = jax.process_count() if local else 1
@@ -130,8 +130,8 @@ class Layout:
             raise ValueError(f"{says}: {advice}.")
 
     def constrain(self, batch: Any) -> Any:
-        """Divide a batch among the devices within a compiled step, where they divide it equally."""
-        # Within a replica only the axes are left over which the method is not mapped.
+        """Divide a batch among the devices within a compiled step, if they divide it equally."""
+        # Within a replica, only axes over which the method is not mapped remain.
         names = (
             tuple(n for n in axis_names(self.batch[0]) if n not in self.mapped)
             if self.batch
@@ -151,12 +151,12 @@ class Layout:
         size = shape[0] * several if shape else 0
         if size and size % self.parts == 0:
             return self.batch[: len(shape)]
-        # The devices of a replica may all compute what they do not divide equally.
+        # If a replica's devices do not divide its examples equally, all devices compute all of them.
         is_of_replicas = self.mapped and size and size % self.replicas == 0
         return (self.mapped,) if is_of_replicas else ()
 
     def place(self, tree: Any) -> Any:
-        """Place a tree on the mesh: sharded arrays stay sharded, all others go to every device."""
+        """Place a tree on the mesh: sharded arrays stay sharded, and other arrays go to all devices."""
 
         def put(path: Any, leaf: Any) -> jax.Array:
             here = getattr(leaf, "sharding", None)
@@ -170,7 +170,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(put, tree)
 
     def shape_stacked(self, tree: Any, rows: int) -> Any:
-        """Return the shapes of the stacked carries of `rows` replicas, with all rows on each device."""
+        """Return the shapes of stacked carries of `rows` replicas, with all rows on each device."""
 
         def form(leaf: Any) -> Any:
             where = self.mesh and self.sharding(None, *leaf.sharding.spec[1:])
@@ -179,7 +179,7 @@ class Layout:
         return jax.tree.map(form, tree)
 
     def deal(self, tree: Any, own: bool = True) -> Any:
-        """Deal stacked carries, or one carry of all replicas, in turn to the replicas of this mesh."""
+        """Assign stacked carries, or one carry for all replicas, in turn to the replicas of the mesh."""
 
         def rows(tree: Any) -> Any:
             stacked = tree if own else jax.tree.map(lambda x: x[None], tree)
@@ -205,7 +205,7 @@ def _average_rows(rows: Any, layout: Layout) -> Any:
 
 
 def average_varying(tree: Any) -> Any:
-    """Average the leaves that vary over mapped axes; of integers and booleans take the largest."""
+    """Average the leaves that vary over mapped axes; for integers and booleans, take the maximum."""
 
     def average(leaf: jax.Array) -> jax.Array:
         if not (axes := tuple(varying_axes(leaf))):
@@ -223,7 +223,7 @@ def choose_layout(
     mesh: Mesh | NamedSharding | None = None,
     axis_name: AxisName | None = None,
 ) -> Layout:
-    """Return the layout in which a method trains a state, from `mesh` and `axis_name` of `fit`."""
+    """Return the layout for training a state, from `mesh` and `axis_name` of `fit`."""
     mapped = axis_names(axis_name)
     layout = _on_mesh(state, mesh, mapped)
     if layout.mesh is None:
@@ -261,13 +261,13 @@ def _on_mesh(state: Any, mesh: Any, mapped: tuple[str, ...]) -> Layout:
     if not isinstance(mesh, NamedSharding) or not mesh.spec or mesh.spec[0] is None:
         raise TypeError(f"mesh must be a Mesh, or a NamedSharding of a batch, got {mesh!r}.")
     home: Any = mesh.mesh
-    # Within steps the axes are automatic, so that any model runs: on explicit axes most models would
+    # Within steps, axes are automatic, so that any model runs. With explicit axes, most models would
     # have to name their shardings.
     return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
 
 
 def _trace_init(tx: Any, state: Any, layout: Layout) -> tuple[bool, bool]:
-    """Return whether the method takes local steps, and whether its first state varies by replica."""
+    """Return whether the method takes local steps, and whether its initial state varies by replica."""
     found = [(bool(find_states(state.opt_state, CommittingState)), False)]
 
     def init(_: Any, params: Any, __: Any) -> tuple[Any, Any]:

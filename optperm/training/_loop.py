@@ -24,7 +24,7 @@ from optperm.training._run import FitResult, Run, Setup
 from optperm.training._schedule import Schedule
 from optperm.training._terminal import Interrupt, progress_bar
 
-# Arguments of Keras and others, and what does the same here.
+# Arguments of Keras and other libraries, and their equivalents here.
 _ELSEWHERE = {
     "validation_data": "Pass eval_data, and eval_fn, which computes the metrics.",
     "validation_freq": "Pass eval_every, in steps.",
@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "devices": 'Pass mesh=jax.make_mesh((4,), ("replica",)), for example.',
     "verbose": "Pass progress=True for a progress bar.",
 }
-# Arguments that are integers from 1 on, or None.
+# Arguments that are integers of at least 1, or None.
 _COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
     "checkpoint_keep",
@@ -87,12 +87,12 @@ def fit(
       train_data: A tree of arrays with leading axes of the same length, an iterable of batches (a list
         or a data loader; each process passes its part), or a function that takes the number of the
         epoch, from 1, and returns an iterable. Each batch must consist of new arrays: a buffer that a
-        loader reuses may change while `fit` still reads it. With `axis_name`, the number of replicas
+        loader reuses may change while `fit` is still reading. With `axis_name`, the number of replicas
         must divide the batch size. See Notes.
       optimizer: The `nnx.Optimizer` of the model. With `fit`, any `nnx.Optimizer` sets exact weights.
       epochs: The number of the last epoch, counted from the start of the first run.
-      steps: The number of the last step, counted in the same way. With both, training ends at whichever
-        comes first.
+      steps: The number of the last step, counted in the same way. With both `epochs` and `steps`,
+        training ends at whichever comes first.
       batch_size: For arrays, the number of examples per step over all devices.
       key: The key of the shuffles: an int in [0, 2**32), or a key of `jax.random`.
       has_aux: If True, the last entry of the tuple that `loss_fn` returns is a dict of scalar metrics,
@@ -102,10 +102,10 @@ def fit(
         returns a dict. Each value is a scalar, the mean over the batch, or a pair of scalars, a sum and
         a count. With masked or weighted examples, return the sum of the weighted values and the sum of
         the weights.
-      eval_data: The data to evaluate on, in the form of `train_data`. All devices share each batch. The
-        evaluation uses the params that `fit` would return if training ended then.
+      eval_data: The data for evaluations, in the form of `train_data`. All devices share each batch. An
+        evaluation uses the params that `fit` would return if training ended at this step.
       eval_batch_size: For arrays, the number of examples per batch; by default `batch_size`.
-      eval_every: The number of steps between additional evaluations. Each adds a row to
+      eval_every: The number of steps between additional evaluations. Each evaluation adds a row to
         `history.epochs`, which `EarlyStopping` and `metrics_writer` see. Use this argument for an
         endless stream.
       keep_best: The column of `history.epochs` that determines `best_state` of the result: a name such
@@ -127,8 +127,8 @@ def fit(
         a function or None.
       on_epoch_end: A function of an `Event`, or a list of functions, called after each epoch and its
         evaluation. A function that returns True stops training. See `EarlyStopping`, `metrics_writer`.
-      checkpoints: The folder of the checkpoints, which are named by their steps. It can be on any file
-        system that `etils.epath` supports, such as `gs://`.
+      checkpoints: The folder for checkpoints, which are named by their steps, on any file system that
+        `etils.epath` supports, such as `gs://`.
       checkpoint_every: The number of steps between checkpoints. `fit` also writes a checkpoint when
         training ends, even if a callback, the data or `loss_fn` raises an error, but not after a
         `KeyboardInterrupt`.
@@ -138,9 +138,9 @@ def fit(
       progress: If True, show a progress bar.
       steps_per_call: For arrays, the maximum number of steps per call of a compiled program. Ctrl-C and
         SIGTERM take effect after a call; a second Ctrl-C takes effect immediately.
-      on_signal: What to do on Ctrl-C or SIGTERM, after the last checkpoint. `"raise"` prints a line to
-        stderr and sends the signal again, which ends a program that does not handle it. `"return"`
-        returns the result, for a program that checks `result.ended`.
+      on_signal: The reaction to Ctrl-C or SIGTERM, after the last checkpoint. `"raise"` prints a line to
+        stderr and sends the signal again, which ends a program that does not handle the signal.
+        `"return"` returns the result, for a program that checks `result.ended`.
       **unknown: Not allowed. For an argument of another library, the error names the equivalent.
 
     Returns:
@@ -165,7 +165,7 @@ def fit(
       Line searches and second gradients within a step use the batch statistics and the random key of
       this step. Only the new statistics of the main evaluation are kept.
 
-      On a mesh, one program runs on all devices: batches are sharded, the state stays where it is, and
+      On a mesh, one program runs on all devices: batches are sharded, the state keeps its placement, and
       BatchNorm and dropout see the whole batch. With `axis_name`, the method runs in `jax.shard_map`
       over this axis, and each replica takes its part of a batch. With `optperm.agn` and
       `optperm.diloco`, each replica has its own params. The other axes of the mesh stay automatic: on a
@@ -185,12 +185,12 @@ def fit(
       Arrays are shuffled in each epoch with `key` (`optperm.training.shuffled`), or drawn with
       replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`). Examples at the end that do
       not fill a batch are left out. `fit` requests a batch of an iterable only for its step. To `resume`
-      within an epoch, pass a new iterator: `fit` drops the batches that were used, or restores the state
-      of an iterator that has one.
+      within an epoch, pass a new iterator: `fit` drops the used batches, or restores the state of an
+      iterator that has a state.
 
       At each step, `fit` first adds the row, then calls the callbacks, then writes the checkpoint. When
-      training resumes after an error, `fit` first does what the error prevented, but does not call again
-      a callback that raised.
+      training resumes after an error, `fit` first completes the tasks that the error prevented, but does
+      not call the callback that raised again.
 
       On the same devices, a resumed run ends with the same bits as an uninterrupted run. With a
       different number of replicas, the replicas take the saved states in turn. `fit` does not check
@@ -277,7 +277,7 @@ def fit(
     if interrupt.number and on_signal == "raise":
         if jax.process_index() == 0:
             kept = run.given.checkpoints
-            where = "" if kept is None else f", kept in {kept.folder}"
+            where = "" if kept is None else f", saved in {kept.folder}"
             name = signal.Signals(interrupt.number).name
             says = f"fit was interrupted by {name} after step {result.step}{where}."
             print(says, file=sys.stderr, flush=True)
@@ -286,7 +286,7 @@ def fit(
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Check the arguments of `fit`, by name, that can be judged by themselves."""
+    """Check those arguments of `fit`, by name, that can be checked alone."""
     for name in given["unknown"]:
         near = difflib.get_close_matches(name, given, n=1)
         hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
@@ -305,7 +305,7 @@ def _check(given: Mapping[str, Any]) -> None:
         checks.check_count("resume, unless True or False,", given["resume"], minimum=0)
     checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))
     if given["epochs"] is None and given["steps"] is None:
-        raise ValueError("Pass epochs or steps: how long to train.")
+        raise ValueError("Pass epochs or steps, the length of training.")
     for name, needed in _TOGETHER:
         if given[needed] is None and not (given[name] is None or given[name] is False):
             raise ValueError(f"{name} needs {needed}: pass both.")

@@ -31,7 +31,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def check_devices() -> None:
-    """Raise a ValueError, in all processes, if they have different numbers of devices."""
+    """Raise a ValueError in all processes if their numbers of devices differ."""
     found = collections.Counter(device.process_index for device in jax.devices())
     counts = [found[index] for index in range(jax.process_count())]
     if len(set(counts)) > 1:
@@ -40,7 +40,7 @@ def check_devices() -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raise an error in all processes if a part of the program fails in any of them."""
+    """Raise an error in all processes if the code in the context fails in any process."""
     failure: Exception | None = None
     try:
         yield
@@ -66,7 +66,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
 
 
 def digest(tree: Any) -> str:
-    """Return a digest of a tree's names and bits, without arrays that are spread over processes."""
+    """Return a digest of a tree's names and bits, without arrays that are sharded over processes."""
     hashed = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         hashed.update(jax.tree_util.keystr(path, simple=True, separator="/").encode())

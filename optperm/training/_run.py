@@ -1,4 +1,4 @@
-"""One run of `fit`: its steps, and everything between the steps."""
+"""A run of `fit`: the steps, and the tasks between the steps."""
 
 import dataclasses
 import functools
@@ -29,9 +29,9 @@ from optperm.training._terminal import Interrupt
 from optperm.training._train_state import Model, TrainState
 from optperm.variance._full_gradient import full_gradient
 
-# Why training ended.
+# The reason why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
-# Codes that the processes exchange before each call; from 2 on, the number of a signal.
+# Codes that processes exchange before each call; other codes of at least 2 are numbers of signals.
 _STOPPED, _FAILED = 1, 1000
 
 
@@ -70,12 +70,12 @@ class FitResult:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What `fit` makes of its arguments for a run."""
+    """The inputs of a run, which `fit` makes from its arguments."""
 
     source: Any  # the `TrainState` or the `flax.nnx` model that was passed
     optimizer: Any
     model: Model
-    carry: TrainState  # with which the first step begins; the run donates it
+    carry: TrainState  # the carry before the first step; the run donates it
     layout: Layout
     feed: ArrayFeed | StreamFeed
     key: int | jax.Array
@@ -84,11 +84,11 @@ class Setup:
     epoch_start: Callable[..., Any] | None
     keep_best: tuple[str, str] | None  # a column of the history, and its mode
     checkpoints: Checkpoints | None
-    facts: Mapping[str, Any]  # what identifies the run, by name
+    facts: Mapping[str, Any]  # values that identify the run, by name
 
 
 class Run:
-    """One call of `fit`: what it was given, and what changes between its steps."""
+    """One call of `fit`: its inputs, and the values that change between steps."""
 
     show: Callable[[int], None] | None = None  # shows the progress
     is_warned = False
@@ -98,15 +98,15 @@ class Run:
         """Begin a run before its first step."""
         self.given, self.layout, self.carry = given, given.layout, given.carry
         self.at, self.due, self.history = Position(), Due(), History()
-        self.best = dict[str, Any]()  # of the best row: its value, step and state
+        self.best = dict[str, Any]()  # the value, step and state of the best row
         self.said = set[str]()  # warnings of the optimizer state
-        # A schedule of `epoch_start` that has changed nothing yet may still do so.
+        # An `epoch_start` may change the state later, even if it has not changed anything yet.
         self.is_judged = given.epoch_start is None
         self.monitored = [each.monitor for each in given.schedule.find_early_stopping()]
         self.monitored += [given.keep_best[0]] if given.keep_best else []
 
     def resume(self, resume: bool | int) -> None:
-        """Resume from a checkpoint of a run that agrees with this one, if `resume` asks for it."""
+        """If `resume` is not False, resume from a checkpoint of a run with the same facts."""
         checkpoints, feed, layout = self.given.checkpoints, self.given.feed, self.layout
         if checkpoints is None or (chosen := checkpoints.choose(resume)) is None:
             return
@@ -129,7 +129,7 @@ class Run:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """What identifies the run in its checkpoints."""
+        """The values that identify the run in its checkpoints."""
         own = int(self.layout.own)
         leaves = jax.tree_util.tree_leaves_with_path(programs.unwrap_keys(self.carry))
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
@@ -141,7 +141,7 @@ class Run:
         }
 
     def train(self, interrupt: Interrupt) -> Ended:
-        """Train until the schedule is over, or something ends the run before."""
+        """Train until the schedule is over, or until the run ends early."""
         given, schedule, checkpoints = self.given, self.given.schedule, self.given.checkpoints
         self._since = time.perf_counter()
         error: BaseException | None = None
@@ -154,7 +154,7 @@ class Run:
             given.model, self.layout, self.carry, given.feed.rows, given.key
         )
         while True:
-            # All processes leave the loop at the same step, by the largest code.
+            # The maximum code decides, so all processes leave the loop at the same step.
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
             if code or schedule.is_over(self.at):
@@ -171,8 +171,8 @@ class Run:
         if code != _FAILED and schedule.is_over(self.at):
             code = 0  # a stop or a signal in the last step changes nothing
         if not code and self.at.offset and not self._has_row:
-            # `steps` ends within an epoch. Of this part the result has a row, and the checkpoint has
-            # none: when training resumes, the epoch has a row once it is over.
+            # `steps` ends training within an epoch. The result has a row for this part, but the
+            # checkpoint does not, because a resumed run adds a row at the end of the epoch.
             try:
                 if checkpoints is not None:
                     self._save(checkpoints)
@@ -183,9 +183,9 @@ class Run:
         if code == _FAILED and error is None:
             error = RuntimeError("another process has failed: see its error.")
         if error is not None:
-            # A call that failed on the devices has deleted the carry that was donated to it.
+            # A call that failed on the devices has deleted its donated carry.
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
-                self.result("stopped", error)  # save what has been trained
+                self.result("stopped", error)  # save the trained state
             raise error
         interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
@@ -193,7 +193,7 @@ class Run:
     def _start_epoch(self) -> None:
         self._judge_steps()
         change, carry, layout = self.given.epoch_start, self.carry, self.layout
-        if change is not None and takes_epoch(change):  # else `epoch_start` is the change itself
+        if change is not None and takes_epoch(change):  # or `epoch_start` is the change
             change = change(self.at.epoch)
         if change is None:
             return
@@ -207,7 +207,7 @@ class Run:
             opt_state = begin(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
-        # Copied, as the new state may share memory with the params, and both are donated.
+        # Copy the carry, since the new state may share memory with the params, and both are donated.
         self.carry = programs.copy_arrays(carry.replace(opt_state=opt_state))
 
     def _judge_steps(self) -> None:
@@ -221,7 +221,7 @@ class Run:
                 warnings.warn(text, stacklevel=5)  # where fit is called
 
     def _record(self, fed: Fed) -> None:
-        """Record some steps, and find what is due after them."""
+        """Record some steps, and find the tasks that are due after them."""
         at = self.at
         epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
         self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset)
@@ -238,9 +238,9 @@ class Run:
             self.show(self.at.step)
 
     def _do_what_is_due(self) -> bool:
-        """Do what is due after the last step; return True if a callback asks to stop.
+        """Do the tasks that are due after the last step; return True if a callback stops the run.
 
-        A row is due until it is made; a callback is not due any more once it is called.
+        A row is due until it is added, but a callback is no longer due as soon as it is called.
         """
         schedule, history, stop = self.given.schedule, self.history, False
         if self.due.row:
@@ -263,7 +263,7 @@ class Run:
         return stop
 
     def _was_stopped(self) -> bool:
-        """Return True if an earlier run was stopped here by callbacks that look at its rows alone."""
+        """Return True if callbacks that depend only on rows stopped an earlier run at this step."""
         early = self.given.schedule.find_early_stopping(self.at.step) if self._has_row else ()
         return callbacks.wants_to_stop("", tuple(early), self._event(dict, True))
 
@@ -305,7 +305,7 @@ class Run:
         return self.given.evaluate(self._merge(), self._epoch)
 
     def _merge(self) -> TrainState:
-        """Return what has been trained so far: the state after a commit, made on a copy."""
+        """Return the trained state so far, after a commit on a copy."""
         given, carry, layout = self.given, self.carry, self.layout
         if commits.steps_since_commit(carry.opt_state):
             if self.commit is None:
@@ -326,7 +326,7 @@ class Run:
             "position": list(self.at),
             "due": self.due._asdict(),
             "names": list(self.history.steps),
-            # A copy, as Orbax writes it while training goes on
+            # Orbax writes this copy while training continues
             "epochs": list(self.history.epoch_rows),
             "iterator": feed.states() if isinstance(feed, StreamFeed) else None,
             "replicas": self.layout.replicas,
@@ -336,7 +336,7 @@ class Run:
         checkpoints.write(self.at.step, trees, rows, run)
 
     def warn_of_state(self, stacklevel: int = 3) -> None:
-        """Give the warnings of the optimizer state, each of them once, where `fit` is called."""
+        """Issue each warning of the optimizer state once, at the call of `fit`."""
         for text in find_warnings(self.carry.opt_state, self.carry.params):
             if text not in self.said:
                 self.said.add(text)
@@ -356,13 +356,13 @@ class Run:
             warnings.warn(f"{says}: {advice}.", stacklevel=4)  # where fit is called
 
     def warn_of_result(self, result: FitResult, total: float) -> None:
-        """Warn if steps are missing from the params, or the loss is not finite at the end."""
+        """Warn if the params lack steps, or if the loss is not finite at the end."""
         commits.warn_of_lost_steps(self.carry, self.merged, self.layout, 4)
-        if math.isinf(total) and result.ended == "finished":  # its length was not known before
+        if math.isinf(total) and result.ended == "finished":  # the length was not known before
             self._warn_without_commit(self.at.step, 0)
         keep_best = self.given.keep_best
         if keep_best is not None and result.best_step is None and self.history.epoch_rows:
-            says = f"{keep_best[0]} was never finite, so keep_best has kept no best_state."
+            says = f"{keep_best[0]} was never finite, so keep_best has stored no best_state."
             warnings.warn(says, RuntimeWarning, stacklevel=3)
         if (row := find_divergence(self.history)) is not None:
             says = f"The loss stopped being finite at step {row} of {self.at.step}."
@@ -374,7 +374,7 @@ class Run:
         failure: CheckpointError | None = None
         try:
             if checkpoints is not None:
-                self._save(checkpoints)  # first, as a machine may be about to end
+                self._save(checkpoints)  # comes first, since the machine may be about to stop
         except CheckpointError as raised:
             failure = raised
         result = self._result(ended, error)

@@ -10,14 +10,14 @@ from optperm.training._data import Position
 
 
 class Due(NamedTuple):
-    """What is due after a step and not done yet, in the order in which it is done.
+    """The tasks that are due after a step and not done yet, in their order.
 
-    A checkpoint comes last, so usually nothing else is due at it. One that an error left has what the
-    error kept from being done, and the resumed run does it first.
+    A checkpoint comes last, so usually no other task is due in it. After an error, the checkpoint lists
+    the tasks that the error prevented, and the resumed run does these tasks first.
 
     Attributes:
       row: Whether the history gets a row, with an evaluation.
-      every: The periods of the callbacks by steps.
+      every: The periods, in steps, of the due callbacks of `every`.
       on_row: Whether the callbacks of `on_epoch_end` that read every row are called.
       on_epoch_end: Whether all callbacks of `on_epoch_end` are called.
       checkpoint: Whether a checkpoint is written.
@@ -32,7 +32,7 @@ class Due(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The length of a run and the periods of what is due in it, in steps; infinite for never."""
+    """The length of a run and the periods of its tasks, in steps; infinity means never."""
 
     epochs: float = math.inf
     steps: float = math.inf
@@ -47,18 +47,18 @@ class Schedule:
         return at.epoch > self.epochs or at.step >= self.steps
 
     def count_steps(self, at: Position) -> int:
-        """Return how many steps the next call takes: at most up to the next that something follows."""
+        """Return the number of steps in the next call, at most until the next task is due."""
         periods = self.eval_every, self.checkpoint_every, *self.every
         left = self.steps - at.step, *(n - at.step % n for n in periods)
         return int(min(self.steps_per_call, *left))
 
     def find_due(self, at: Position, *, is_end: bool, has_row: bool, has_stepped: bool) -> Due:
-        """Return what is due after a call of steps.
+        """Return the tasks that are due after a call of steps.
 
         Args:
           at: The position after the steps.
           is_end: Whether an epoch ended.
-          has_row: Whether the last step has its row already: a stream shows the end of its epoch only
+          has_row: Whether the last step already has a row. A stream reveals the end of its epoch only
             when the next batch is requested.
           has_stepped: Whether there were steps.
         """
@@ -73,11 +73,11 @@ class Schedule:
         )
 
     def find_readers(self, due: Due) -> tuple[Callback, ...]:
-        """Return the callbacks of `on_epoch_end` to call; within an epoch those that read every row."""
+        """Return the callbacks of `on_epoch_end` to call; within an epoch, only those that read rows."""
         return tuple(f for f in self.on_epoch_end if due.on_epoch_end or isinstance(f, OF_ROWS))
 
     def find_early_stopping(self, step: int | None = None) -> list[EarlyStopping]:
-        """Return the callbacks that look at rows alone: all, or those that a step may call."""
+        """Return the callbacks that depend only on rows: all, or those that may be called at a step."""
         periods = [n for n in self.every if step is None or step % n == 0]
         called = self.on_epoch_end + sum((self.every[n] for n in periods), ())
         return [f for f in called if isinstance(f, EarlyStopping)]

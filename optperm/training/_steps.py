@@ -1,4 +1,4 @@
-"""The carry of a run, as one `TrainState`, and its compiled programs: steps and evaluations."""
+"""The carry of a run as one `TrainState`, and the compiled programs of steps and evaluations."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from optperm.training._train_state import Model, TrainState, convert_metrics, sp
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
 _RESERVED = ("loss", "epoch", "step", "seconds", "fraction_moved")
-# The beginnings of the names of the operations by which replicas exchange arrays.
+# The first parts of the names of operations with which replicas exchange arrays.
 _EXCHANGES = "psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter"
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 
@@ -36,7 +36,7 @@ _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 def wrap_model(
     source: Any, optimizer: Any, loss_fn: Callable[..., Any], has_aux: bool
 ) -> tuple[Model, TrainState]:
-    """Return the model with its loss function, and the state to carry, of the arguments of `fit`."""
+    """Return the model with its loss function, and the carry, from the arguments of `fit`."""
     if isinstance(source, TrainState):
         if optimizer is not None:
             raise ValueError(
@@ -79,11 +79,11 @@ def copy_arrays(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-_copy_at_once = jax.jit(copy_arrays)  # one program, where no sharding has to be kept
+_copy_at_once = jax.jit(copy_arrays)  # one program, for arrays without a sharding
 
 
 def place_state(state: TrainState, layout: Layout) -> TrainState:
-    """Place a train state for a run, and initialize its optimizer state if it has none."""
+    """Place a train state for a run, and initialize the optimizer state if there is none."""
     here = wrap_keys(layout.place(unwrap_keys(state)), state)
     with layout.context():
         if here.opt_state is None and not layout.mapped:
@@ -103,7 +103,7 @@ class Steps(NamedTuple):
 
     Attributes:
       many: `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the
-        examples that `order` names.
+        examples at the indices `order`.
       one: `one(carry, (), batch)` takes one step, whose metrics `layout.average_rows` averages.
     """
 
@@ -114,7 +114,7 @@ class Steps(NamedTuple):
 def compile_steps(
     model: Model, layout: Layout, carry: TrainState, rows: int, key: int | jax.Array = 0
 ) -> Steps:
-    """Return the compiled steps for carries with the placement of this one."""
+    """Return the compiled steps for carries with the same placement as `carry`."""
 
     @functools.partial(jax.jit, inline=True)  # traced once, used twice
     def step(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
@@ -137,12 +137,12 @@ def compile_steps(
             carry, row = step(now[0], (), batch(t))
             return carry, {k: put(column, row[k], t - first, 0) for k, column in now[1].items()}
 
-        # The bounds are arguments, so one program takes the steps however they are grouped into calls:
-        # an interrupted run ends with the same bits as an uninterrupted one.
+        # The bounds are arguments, so one program takes the steps for any division into calls, and an
+        # interrupted run ends with the same bits as an uninterrupted run.
         start = carry, mark_varying(columns, varying_axes(forms))
         return jax.lax.fori_loop(first, last, body, start)
 
-    # A step by itself does not average its metrics: replicas would wait for each other in each step.
+    # A single step does not average its metrics, or replicas would wait for each other in each step.
     single = layout.map_replicas(one, 0, stacked=True)
     return Steps(
         many=_compile(layout.map_replicas(many, 1), layout, carry),
@@ -153,7 +153,7 @@ def compile_steps(
 def _trace_step(
     step: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout
 ) -> dict[str, Any]:
-    """Return the forms of a step's metrics; raise if replicas that take local steps never exchange."""
+    """Return the shapes of a step's metrics; raise if replicas with local steps never communicate."""
     if not (layout.own and find_states(carry.opt_state, CommittingState)):
         forms: dict[str, Any] = jax.eval_shape(step, carry, (), batch)[1]
         return forms
@@ -166,7 +166,7 @@ def _trace_step(
 
 
 def _find_axes(jaxpr: Any) -> set[Any]:
-    """Return the axes over which a program exchanges arrays."""
+    """Return the axes over which a program communicates."""
     axes = set[Any]()
     for operation in jaxpr.eqns:
         if operation.primitive.name.startswith(_EXCHANGES):
@@ -180,14 +180,14 @@ def _find_axes(jaxpr: Any) -> set[Any]:
 def compile_on_replicas(
     function: Callable[..., Any], layout: Layout, carry: TrainState
 ) -> Callable[..., Any]:
-    """Compile `function(carry, shared, batch)` on the replicas, without donation of the carry."""
+    """Compile `function(carry, shared, batch)` on the replicas, without donating the carry."""
     return _compile(layout.map_replicas(function, 0), layout, carry, donate=False)
 
 
 def _compile(
     function: Callable[..., Any], layout: Layout, carry: TrainState, donate: bool = True
 ) -> Callable[..., Any]:
-    """Compile a mapped function whose new carry is placed as this one."""
+    """Compile a mapped function whose new carry has the same placement as `carry`."""
     placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
     return jit_current(
         function,
@@ -206,8 +206,8 @@ def evaluate_step(
     if mapped is not None:
         of_draw = jax.random.fold_in(of_draw, jax.lax.axis_index(mapped))
     draw = draw_params(state.opt_state, state.params, of_draw)
-    # In step, loss and gradient are means over the mapped axes. A replica by itself takes its own, and
-    # a method that draws averages products of each replica's draw and gradient.
+    # If replicas step together, loss and gradient are means over the mapped axes. Otherwise, they belong
+    # to one replica. A method that draws averages the products of each replica's draw and gradient.
     averaged = mapped if draw is None and not layout.own else None
     bound = Partial(model, state.model_state, state.step_rng(mapped))
     at, more = (state.params, {}) if draw is None else (draw, {"draw": draw})
@@ -240,7 +240,7 @@ def _step(
     before, after = unwrap_keys(state), unwrap_keys(new)
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
-    # What each replica drew or counted by itself, such as batch statistics, becomes the same on all.
+    # Values that replicas draw or count separately, such as batch statistics, become equal on all.
     after = after if layout.own else average_varying(after)
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
 
@@ -251,7 +251,7 @@ def _axis_name(layout: Layout) -> str | tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """The means of metrics over all examples of some data, from arrays by `batch_size` at once."""
+    """A function that computes means of metrics over all examples, `batch_size` at once for arrays."""
 
     eval_fn: Callable[..., Any]
     data: Any
@@ -267,7 +267,7 @@ class Evaluator:
         return jit_current(compute)
 
     def columns(self, state: TrainState) -> list[str] | None:
-        """Return the columns of the history that this adds; None for a stream, which is not read."""
+        """Return the columns that this adds to the history; None for a stream, which is not read."""
         if not datas.is_arrays("eval_data", self.data):
             return None
         batch = next(datas.read_all("eval_data", self.data, 1, self.batch_size, self.layout))
@@ -282,7 +282,7 @@ class Evaluator:
             source = "eval_data", self.data, epoch, self.batch_size, self.layout
             for batch in datas.read_all(*source):
                 rows.append(self._compute(state, batch))
-                # The next batches are loaded while a few are computed.
+                # Load the next batches during the computation of the last few.
                 jax.block_until_ready(rows[: -datas.AHEAD][-1:])
         host = jax.device_get(rows)
         if different := [list(row) for row in host if row.keys() != host[0].keys()]:

@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int], None] | None]:
-    """Yield a function that shows the steps done of a total, perhaps infinite; None without a bar."""
+    """Yield a function to show the progress towards a total, which may be infinite, or None."""
     if not progress or jax.process_index():
         yield None
         return
@@ -30,11 +30,11 @@ def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int], None]
 
 
 def wait_for(array: jax.Array) -> None:
-    """Wait for an array, while Python still handles signals, unlike in `block_until_ready`."""
+    """Wait for an array; unlike in `block_until_ready`, Python still handles signals."""
     is_ready = threading.Event()
 
     def block() -> None:
-        with contextlib.suppress(Exception):  # it is raised again when the array is read
+        with contextlib.suppress(Exception):  # the error is raised again when the array is read
             array.block_until_ready()
         is_ready.set()
 
@@ -43,10 +43,10 @@ def wait_for(array: jax.Array) -> None:
 
 
 class Interrupt:
-    """A context that notes SIGTERM and the first Ctrl-C; a second Ctrl-C raises KeyboardInterrupt.
+    """A context that records SIGTERM and the first Ctrl-C; a second Ctrl-C raises KeyboardInterrupt.
 
-    Outside the main thread Python delivers no signals, so nothing is noted. Signals that the program
-    ignores, or handles outside of Python, keep their handlers.
+    Outside the main thread, Python delivers no signals, so none is recorded. Signals that the program
+    ignores or handles outside Python keep their handlers.
 
     Attributes:
       number: The number of the signal; 0 for none.
@@ -72,6 +72,6 @@ class Interrupt:
         says = b"SIGTERM: stopping after this step.\n"
         if number == signal.SIGINT:
             says = b"\nStopping after this step; Ctrl-C again to quit.\n"
-        self.number = number  # set before the message, which invites the second Ctrl-C
+        self.number = number  # set before the message, which suggests a second Ctrl-C
         with contextlib.suppress(OSError):
             os.write(2, says)

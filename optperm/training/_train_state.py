@@ -1,4 +1,4 @@
-"""Flax train states, for methods that need more than gradients or set exact params."""
+"""Flax train states for methods that need more than gradients or set exact params."""
 
 import dataclasses
 import inspect
@@ -20,7 +20,7 @@ from optperm.exact import apply_updates
 
 
 class Outputs(NamedTuple):
-    """The outputs of an evaluation besides the loss: the new model state, and aux with `has_aux`."""
+    """The outputs of an evaluation except the loss: the new model state, and aux with `has_aux`."""
 
     model_state: Any
     aux: Any
@@ -28,10 +28,10 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model and its loss function, as one function of model state, random key, params and batch.
+    """A model and its loss as one function of model state, random key, params and batch.
 
-    With a `graphdef` this is a `flax.nnx` model: `wrt` selects its params, and its random keys and all
-    other state are the model state. Without one, it is a linen model.
+    With a `graphdef`, this is a `flax.nnx` model: `wrt` selects its params, and its random keys and all
+    other state are the model state. Without a `graphdef`, this is a linen model.
     """
 
     loss_fn: Any = None
@@ -41,7 +41,7 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """The name of the library that the model is of: `"linen"` or `"nnx"`."""
+        """The name of the model's library, `"linen"` or `"nnx"`."""
         return "linen" if self.graphdef is None else "nnx"
 
     def __call__(
@@ -52,7 +52,7 @@ class Model:
         if self.graphdef is not None:
             model = nnx.merge(self.graphdef, params, *model_state)
             out = self.loss_fn(model, batch)
-            # The keys stay the same, as in the model: their counts decide what is drawn next.
+            # The keys do not change, as in the model, because their counts determine the next draws.
             new = model_state[0], split_model(model, self.wrt)[2][1]
         else:
             takes, known = arguments_of(self.loss_fn), {"model_state": model_state, "rng": rng}
@@ -74,7 +74,7 @@ class Model:
         return got["loss"], Outputs(new, got.get("aux"))
 
     def unwrap(self, state: Any) -> Any:
-        """Return the state, or a new `flax.nnx` model of it."""
+        """Return the state, or a new `flax.nnx` model with this state."""
         if self.graphdef is None:
             return state
         return nnx.merge(self.graphdef, state.params, *state.model_state)
@@ -84,7 +84,7 @@ class Model:
     ) -> dict[str, Any]:
         """Return the metrics of a batch, (2,) each: a sum over examples and its divisor."""
         if self.graphdef is not None:
-            model = self.unwrap(state)  # a new model: the mode of the trained model stays
+            model = self.unwrap(state)  # a new model: the trained model keeps its mode
             model.eval()  # dropout off, running statistics
             out = eval_fn(model, batch)
         else:
@@ -92,7 +92,7 @@ class Model:
             known = {"model_state": state.model_state} if takes else {}
             out = eval_fn(state.params, batch, **known)
         metrics = convert_metrics("The result of eval_fn", out, pairs=True)
-        # A scalar is a mean, and weighs as much as its batch has examples.
+        # A scalar is a mean, whose weight is the number of examples in its batch.
         size = checks.count_examples("A batch of eval_data", batch, has_scalars=True)
         return {
             name: jnp.stack(
@@ -110,7 +110,7 @@ def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
 
 
 def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return which of `model_state` and `rng` a function takes by name."""
+    """Return the names, out of `model_state` and `rng`, that are arguments of a function."""
     parameters = inspect.signature(function).parameters
     return tuple(name for name in ("model_state", "rng") if name in parameters)
 
@@ -202,7 +202,7 @@ class TrainState(train_state.TrainState):
         return cls(jnp.zeros([], jnp.int32), apply_fn=apply_fn, params=params, tx=tx, **fields)
 
     def step_rng(self, axis_name: AxisName | None = None) -> jax.Array | None:
-        """Return the key of the next step, different for each replica of a mapped axis, or None."""
+        """Return the key of the next step, or None. Each replica of a mapped axis has another key."""
         key = None if self.rng is None else jax.random.fold_in(self.rng, self.step)
         if key is None or axis_name is None:
             return key
@@ -240,7 +240,7 @@ class TrainState(train_state.TrainState):
     ) -> Self:
         """Return the state after one step, given the results of `evaluate`.
 
-        Without `model_state`, the state keeps its own.
+        Without `model_state`, the model state does not change.
         """
         extras = known_extra_args(self.tx, extra_args)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extras)
@@ -295,10 +295,10 @@ class Optimizer(nnx.Optimizer[Any]):
         return dataclasses.replace(e, aux=e.aux.aux)
 
     def update(self, model: Any, grads: optax.Updates, /, **extra_args: Any) -> optax.Updates:
-        """Update the model as `nnx.Optimizer` does, and give exact entries their exact values."""
+        """Update the model as `nnx.Optimizer` does, and set exact entries to their exact values."""
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)
-        # Gradients of `nnx.grad` hold variables, from which `wrt` selects; `evaluate` returns arrays.
+        # Gradients from `nnx.grad` contain variables, from which `wrt` selects, but `evaluate`'s do not.
         leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
         if any(isinstance(leaf, nnx.Variable) for leaf in leaves):
             grads = nnx.as_pure(nnx.state(grads, self.wrt))

@@ -1,4 +1,4 @@
-"""Gradients of a step's batch at other params, and the order in which they are computed."""
+"""Compute gradients of a step's batch at other params."""
 
 from collections.abc import Callable
 
@@ -16,14 +16,14 @@ BATCH_GRADIENT = {"grad_fn": "the gradient on this batch at given params"}
 def evaluate_gradient(
     params: optax.Params, grad_fn: GradFn, name: str = "grad_fn"
 ) -> optax.Updates:
-    """Evaluate a gradient function of the given name at params, as a tree like params."""
+    """Return the value of a gradient function, with the given name, at params, as a tree like params."""
     grads = mask_like(grad_fn(params), params)
     checks.check_same_tree(f"{name}(params)", grads, params, source="params", dtypes=False)
     return grads
 
 
 def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:
-    """Return the new tree, with entries of the old tree in place of entries that are not finite."""
+    """Return the new tree, with nonfinite entries replaced by entries of the old tree."""
     return jax.tree.map(
         lambda x, y: jnp.where(jnp.isfinite(x), jnp.asarray(x, y.dtype), y), new, old
     )

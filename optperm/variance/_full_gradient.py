@@ -1,4 +1,4 @@
-"""The mean gradient over all examples, summed batch by batch."""
+"""Compute the mean gradient over all examples, as a sum over batches."""
 
 import functools
 import operator
@@ -24,7 +24,7 @@ class _Sums(NamedTuple):
     """Sums over examples.
 
     Attributes:
-      grad: Sum of the weighted gradients, shaped like params, at least float32.
+      grad: Sum of the weighted gradients, shaped like params, in float32 or wider.
       weight: Sum of the weights; NaN if a weight is negative or not finite.
     """
 
@@ -52,13 +52,13 @@ def full_gradient(
     Args:
       loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
         leading axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
-      params: The parameters at which the gradient is evaluated.
+      params: The params at which the gradient is evaluated.
       batches: Any iterable of batches, such as a list, a generator, or the iterator of a data loader.
         Pass `[batch]` for one batch; a list `[x, y]` of arrays is two batches. A batch is a tree of
         arrays, or of objects that NumPy can convert to arrays. All examples of a batch share leaves of
         rank 0, such as a typed random key. Empty batches are skipped.
-      weights: One array of shape (batch,) for each batch, with 1 for an example that counts, 0 for
-        padding, or any fraction. The loss of each example is then evaluated separately, as a batch of
+      weights: One array of shape (batch,) for each batch, with 1 for real examples, 0 for padding, or
+        any fractions. The loss of each example is then evaluated separately, as a batch of
         one, with its own random key (see `optperm.evaluate`). An example with weight 0 may have any
         values, such as NaN. `loss_fn` must be the plain mean. If your loss divides by its own weights,
         per example or per token, pass those weights here instead. BatchNorm has to use its running
@@ -93,11 +93,11 @@ def full_gradient(
       globals, attributes and batch statistics. Functions that the loss passes to `jax.lax.scan`,
       `jax.lax.cond` or `jax.checkpoint` are an exception, because JAX caches their traces. A call
       compiles only new programs, unless the loss calls host functions or captures an array of more than
-      2**18 entries. Bind large or changing arrays with `jax.tree_util.Partial`: they are then arguments
-      of the program and need no new compilation.
+      2**18 entries. Bind large or changing arrays with `jax.tree_util.Partial`, which makes them
+      arguments of the program that need no new compilation.
 
       Random numbers of a loss, such as dropout masks, are drawn once. The result is the gradient for
-      this draw, not the mean over masks; it is unbiased over draws. For a mean over several masks, pass
+      this draw, not the mean over masks, but is unbiased over draws. For a mean over several masks, pass
       each batch several times, each time with another key.
 
       There are two ways to use many devices. Under `jax.jit`, batches can be arrays that are sharded
@@ -125,7 +125,7 @@ def full_gradient(
         raise TypeError(f"batches must be an iterable of batches, got {got}.")
 
     bound = loss_fn if isinstance(loss_fn, Partial) else Partial(loss_fn)
-    # The arrays that are bound to the loss are arguments of the program, its function is not.
+    # Arrays that are bound to the loss are arguments of the program, unlike the function itself.
     arrays, structure = jax.tree.flatten(bound)
 
     @jit_current
@@ -149,7 +149,7 @@ def full_gradient(
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
         else:
-            # One batch is computed while the next is loaded, but no more of them wait.
+            # Load the next batch during the computation, but let no more batches wait.
             jax.block_until_ready(total)
             total = _add(total, sums)
     if total is None:
@@ -164,8 +164,8 @@ def full_gradient(
 def _sum_batch(
     params: optax.Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
 ) -> _Sums:
-    # In shard_map's checked mode the gradient with respect to params that do not vary is summed over
-    # devices: here it has to be the gradient on this device's batch.
+    # In shard_map's checked mode, gradients with respect to unvarying params are summed over devices,
+    # but the gradient on this device's batch is needed here.
     local = mark_varying(params, varying_axes(batch, weights))
     if weights is None:
         size = float(_count_batch(batch))
@@ -182,8 +182,8 @@ def _sum_batch(
     def evaluate(params: optax.Params) -> jax.Array:
         return _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
 
-    # The weights are divided by a power of two, exactly, so that no sum is larger than its terms. In a
-    # narrow dtype of the losses a second pullback adds what the first rounds off the weights.
+    # Exact division of the weights by a power of two keeps sums as small as their terms. If the losses
+    # have a narrow dtype, a second pullback adds the rounding errors of the weights in the first.
     kept = jnp.where(counts, weights, 0.0)
     unit = jnp.ldexp(jnp.ones_like(weights[0]), jnp.frexp(jnp.sum(kept))[1])
     fractions = kept / unit
@@ -211,7 +211,7 @@ def _evaluate_examples(
 
 
 def _replace_padding(batch: Any, counts: jax.Array) -> Any:
-    """Replace each example that does not count by an example that counts."""
+    """Replace each example whose weight is 0 by an example with a positive weight."""
     first = jnp.argmax(counts)
 
     def fill(leaf: jax.Array) -> jax.Array:
@@ -225,9 +225,9 @@ def _replace_padding(batch: Any, counts: jax.Array) -> Any:
 def _measure_gap(
     loss_fn: Partial, params: optax.Params, batch: Any, weights: Any, *, has_aux: bool
 ) -> float:
-    """Return the gap between a loss and the mean over its examples, or 0 if it is only rounding.
+    """Return the gap between a loss and the mean over its examples, or 0 if it is a rounding error.
 
-    The gap is 0 also for traced values, and where random keys would give the two losses other draws.
+    The gap is also 0 for traced values, and if random keys would give the two losses different draws.
     """
     arrays, structure = jax.tree.flatten(loss_fn)
     leaves = jax.tree.leaves((arrays, params, batch, weights))
@@ -253,11 +253,11 @@ def _measure_gap(
 
 @functools.partial(jax.jit, donate_argnames=("total",))
 def _add(total: tuple[_Sums, _Sums], new: _Sums) -> tuple[_Sums, _Sums]:
-    """Add to the sums, and add the rounding errors of these additions to the errors."""
+    """Add new sums to the total, and the rounding errors of these additions to the errors."""
     old, errors = total
     sums = jax.tree.map(operator.add, old, new)
 
-    # Knuth's TwoSum: s + error = a + b exactly, whichever of a and b is larger
+    # Knuth's TwoSum: s + error = a + b exactly, even if |a| < |b|
     def compute_error(a: jax.Array, b: jax.Array, s: jax.Array) -> jax.Array:
         b_in_s = s - a
         return (a - (s - b_in_s)) + (b - b_in_s)
@@ -280,7 +280,7 @@ def _divide(
 def _pair_with_weights(
     batches: Iterable[Any], weights: Iterable[Any] | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the batches that have examples, as arrays, each with its weights or None."""
+    """Yield each nonempty batch as arrays, with its weights or None."""
     pairs = ((b, None) for b in batches) if weights is None else zip(batches, weights, strict=True)
     for index, (batch, own) in enumerate(pairs):
         arrays: Any = as_arrays(batch)
@@ -295,7 +295,7 @@ def _pair_with_weights(
 
 
 def _count_batch(batch: Any) -> int:
-    """Return the number of examples of a batch, 0 included."""
+    """Return the number of examples of a batch, which may be 0."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1:

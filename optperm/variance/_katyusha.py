@@ -28,7 +28,7 @@ class KatyushaState(NamedTuple):
 
     Attributes:
       svrg: The number of steps, the random key, and the snapshot (w and the full gradient at w).
-      y: The point after a gradient step, in float32 or the parameter's dtype if wider.
+      y: The point after one gradient step, in float32 or the parameter's dtype if wider.
       z: The point after steps along all gradients so far, in the same dtype.
     """
 
@@ -37,13 +37,13 @@ class KatyushaState(NamedTuple):
     z: PyTree[Float[Array, "?*shape"], "Params"]
 
     def points(self) -> list[Any]:
-        """Return the points of which the params are an average."""
+        """Return the points whose weighted average is the params."""
         return [self.y, self.z]
 
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
         return (
-            "In an optax.chain, a transformation follows katyusha, which is a whole optimizer: "
+            "In an optax.chain, a transformation follows katyusha, which is a complete optimizer: "
             "changed steps lead away from the optimum. Remove the transformation, or use optperm.svrg "
             "and optax.sgd."
         )
@@ -163,7 +163,7 @@ def katyusha(
         alpha, mu, p = (
             jnp.asarray(each, float) for each in (learning_rate, strong_convexity, probability)
         )
-        alpha = jnp.maximum(alpha, jnp.finfo(alpha.dtype).tiny)  # traced rates are not checked
+        alpha = jnp.maximum(alpha, jnp.finfo(alpha.dtype).tiny)  # traced rates may be zero
         tau = jnp.minimum(jnp.sqrt(2 * alpha * mu / p), 0.5)
         s = alpha / tau
 

@@ -20,9 +20,9 @@ from optperm.core.keys import make_key
 from optperm.evaluation import LossFn, checked_loss, evaluate
 from optperm.variance._svrg import svrg
 
-# Steps of the power iteration, and the maximum number of trials.
+# The steps of the power iteration, and the maximum numbers of trials and halvings.
 _STEPS, _MOST, _MOST_HALVINGS = 8, 20, 40
-# By this fraction of itself a loss may rise by rounding.
+# The maximum relative increase of a loss that counts as a rounding error.
 _ROUNDING = 1e-5
 
 
@@ -48,9 +48,9 @@ def svrg_learning_rate(
     Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often much higher,
     because the curvature during training is lower than at `params` or is in other directions. Therefore
     this function runs SVRG for some passes over the examples, first at :math:`\eta = 1 / \mathcal{L}_b`.
-    It halves the rate until the final loss is no higher than the loss at `params`. Then it doubles the
-    rate as long as the final loss decreases. If the first doubling does not help, it halves the rate
-    instead, also as long as the final loss decreases.
+    It halves the rate until the final loss is not higher than the loss at `params`. Then it doubles the
+    rate while the final loss decreases. If the first doubling does not help, it halves the rate while
+    the final loss decreases.
 
     Args:
       loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
@@ -62,8 +62,8 @@ def svrg_learning_rate(
       num_passes: The number of passes over the examples per trial, with a full gradient every two
         passes. With 0, the rate is :math:`1 / \mathcal{L}_b`. This rate may be 10% too large, because
         the curvatures are estimated with eight steps of power iteration.
-      chunk_size: The number of per-example losses that are evaluated together. The mean loss is
-        evaluated on all examples together.
+      chunk_size: The number of per-example losses to evaluate at once. The mean loss is evaluated on
+        all examples at once.
       key: The random key of the batches and of the initial vectors of power iterations: an int or a
         `jax.random.key`.
 
@@ -82,9 +82,9 @@ def svrg_learning_rate(
       0.25
 
     Notes:
-      On five problems with batches of 1 and 16, the best rate of a grid was 1 or 2 times the rate that
-      this function found. In one of the ten cases, with unscaled features, it was 4 times this rate
-      (`benchmarks/variance.py`).
+      On five problems with batches of 1 and 16, the best rate of a grid was 1 or 2 times the rate from
+      this function in nine of ten cases. In one case, with unscaled features, the best rate was 4 times
+      as large (`benchmarks/variance.py`).
 
       Each call traces the loss, so `loss_fn` sees the current values of outside variables. Functions
       that `loss_fn` passes to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint` are an exception,
@@ -116,7 +116,7 @@ def svrg_learning_rate(
         )
     data = jax.tree.map(jnp.asarray, data)
     if n < batch_size:
-        raise ValueError(f"data must hold at least batch_size={batch_size} examples, got {n}.")
+        raise ValueError(f"data must contain at least batch_size={batch_size} examples, got {n}.")
     _check_is_mean(loss_fn, params, jax.tree.map(lambda leaf: leaf[:batch_size], data))
     key = make_key(key)
     # L and L_max
@@ -136,7 +136,7 @@ def svrg_learning_rate(
     if not math.isfinite(here):
         raise ValueError(f"The loss at these params must be finite, got {here}.")
     trial = _make_trial(loss_fn, params, data, batch_size, num_passes, key)
-    # The curvature along the way may be larger than here: halve eta until the loss does not rise
+    # The curvature may be larger during training than here: halve eta until the loss does not rise
     lowest = trial(rate)
     for _ in range(_MOST_HALVINGS):
         if lowest <= here + _ROUNDING * abs(here):
@@ -145,7 +145,7 @@ def svrg_learning_rate(
         lowest = trial(rate)
     else:
         raise ValueError(f"No rate down to {rate:.2g} lowers the loss from {here:.6g}.")
-    # Then double it while the loss falls; halve it if the first doubling does not help
+    # Then double eta while the loss decreases, or halve it if the first doubling does not help
     for index in range(_MOST):
         loss = trial(rate * factor)
         if loss < lowest:
@@ -158,7 +158,7 @@ def svrg_learning_rate(
 
 
 def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
-    """Raise where the loss changes if each example is repeated, as a sum does."""
+    """Raise if repeating each example changes the loss, as for a sum."""
     twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), few)
     one, two = (
         float(checked_loss(loss_fn, params, batch, has_aux=False)[0]) for batch in (few, twice)
@@ -169,7 +169,7 @@ def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
 
 
 def _expect_smoothness(curvature: float, largest: float, n: int, b: int) -> float:
-    """Return L_b, the expected smoothness of batches, of L and L_max."""
+    """Return L_b, the expected smoothness of batches, from L and L_max."""
     # L_b = n (b - 1) / (b (n - 1)) L + (n - b) / (b (n - 1)) L_max
     rest = max(n - 1, 1)
     smoothness = n * (b - 1) / (b * rest) * curvature
@@ -183,7 +183,7 @@ def _expect_smoothness(curvature: float, largest: float, n: int, b: int) -> floa
 def _make_trial(
     loss_fn: LossFn, params: Any, data: Any, batch_size: int, num_passes: int, key: jax.Array
 ) -> Callable[[float], float]:
-    """Make the function from a rate to the loss after some passes of SVRG, infinite for NaN."""
+    """Make the function from a rate to the loss after some passes of SVRG, with infinity for NaN."""
     n = jax.tree.leaves(data)[0].shape[0]
     steps = n // batch_size
 
@@ -218,15 +218,15 @@ def _make_trial(
 def _measure_curvatures(
     loss_fn: Callable[[Any, Any], jax.Array], chunk: int, params: Any, data: Any, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the largest curvature of the mean loss, with its sign, and of single examples."""
+    """Return the maximum curvature of the mean loss, with its sign, and of a single example."""
 
     def measure(batch: Any) -> jax.Array:
-        """Return the Hessian's eigenvalue of the largest magnitude, by power iteration."""
+        """Return the Hessian's eigenvalue with the largest magnitude, from a power iteration."""
         gradient = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=False)[0])
 
         def step(v: Any, _: None) -> tuple[Any, jax.Array]:
-            # v <- H v / |v|, and v' H v for the eigenvalue
-            for order in (jnp.inf, 2):  # by the largest entry first: squares may overflow
+            # v <- H v / |v|, and v' H v is the eigenvalue
+            for order in (jnp.inf, 2):  # divide by the maximum first, since squares may overflow
                 size = optax.tree.norm(v, ord=order)
                 v = optax.tree.scale(1 / jnp.where(size > 0, size, jnp.ones_like(size)), v)
             product = jax.jvp(gradient, (params,), (v,))[1]

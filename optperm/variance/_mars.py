@@ -1,4 +1,4 @@
-"""MARS: gradients corrected by their scaled change since the last step, and clipped.
+"""MARS: correct gradients by their scaled change since the last step, and clip them.
 
 H. Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large Models", 2024.
 """
@@ -118,10 +118,10 @@ def mars(
         state: MarsState,
         params: optax.Params,
         *,
-        grad_fn: GradFn | None = None,  # needed where it is exact
+        grad_fn: GradFn | None = None,  # needed if exact
         **_: Any,
     ) -> tuple[optax.Updates, MarsState]:
-        # g_{t-1} is kept in the state, or computed on this batch at the last params.
+        # g_{t-1} is stored in the state, or computed on this batch at the last params.
         last_grads = evaluate_gradient(state.last, grad_fn) if exact and grad_fn else state.last
         beta_1 = jnp.asarray(b1, float)
         scale = resolve_schedule("gamma", gamma, state.count, float) * beta_1 / (1.0 - beta_1)
@@ -132,17 +132,17 @@ def mars(
 
             # c = g + gamma b1 / (1 - b1) (g - g_{t-1})
             c = g + k * (g - g_last)
-            # c = g in the first step, and where the correction overflows the parameter's dtype
+            # c = g in the first step, and if the correction overflows the parameter's dtype
             c = jnp.where((state.count > 0) & jnp.isfinite(c.astype(own)), c, g)
 
-            # c <- c min(1, max_norm / |c|), with |c| = m |c / m| so that no square overflows
+            # c <- c min(1, max_norm / |c|), with |c| = m |c / m| to avoid overflow of squares
             finite = zero_if_not_finite(c)
             m = jnp.max(jnp.abs(finite), initial=0.0)
             m = jnp.where(m > 0, m, 1.0)
             norm = jnp.sqrt(jnp.sum(jnp.square(finite / m)))
             return c * jnp.where(norm > limit / m, limit / m / norm, 1.0)
 
-        # The last gradient is replaced after the correction has read it, in the same buffer.
+        # The correction must read the last gradient before the same buffer is overwritten.
         corrected = jax.tree.map(correct, grads, last_grads, params)
         new_grads, last = compute_in_order(corrected, state.last)
         last = keep_finite(params if exact else grads, last)

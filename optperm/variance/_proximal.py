@@ -1,4 +1,4 @@
-"""Proximal steps: penalties and bounds that hold exactly, at the end of an optimizer's chain.
+"""Proximal steps: exact penalties and bounds at the end of an optimizer's chain.
 
 N. Parikh and S. Boyd, "Proximal Algorithms", Foundations and Trends in Optimization 1 (3), 2014.
 """
@@ -58,9 +58,9 @@ def proximal(
       optax.chain(optperm.svrg(every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
 
     Args:
-      learning_rate: :math:`\eta_t`, a number or a schedule: the length of a step in units of the
-        gradient. This is the learning rate :math:`\eta` of SGD, or :math:`\eta / (1 - \beta)` with
-        momentum :math:`\beta`.
+      learning_rate: :math:`\eta_t`, a number or a schedule: the ratio of a step to the gradient. This is
+        the learning rate :math:`\eta` of SGD, or :math:`\eta / (1 - \beta)` with momentum
+        :math:`\beta`.
       l1: :math:`\lambda_1 \ge 0`, the weight of the lasso, or of the elastic net with `l2`.
       l2: :math:`\lambda_2 \ge 0`, the weight of the ridge penalty.
       group: :math:`\lambda_g \ge 0`, the weight of the group lasso, or None for no groups. The weight of
@@ -96,7 +96,7 @@ def proximal(
       would shrink the params in each micro-step. The gradient must not include the penalty. Biases
       usually have no penalty; exclude them with `optax.masked`.
 
-      Params reach 0.0 exactly, and a bound up to the rounding of `params + updates`. A NaN in the
+      Params reach 0.0 exactly, and reach a bound up to the rounding of `params + updates`. A NaN in the
       updates propagates to the params.
 
     Raises:
@@ -146,9 +146,9 @@ def proximal(
                         f"group_axes must be axes of each leaf, got {group_axes} and shape {q.shape}."
                     )
                 q = _shrink_groups(q, rate * jnp.asarray(group, wide), group_axes)
-            # q <- q / (1 + eta l2), after the other penalties, which are homogeneous of degree 1
+            # q <- q / (1 + eta l2) comes after the other penalties, which are homogeneous of degree 1
             q = q / (1 + rate * jnp.asarray(l2, wide))
-            # The updates are q - theta, within the bounds.
+            # The updates are q - theta, with q clipped to the bounds.
             bounds = (None if x is None else jnp.asarray(x, wide) for x in (lower, upper))
             return jnp.clip(q, *bounds) - theta
 
@@ -158,8 +158,8 @@ def proximal(
 
 
 def _shrink_groups(q: jax.Array, strength: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Shorten each group by strength times the root of its size, or to zeros."""
-    # |q_g| = m |q_g / m|, so that no square is too large or too small
+    """Shorten each group by strength times the root of its size, or to zero."""
+    # |q_g| = m |q_g / m|, to avoid overflow and underflow of squares
     m = jnp.max(jnp.abs(q), axis=axes, keepdims=True, initial=0.0)
     unit = q / jnp.where(m > 0, m, 1)
     norm = m * jnp.sqrt(jnp.sum(jnp.square(unit), axis=axes, keepdims=True))

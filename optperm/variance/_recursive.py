@@ -33,7 +33,7 @@ def recursive_gradient(
     *,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Estimate the gradient as the last estimate plus the change of the batch's gradient since then.
+    r"""Estimate the gradient by the last estimate plus the change of the batch's gradient.
 
     .. math::
       d_t = \nabla f_{B_t}(\theta_t) + (1 - a_t) (d_{t-1} - \nabla f_{B_t}(\theta_{t-1})), \qquad
@@ -57,7 +57,7 @@ def recursive_gradient(
       key: The random key of the restarts: an int or a `jax.random.key`.
 
     Returns:
-      A transformation whose state is a `SvrgState`, with the last params and the last estimate as its
+      A transformation whose state is an `SvrgState`, with the last params and the last estimate as its
       snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)`, the gradient on
       this batch at given params, which `optperm.evaluate` makes. To restart, it also needs
       `full_grad_fn(params)`, the gradient over all examples.
@@ -131,18 +131,18 @@ def recursive_gradient(
         params: optax.Params,
         *,
         grad_fn: GradFn,
-        full_grad_fn: Any = None,  # needed where it restarts
+        full_grad_fn: Any = None,  # needed for restarts
         **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
         last = state.snapshot
 
-        # d_t = grad f_B(theta_t) + (1 - a) (d_{t-1} - grad f_B(theta_{t-1})): the correction of SVRG
-        # by 1 - a, with the last step as the snapshot
+        # d_t = grad f_B(theta_t) + (1 - a) (d_{t-1} - grad f_B(theta_{t-1})) is the correction of SVRG
+        # with the coefficient 1 - a and the last step as the snapshot
         def follow() -> optax.Updates:
             rest = 1.0 - resolve_schedule("a", a, state.count, float, high=1.0)
             return correct_gradient(last, rest, grads, params, grad_fn=grad_fn)
 
-        # d_t = grad f(theta_t), and the batch's gradient where that is not finite
+        # d_t = grad f(theta_t), or the batch's gradient where grad f is not finite
         def restart() -> optax.Updates:
             full_grad = evaluate_gradient(params, full_grad_fn, "full_grad_fn")
             full_grad = cast_like(full_grad, last.full_grad)
@@ -157,7 +157,7 @@ def recursive_gradient(
             d = cond(is_time, restart, follow)
         else:
             d = follow()
-        # The last params are replaced only after d has read them, in the same buffers.
+        # The computation of d must read the last params before the same buffers are overwritten.
         d, old = compute_in_order(cast_like(d, last.full_grad), last.params)
         new, d = compute_in_order(keep_finite(params, old), d)
         snapshot = Snapshot(jnp.ones_like(last.is_taken), new, d)

@@ -1,4 +1,4 @@
-"""SVRG: gradients with less variance, using a snapshot of the params and its full gradient.
+"""SVRG: reduce the variance of gradients with a snapshot of the params and its full gradient.
 
 R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance Reduction",
 NeurIPS 2013.
@@ -45,8 +45,8 @@ class Snapshot(NamedTuple):
     Attributes:
       is_taken: Whether a snapshot has been taken.
       params: :math:`\tilde\theta`; the initial params before the first snapshot.
-      full_grad: :math:`\mu`, the full gradient there, in float32 or the parameter's dtype if wider; zero
-        before the first snapshot.
+      full_grad: :math:`\mu`, the full gradient at these params, in float32 or the parameter's dtype if
+        wider; zero before the first snapshot.
     """
 
     is_taken: Bool[Array, ""]
@@ -116,7 +116,7 @@ def svrg(
       key: The random key of the snapshots: an int or a `jax.random.key`.
 
     Returns:
-      A transformation whose state is a `SvrgState`. Its `update` needs `params` and the extra argument
+      A transformation whose state is an `SvrgState`. Its `update` needs `params` and the extra argument
       `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes. To
       take snapshots inside the step, it also needs `full_grad_fn(params)`, the gradient over all
       examples. You can pass `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`, but
@@ -154,9 +154,9 @@ def svrg(
       by a running average of the gradients' magnitude.
 
       Both gradients of a step use the same batch. Draw random numbers, such as dropout masks, from a key
-      in the batch, so that both gradients use the same numbers. :math:`\mu` uses one draw of masks, so
-      the corrected gradient has the error of this draw until the next snapshot; it is unbiased only over
-      snapshots. The notes of `optperm.variance.full_gradient` explain how to average over several draws.
+      in the batch, so that both gradients use the same numbers. :math:`\mu` uses one draw of masks. The
+      corrected gradient therefore has the error of this draw until the next snapshot, and is unbiased
+      only over snapshots. See the notes of `optperm.variance.full_gradient` on means over several draws.
 
       Put `svrg` before accumulation and before other gradient transformations, such as clipping and
       weight decay, because it subtracts untransformed gradients. Inside `optax.MultiSteps`, only the
@@ -202,7 +202,7 @@ def svrg(
         params: optax.Params,
         *,
         grad_fn: GradFn,
-        full_grad_fn: Any = None,  # needed where it takes snapshots
+        full_grad_fn: Any = None,  # needed for snapshots
         **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
         c = resolve_schedule("coefficient", coefficient, state.count, float)
@@ -254,16 +254,16 @@ def correct_gradient(
     *,
     grad_fn: GradFn,
 ) -> optax.Updates:
-    r"""Return the gradient less its batch's error at a snapshot, in float32 or wider.
+    r"""Return the gradient minus its batch's error at a snapshot, in float32 or wider.
 
     .. math::
       g - c (\nabla f_B(\tilde\theta) - \mu)
 
-    An entry of the result that is not finite in the dtype of its parameter is replaced by the entry of
-    g; without a snapshot or with a coefficient of zero the result is g.
+    If an entry of the result is not finite in the dtype of its parameter, the entry of g replaces it.
+    Without a snapshot, or with a coefficient of zero, the result is g.
     """
     is_used = snapshot.is_taken & (c != 0.0)
-    # Only this gradient is conditional: the rest is one pass over the params, which XLA fuses with the
+    # Only this gradient is conditional. The rest is one pass over the params, which XLA fuses with the
     # following operations.
     at_snapshot = cond(
         is_used,
@@ -274,7 +274,7 @@ def correct_gradient(
     def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, theta: Any) -> jax.Array:
         wide = accumulation_dtype((mu, g))
         g, g_snapshot, mu, c_t = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
-        # g - c (g_snapshot - mu), in this order: large, nearly equal numbers cancel first, exactly.
+        # In this order of g - c (g_snapshot - mu), large, nearly equal numbers cancel exactly.
         new = (g - c_t * g_snapshot) + c_t * mu
         return jnp.where(is_used & jnp.isfinite(new.astype(jnp.result_type(theta))), new, g)
 
@@ -297,7 +297,7 @@ def correct_loopless(
     .. math::
       \tilde\theta_{t+1} = \text{at with probability p, else } \tilde\theta_t
 
-    The old snapshot, whose buffers the new one reuses, is read first. The first step uses its own.
+    The old snapshot is read before the new one overwrites its buffers. The first step uses its own.
     """
 
     def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
@@ -333,7 +333,7 @@ def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
 def install_snapshot(
     old: Snapshot, params: optax.Params, full_grad: optax.Updates
 ) -> tuple[Snapshot, jax.Array]:
-    """Return the new snapshot, or the old one if the new one is not finite, and whether it is finite."""
+    """Return the new snapshot, or else the old snapshot, and whether the new snapshot is finite."""
     params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
     source = "the optimizer state"
     checks.check_same_tree("params", params, old.params, source=source)
@@ -347,7 +347,7 @@ def install_snapshot(
 def list_extra_args(
     every: int | jax.Array | None, probability: optax.ScalarOrSchedule | None
 ) -> dict[str, str]:
-    """Return the extra arguments of a method that may need the full gradient, after checking both."""
+    """Check `every` and `probability`, and return the extra arguments that the method needs."""
     if every is not None:
         checks.check_count("every", every)
     if probability is not None:
@@ -363,18 +363,18 @@ def is_due(
     every: int | jax.Array | None,
     probability: optax.ScalarOrSchedule | None,
 ) -> jax.Array:
-    """Return whether this step needs the full gradient; the same on all replicas."""
+    """Return whether this step needs the full gradient, with the same result on all replicas."""
     if probability is None:
         return state.count % jnp.asarray(every, jnp.int32) == 0
     key = as_key(state.key)
     p = resolve_schedule("probability", probability, state.count, high=1.0)
-    # Before the first snapshot the coin always asks for one.
+    # Before the first snapshot, a snapshot is always due.
     coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
     return coin | ~state.snapshot.is_taken
 
 
 def missing_snapshot(snapshot: Snapshot, advice: str = _ADVICE) -> list[str]:
-    """Return a sentence if Python can see that there is no snapshot to correct gradients by."""
+    """Return a sentence if Python can see that there is no snapshot for the correction."""
     if not can_be_seen(snapshot.is_taken) or np.asarray(snapshot.is_taken).all():
         return []
     return [f"svrg has no snapshot yet, so gradients pass through: {advice}."]
@@ -389,9 +389,9 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
     Args:
       opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
         in it: in a chain, inside `optax.masked`, `optax.partition` or `optax.inject_hyperparams`, or
-        kept as variables by `flax.nnx.Optimizer`. This function does not change it.
-      params: All current params, including masked ones. They are copied. For the states of many training
-        runs, use `jax.vmap(optperm.variance.take_snapshot)`.
+        stored as variables by `flax.nnx.Optimizer`. This function does not change `opt_state`.
+      params: All current params, including masked params; they are copied. For the states of many
+        training runs, use `jax.vmap(optperm.variance.take_snapshot)`.
       full_grad: The full gradient at these params, from `optperm.variance.full_gradient`.
 
     Returns:

@@ -80,7 +80,7 @@ def test_figures_and_limits():
     out = str(report)
     assert f"{report.r_hat:.3f}" in out
     assert "not checked: Whether batches are drawn with replacement, and no transformation" in out
-    assert "the states of their sampler are missing" in out
+    assert "posterior: the states of the sampler are missing" in out
     assert report.mcse == pytest.approx(1 / np.sqrt(4000 * 0.7 / 1.3), rel=0.15)
     assert "effective sample size" in report_of(samples_of(autoregressive(0.9, (4, 600, 3))))[0]
     drifting = (
@@ -157,7 +157,7 @@ def test_what_a_state_of_constant_sgd_tells():
         ({"correlation": [0.1, 1.7]}, "up to 64% too large, in others up to 82% too small"),
         ({"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98}, "up to 21% too large"),
         ({"uneven": 900}, "not the mean of its examples' gradients"),
-        ({"left_out": 3}, "In 3 steps some entries of the gradients were not finite"),
+        ({"left_out": 3}, "In 3 steps, some entries of the gradients were not finite"),
         ({"scale": 0.0}, "The temperature is 0"),
     ):
         text, report = report_of(samples_of(draws, kernel_state(**changes)))
@@ -174,10 +174,10 @@ def test_what_a_state_of_constant_sgd_tells():
 @pytest.mark.parametrize(
     ("preconditioner", "noise", "norm", "warning", "unchecked"),
     [
-        (None, None, None, "", "batches adds: it is not known here"),
+        (None, None, None, "", "by the noise of the batches: not known here"),
         (None, 1e-3, 1e-3, "", ""),
         (None, 8.0, 8.0, "The noise of the batches makes the variance", ""),
-        (None, 1e-3, None, "", "its trace bounds what it adds"),
+        (None, 1e-3, None, "", "of the batches: its trace is used as a bound"),
         (2.0, 8.0, 8.0, "", "not checked with a preconditioner"),
     ],
 )
@@ -228,13 +228,13 @@ def test_foreign_draws_are_taken_as_samples_and_refused_as_anything_else():
         name = type(wrong).__name__
         with pytest.raises(TypeError, match=f"must be Samples, got {name}.*Samples\\(draws, "):
             optperm.bayes.posterior_report(wrong)
-    with pytest.raises(ValueError, match="holds no draws"):
+    with pytest.raises(ValueError, match="contains no draws"):
         optperm.bayes.posterior_report(samples_of(draws)._replace(params=()))
     tree = {"w": draws, "b": draws[..., 0]}
     last = jax.tree.map(lambda x: x[:, -1], tree)
     report = optperm.bayes.posterior_report(optperm.bayes.Samples(tree, last, (), 500, 1))
     assert report.warnings == ()
-    assert "the states of their sampler are missing" in " ".join(report.not_checked)
+    assert "posterior: the states of the sampler are missing" in " ".join(report.not_checked)
 
 
 def test_bias_of_langevin_steps_is_half_of_reach_over_the_minimum_variance():

@@ -63,7 +63,7 @@ def test_checkpoint_of_another_run_is_refused(train, run, data, tmp_path, capsys
         (whole, ["sgd", "--devices", "2"], 2, "examples per step is 5 there and 10 here"),
         (whole, ["sgd", "--data", str(tmp_path / "other.npz")], 2, "the digest of the data is"),
         (whole, ["adam"], 2, "the method is sgd there and adam here"),
-        (without, ["sgd"], 1, "holds no checkpoints of a run"),
+        (without, ["sgd"], 1, "contains no checkpoints of a run"),
     ]:
         capsys.readouterr()
         assert run(tmp_path / "run", *flags, "--resume", str(folder)) == code

@@ -56,14 +56,14 @@ def test_npz_takes_floats_as_they_are_and_scales_bytes(tmp_path):
     ("changes", "says"),
     [
         ({"x_test": None}, r"arrays x_train, .*x_test is not a file in the archive"),
-        ({"x_train": np.full((20, 6), np.nan)}, "x_train holds 120 values that are NaN"),
-        ({"x_test": np.full((5, 6), 1e60)}, "x_test holds 30 values that are NaN or inf"),
+        ({"x_train": np.full((20, 6), np.nan)}, "x_train contains 120 values that are NaN"),
+        ({"x_test": np.full((5, 6), 1e60)}, "x_test contains 30 values that are NaN or inf"),
         ({"x_train": np.zeros((20, 6), int), "x_test": np.zeros((5, 6), int)}, "uint8 or floating"),
         ({"x_train": np.zeros(20), "x_test": np.zeros(5)}, "at least one more, got float64.20."),
         ({"x_test": np.zeros((0, 6)), "y_test": np.zeros(0, int)}, "for each example of x_test"),
         ({"x_test": np.zeros((5, 7))}, "one shape and dtype"),
         ({"x_test": np.zeros((5, 6), np.uint8)}, "one shape and dtype"),
-        ({"y_train": np.zeros(20)}, "y_train must hold labels .*float64"),
+        ({"y_train": np.zeros(20)}, "y_train must contain labels .*float64"),
         ({"y_train": np.full(20, -1)}, "got int64.20. with labels from -1 to -1"),
         (
             {"y_train": np.arange(20) * 1000},

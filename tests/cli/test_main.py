@@ -224,7 +224,7 @@ def test_evaluation_of_changed_data_or_a_changed_network_is_refused(
         assert says in error_line()
     path.unlink()
     assert main(["evaluate", str(out)]) == 1
-    assert "holds no trained network" in error_line()
+    assert "contains no trained network" in error_line()
 
 
 def test_results_are_never_overwritten(train, run, tmp_path, monkeypatch, capsys, error_line):
@@ -275,9 +275,9 @@ def test_run_that_diverges_fails_and_says_where(run, files, tmp_path, capsys):
         ("sgd --valid-fraction 1", "--valid-fraction. Must be < 1"),
         (
             "sgd --valid-fraction 0.001",
-            "--valid-fraction 0.001 leaves no example to train or none to validate, of 64",
+            "--valid-fraction 0.001 leaves no examples for training or none for validation, out of 64",
         ),
-        ("adam --batch-size 65", "is 65 examples per step, more than the 64 to train"),
+        ("adam --batch-size 65", "is 65 examples per step, more than the 64 training examples"),
         (
             "adam --model gpt",
             "must be mlp, cnn, or a module:Class whose only variables are params",

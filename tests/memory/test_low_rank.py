@@ -321,7 +321,7 @@ def test_a_state_that_cannot_be_carried_over_is_refused_in_any_container():
     )
     for params in containers:
         for inner, message in unknown:
-            with pytest.raises(ValueError, match=f"inner keeps {message}.* pass carry=False"):
+            with pytest.raises(ValueError, match=f"inner contains {message}.* pass carry=False"):
                 jax.eval_shape(optperm.low_rank(inner, 2).init, params)
             jax.eval_shape(optperm.low_rank(inner, 2, carry=False).init, params)
         jax.eval_shape(optperm.low_rank(optax.scale_by_lion(), 2).init, params)

@@ -158,7 +158,7 @@ def test_rank_for_keeps_the_words_and_the_next_rank_does_not():
 
 def test_words_that_no_rank_reaches_are_refused_with_the_largest_leaf_at_full_rank():
     params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
-    says = r"words=0\.6 cannot be reached: .* keeps 1\.89 .* full rank is params\['experts'\]\."
+    says = r"words=0\.6 cannot be reached: .* needs 1\.89 .* full rank is params\['experts'\]\."
     with pytest.raises(ValueError, match=says):
         optperm.memory.rank_for(params, words=0.6)
 

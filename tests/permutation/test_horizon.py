@@ -95,7 +95,7 @@ def warned_of(tx, epochs, **options):
 def test_fit_says_once_that_weights_stand_still():
     falls = optax.exponential_decay(0.4, 1, 0.8)
     (says,), ends = warned_of(optperm.sgperm(falls, momentum=0.99), 5)
-    assert says.startswith("After step 100 the weights hardly trade places: ")
+    assert says.startswith("After step 100, weights hardly change positions: ")
     assert "Pass sgperm num_steps" in says
     assert ends == [0, 0, 0, 0, 1]
 
@@ -103,7 +103,7 @@ def test_fit_says_once_that_weights_stand_still():
 def test_weights_that_never_move_or_stop_are_told_from_those_that_move():
     still, usual = np.zeros(25), np.full(100, 0.5)
     stopped = np.where(np.arange(100) < 50, usual, 0.01)
-    for moved, says in ((still, "No weight has moved in 25 steps"), (stopped, "After step 100 ")):
+    for moved, says in ((still, "No weight has moved in 25 steps"), (stopped, "After step 100, ")):
         (sentence,) = judge_movement({"fraction_moved": moved})
         assert sentence.startswith(says)
     for moved in (usual, stopped[:99], still[:4]):

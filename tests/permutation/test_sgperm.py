@@ -115,9 +115,9 @@ def test_params_that_sgperm_did_not_lead_to_are_counted_and_said():
     for w in (start["w"], params["w"].at[3, 1].set(jnp.nan)):
         _, after = step(params | {"w": w}, state, start)
         assert after[1].mismatches == 1
-        with pytest.warns(UserWarning, match="1 step .* other params than"):
+        with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
             optperm.permutation.permuted_params(after)
-    with pytest.warns(UserWarning, match="1 step .* other params than"):
+    with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
         optperm.permutation.export_permutation(start, after)
 
 
@@ -127,7 +127,7 @@ def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
     params, grads = support.bias(6), [support.bias(6, seed) for seed in range(1, 5)]
     tx = optax.contrib.schedule_free(optperm.sgperm(1.0), 0.1, b1=0.9)
     _, opt_state = loops.train(tx, params, grads, apply=loops.by_addition)[-1]
-    with pytest.warns(UserWarning, match="other params than"):
+    with pytest.warns(UserWarning, match="params that sgperm had not set"):
         optperm.permutation.permuted_params(opt_state)
 
 

@@ -360,7 +360,7 @@ REFUSED = [
     ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),
     ({"batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
     ({"key": -1}, ValueError, "key must be at least 0"),
-    ({"train_data": EMPTY}, ValueError, "holds no examples"),
+    ({"train_data": EMPTY}, ValueError, "contains no examples"),
     ({"train_data": RAGGED}, ValueError, "agree in their leading"),
     ({"train_data": "x"}, TypeError, "an iterable of batches, .* got str"),
     ({"train_data": {"x": [1]}}, TypeError, "got dict"),
@@ -563,7 +563,9 @@ def test_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():
 
 def test_keep_best_of_a_metric_that_is_never_finite_is_warned_of():
     options = {"eval_fn": lambda params, batch: {"loss": jnp.nan * jnp.sum(params["w"])}}
-    with pytest.warns(RuntimeWarning, match="eval_loss was never finite, so keep_best has kept no"):
+    with pytest.warns(
+        RuntimeWarning, match="eval_loss was never finite, so keep_best has stored no"
+    ):
         fitting.linear_fit(epochs=1, eval_data=data(), keep_best="eval_loss", **options)
 
 

@@ -263,7 +263,7 @@ def test_signal_comes_again_after_the_checkpoint(tmp_path, capfd):
         assert (result.ended, came) == ("interrupted", [[4]])
         assert capfd.readouterr().err.splitlines() == [
             "SIGTERM: stopping after this step.",
-            f"fit was interrupted by SIGTERM after step 4, kept in {tmp_path}.",
+            f"fit was interrupted by SIGTERM after step 4, saved in {tmp_path}.",
         ]
         # One that comes in the last step changes nothing in the result, and comes again as well.
         send["every"] = {8: send["every"][4]}
@@ -366,7 +366,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
     assert kept(tmp_path) == [10]
     others = {name: leaf[::-1].copy() for name, leaf in data().items()}
     for options, says in [
-        ({"resume": False}, "holds checkpoints of an earlier run"),
+        ({"resume": False}, "contains checkpoints of an earlier run"),
         ({"resume": 4}, r"resume=4, but .* has checkpoints of steps \[10\]"),
         ({"key": 1}, r"belongs to another run: key is \[0, 0\] there and \[0, 1\] here\."),
         ({"batch_size": 4}, "batch_size is 8 there and 4 here"),

@@ -89,5 +89,5 @@ def test_what_follows_katyusha_is_warned_of():
     p = {"w": jnp.ones(2)}
     tx = optax.chain(optperm.katyusha(0.1, 0.1, 0.1), optax.add_decayed_weights(0.1))
     updates, state = tx.update(p, tx.init(p), p, grad_fn=lambda p: p, full_grad_fn=lambda p: p)
-    with pytest.warns(UserWarning, match="follows katyusha, which is a whole optimizer"):
+    with pytest.warns(UserWarning, match="follows katyusha, which is a complete optimizer"):
         optperm.apply_updates(p, updates, state)
