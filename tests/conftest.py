@@ -71,16 +71,38 @@ def pytest_addoption(parser):
     parser.addoption("--all-entries", action="store_true", help="the same for all of them")
 
 
-class OneDevice:
-    """A device is chosen for the examples of docstrings: `fit` warns of devices that stay idle."""
+class ForAll:
+    """What holds for the examples of docstrings too, which lie outside of this folder."""
+
+    def __init__(self):
+        self._limit = 1e9
 
     def pytest_runtest_setup(self, item):
+        """Choose a device for an example: `fit` warns of devices that stay idle."""
         if isinstance(item, pytest.DoctestItem):
             jax.config.update("jax_default_device", jax.devices()[0])
 
     def pytest_runtest_teardown(self, item):
+        """Forget compiled programs before they take too much memory, or too many maps of it.
+
+        Linux allows 65,530 maps and a program takes several; where one more is refused, XLA crashes.
+        """
         if isinstance(item, pytest.DoctestItem):
             jax.config.update("jax_default_device", None)
+        process = pathlib.Path("/proc/self")
+        if next(_TESTS) % 5 or not (process / "statm").exists():
+            return
+        maps = (process / "maps").read_bytes().count(b"\n")
+        if _resident(process) > self._limit or maps > 30_000:
+            jax.clear_caches()
+            ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what is freed
+            # What is left must not make each test forget what the next one needs.
+            self._limit = max(1e9, _resident(process) + 0.2e9)
+
+
+def _resident(process):
+    """Return the bytes of memory that a process occupies."""
+    return int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_folder(named):
@@ -103,7 +125,7 @@ def choose_folder(named):
 def pytest_configure(config):
     """Share the compiled programs: workers get the environment of the process that starts them."""
     # The hooks of this file are for the tests beside it, those of a plugin for the package too.
-    config.pluginmanager.register(OneDevice())
+    config.pluginmanager.register(ForAll())
     if hasattr(config, "workerinput"):
         return
     named = os.environ.get("OPTPERM_TEST_CACHE")
@@ -155,22 +177,6 @@ def pytest_runtest_makereport(item, call):
             f"may take {LIMIT:g} s (OPTPERM_TEST_LIMIT): make it smaller, or mark it for another tier."
         )
     return report
-
-
-def pytest_runtest_teardown(item):
-    """Forget compiled programs before they take too much memory, or too many maps of it.
-
-    Linux allows 65,530 maps and a program takes several; where one more is refused, XLA crashes.
-    """
-    del item
-    process = pathlib.Path("/proc/self")
-    if next(_TESTS) % 5 or not (process / "statm").exists():
-        return
-    pages = int((process / "statm").read_text().split()[1])
-    maps = (process / "maps").read_bytes().count(b"\n")
-    if pages * os.sysconf("SC_PAGE_SIZE") > 0.9e9 or maps > 30_000:
-        jax.clear_caches()
-        ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what is freed
 
 
 def pytest_sessionfinish(session):
