@@ -168,11 +168,12 @@ def bounds(seen: Extremes, form: Form, noise: Any, new_noise: Any, n: jax.Array)
 
 
 def fraction_by_correlation(correlation: jax.Array) -> jax.Array:
-    r"""Return the :math:`\varphi = \rho / (1 + \rho)` with which variances have errors of up to a fifth.
+    r"""Return the largest :math:`\varphi = \rho / (1 + \rho)` with variances right to a fifth.
 
     .. math:: \varphi \max(1 - r_{\min}, r_{\max} - 1) \le \tfrac15
 
-    See `optperm.bayes.NoiseKernel`. The minimum is 0.015, below which chains hardly move.
+    See `optperm.bayes.NoiseKernel`. The result is at least 0.015, even if errors then exceed a fifth,
+    because chains hardly move below 0.015.
     """
     error = jnp.maximum(jnp.maximum(1 - correlation[0], correlation[1] - 1), 1e-6)
     return jnp.maximum(_TOLERANCE / error, _LEAST_FRACTION)

@@ -73,7 +73,7 @@ class Diagonal(NamedTuple):
         return covariance
 
     def lengths(self, h: Any) -> Any:
-        """Return the size of each w_i."""
+        """Return the largest magnitude in each w_i."""
         return optax.tree.ones_like(h)
 
     def num_needed(self, noise: Any) -> int:
@@ -174,7 +174,7 @@ class Full(NamedTuple):
         return jnp.diagonal(covariance[0])
 
     def lengths(self, h: jax.Array) -> jax.Array:
-        """Return the size of each w_i."""
+        """Return the largest magnitude in each w_i."""
         del h
         return jnp.max(jnp.abs(self.w), axis=0)
 

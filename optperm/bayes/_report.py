@@ -148,7 +148,7 @@ def posterior_report(
       effective draws, tail, minimum ...
       Monte Carlo error over sd      0.01...
       variance added by the steps    0.02...
-      not checked: All chains began at one point, so R-hat cannot reveal other modes.
+      not checked: All chains started at the same point, so R-hat may miss other modes.
       not checked: The variance that the noise of the batches adds: it is not known here.
       not checked: Whether batches are drawn with replacement, and no transformation changes the updates.
       >>> report.warnings
@@ -375,7 +375,7 @@ def describe_unchecked(
     found = []
     starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
     if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
-        found.append("All chains began at one point, so R-hat cannot reveal other modes.")
+        found.append("All chains started at the same point, so R-hat may miss other modes.")
     if any(map(is_given, states)):
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
         found.append(f"Whether the passed kernel matches the {what} of these data.")

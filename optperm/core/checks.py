@@ -112,7 +112,9 @@ def _as_scalar(name: str, value: object, wanted: str) -> float:
 def check_count(
     name: str, value: object, *, minimum: int = 1, maximum: int = _LARGEST_INT32
 ) -> None:
-    """Raise unless `value` is an integer (not a bool), traced or in [minimum, maximum].
+    """Raise unless `value` is an integer (not a bool) in [minimum, maximum].
+
+    The range of a traced value is not checked.
 
     Raises:
       TypeError: If `value` is not an integer.

@@ -19,7 +19,7 @@ def cond(
     false_fn: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """Call `jax.lax.cond` after making the types of the branches equal, leaf by leaf.
+    """Call `jax.lax.cond` after making the types of the branches' outputs equal, leaf by leaf.
 
     A leaf varies over all axes over which it varies in either branch. On an explicit mesh, it has the
     sharding from the branch that shards it, since zeros like an array outside `jax.jit` are not sharded.

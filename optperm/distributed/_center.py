@@ -54,6 +54,7 @@ def center_params(
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
     if final and (steps := int(local_values(state.since_commit).max())):
         raise ValueError(
-            f"The center lacks all or part of the last {steps} steps: end with commit=True."
+            f"The center lacks all or part of the steps since the last full commit ({steps}): pass "
+            'commit=True in the last step, or call update once more with commit="only".'
         )
     return state.center if params is None else fill_masked(state.center, params)

@@ -172,7 +172,8 @@ def plan_matrices(
         else:
             found.append(None)
     if is_found and sides and rank > max(sides):
-        raise ValueError(f"rank={rank} is above the smaller side of every matrix, {max(sides)}.")
+        says = f"of which the largest is {max(sides)}"
+        raise ValueError(f"rank={rank} is above the smaller side of every matrix, {says}.")
     return structure.unflatten(found)
 
 

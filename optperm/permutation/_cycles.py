@@ -145,7 +145,7 @@ def permute_on_host(
 def reorder_rows(
     keys: jax.Array, weights: jax.Array, ranks: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Reorder the weights of each row like the keys.
+    """Put the weights of each row into the order of their keys.
 
     The compiled library sorts on the CPU, where XLA's sort is slow. On other platforms, XLA sorts.
 

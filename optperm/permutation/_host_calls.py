@@ -143,7 +143,7 @@ def on_all_devices(
 
 
 def exchange(signature: Signature, on_host: OnHost, *operands: jax.Array) -> Results:
-    """Call the host for a permutation with four sent and two received arrays, not six and three.
+    """Call the host for a permutation, sending four arrays instead of six and receiving two, not three.
 
     The four numbers per weight vector form one array, and the device counts the moved entries.
     """

@@ -140,8 +140,9 @@ def sgperm(
 
       Only the sign and the order of the recommendation matter. The learning rate therefore has an effect
       only as a schedule, or if its product with a gradient is too small for the dtype of the params. Use
-      1.0 for float16. The recommendation has the dtype of the params. In bfloat16, a momentum of 0.999
-      or more rounds to 1 and never forgets old gradients; use 0.99, or float32 params. If the gradient
+      1.0 for float16. The recommendation has the dtype of the params. In bfloat16, a
+      recommendation times 0.999 or more rounds to itself and never forgets old gradients: use a
+      momentum of 0.99, or float32 params. If the gradient
       of an entry is not finite, the entry skips the step and keeps its recommendation.
 
       SGPerm must come last in its chain. Other transformations may change gradients before it (clip

@@ -130,7 +130,7 @@ def _average(leaf: jax.Array) -> jax.Array:
 def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, where: int) -> None:
     """Warn if the merged params lack local steps, or are a mean of replicas without a center."""
     if steps := steps_since_commit(merged.opt_state):
-        says = f"The params that fit returns lack all or part of the last {steps} steps"
+        says = f"The params that fit returns lack all or part of the last steps ({steps})"
         advice = (
             "a wrapper blocks the last commit of agn or diloco; put it around their inner optimizer"
         )

@@ -259,7 +259,8 @@ def _on_mesh(state: Any, mesh: Any, mapped: tuple[str, ...]) -> Layout:
     if isinstance(mesh, Mesh):
         mesh = NamedSharding(mesh, P(mesh.axis_names[0]))
     if not isinstance(mesh, NamedSharding) or not mesh.spec or mesh.spec[0] is None:
-        raise TypeError(f"mesh must be a Mesh, or a NamedSharding of a batch, got {mesh!r}.")
+        allowed = "a Mesh, or a NamedSharding that shards the leading axis of a batch"
+        raise TypeError(f"mesh must be {allowed}, got {mesh!r}.")
     home: Any = mesh.mesh
     # Within steps, axes are automatic, so that any model runs. With explicit axes, most models would
     # have to name their shardings.

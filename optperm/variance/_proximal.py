@@ -143,7 +143,8 @@ def proximal(
             if group is not None and q.ndim >= 2:
                 if not all(-q.ndim <= axis < q.ndim for axis in group_axes):
                     raise ValueError(
-                        f"group_axes must be axes of each leaf, got {group_axes} and shape {q.shape}."
+                        "group_axes must be axes of each leaf with two or more axes, got "
+                        f"{group_axes} for the shape {q.shape}."
                     )
                 q = _shrink_groups(q, rate * jnp.asarray(group, wide), group_axes)
             # q <- q / (1 + eta l2) comes after the other penalties, which are homogeneous of degree 1

@@ -126,7 +126,7 @@ def test_starts_are_told():
     draws = autoregressive(0.3, (4, 1000, 3))
     for starts, is_one in ((np.zeros((4, 3)), True), (draws[:, 0], False)):
         report = report_of(samples_of(draws, starts=jnp.float32(starts)))[1]
-        assert any("began at one point" in line for line in report.not_checked) == is_one
+        assert any("started at the same point" in line for line in report.not_checked) == is_one
 
 
 def kernel_state(**changes):

@@ -260,7 +260,7 @@ def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
         (init(rank=1.0), ValueError, r"rank must be an integer, or a ratio in \(0, 1\)"),
         (init(rank=True), TypeError, "rank must be an integer"),
         (init(rank="1/8"), TypeError, "rank must be an integer"),
-        (init(rank=7), ValueError, "rank=7 is above the smaller side of every matrix, 6"),
+        (init(rank=7), ValueError, "the smaller side of every matrix, of which the largest is 6"),
         (init(7, dimension_numbers=Numbers(-2, -1)), ValueError, r"rank=7 .* side 6 of params"),
         (init(dimension_numbers=Numbers(0, 0)), ValueError, r"distinct axes of params\['s'\]"),
         (init(dimension_numbers=Numbers(0, 2)), ValueError, r"distinct axes of params\['w'\]"),
