@@ -59,7 +59,9 @@ def check_same(facts: Mapping[str, Any]) -> None:
     values = {name: [other[name] for other in others] for name in facts}
     which = "; ".join(f"{k} {v}" for k, v in values.items() if any(each != v[0] for each in v))
     if which:
-        advice = "Pass equal arrays in all processes, or an iterable of each process's part of a batch"
+        advice = (
+            "Pass equal arrays in all processes, or an iterable of each process's part of a batch"
+        )
         raise ValueError(
             f"The arguments of fit are not the same in all processes: {which}. {advice}."
         )
