@@ -261,7 +261,7 @@ def logistic() -> Problem:
 
 
 def raw_cancer() -> Problem:
-    """Breast cancer with features in their own units, from 0.004 to 600; prior N(0, 1)."""
+    """Breast cancer, unscaled (deviations from 0.003 to 570); prior N(0, 1)."""
     x, y = load_breast_cancer(return_X_y=True)
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
 
