@@ -60,8 +60,8 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       Below 90% zeros, sparse products are not faster on a CPU. On an MLP with 300 and 100 hidden units
       and batches of 32 and 256, BCSR needs 0.5 to 0.75 of the time of dense products at 90% zeros, and a
       quarter to a third at 98% zeros. SciPy's format is useful for single examples with at least 98%
-      zeros. A dense network with the same number of bytes (`optperm.sparsity.remove_units`) is faster
-      than all sparse formats (`python benchmarks/sparsity.py --only export`).
+      zeros. At 90% zeros, a dense network of the same size in bytes (`optperm.sparsity.remove_units`)
+      is faster than all sparse formats (`python benchmarks/sparsity.py --only export`).
 
     Raises:
       TypeError: If a leaf is traced, is not a dense array, or has a dtype that SciPy cannot multiply.
