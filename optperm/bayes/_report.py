@@ -149,7 +149,7 @@ def posterior_report(
       Monte Carlo error over sd      0.01...
       variance added by the steps    0.02...
       not checked: All chains started at the same point, so R-hat may miss other modes.
-      not checked: The variance that the noise of the batches adds: it is not known here.
+      not checked: The increase of variances by the noise of the batches: not known here.
       not checked: Whether batches are drawn with replacement, and no transformation changes the updates.
       >>> report.warnings
       ()
