@@ -36,7 +36,7 @@ def rank_for(
       dimension_numbers: As in `optperm.low_rank`.
 
     Returns:
-      :math:`\rho`, a ratio in (0, 1), to pass as `rank` to `optperm.low_rank`.
+      :math:`\rho`, a multiple of 1/256 in (0, 1), to pass as `rank` to `optperm.low_rank`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
