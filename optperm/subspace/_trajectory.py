@@ -70,7 +70,7 @@ def record_trajectory(
 
     Notes:
       If the state is donated (`jax.jit(step, donate_argnums=...)`) or carried by a `jax.lax.scan`,
-      snapshots are written in place, and steps without a snapshot cost nothing.
+      snapshots are written in place, and steps without a snapshot cost almost nothing.
 
     Raises:
       TypeError: If a count is not an integer, or `dtype` or the dtype of a parameter is not real
