@@ -54,7 +54,7 @@ def is_given(state: Any) -> bool:
 
 
 def measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
-    r"""Return the mean relative increase of variances by noise of the batches that the kernel lacks.
+    r"""Return the mean relative increase of variances by noise that differs from the kernel's.
 
     This is the mean of :math:`h_i (C_{ii} - \Lambda_i) / s` over directions, because the noise of a
     step has the covariance :math:`(2 T / N) H + H (C - \Lambda) H / S`. It is None if no kernel was

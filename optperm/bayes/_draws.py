@@ -58,8 +58,9 @@ def sample_params(
       If `optax.partition` contains two of these methods, draw from them one after the other: pass the
       state of one part, then the state of the other part with the first draw as the params.
 
-      After n collections, `swag` has min(n, K) deviations. After a single collection, all draws are
-      equal.
+      After n collections, `swag` has min(n, K) deviations, and this number replaces K above. After a
+      single collection, all draws are equal. With rank 0, only :math:`\Sigma_{\mathrm{diag}}` counts,
+      without the factor 1/2.
 
       Before the first step of `ivon`, the draws have the variance
       :math:`1 / (\lambda (h_0 + \delta))`.
@@ -127,7 +128,7 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       [1.0, 2.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one such state, its state has an axis of
+      ValueError: If `opt_state` does not contain exactly one such state, the state has an axis of
         models, or `swag` has collected no params yet.
     """
     state = find_state(opt_state, SwagState, method="swag")

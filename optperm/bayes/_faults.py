@@ -29,7 +29,7 @@ def judge_stability(stability: Any, steps: Any, lower: str) -> list[str]:
     # Var = T / (N lambda) / (1 - h lambda / 2) along that direction
     ratio = 1 / max(1 - stability / 2, 1e-3)
     return [
-        f"lambda_max(H A) of the steps, corrected for momentum, is {stability:.3g}: along this "
+        f"lambda_max(H A) of the steps, corrected for momentum, is {stability:.3g}: along its "
         f"eigenvector, the variance of the draws is about {ratio:.2g} times what it should be. Pass a "
         f"smaller {lower}, or use smaller batches."
     ]
@@ -52,8 +52,8 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
     if drift < _LEAST_DRIFT:
         found.append(
             f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times "
-            "the noise in the previous window, so draws are too narrow. Start closer to an optimum, or "
-            "raise burn_in."
+            "the noise in the previous window, so draws may be too narrow. Start closer to an optimum, "
+            "or raise burn_in."
         )
     too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())
     if max(too_small, too_large) > _LARGEST_ERROR:

@@ -94,8 +94,9 @@ class IvonState(NamedTuple):
         return [
             f"The first draws of ivon deviate by {deviation:.2g} = 1 / sqrt(num_data (hess_init + "
             f"weight_decay)), more than half of the root mean square of the weights in {wide} of "
-            f"{len(scales)} leaves (whose median is {np.median(scales):.2g}), so the network may learn "
-            "little. Pass a larger hess_init, or omit it if you have passed a small value."
+            f"{len(scales)} leaves (their median root mean square is {np.median(scales):.2g}), so the "
+            "network may learn little. Pass a larger hess_init, or omit it if you have passed a small "
+            "value."
         ]
 
 
@@ -366,8 +367,9 @@ def _check_are_local(grads: Any, axis_name: AxisName) -> None:
     tracked = varying_axes(jax.lax.axis_index(axis_name)).intersection(axis_names(axis_name))
     if tracked - varying_axes(grads):
         raise ValueError(
-            f"Gradients do not vary over the axis {axis_name!r}, like sums and means over replicas. "
-            "Draw with jax.random.fold_in(key, jax.lax.axis_index(axis_name)), or pass no axis_name."
+            f"Gradients do not vary over the axis {axis_name!r}, as if they were sums or means over "
+            "replicas. Draw with jax.random.fold_in(key, jax.lax.axis_index(axis_name)), or pass no "
+            "axis_name."
         )
 
 

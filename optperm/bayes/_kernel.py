@@ -230,7 +230,9 @@ def check_kernel(
         if not (checks.is_concrete_number(number) and can_be_seen(found)):
             continue
         if jnp.ndim(found) or not np.isclose(float(found), float(number), rtol=1e-6):
-            raise ValueError(f"kernel is for {name}={found}, but {name} is {number}.")
+            raise ValueError(
+                f"kernel is for {name}={found}, but {name} is {number}: learn a new kernel."
+            )
     if can_be_seen(kernel.is_ready) and not np.all(np.asarray(kernel.is_ready)):
         raise ValueError(
             "kernel is not ready: its warm-up has not measured the noise and the curvature yet. Take "

@@ -24,7 +24,7 @@ class MasterState(NamedTuple):
     Attributes:
       masters: The params in float32 or wider. After `apply_updates` of Optax or of this library, inside
         or outside `jax.jit`, the rounded masters equal the params bit for bit. If something else changes
-        an entry, its masters restart from the new values.
+        an entry, its master restarts from the new value.
       inner: The sampler's own state.
     """
 

@@ -36,9 +36,8 @@ _BURN_IN = 1000
 _MOST_RANKED = 200
 _UNSEEN = (
     "In a fraction {:.2g} of the steps, the loss or the log prior was infinite or NaN, as outside the "
-    "bounds of a prior, but the gradient was finite: the draws ignore such bounds. "
-    "Transform the parameter (m = exp(u)) and "
-    "add the log of the Jacobian (u) to log_prior."
+    "bounds of a prior, but the gradient was finite: the draws ignore such bounds. Transform the "
+    "parameter (m = exp(u)) and add the log of the Jacobian (u) to log_prior."
 )
 
 Sampler = Callable[..., optax.GradientTransformation]

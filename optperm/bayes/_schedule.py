@@ -19,7 +19,7 @@ class Schedule(NamedTuple):
     """The steps of the warm-up.
 
     Attributes:
-      burn_in: The first step that samples.
+      burn_in: The first step that may sample.
       freeze_after: The first step in which nothing is learned.
       every: The number of steps from one estimate to the next.
     """

@@ -136,9 +136,9 @@ def dldr(
     Notes:
       Both phases are one optimizer, whose state has a fixed structure. One `jax.lax.scan` can therefore
       run through the switch, and training can resume from a checkpoint at any step. Snapshots take the
-      memory of m copies of the params, and the basis overwrites them. Under `jax.vmap` over independent
-      runs (not over an axis of replicas), every step computes both phases and the basis. If all
-      snapshots are equal (for `twa`: zero) or not finite, there is no subspace, and the first phase
+      memory of m float32 copies of the params, and the basis overwrites them. Under `jax.vmap` over
+      independent runs (not over an axis of replicas), every step computes both phases and the basis. If
+      all snapshots are equal (for `twa`: zero) or not finite, there is no subspace, and the first phase
       continues. `subspace.is_set` in the state of the subspace optimizer is then False.
 
       With `restart="last"`, the second phase continues from the params at the last snapshot, in the same

@@ -49,7 +49,7 @@ def record_trajectory(
     Args:
       every: The number of steps from one snapshot to the next, at least 1.
       num_snapshots: The maximum number of snapshots, at least 1. Each snapshot takes as much
-        memory as the params.
+        memory as the params in `dtype`.
       dtype: The dtype of the snapshots. None for float32, or float64 for float64 params. With
         `jnp.bfloat16`, snapshots take half the memory, but lose changes below about 0.4% of a weight.
 

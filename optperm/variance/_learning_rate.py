@@ -62,8 +62,8 @@ def svrg_learning_rate(
       num_passes: The number of passes over the examples per trial, with a full gradient every two
         passes. With 0, the rate is :math:`1 / \mathcal{L}_b`. This rate may be 10% too large, because
         the curvatures are estimated with eight steps of power iteration.
-      chunk_size: The number of per-example losses to evaluate at once. The mean loss is evaluated on
-        all examples at once.
+      chunk_size: The number of examples whose curvatures are measured at once. The mean loss is
+        evaluated on all examples at once.
       key: The random key of the batches and of the initial vectors of power iterations: an int or a
         `jax.random.key`.
 
