@@ -20,9 +20,7 @@ _LARGEST_KERNEL_BIAS = 0.3
 def langevin_biases(
     values: np.ndarray, states: list[Any], samples: Samples
 ) -> tuple[float | None, float | None]:
-    """Return how much steps increase a variance at most, and a bound for batches; None if not known.
-
-    Both are relative increases, for SGLD or SGHMC.
+    """Return bounds on relative increases of variances by steps and batches of SGLD or SGHMC, or None.
 
     Args:
       values: The draws, (chain, draw, entry).

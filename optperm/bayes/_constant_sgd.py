@@ -163,8 +163,7 @@ def constant_sgd(
       stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
         too large by a fraction of up to about c / 2.
       noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
-        The warm-up lowers :math:`\rho` if the noise varies with the params or, if :math:`W = I`, is
-        correlated.
+        The warm-up lowers :math:`\rho` if the noise varies with the params or is correlated.
       burn_in: The number of steps before the first step that samples. With 0, the params do not move in
         the first half of `freeze_after`, in which the noise and the curvature are learned.
       freeze_after: The number of steps after which nothing is learned. None for twice `burn_in`, but at

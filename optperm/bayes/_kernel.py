@@ -211,7 +211,7 @@ def check_kernel(
         )
     if jnp.ndim(kernel.is_ready):
         raise ValueError(
-            f"kernel has an axis of {len(kernel.is_ready)} chains, each with its own kernel: pass "
+            f"kernel has an axis of chains (of length {len(kernel.is_ready)}), each with its own: pass "
             "one of them, such as jax.tree.map(lambda a: a[0], kernel)."
         )
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:

@@ -209,8 +209,8 @@ def _find_group(x: jax.Array, n: int, form: Form) -> int:
     g = math.gcd(n, 64) // 8 if parts is None else math.gcd(n // parts, BLOCK)
     if parts is not None and g < least:
         raise ValueError(
-            f"4 bits need an even number of entries on each device: a last axis of length {n} is "
-            f"sharded over {parts} devices."
+            "4 bits need an even number of entries of a sharded last axis on each device, got "
+            f"{n // parts}: shard another axis, or use 8 bits."
         )
     return max(g, least)
 

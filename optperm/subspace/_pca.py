@@ -92,10 +92,10 @@ def pca_basis(
     count = None if num_snapshots is None else jnp.asarray(valid, jnp.int32)
     basis, rank = _pca(snapshots, count, n_components)
     if not isinstance(rank, jax.core.Tracer) and rank < n_components:
-        spanned = "The number of directions that the snapshots span around their mean is"
+        spanned = f"{int(rank)} (0 if their squares are not finite)"
         raise ValueError(
-            f"{spanned} {int(rank)} (0 if their squares are not finite), fewer than n_components="
-            f"{n_components}."
+            f"The snapshots span too few directions around their mean: {spanned}, fewer than "
+            f"n_components={n_components}."
         )
     return basis
 

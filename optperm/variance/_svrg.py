@@ -334,7 +334,7 @@ def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
 def install_snapshot(
     old: Snapshot, params: optax.Params, full_grad: optax.Updates
 ) -> tuple[Snapshot, jax.Array]:
-    """Return the new snapshot if it is finite, else the old snapshot, and whether it is finite."""
+    """Return the new snapshot if finite, else the old snapshot, and whether the new one is finite."""
     params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
     source = "the optimizer state"
     checks.check_same_tree("params", params, old.params, source=source)

@@ -105,10 +105,10 @@ def test_components_that_snapshots_do_not_determine_are_refused_or_zero():
     x = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
     flat, spoiled = x[:2][[0, 1, 0, 1, 1, 0]], np.where(x > 1, np.float32(np.nan), x)
     for snapshots, message in (
-        (flat, r"directions that the snapshots span .* is 1 .*fewer than n_components=3"),
+        (flat, r"span too few directions .*: 1 \(.*, fewer than n_components=3"),
         (
             spoiled,
-            r"directions that the snapshots span .* is 0 \(0 if their squares are not finite\)",
+            r"span too few directions .*: 0 \(0 if their squares are not finite\)",
         ),
     ):
         with pytest.raises(ValueError, match=message):
