@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 FULL_GRADIENT = {
-    "full_grad_fn": "the gradient over all examples at given params (in fit by optperm.with_loss, or "
-    "for svrg, without every= and probability=, by "
-    "epoch_start=optperm.variance.take_snapshot): "
+    "full_grad_fn": "the gradient over all examples at given params (in fit, optperm.with_loss passes "
+    "this function; svrg does not need the function with epoch_start=optperm.variance.take_snapshot "
+    "instead of every= and probability=): "
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
 _IN_FIT = "pass epoch_start=optperm.variance.take_snapshot to fit for a snapshot before each epoch"
