@@ -1,4 +1,4 @@
-"""Measure the noise of the batches at draws, which reports compare with the injected noise."""
+"""Measure the noise of the batches at draws, for reports."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def batch_covariance(
     keys: jax.Array,
     outer: Outer,
 ) -> Any:
-    """Return `outer`'s part of R, the covariance of a batch's gradient, with one batch per draw."""
+    """Return `outer`'s part of R, a batch gradient's covariance: the mean over one batch per draw."""
 
     def of_draw(params: Any, key: jax.Array) -> Any:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
@@ -100,8 +100,8 @@ def _diagonal_and_maximum(
 ) -> tuple[Any, jax.Array]:
     """Return the diagonal and the maximum eigenvalue of R.
 
-    If there are more params than examples, the estimate of the maximum eigenvalue tends to be too
-    large.
+    If there are more params than examples in these batches, the estimate of the maximum eigenvalue
+    tends to be too large.
     """
 
     def step(v: Any, _: None) -> tuple[Any, jax.Array]:
@@ -118,7 +118,7 @@ def _diagonal_and_maximum(
 
 
 def _given_kernel(opt_state: Any) -> NoiseKernel | None:
-    """Return the kernel that all steps have used, if it was passed and covers all params."""
+    """Return the first chain's kernel if it was passed and covers all params, else None."""
     states = find_states(opt_state, ConstantSgdState)
     if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
         return None

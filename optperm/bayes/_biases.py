@@ -20,7 +20,7 @@ _LARGEST_KERNEL_BIAS = 0.3
 def langevin_biases(
     values: np.ndarray, states: list[Any], samples: Samples
 ) -> tuple[float | None, float | None]:
-    """Return the relative increases of variances due to steps and to batches of SGLD or SGHMC, if known.
+    """Return bounds on relative increases of variances by steps and batches of SGLD or SGHMC, or None.
 
     Args:
       values: The draws, (chain, draw, entry).
@@ -47,15 +47,16 @@ def langevin_biases(
 
 
 def is_given(state: Any) -> bool:
-    """Return whether constant SGD was given a kernel and therefore learns nothing."""
+    """Return whether a state is of constant SGD with a kernel that was passed."""
     return isinstance(state, ConstantSgdState) and not np.any(np.asarray(state.freeze_after))
 
 
 def measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
-    r"""Return the relative increase of variances if the noise of the batches differs from the kernel's.
+    r"""Return the mean relative increase of variances by noise that differs from the kernel's.
 
     This is the mean of :math:`h_i (C_{ii} - \Lambda_i) / s` over directions, because the noise of a
-    step has the covariance :math:`(2 T / N) H + H (C - \Lambda) H / S`; None if C is not known.
+    step has the covariance :math:`(2 T / N) H + H (C - \Lambda) H / S`. It is None if no kernel was
+    passed, C is not known or s is 0.
     """
     if len(states) != 1 or not is_given(states[0]) or batch_noise is None:
         return None
@@ -81,17 +82,18 @@ def judge_biases(steps: float | None, batches: float | None, kernel: float | Non
     if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
         found.append(
             "The noise of the batches differs from the kernel's, so variances are on average about "
-            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel belongs to other "
-            "data or another loss: learn a new one."
+            f"{abs(kernel):.0%} too {'large' if kernel > 0 else 'small'}. The kernel seems to "
+            "belong to other data or another loss: learn a new kernel."
         )
     if steps is not None and steps > _LARGEST_BIAS:
         found.append(
-            f"The length of the steps makes the variance of a parameter about {steps:.1%} too "
-            "large, and more along steep directions: lower step_size, and draw longer chains."
+            f"The length of the steps makes the variance of at least one parameter about {steps:.1%} "
+            "too large, and can increase the variance in other directions even more: lower step_size, "
+            "and draw longer chains."
         )
     if batches is not None and batches > _LARGEST_BIAS:
         found.append(
-            "The noise of the batches makes the variance of some linear function of the params up to "
+            "The noise of the batches may make the variance of a linear function of the params up to "
             f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg before "
             "the sampler."
         )

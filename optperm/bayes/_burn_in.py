@@ -35,7 +35,7 @@ class BurnInState(NamedTuple):
     then: Any
 
     def phases(self) -> list[tuple[Any, Any]]:
-        """Return the states of the optimizer of the burn-in and of the sampler, which always learns."""
+        """Return both states with flags. The sampler always learns, so its flag is always True."""
         return [(self.first, jnp.logical_not(self.switched)), (self.then, True)]
 
     def exact(self) -> list[Exact]:

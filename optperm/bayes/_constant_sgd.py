@@ -46,11 +46,11 @@ class ConstantSgdState(NamedTuple):
       steps: Number of steps that sampled.
       uneven: Number of estimates, in steps that sampled, for which the batch's gradient was not the mean
         of its examples' gradients.
-      left_out: Number of steps in which entries with a nonfinite gradient did not move.
+      left_out: Number of sampling steps that left out entries with a nonfinite gradient.
       freeze_after: The first step in which nothing is learned.
       key: The raw random key of the injected noise.
       scale: s = 2 S T / N of the last step.
-      limit: c of the last step.
+      limit: c times the `learning_rate` of the last step.
       kernel: The noise, the curvature and the basis of the steps.
       window: The statistics of the current window of the warm-up; () if a kernel was passed.
     """
@@ -71,7 +71,7 @@ class ConstantSgdState(NamedTuple):
         return ForLoop(draws_examples=True, num_data=self.kernel.num_data)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
-        """Return H g with the step sizes of the last update.
+        """Return H g with the step sizes of the last update, exactly only for a `learning_rate` of 1.
 
         Args:
           grads: g, a tree like the params.
@@ -79,7 +79,7 @@ class ConstantSgdState(NamedTuple):
         return self.kernel.precondition(grads, self.kernel.step_sizes(self.scale, self.limit))
 
     def warnings(self, params: Any = None) -> list[str]:
-        """Return the reasons why the steps do not sample, as far as Python can see them.
+        """Return reasons why draws may not follow the posterior, as far as Python can see them.
 
         Args:
           params: Not used.
@@ -133,11 +133,11 @@ def constant_sgd(
 
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
     :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. The noise of a step therefore has
-    the covariance :math:`(2 T / N) H` for any b. Near an optimum, the draws follow
-    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. In every
-    direction, the chain moves as fast as c and the noise of the batches allow, even if the posterior is
-    long and narrow. Without injected noise, this is the method of Mandt, Hoffman and Blei
-    (`optperm.mandt_sgd`); without noise from the batches, this is Langevin dynamics.
+    the covariance :math:`(2 T / N) H` for any such h. Near an optimum, the draws follow
+    :math:`N(\theta^*, T (N A)^{-1})`, to first order in c. In every direction, the chain moves as
+    fast as c and the noise of the batches allow, even if the posterior is long and narrow. Without
+    injected noise, this is the method of Mandt, Hoffman and Blei (`optperm.mandt_sgd`); without noise
+    from the batches, this is Langevin dynamics.
 
     In the burn-in, another optimizer moves the params to an optimum. From the second half of the burn-in
     to `freeze_after`, five windows estimate :math:`C`, :math:`a_i` (Hutchinson's estimator in the
@@ -156,20 +156,21 @@ def constant_sgd(
         "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
         examples.
       learning_rate: A factor that multiplies `stability` and `noise_ratio`, a number or a schedule. It
-        does not change the stationary distribution.
+        does not change the stationary distribution to first order in c.
       momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. At the same
         stability, momentum makes steps :math:`(1 + \mu) / (1 - \mu)` times as long.
       temperature: T, a factor that multiplies the posterior's covariance, a number or a schedule.
       stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
-        too large by a fraction of up to c / 2.
+        too large by a fraction of up to about c / 2.
       noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
-        The warm-up lowers :math:`\rho` if the noise varies with the params.
+        The warm-up lowers :math:`\rho` if the noise varies with the params or is correlated.
       burn_in: The number of steps before the first step that samples. With 0, the params do not move in
         the first half of `freeze_after`, in which the noise and the curvature are learned.
       freeze_after: The number of steps after which nothing is learned. None for twice `burn_in`, but at
         least `burn_in` + 1,000.
       burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
-        curvature; these steps reach distant optima and do not depend on the units of features.
+        curvature; these steps reach distant optima, and depend on the units of features only if they
+        reach their maximum length.
       key: A random key for the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
         its own noise. In your own loop, initialize the state of each chain with a different key.
       kernel: A kernel from `optperm.bayes.adapted_kernel`, for the same model, N, S and momentum. With a
@@ -208,11 +209,11 @@ def constant_sgd(
     Notes:
       Draw batches with replacement: in a shuffled epoch, the batches' noise is anticorrelated, and the
       draws are too narrow by a fifth or more. The loss must be a mean over examples. A loss that sums
-      examples, or mixes them as BatchNorm does, has different noise; `uneven` in the state counts the
-      estimates with such a loss. In a chain, put nothing that changes gradients (clipping,
-      `optperm.svrg`, weight decay) before this transformation, and nothing that scales updates after
-      it. The diagonal and scalar preconditioners take shorter steps if the noise is more correlated.
-      They keep all variances within a fifth of the posterior's, or warn (see
+      examples, or mixes them as BatchNorm does, has different noise; with "per_example", `uneven` in
+      the state counts the estimates that show such a loss. In a chain, put nothing that changes
+      gradients (clipping, `optperm.svrg`, weight decay) before this transformation, and nothing that
+      scales updates after it. The diagonal and scalar preconditioners take shorter steps if the noise is
+      more correlated. They keep all variances within a fifth of the posterior's, or warn (see
       `optperm.bayes.NoiseKernel` for the bound). With correlated features, they need many steps.
 
       With D params, the state of the full preconditioner contains two D x D matrices (one with
@@ -341,7 +342,7 @@ def _check_stable(stability: Any, learning_rate: Any) -> None:
 
 
 def _momentum(batch_size: int | jax.Array) -> Any:
-    """Return the default, with steps S times as long, since larger batches vary less in curvature."""
+    """Return the default, with steps min(S, 19) times as long: large batches vary less in curvature."""
     if checks.is_concrete_number(batch_size):
         return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
     size = jnp.asarray(batch_size, jnp.float32)

@@ -111,7 +111,7 @@ def _times(rho: np.ndarray, size: int) -> np.ndarray:
 
 
 def split_r_hats(values: np.ndarray) -> np.ndarray:
-    """Return the split R-hat of each entry without ranks; NaN for an entry that never moves.
+    """Return the split R-hat of each entry without ranks; NaN for an entry that is equal in all draws.
 
     Args:
       values: (chain, draw, entry), of at least four draws.

@@ -1,4 +1,4 @@
-r"""Bound the extreme eigenvalues of the noise correlation with the gradients of batches, if W = I.
+r"""Bound, from gradients of batches, the extreme eigenvalues of the noise correlation if W = I.
 
 E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", J. Math. Biology 15, 1982.
 """
@@ -48,7 +48,7 @@ class Extremes(NamedTuple):
 
 
 def restart(seen: Extremes, form: Form, noise: Any) -> Extremes:
-    """Return the start of a window with other noise, with unit probes that are zero without noise."""
+    """Return the start of a window with other noise; its unit probes are 0 in entries without noise."""
     has_noise = jax.tree.map(jnp.sign, noise)
 
     def unit(x: Any) -> Any:

@@ -109,8 +109,8 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
       = \frac{1}{S - 1} \left( \sum_n d_n d_n^T - S \bar d \bar d^T \right), \qquad d_n = g_n - g_S
 
     The center is the batch's gradient :math:`g_S`, which is known and close to the mean, so one pass
-    over the examples is enough. A gradient that is NaN in every entry belongs to no example: a loss that
-    divides by the batch's weights returns NaN for padding of weight 0.
+    over the examples is enough. A gradient that is NaN in every entry of its smallest leaf belongs to no
+    example: a loss that divides by the batch's weights returns NaN for padding of weight 0.
     """
     grad_fn, here = traced_once(batch.extras["per_example_grad_fn"], batch.params)
     center = zero_if_not_finite(optax.tree.cast(batch.grad, accumulation_dtype(batch.grad)))
@@ -138,7 +138,7 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
         raise ValueError(
             "'per_example' needs batches of at least 2 examples, got 1: use estimator='single_example'."
         )
-    _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
+    _check_size(here, batch, f"the batch of per_example_grad_fn has the size {here}")
     chunk_size = here
     if batch.chunk_size is not None or _takes_part(grad_fn):
         size = max(optax.tree.size(batch.params), 1)
@@ -165,7 +165,7 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
 
 
 def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Array) -> jax.Array:
-    """Return whether the mean of the examples' gradients differs by a tenth from the batch's gradient.
+    """Return whether the examples' mean gradient is over a tenth away from the batch's gradient.
 
     Args:
       batch: The batch.
@@ -185,7 +185,7 @@ def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Arra
 
 
 def _is_nan(rows: optax.Updates) -> jax.Array:
-    """Return whether each row is NaN everywhere, (rows,)."""
+    """Return whether each row is NaN in all entries of its smallest leaf, (rows,)."""
     # For speed, only the smallest leaf is checked
     leaves = jax.tree.leaves(rows)
     smallest = min((leaf for leaf in leaves if leaf.size), key=jnp.size, default=leaves[0])
@@ -199,7 +199,7 @@ def _along(numbers: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def single_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
-    r"""Return the covariance estimate from one example that is not in the batch.
+    r"""Return the covariance estimate from the batch and one example drawn independently of it.
 
     .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
     """
@@ -222,8 +222,8 @@ def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     here = batch_size // replicas
     if here < 2 or here * replicas != batch_size:
         raise ValueError(
-            f"'two_batches' halves the batch of each replica: batch_size {batch_size} must be a "
-            f"multiple of {replicas} replicas, with at least 2 examples each."
+            f"'two_batches' halves the batch of each replica: batch_size must be a multiple of the "
+            f"number of replicas, {replicas}, and at least twice this number, got {batch_size}."
         )
     _check_num_examples(batch)
     half = here // 2
@@ -265,8 +265,9 @@ def batch_gradients(
     # With replicas, the updates are another array, because the gradient is averaged
     if axis_name is None and any(one is not other for one, other in pairs):
         warnings.warn(
-            "The updates differ from the gradient in the extra arguments, so the draws do not follow "
-            "the posterior. Remove clipping, svrg, weight decay (use normal_prior) and MultiSteps.",
+            "The updates are not the gradient in the extra arguments. If another transformation has "
+            "changed them, the draws do not follow the posterior: remove clipping, svrg, weight decay "
+            "(use normal_prior) and MultiSteps.",
             stacklevel=2,
         )
     return BatchGradients(params, grad, extras, batch_size, chunk_size, axis_name)
@@ -295,8 +296,9 @@ def check_noise_arguments(
         raise ValueError(f"num_data must be at least batch_size, got {num_data} and {batch_size}.")
     if int(num_data) == int(batch_size) > 1:
         warnings.warn(
-            f"batch_size is num_data, {num_data}: the gradient of all examples has no noise, and draws "
-            "are too narrow. Draw small batches with replacement, or use sgld or sghmc.",
+            f"batch_size is num_data, {num_data}: if a batch contains all examples, its gradient has no "
+            "noise, and draws are too narrow. Draw small batches with replacement, or use sgld or "
+            "sghmc.",
             stacklevel=3,
         )
 
@@ -321,7 +323,7 @@ def _difference(one: optax.Updates, other: optax.Updates) -> optax.Updates:
 
 
 def _mask_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) -> optax.Updates:
-    """Return the gradients of unmasked params; raise unless they match params after `axes` axes."""
+    """Return gradients of unmasked params; raise unless they match params after `axes` leading axes."""
     grads = mask_like(grads, batch.params)
     shapes = jax.tree.map(lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[axes:], g.dtype), grads)
     checks.check_same_tree(name, shapes, batch.params, source="params", dtypes=False)
@@ -332,7 +334,7 @@ def _check_num_examples(batch: BatchGradients) -> None:
     """Raise if `optperm.evaluate` has evaluated a batch of another size."""
     here = getattr(batch.extras.get("grad_fn"), "num_examples", None)
     if here is not None:
-        _check_size(here, batch, f"grad_fn belongs to a batch of {here}")
+        _check_size(here, batch, f"the batch of grad_fn has the size {here}")
 
 
 def _check_size(here: int, batch: BatchGradients, what: str) -> None:
@@ -340,8 +342,9 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
     if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
         over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
-            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of that size, or "
-            "axis_name= for a batch on several devices. Instead of optax.MultiSteps, use chunk_size=."
+            f"batch_size is {batch_size}, but {what}{over}: pass batches of "
+            "batch_size examples, or axis_name= for a batch on several devices. If you use "
+            "optax.MultiSteps, use chunk_size= instead."
         )
 
 

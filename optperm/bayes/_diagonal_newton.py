@@ -44,8 +44,8 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
       u_k = -\frac{\eta_t}{d_k} m_k, \quad \eta_t = \frac{0.1}{1 + t / 100}
 
     with random signs z and :math:`D = \operatorname{diag}(d)^{-1/2}`, so that large curvatures do not
-    hide a small one. A step is at most 0.02 or 2% of the parameter, whichever is larger: about Adam's
-    step if there is no curvature. The number of steps grows with the logarithm of the distance.
+    hide a small one. A step is at most 0.02 or 2% of the parameter, whichever is larger, and has this
+    length without curvature. The number of steps to an optimum grows with the logarithm of its distance.
 
     Args:
       axis_name: The mapped axes over which the batch is spread, if any.

@@ -58,14 +58,15 @@ def sample_params(
       If `optax.partition` contains two of these methods, draw from them one after the other: pass the
       state of one part, then the state of the other part with the first draw as the params.
 
-      After n collections, `swag` has min(n, K) deviations. After a single collection, all draws are
-      equal.
+      After n collections, `swag` has min(n, K) deviations, and this number replaces K above. After a
+      single collection, all draws are equal. With rank 0, only :math:`\Sigma_{\mathrm{diag}}` counts,
+      without the factor 1/2.
 
       Before the first step of `ivon`, the draws have the variance
       :math:`1 / (\lambda (h_0 + \delta))`.
 
     Raises:
-      TypeError: If `key` is neither an int nor a key.
+      TypeError: If `key` is neither an int nor a key, or `num_draws` is not an int.
       ValueError: If `opt_state` does not contain exactly one such state; if params do not match the
         state; if `swag` has collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which
         would mix the gradients of several draws: use the mean loss over microbatches at one draw, or
@@ -127,8 +128,8 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       [1.0, 2.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one such state, or `swag` has collected no
-        params yet.
+      ValueError: If `opt_state` does not contain exactly one such state, the state has an axis of
+        models, or `swag` has collected no params yet.
     """
     state = find_state(opt_state, SwagState, method="swag")
     _check_one_model(state)
@@ -146,7 +147,8 @@ def _check_one_model(state: IvonState | SwagState) -> None:
 def _check_collected(state: SwagState) -> None:
     if can_be_seen(state.num_models) and not state.num_models:
         raise ValueError(
-            "swag has collected no params yet: update collects them at steps start, start + every, ..."
+            "swag has collected no params yet: update collects finite params at steps start, start + "
+            "every, ..."
         )
 
 

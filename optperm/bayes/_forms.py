@@ -40,7 +40,7 @@ class Diagonal(NamedTuple):
         return jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
 
     def coordinates(self, tree: Any, like: Any) -> Any:
-        """Return W^T g in float32 or wider, which is g here, without the entries masked in `like`."""
+        """Return W^T g, here g itself, in float32 or wider, without the entries masked in `like`."""
         return _widen(mask_like(tree, like))
 
     def flat(self, tree: Any) -> Any:
@@ -258,7 +258,7 @@ def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _eigh_of_part(matrix: jax.Array, is_inside: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return eigenvalues and eigenvectors of a part of a matrix; entries outside have -1, in front."""
+    """Return eigenpairs of a part of a matrix; entries outside come first, with the eigenvalue -1."""
     # Without the mask, rounding would put 1e-7 of the noise into entries without noise, and the next
     # window would mistake this rounding error for their noise
     is_both = is_inside[:, None] & is_inside[None]

@@ -76,7 +76,7 @@ class IvonState(NamedTuple):
         return fill_masked(jax.tree.map(draw, mean, self.hessian, noise), params)
 
     def warnings(self, params: optax.Params) -> list[str]:
-        """Return a warning if the first draws are as wide as the weights and Python can see this.
+        """Return a warning if the first draws are too wide for most leaves, as far as Python can see.
 
         Args:
           params: All params, before the first step.
@@ -94,8 +94,9 @@ class IvonState(NamedTuple):
         return [
             f"The first draws of ivon deviate by {deviation:.2g} = 1 / sqrt(num_data (hess_init + "
             f"weight_decay)), more than half of the root mean square of the weights in {wide} of "
-            f"{len(scales)} leaves (median {np.median(scales):.2g}), so the network would learn little. "
-            "Omit hess_init, or use a larger value."
+            f"{len(scales)} leaves (their median root mean square is {np.median(scales):.2g}), so the "
+            "network may learn little. Pass a larger hess_init, or omit it if you have passed a small "
+            "value."
         ]
 
 
@@ -136,9 +137,10 @@ def ivon(
         larger number makes the learned distribution narrower ("cold"), but not the first draws with
         `hess_init=None`.
       hess_init: :math:`h_0 > 0`. None sets the standard deviation of the first draws to a tenth of the
-        root mean square :math:`w` of the weights in all leaves with two or more axes,
-        :math:`1 / \sqrt{\lambda h_0} = 0.1\, w`; if these weights are zero, :math:`h_0` is 1. A smaller
-        :math:`h_0` makes the draws wider. With draws as wide as the weights, a network does not learn.
+        root mean square :math:`w` of the weights in all leaves with two or more axes (or in all leaves,
+        if none has two), :math:`1 / \sqrt{\lambda h_0} = 0.1\, w`; if these weights are zero,
+        :math:`h_0` is 1. A smaller :math:`h_0` makes the draws wider. With draws as wide as the weights,
+        a network does not learn.
       b1: :math:`\beta_1 \in [0, 1)`.
       b2: :math:`\beta_2 \in [0, 1)`. After T steps, the fraction :math:`\beta_2^T` of :math:`h` is still
         :math:`h_0`: see Notes. With :math:`\beta_2 = 0.9`, the draws of a network can become so wide
@@ -152,7 +154,7 @@ def ivon(
         draws. With `rescale_lr`, no entry then moves by more than `learning_rate` times :math:`\sigma_0`
         per step. `inf` for no limit.
       rescale_lr: If True, :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, which makes the
-        first step a step of SGD. If False, :math:`\alpha` is `learning_rate`.
+        first step, before clipping, close to a step of SGD. If False, :math:`\alpha` is `learning_rate`.
       axis_name: The mapped axis or axes over which :math:`\hat g` and :math:`\hat h` are averaged. Each
         replica has its own part of the batch and its own draw, from its own key.
 
@@ -180,8 +182,8 @@ def ivon(
       With the default `b2`, learning the Hessian takes about 100,000 steps. In a shorter run, all
       weights keep the standard deviation of the first draws, a tenth of the weights' root mean square.
       The noise regularizes, but the draws contain little information about the uncertainty.
-      `b2=1 - 3 / steps` makes the draws :math:`e^{3/2} = 4.5` times as wide by the end. A smaller `b2`
-      learns :math:`h`. If there are more weights than examples, the distribution then becomes wide,
+      `b2=1 - 3 / steps` makes the draws up to :math:`e^{3/2} = 4.5` times as wide by the end. A smaller
+      `b2` learns :math:`h`. If there are more weights than examples, the distribution then becomes wide,
       because `weight_decay` is a weak prior, and the likelihood is worse.
 
       The params are the mean, so you can evaluate the model at the params.
@@ -322,7 +324,7 @@ def ivon(
         if jax.tree.map(jnp.shape, given) == jax.tree.map(jnp.shape, (params, params)):
             raise ValueError(
                 f"updates and draw need a leading axis of {mc_samples} draws: optperm.training.fit and "
-                "optperm.with_loss make one draw per step, with mc_samples=1."
+                "optperm.with_loss make one draw per step, so pass mc_samples=1 for these."
             )
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
@@ -361,12 +363,13 @@ def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
 
 
 def _check_are_local(grads: Any, axis_name: AxisName) -> None:
-    """Raise if the types of the gradients show that they are sums or means over replicas already."""
+    """Raise if the types of the gradients show that the gradients are the same on all replicas."""
     tracked = varying_axes(jax.lax.axis_index(axis_name)).intersection(axis_names(axis_name))
     if tracked - varying_axes(grads):
         raise ValueError(
-            f"Gradients do not vary over the axis {axis_name!r}: they are sums or means over replicas. "
-            "Draw with jax.random.fold_in(key, jax.lax.axis_index(axis_name)), or pass no axis_name."
+            f"Gradients do not vary over the axis {axis_name!r}, as if they were sums or means over "
+            "replicas. Draw with jax.random.fold_in(key, jax.lax.axis_index(axis_name)), or pass no "
+            "axis_name."
         )
 
 

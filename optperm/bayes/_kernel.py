@@ -74,14 +74,14 @@ class NoiseKernel(NamedTuple):
       curvature: :math:`a`, of the same form: :math:`w_i^\top A w_i` corrected for momentum, for the
         spread of the batches' curvatures and for `excess`.
       noise_ratio: :math:`\rho`, the maximum ratio of the batches' noise to the injected noise.
-      stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, measured in the last window.
+      stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, estimated from the last window.
       excess: The factor that multiplies the :math:`a_i` to bring `stability` down to c.
       drift: The ratio of the noise in the last window to the noise in the window before.
       correlation: Bounds on the extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
-        :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`, two standard errors beyond the estimates of the last
-        window; 1 and 1 for the full preconditioner.
+        :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`, at least two standard errors beyond the estimates of the
+        last window; 1 and 1 for the full preconditioner.
       estimates: The number of estimates of C in the last window.
-      is_ready: Whether noise and curvature are known. Until then, no step is taken.
+      is_ready: Whether noise and curvature are known. Until then, no step samples.
       num_data: N.
       batch_size: S.
       momentum: :math:`\mu`.
@@ -121,7 +121,7 @@ class NoiseKernel(NamedTuple):
         return jax.tree.map(of_entry, self.noise, self.curvature)
 
     def injected(self, h: Any, scale: jax.Array) -> Any:
-        """Return b, of the form of the noise: the variance that makes a step's noise s / h.
+        """Return b, of the form of the noise: the variance to add to Lambda for a sum of s / h.
 
         Args:
           h: The steps.
@@ -158,7 +158,7 @@ def precondition(basis: Form, h: Any, grads: optax.Updates) -> optax.Updates:
 
 
 def adapted_kernel(opt_state: Any) -> NoiseKernel:
-    """Return the kernel that `optperm.constant_sgd` has learned, for its argument `kernel=`.
+    """Return the kernel that `optperm.constant_sgd` has learned or was given, for its argument `kernel`.
 
     Args:
       opt_state: The state of an optimizer that contains `optperm.constant_sgd`, in any nesting.
@@ -205,17 +205,20 @@ def check_kernel(
     """
     if not isinstance(kernel, NoiseKernel):
         raise TypeError(
-            f"kernel must be a NoiseKernel, got {type(kernel).__name__}. Orbax needs a target, such as "
-            "optperm.bayes.adapted_kernel(tx.init(params)) of a tx without kernel=."
+            f"kernel must be a NoiseKernel, got {type(kernel).__name__}. To restore a kernel with "
+            "Orbax, pass a target, such as optperm.bayes.adapted_kernel(tx.init(params)) of a tx "
+            "without kernel=."
         )
     if jnp.ndim(kernel.is_ready):
         raise ValueError(
-            f"kernel has an axis of {len(kernel.is_ready)} chains, each with its own kernel: pass "
-            "one kernel, jax.tree.map(lambda a: a[0], kernel)."
+            f"kernel has an axis of chains (of length {len(kernel.is_ready)}), each with its own: pass "
+            "one of them, such as jax.tree.map(lambda a: a[0], kernel)."
         )
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
         form = type(kernel.basis).__name__.lower()
-        raise ValueError(f"kernel is {form}, but preconditioner is {preconditioner!r}.")
+        raise ValueError(
+            f"kernel is {form}, but preconditioner is {preconditioner!r}: pass {form!r} or None."
+        )
     basis = type(kernel.basis)
     for name, found, wanted in (
         ("kernel.basis", kernel.basis, jax.eval_shape(basis.like, params)),
@@ -227,8 +230,11 @@ def check_kernel(
         if not (checks.is_concrete_number(number) and can_be_seen(found)):
             continue
         if jnp.ndim(found) or not np.isclose(float(found), float(number), rtol=1e-6):
-            raise ValueError(f"kernel is for {name}={found}, but {name} is {number}.")
+            raise ValueError(
+                f"kernel is for {name}={found}, but {name} is {number}: learn a new kernel."
+            )
     if can_be_seen(kernel.is_ready) and not np.all(np.asarray(kernel.is_ready)):
         raise ValueError(
-            "kernel is not ready: its warm-up has not measured the noise and the curvature yet."
+            "kernel is not ready: its warm-up has not measured the noise and the curvature yet. Take "
+            "more steps of the warm-up first."
         )

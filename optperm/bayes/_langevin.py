@@ -45,7 +45,7 @@ class SgldState(NamedTuple):
       gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Its product with the
         variance of the batch's gradient is the fraction by which the noise of the batches increases a
         variance.
-      left_out: Number of steps in which entries with a nonfinite gradient did not move.
+      left_out: Number of steps that left out entries with a nonfinite gradient.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -55,7 +55,7 @@ class SgldState(NamedTuple):
     left_out: Int32[Array, ""]
 
     def for_loop(self) -> ForLoop:
-        """Return that examples have to be drawn."""
+        """Return that batches must be drawn with replacement."""
         return ForLoop(draws_examples=True)
 
 
@@ -79,7 +79,7 @@ class SghmcState(NamedTuple):
     left_out: Int32[Array, ""]
 
     def for_loop(self) -> ForLoop:
-        """Return that examples have to be drawn."""
+        """Return that batches must be drawn with replacement."""
         return ForLoop(draws_examples=True)
 
 

@@ -56,13 +56,13 @@ class MandtSgdState(NamedTuple):
       unstable: Number of steps not taken because they would diverge.
       uneven: Number of estimates for which the batch's gradient was not the mean of its examples'
         gradients.
-      left_out: Number of steps in which entries with a nonfinite gradient did not move.
+      left_out: Number of sampling steps that left out entries with a nonfinite gradient.
       estimates: Number of estimates of C.
       covariance: The mean of the estimates: (D, D), a tree like params, or the mean of its diagonal.
       basis: The form of the preconditioner. W of the full form contains the eigenvectors of C.
       noise: :math:`\Lambda = W^\top C W`: the eigenvalues (D,), a tree like params, or one number.
       sizes: h of the last step, with the structure of `noise`.
-      stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)` as far as it is known.
+      stability: :math:`\eta \lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`; 0 before its first estimate.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
     """
 
@@ -92,7 +92,7 @@ class MandtSgdState(NamedTuple):
         return precondition(self.basis, self.sizes, grads)
 
     def warnings(self, params: Any = None) -> list[str]:
-        """Return the reasons why the steps do not sample, as far as Python can see them.
+        """Return reasons why draws may not follow the posterior, as far as Python can see them.
 
         Args:
           params: Not used.
@@ -105,8 +105,9 @@ class MandtSgdState(NamedTuple):
             return []
         if np.any(np.asarray(self.unstable) > 0):
             raise ValueError(
-                "No step was taken, because the steps would diverge: lambda_max(H A) must be below 2, "
-                f"but is {float(np.max(self.stability)):.3g}. Use constant_sgd, smaller batches, a "
+                "Steps were not taken, because they would diverge: lambda_max(H A) of the steps, "
+                "corrected for momentum, must be below 2, and the last estimate is "
+                f"{float(np.max(self.stability)):.3g}. Use constant_sgd, smaller batches, a "
                 "smaller max_step or more damping."
             )
         found = judge_stability(self.stability, self.steps, "max_step")
@@ -193,10 +194,11 @@ def mandt_sgd(
       True
 
     Notes:
-      Nonfinite estimates are ignored, and entries with a nonfinite gradient do not move. An entry
-      without noise has the step size `max_step`; without a limit, it does not move. If the noise
-      vanishes, as in a network that fits its data, step sizes diverge: set `max_step`. The full
-      preconditioner takes no step until it has seen 2 D examples. Draw batches with replacement.
+      Nonfinite estimates are ignored. Entries with a nonfinite gradient are left out of a step; with the
+      full preconditioner, all entries are left out. An entry without noise has the step size `max_step`;
+      without `max_step` and `damping`, it does not move. If the noise vanishes, as in a network that
+      fits its data, step sizes diverge: set `max_step`. Without `damping`, the full preconditioner takes
+      no step until it has seen about 2 D examples. Draw batches with replacement.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -320,7 +322,7 @@ def mandt_sgd(
 
 
 def _is_known(state: MandtSgdState, batch_size: Any, damping: Any) -> jax.Array:
-    """Return whether C is known; without damping, a full C needs 2 D examples."""
+    """Return whether C is known; without damping, a full C needs about 2 D examples."""
     needed = 2 * state.basis.num_needed(state.noise)
     is_enough = state.estimates * (batch_size - 1) >= needed
     return (state.estimates > 0) & (is_enough | (damping > 0))

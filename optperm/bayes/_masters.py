@@ -24,7 +24,7 @@ class MasterState(NamedTuple):
     Attributes:
       masters: The params in float32 or wider. After `apply_updates` of Optax or of this library, inside
         or outside `jax.jit`, the rounded masters equal the params bit for bit. If something else changes
-        the params, the masters restart from the new values.
+        an entry, its master restarts from the new value.
       inner: The sampler's own state.
     """
 
@@ -32,7 +32,7 @@ class MasterState(NamedTuple):
     inner: Any
 
     def draw(self, params: optax.Params, key: jax.Array) -> optax.Params | None:
-        """Return a draw of the params around their copies; None if the sampler does not draw.
+        """Return a draw of the params around the copies; None if the sampler does not draw.
 
         Args:
           params: All params.
@@ -100,7 +100,7 @@ def with_masters(
 
 
 def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
-    """Return the sampler's copy of the params, or the params themselves if there is no copy.
+    """Return the sampler's copy, or the params themselves unless one copy contains all params.
 
     Args:
       params: The params after a step.

@@ -1,4 +1,4 @@
-"""The maximum eigenvalue of H A, from a power iteration with the curvature of batches."""
+"""Estimate the maximum eigenvalue of H A by a power iteration with the curvature of batches."""
 
 from collections.abc import Callable
 from typing import Any

@@ -65,7 +65,7 @@ class Predictions(NamedTuple):
         shape = self.mean.shape
         if not shape or shape[-1] < 2:
             raise ValueError(
-                f"The last axis must have probabilities of at least two classes, got shape {shape}."
+                f"The last axis must have probabilities of at least two classes, got the shape {shape}."
             )
         if can_be_seen(self.mean):
             _check_rows(self.mean)
@@ -92,7 +92,7 @@ def _check_rows(probabilities: jax.Array) -> None:
         row = int(np.argmax(is_bad))
         raise ValueError(
             "The mean predictions must be at least 0 and each row must sum to one, but row "
-            f"{row} is {values[row][:8]}. Logits need jax.nn.softmax."
+            f"{row} begins with {values[row][:8]}. Logits need jax.nn.softmax in predict_fn."
         )
 
 
@@ -143,6 +143,7 @@ def posterior_predictive(
       TypeError: If `predict_fn` is not a function or does not return one array of real floating dtype,
         or `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not show which axes are
         chains.
+      ValueError: If the leading axes are empty, missing, or not the same in all leaves.
     """
     if not isinstance(samples, Samples | Ensemble):
         raise TypeError(f"samples must be Samples or an Ensemble, got {type(samples).__name__}.")
@@ -151,8 +152,8 @@ def posterior_predictive(
         shapes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params)}
         if len(shapes) != 1 or shapes & {(), (0,)}:
             raise ValueError(
-                "Ensemble takes params stacked along a leading axis: "
-                "jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)."
+                "Ensemble takes params stacked along a leading axis, not empty and the same in all "
+                "leaves: jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)."
             )
         params = jax.tree.map(lambda leaf: leaf[None], params)
     check_draws(params)

@@ -43,7 +43,7 @@ class PosteriorReport(NamedTuple):
       ess_bulk: The minimum bulk effective sample size.
       ess_tail: The minimum tail effective sample size, of the 5% and 95% quantiles.
       mcse: The maximum Monte Carlo standard error of a mean, divided by the standard deviation.
-      stability: :math:`\lambda_{\max}(H A)`; for constant SGD, times :math:`(1 - \mu) / (1 + \mu)`.
+      stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)` of constant SGD.
       noise_ratio: The maximum ratio of the batches' noise to the injected noise, chosen by the warm-up.
       drift: The ratio of the noise in the last window of the warm-up to the noise in the window before.
       step_bias: The maximum relative increase of a variance due to the step size of SGLD or SGHMC.
@@ -95,12 +95,13 @@ def posterior_report(
 
     The report warns if a rank-normalized split R-hat is above 1.01, an effective sample size is below
     400, chains diverge, or entries never move. For constant SGD, it warns if draws were taken before the
-    end of the warm-up, if the noise was still falling at its end, if :math:`\lambda_{\max}(H A)` is
-    above 0.5, or if gradients are not the mean of the examples' gradients. It also warns if the noise is
-    so correlated that the diagonal or scalar preconditioner changes a variance by more than a fifth. For
-    a kernel that was passed, it warns if the noise in `samples.batch_noise`, from
-    `optperm.bayes.sample`, changes variances by more than 30% on average. For SGLD and SGHMC, it warns
-    if the step size increases a variance by more than 5%. To first order, the relative increase is
+    end of the warm-up, if the noise was still falling at its end, if :math:`\lambda_{\max}(H A)`,
+    corrected for momentum, is above 0.5, or if gradients are not the mean of the examples' gradients. It
+    also warns if the noise is so correlated that the diagonal or scalar preconditioner changes a
+    variance by more than a fifth. For a kernel that was passed, it warns if the noise in
+    `samples.batch_noise`, from `optperm.bayes.sample`, changes variances by more than 30% on average.
+    For SGLD and SGHMC, it warns if the step size increases a variance by more than 5%. To first order,
+    the relative increase is
 
     .. math::
       \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
@@ -232,7 +233,7 @@ def warn_of_draws(samples: Samples) -> None:
 
 
 def _rounded(value: float) -> str:
-    """Return a figure for the table, with all digits of a count, or three or four of a float."""
+    """Return a figure for the table: counts in full, floats with four digits, or three decimals."""
     if isinstance(value, int):
         return str(value)
     return f"{value:.4g}" if value >= 10 else f"{value:.3f}"
@@ -260,9 +261,11 @@ def _judge_mixing(
     """Return warnings if chains have not mixed or have too few draws; `values` may omit entries."""
     r_hat, bulk, tail, _ = figures
     if values.shape[1] < _FEWEST:
-        return [f"There are {values.shape[1]} draws per chain, but R-hat needs {_FEWEST}."]
+        return [
+            f"R-hat needs at least {_FEWEST} draws per chain, got {values.shape[1]}: draw more."
+        ]
     if np.isnan([r_hat, bulk, tail]).any():
-        return ["R-hat and effective sample sizes are not known: too few draws differ."]
+        return ["R-hat and effective sample sizes are not known: too few finite draws differ."]
     found = [_describe_r_hat(r_hat, values, entries)] if r_hat > _LARGEST_R_HAT else []
     if min(bulk, tail) < _LEAST_ESS:
         found.append(
@@ -273,7 +276,7 @@ def _judge_mixing(
 
 
 def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
-    """Return the warning for a maximum R-hat that is too large, by whether there are enough draws."""
+    """Return the warning for a too large maximum R-hat, which depends on the number of draws."""
     sound = values[..., ~find_unmoved(values)]
     with np.errstate(invalid="ignore"):
         excess = split_r_hats(sound) - r_hat_limits(sound, entries)
@@ -313,38 +316,38 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     left_out = max((int(np.max(state.left_out)) for state in states), default=0)
     if left_out:
         found.append(
-            f"In {left_out} steps, some entries of the gradients were not finite. Such entries did not "
-            "move, so their draws do not follow the posterior."
+            f"In {left_out} of the steps of a chain, some entries of the gradients were not finite. "
+            "These entries were left out, so the draws do not follow the posterior."
         )
     unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
     if np.any(unmoved) and COLD not in found:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
-            "that their gradients are finite, and that sampling has begun."
+            "that their gradients are finite and not always 0, and that sampling has begun."
         )
     return found + _judge_rounding(samples)
 
 
 def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[str]:
-    """Return a warning if draws were taken before the sampler sampled."""
+    """Return a warning if draws were taken before the sampler sampled, or while it was learning."""
     before = int(np.max(state.count)) - drawn
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if not np.any(np.asarray(state.steps)) and np.all(np.asarray(state.count) > 0):
         return [
             "No step has sampled: all were burn-in, or the noise and the curvature are still unknown. "
-            "Check that gradients are finite, and pass a longer burn_in to draw_samples."
+            "Check that gradients are finite, and draw with a longer burn_in."
         ]
     if isinstance(state, ConstantSgdState):
         learning = int(np.max(state.freeze_after)) - before
         if learning > 0:
             return [
-                f"The first {learning} steps of the draws were taken while the warm-up was still "
-                "learning: pass burn_in=None to draw_samples."
+                f"The warm-up was still learning when the draws began (steps left: {learning}): "
+                "pass burn_in=None to draw_samples."
             ]
     if idle > before:
         return [
-            f"Some draws come from steps that did not sample: {idle} steps did not, and at most "
-            f"{before} of them were before the first draw. Pass a longer burn_in."
+            f"Some draws come from steps that did not sample: there are {idle} such steps in all, at "
+            f"most {before} of them before the draws. Pass a longer burn_in."
         ]
     return []
 
@@ -384,7 +387,7 @@ def describe_unchecked(
             "Whether the steps sample this posterior: the states of the sampler are missing."
         )
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
-        found.append(f"All entries except {_MOST_ENTRIES}, which are evenly spaced.")
+        found.append(f"All entries except evenly spaced entries, about {_MOST_ENTRIES} at most.")
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
         found.append(
@@ -406,7 +409,10 @@ def entries_of(draws: Any) -> np.ndarray:
     """Return draws as (chain, draw, entry) in float64, with about `_MOST_ENTRIES` entries at most."""
     leaves = _floating(draws)
     if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
-        raise ValueError("samples contains no draws: pass the result of draw_samples.")
+        raise ValueError(
+            "samples contains no draws in arrays (chain, draw, ...) of a real floating dtype: pass "
+            "the result of draw_samples."
+        )
     stride = -(-sum(int(np.prod(leaf.shape[2:])) for leaf in leaves) // _MOST_ENTRIES)
     parts = [np.asarray(leaf).reshape(*leaf.shape[:2], -1)[..., ::stride] for leaf in leaves]
     return np.concatenate([part.astype(np.float64) for part in parts], axis=-1)
@@ -423,7 +429,7 @@ def is_finite(tree: Any) -> bool:
 
 
 def _is_widening(values: np.ndarray) -> bool:
-    """Return whether a chain diverges: its second half is far wider, and it will overflow."""
+    """Return whether the second half of a chain is far wider than the first, as if it diverged."""
     half = values.shape[1] // 2
     if half < _LEAST_HALF:
         return False

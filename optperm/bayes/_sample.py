@@ -35,9 +35,9 @@ _BURN_IN = 1000
 # The maximum number of entries whose draws are ranked; 4,000 draws take 5 ms per entry.
 _MOST_RANKED = 200
 _UNSEEN = (
-    "In {:.2%} of the steps, the loss or the log prior was infinite, as outside the bounds of a prior, "
-    "but the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)) and "
-    "add the log of the Jacobian (u) to log_prior."
+    "In a fraction {:.2g} of the steps, the loss or the log prior was infinite or NaN, as outside the "
+    "bounds of a prior, but the gradient was finite: the draws ignore such bounds. Transform the "
+    "parameter (m = exp(u)) and add the log of the Jacobian (u) to log_prior."
 )
 
 Sampler = Callable[..., optax.GradientTransformation]
@@ -68,9 +68,9 @@ def sample(
     Batches are drawn from the data with replacement. With up to 4,096 params, the chains begin in pairs
     on either side of `params`, about 2 away in each entry, and L-BFGS on all examples moves each chain
     to an optimum. After the burn-in, each chain makes a tenth of `num_draws` draws, rounded up. The
-    chain is then displaced by twice the standard deviation of these draws. It makes and discards the
-    same number of draws again. R-hat therefore compares chains that began too far apart rather than too
-    close together. With up to 10 draws, there is no displacement.
+    chain is then displaced at random, by about twice the standard deviation of these draws. It makes and
+    discards the same number of draws again. R-hat therefore compares chains that began too far apart
+    rather than too close together. With up to 10 draws, there is no displacement.
 
     This function issues the warnings of `optperm.bayes.posterior_report`. With more than 200 entries, it
     ranks the draws of only the 200 entries that have mixed least.
@@ -149,7 +149,9 @@ def sample(
     data = jax.tree.map(jnp.asarray, data)
     num_data = checks.count_examples("data", data)
     if num_data < batch_size:
-        raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
+        raise ValueError(
+            f"batch_size must be at most the number of examples, {num_data}, got {batch_size}."
+        )
     with warnings.catch_warnings():
         # This warning is wrong here: N examples drawn with replacement have noise
         warnings.filterwarnings("ignore", "batch_size is num_data")
@@ -306,7 +308,7 @@ def _hand_over(
 ) -> tuple[optax.GradientTransformationExtraArgs, Any] | None:
     """Return a sampler with the kernels of the chains, and its states.
 
-    Return None if `sampler` does not accept `kernel=`, or has not learned a kernel.
+    Return None if `sampler` does not accept `kernel=`, or if a chain has not learned a kernel.
     """
     states = find_states(opt_state, ConstantSgdState)
     if len(states) != 1 or "kernel" not in inspect.signature(sampler).parameters:

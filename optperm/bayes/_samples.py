@@ -74,7 +74,10 @@ class Samples(NamedTuple):
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
             if name in arrays:
-                raise ValueError(f"Two leaves of params have the name {name!r}: rename a key.")
+                raise ValueError(
+                    f"Two leaves of params have the name {name!r}: rename a key, or pass another "
+                    "separator."
+                )
             is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
             arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
         return arrays

@@ -206,7 +206,7 @@ def _run_chains(
 
 
 def _is_shared(leaf: Any, num_chains: int) -> bool:
-    """Return whether a leaf has one integer per chain, the same in all chains."""
+    """Return whether a leaf has one integer or bool per chain, the same in all chains."""
     if isinstance(leaf, jax.core.Tracer) or jnp.shape(leaf) != (num_chains,):
         return False
     if is_key(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):

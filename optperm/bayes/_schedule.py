@@ -19,7 +19,7 @@ class Schedule(NamedTuple):
     """The steps of the warm-up.
 
     Attributes:
-      burn_in: The first step that samples.
+      burn_in: The first step that may sample.
       freeze_after: The first step in which nothing is learned.
       every: The number of steps from one estimate to the next.
     """
@@ -45,7 +45,7 @@ class Schedule(NamedTuple):
         return (count >= start) & (count < last) & ((count - start) % self.every == 0)
 
     def number(self, count: jax.Array) -> jax.Array:
-        """Return the number of estimates before a step in the window of the step."""
+        """Return the number of earlier estimates in the window that contains a step."""
         starts = [jnp.where(start <= count, start, 0) for start in self.ends()]
         return (count - functools.reduce(jnp.maximum, starts)) // self.every
 
@@ -72,7 +72,7 @@ def make_schedule(
     are_seen = are_seen and checks.is_concrete_number(freeze_after)
     # Without a burn-in, one window learns the noise, and another window learns the curvature
     if are_seen and int(freeze_after) < max(int(burn_in) + 1, 2):
-        numbers = f"{freeze_after} and {burn_in}"
+        numbers = f"freeze_after={freeze_after} and burn_in={burn_in}"
         raise ValueError(f"freeze_after must be above burn_in and at least 2, got {numbers}.")
     every = 1
     if are_seen and estimator == "per_example" and preconditioner in ("scalar", "diagonal"):

@@ -25,7 +25,9 @@ def search_starts(
 ) -> Any:
     """Return an optimum for each chain, or the params themselves if there are many params."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
-        raise ValueError("params are on a mesh with explicit axes: pass starts=.")
+        raise ValueError(
+            "params are on a mesh with explicit axes, for which there is no search: pass starts=."
+        )
     if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
     begun = _spread(params, key, num_chains)

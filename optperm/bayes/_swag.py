@@ -30,7 +30,8 @@ class SwagState(NamedTuple):
       num_models: :math:`n`, the number of collections.
       mean: :math:`\bar\theta` (stochastic weight averaging).
       squares: :math:`\sum_i (\theta_i - \bar\theta)^2`, for each entry.
-      deviations: The last :math:`\theta_i - \bar\theta_i`; deviation i is in row i modulo the rank.
+      deviations: The last :math:`\theta_i - \bar\theta_i`; deviation i, counted from 0, is in row i
+        modulo the rank.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]

@@ -57,9 +57,9 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
       TypeError: If the logits are not floating, or the labels are not integers.
       ValueError: If shapes do not match or there are no examples; or, unless arguments are traced, if
         logits are not finite or are probabilities, a label is out of range, or no temperature is best:
-        each label has the largest logit (the loss decreases as T tends to 0), or labels have no larger
-        logits than other classes (the loss decreases as T tends to infinity). With traced arguments, T
-        is NaN in these cases.
+        each label has the largest logit (the loss decreases as T tends to 0), or labels have on average
+        no larger logits than other classes (the loss decreases as T tends to infinity). With traced
+        arguments, T is NaN in these cases.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
@@ -68,9 +68,10 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     temperature, is_smallest, is_largest = _solve(jnp.asarray(logits), jnp.asarray(labels))
     if not isinstance(is_smallest | is_largest, jax.core.Tracer) and (is_smallest or is_largest):
         why = (
-            "each label has the largest logit, so the smallest temperature is best"
+            "each label has the largest logit, so the loss decreases as the temperature tends to 0"
             if is_smallest
-            else "the labels have no larger logits than other classes, so the largest one is best"
+            else "on average, the labels have no larger logits than other classes, so the loss "
+            "decreases as the temperature tends to infinity"
         )
         raise ValueError(f"No temperature is best: {why}. Pass more held-out examples.")
     return temperature
@@ -132,7 +133,9 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
     if not np.all(np.isfinite(rows)):
         raise ValueError("logits must be finite, got NaN or infinity.")
     if np.all(rows >= 0) and np.all(np.abs(rows.sum(axis=1) - 1) < 1e-2):
-        raise ValueError("logits are probabilities, whose rows sum to 1: pass their logarithms.")
+        raise ValueError(
+            "logits look like probabilities, whose rows sum to 1: pass their logarithms."
+        )
     low, high = int(np.min(labels)), int(np.max(labels))
     if low < 0 or high >= shape[1]:
         raise ValueError(f"labels must be in [0, {shape[1] - 1}], got {low if low < 0 else high}.")

@@ -176,7 +176,7 @@ def hand_over(
 def shortening(
     kernel: NoiseKernel, effective: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return lambda_max(H A) of the new kernel, and the factor on the a_i that reduces it to c.
+    """Return the stability of the new kernel, and the factor on the a_i that reduces it to c.
 
     The factor is needed because the a_i ignore interactions between directions. `effective` is
     lambda_max(H A) (1 - mu) / (1 + mu) of the old kernel.
@@ -209,7 +209,7 @@ def probe_lengths(kernel: NoiseKernel, h: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def probing_steps(seen: Window, kernel: NoiseKernel, h: Any) -> Any:
-    """Return steps for the measurement of curvature, none of which is zero or very long."""
+    """Return steps to measure curvature: none is very long, or zero after the first window."""
 
     def of_entry(length: jax.Array, size: jax.Array) -> jax.Array:
         length = jnp.where(length > 0, length, seen.typical.astype(length.dtype))

@@ -75,7 +75,7 @@ def learn(
     key: jax.Array,
     number: jax.Array,
 ) -> tuple[Window, jax.Array]:
-    """Return the statistics after one more batch, and whether its gradient was not its examples' mean.
+    """Return the statistics after one more batch, and whether it shows that the loss is no mean.
 
     `h` are the steps with which curvature is probed, `scale` is s, `key` is the raw key of z, and
     `number` is the number of estimates that the schedule has in this window before this step.
@@ -181,10 +181,10 @@ def curvature_bound(seen: Window, h: Any, momentum_factor: jax.Array) -> Any:
 
 
 def fraction_by_places(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Array) -> jax.Array:
-    """Return rho / (1 + rho) = 0.1 / sd(w^T C w h / s), where sd is over points of the chain.
+    """Return 0.1 phi / sd(w^T C w h / s), with the old phi = rho / (1 + rho) and sd over points.
 
-    With this limit, the noise of a step varies by at most a tenth between points. The stationary
-    distribution is exact only for constant noise.
+    With this limit on phi, the noise of a step varies by about a tenth or less between points. The
+    stationary distribution is exact only for constant noise.
     """
     relative = over(h, scale)
     level = jax.tree.map(

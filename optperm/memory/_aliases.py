@@ -48,7 +48,7 @@ def low_rank_adamw(
       eps: A constant that is added to the square root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params to which weight decay applies, as in `optax.adamw`.
-      every: As in `optperm.low_rank`, and so are all arguments below.
+      every: As in `optperm.low_rank`, like all arguments below.
       projection: The kind of basis.
       residual: The treatment of the part of a gradient outside the subspace.
       carry: Whether to carry moments over to a new basis.
@@ -122,7 +122,7 @@ def apollo_adamw(
       eps: A constant that is added to the square root of the second moment.
       weight_decay: :math:`\lambda`.
       mask: The params to which weight decay applies, as in `optax.adamw`.
-      every: As in `optperm.apollo`, and so are all arguments below.
+      every: As in `optperm.apollo`, like all arguments below.
       by: The part of a gradient that shares one factor.
       scale: A factor that multiplies the steps of projected leaves.
       limit: The maximum growth per step of the scaled gradient.

@@ -48,8 +48,8 @@ class ApolloState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      norm: q, of shape (...), the norm of each matrix's last step without the factor `scale`. It is 0
-        before the first step and for leaves at full rank.
+      norm: q, of shape (...), the last positive and finite norm of each matrix's step without the factor
+        `scale`. It is 0 before the first step, for leaves at full rank, and without a `limit`.
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
@@ -94,7 +94,7 @@ def apollo(
       )
 
     Args:
-      inner: The optimizer: a transformation without a learning rate that needs no params. None for
+      inner: The optimizer: a transformation that needs no params and has no learning rate. None for
         `optax.scale_by_adam()`. A complete optimizer works too; the step then has the sign of the
         optimizer's steps.
       rank: r, an integer of at least 1, or a fraction in (0, 1) of each leaf's smaller side.

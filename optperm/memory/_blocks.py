@@ -47,8 +47,8 @@ def encode(
 
     Returns:
       Codes in float8_e4m3fn, (..., n), or for 4 bits in uint8, (..., ceil(n / 2)); and exponents e in
-      int8, (..., ceil(n / 32)). The largest finite number of a block, divided by 2^e, is in (128, 256]
-      for 8 bits, and in (3, 6] for 4 bits.
+      int8, (..., ceil(n / 32)). The largest finite magnitude of a block (for roots, its root), divided
+      by 2^e, is in (128, 256] for 8 bits, and in (3, 6] for 4 bits.
     """
     n = x.shape[-1]
     x = _split(x.astype(jnp.float32), _find_group(x, n, form))
@@ -209,8 +209,8 @@ def _find_group(x: jax.Array, n: int, form: Form) -> int:
     g = math.gcd(n, 64) // 8 if parts is None else math.gcd(n // parts, BLOCK)
     if parts is not None and g < least:
         raise ValueError(
-            f"4 bits need an even number of entries on each device: a last axis of {n} is sharded over "
-            f"{parts} devices."
+            "4 bits need an even number of entries of a sharded last axis on each device, got "
+            f"{n // parts}: shard another axis, or use 8 bits."
         )
     return max(g, least)
 

@@ -80,7 +80,7 @@ def check_limit(limit: object) -> None:
 def limit_growth(
     norm: jax.Array, last: jax.Array, limit: float | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Return the divisor L that limits a step's growth to the factor gamma, and the limited norm.
+    r"""Return the divisor L that limits a step's growth to the factor gamma, and the next q.
 
     .. math::
       L = \max(\lVert S \rVert / (q + 10^{-8}), \gamma) / \gamma \text{ if } q > 0 \text{ else } 1,
@@ -89,7 +89,7 @@ def limit_growth(
     Args:
       norm: The norm of the step S.
       last: q, the norm of the last step; 0 before the first.
-      limit: :math:`\gamma`, or None for no limit.
+      limit: :math:`\gamma`, or None for no limit, which leaves q unchanged.
     """
     norm = unshard(norm)
     if limit is None:

@@ -80,9 +80,10 @@ class LowRankState(NamedTuple):
         zero before the first basis.
       next_refresh: For each matrix, the first step in which it may get its next basis; an array of shape
         (...). It is 0 before the first basis.
-      norm: q, of shape (...), the norm of each matrix's scaled residual in the last step. It is 0 before
-        the first step.
-      sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
+      norm: q, of shape (...), the last positive and finite norm of each matrix's scaled residual. It is
+        0 before the first step, and without a `residual` or a `limit`.
+      sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown or
+        without a `residual`.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
 
@@ -165,14 +166,15 @@ def low_rank(
         then unbiased, but noisy.
       carry: Whether to carry over the moments of Adam, Lion, EMA, trace, Muon and RMSProp. RAdam and
         Yogi share Adam's state and are treated as Adam. If False, moments do not change, and each new
-        basis vector has a nonnegative product with the last one. Adamax and ADOPT store other moments
-        in Adam's state; a trial step of `inner` on a few numbers detects these methods. Adamax's second
-        moment is carried over as a magnitude. ADOPT needs `carry=False`. If `inner` cannot take the
-        trial step, or first makes all entries equally large (signs), the state counts as Adam's.
+        basis vector has a nonnegative product with the vector that it replaces. Adamax and ADOPT store
+        other moments in Adam's state; a trial step of `inner` on a few numbers detects these methods.
+        Adamax's second moment is carried over as a magnitude. ADOPT needs `carry=False`. If `inner`
+        cannot take the trial step, or first makes all entries equally large (signs), the state counts as
+        Adam's.
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project, "smaller" or "larger". For a square matrix, "smaller" is
         the columns. "larger" gives a smaller state and a poorer subspace.
-      limit: The maximum factor by which the norm of S grows, at least 1, or None for no limit.
+      limit: The maximum factor by which the norm of S grows per step, at least 1, or None for no limit.
       dimension_numbers: The axes of the matrices to project: one `optax.contrib.GaLoreDimensionNumbers`
         for all leaves with two or more axes, a tree like params with None for full rank, or a function
         from params to such a tree. Axes that are not named are batch axes, along which each matrix has

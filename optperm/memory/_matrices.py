@@ -1,6 +1,6 @@
 """View the leaves of a tree as matrices, and select the leaves, axes and ranks of projections.
 
-All functions accept matrices of shape (..., d, k) and project the side of length d.
+Matrices have the shape (..., d, k), and the side of length d is projected.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ def plan_matrices(
             sides.append(min(d, k))
             if rank > min(d, k) and not is_found:
                 smaller = f"the smaller side {min(d, k)} of {name}"
-                raise ValueError(f"rank={rank} is above {smaller}: give None for that leaf.")
+                raise ValueError(
+                    f"rank={rank} is above {smaller}: lower the rank, or give None for this leaf."
+                )
             # A basis and two moments, d r + 2 r k numbers, must be smaller than two full moments, 2 d k
             is_smaller = d * r + 2 * r * k < 2 * d * k or not is_found
             found.append(matrix if r < min(d, k) and is_smaller else None)
@@ -188,8 +190,9 @@ def warn_of_full_rank(
     if dimension_numbers is None and 2 * full > total:
         warnings.warn(
             f"{method} leaves {full / total:.0%} of the entries in arrays with two or more axes at full "
-            "rank. optperm.memory.matrix_axes(params) shows how each leaf is classified. Pass the "
-            "axes of other leaves to it, and pass the result as dimension_numbers.",
+            "rank. optperm.memory.matrix_axes(params) shows how each leaf is classified. To "
+            "project other leaves, pass their axes to matrix_axes, and pass its result as "
+            "dimension_numbers.",
             UserWarning,
             stacklevel=2,
         )
@@ -294,7 +297,7 @@ def make_batch_zeros(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax
 
 
 def make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
-    """Make the low-rank leaf for the initialization of an optimizer: zeros, sharded like R."""
+    """Make the leaf that initializes an optimizer: zeros, sharded like R, or the leaf at full rank."""
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)

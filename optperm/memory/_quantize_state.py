@@ -123,9 +123,10 @@ def quantize_state(
       `inner` may include weight decay and a learning rate, which have no moments. Put `optax.masked`
       around this transformation, not inside. Rounding noise raises the maxima of second moments
       (AMSGrad) by 10% to 60% in a few thousand steps; use Adam for long runs. First moments below 1e-5
-      of the maximum of their block become 0. Second moments below 1e-10 of the maximum stay at the
-      smallest code, because dividing a first moment by a second moment of 0 would give an enormous step.
-      One outlier therefore slows its block until the moments forget it, so clip gradients first.
+      of the maximum of their block become 0 or about 1e-5 of it. Second moments below 1e-10 of the
+      maximum stay at the smallest code, because dividing a first moment by a second moment of 0 would
+      give an enormous step. One outlier therefore slows its block until the moments forget it, so clip
+      gradients first.
 
       Counts, keys, float64 moments, arrays without an axis, and unknown states are not quantized. `init`
       warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block

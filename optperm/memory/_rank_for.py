@@ -36,7 +36,7 @@ def rank_for(
       dimension_numbers: As in `optperm.low_rank`.
 
     Returns:
-      :math:`\rho`, a ratio in (0, 1), to pass as `rank` to `optperm.low_rank`.
+      :math:`\rho`, a multiple of 1/256 in (0, 1), to pass as `rank` to `optperm.low_rank`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -82,6 +82,6 @@ def rank_for(
         where = f"; the largest leaf at full rank is params{max(full)[1]}" if full else ""
         raise ValueError(
             f"words={words} cannot be reached: the smallest rank needs {count(1 / _STEPS):.2f} words "
-            f"per param{where}. See matrix_axes(params)."
+            f"per param{where}. Pass more words, or project more leaves (see matrix_axes)."
         )
     return max(fitting) / _STEPS

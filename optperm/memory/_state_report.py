@@ -45,9 +45,9 @@ class StateReport(NamedTuple):
 
     Attributes:
       leaves: For each leaf, in the order of the tree: `name` (its path), `shape`, `treatment`, `words`
-        of its state, `bytes`, and `words_per_param` (the words per entry). `treatment` is "full rank",
-        or for example "rank 4 of 16 x 64" for 16 x 64 matrices whose side of 16 is projected. It is
-        empty without a low-rank method.
+        of its state, `bytes`, and `words_per_param` (the words per entry). `treatment` is "full
+        rank", perhaps with "axes not named", or for example "rank 4 of 16 x 64" for 16 x 64 matrices
+        whose side of 16 is projected. It is empty without a low-rank method.
       other_words: The words of arrays that do not belong to a leaf, such as counts and keys.
       words: The words of the whole state. `bytes` is four times this number.
       words_per_param: The words of the whole state per parameter.
@@ -83,9 +83,9 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
 
     The report needs only shapes. A word is four bytes, so an entry of an int8 array or of a mask is a
     quarter of a word. An array belongs to a leaf if it is in a tree like params. The line "others"
-    includes the exponents of `optperm.quantize_state`, 1 / 32 of the bytes of its codes. If the
+    includes the exponents of `optperm.quantize_state`, one byte for up to 32 codes. If the
     optimizer contains `optperm.low_rank` or `optperm.apollo`, the report shows the rank of each leaf. A
-    leaf with three or more axes stays at full rank unless these axes are named.
+    leaf with three or more axes at full rank is marked "axes not named".
 
     Args:
       tx: Any optimizer.

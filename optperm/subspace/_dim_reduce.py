@@ -169,7 +169,7 @@ def dim_reduce(
       A step costs two passes over :math:`P`, and one evaluation of the loss per trial. Trials do not
       change the state of `inner`. The search rejects trials with a nonfinite loss, and makes no trials
       if the loss itself is not finite. If the gradient or its projection is not finite, the step is
-      skipped, and only the count changes.
+      skipped, and in the state, only `count`, `step_length` and `num_trials` change.
 
       Inside `optax.MultiSteps`, the search would follow the mean gradient of several batches but use the
       loss of the last batch. `optperm.subspace.set_basis` rejects this; inside `optperm.dldr`, it cannot

@@ -52,7 +52,7 @@ class DldrState(NamedTuple):
     is_restarted: Bool[Array, ""]
 
     def phases(self) -> list[tuple[Any, jax.Array | bool]]:
-        """Return the state of the second phase and, until the first phase ends, its state."""
+        """Return the states of both phases, each with a flag: whether this phase is running."""
         (subspace,) = _find_subspaces(self.second)
         return [(self.inner_state, ~subspace.is_set), (self.second, subspace.is_set)]
 
@@ -136,14 +136,14 @@ def dldr(
     Notes:
       Both phases are one optimizer, whose state has a fixed structure. One `jax.lax.scan` can therefore
       run through the switch, and training can resume from a checkpoint at any step. Snapshots take the
-      memory of m copies of the params, and the basis overwrites them. Under `jax.vmap` over independent
-      runs (not over an axis of replicas), every step computes both phases and the basis. If all
-      snapshots are equal (for `twa`: zero) or not finite, there is no subspace, and the first phase
+      memory of m float32 copies of the params, and the basis overwrites them. Under `jax.vmap` over
+      independent runs (not over an axis of replicas), every step computes both phases and the basis. If
+      all snapshots are equal (for `twa`: zero) or not finite, there is no subspace, and the first phase
       continues. `subspace.is_set` in the state of the subspace optimizer is then False.
 
       With `restart="last"`, the second phase continues from the params at the last snapshot, in the same
       step. Otherwise, this step sets the params exactly to the restart point (with
-      `optperm.apply_updates`), and the state holds a copy of the params until then.
+      `optperm.apply_updates`), and the state always holds one more copy of the params.
 
       If the gradient is not finite, both phases skip the step. If the subspace optimizer has an
       `axis_name`, both phases average gradients over this axis, all replicas record snapshots, and each
@@ -290,11 +290,13 @@ def _replace_subspace(second: Any, subspace: Any) -> Any:
 
 
 def _find_subspace(second: Any, num_snapshots: int) -> Subspace:
-    """Return the subspace of the subspace optimizer; raise if it needs more snapshots."""
+    """Return the only subspace of the second phase; raise if there is none, or too few snapshots."""
     found = _find_subspaces(second)
     if len(found) != 1:
         names = "dim_reduce, project or twa"
-        raise ValueError(f"subspace_optimizer must contain one of {names}, got {len(found)}.")
+        raise ValueError(
+            f"subspace_optimizer must contain exactly one of {names}, got {len(found)}."
+        )
     k = found[0].determined.size
     # Snapshots span one direction fewer after centering.
     least = k + found[0].is_centered

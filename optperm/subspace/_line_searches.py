@@ -57,7 +57,7 @@ class Line(NamedTuple):
       gk: g_k, the projected gradient.
       d: The direction, as coordinates.
       try_step: A function from c to v(c), the optimizer's step of length c, and the loss after the step.
-      predict: A function from v to g'v; None if v(c) = -c P'd, so that g'v(c) = c g_k'd.
+      predict: A function from v to g'v; None if v(c) = c P'd, so that g'v(c) = c g_k'd.
       sigma: The fraction of the predicted decrease that a trial must reach.
       rho: The maximum ratio of a length to the previous, rejected length.
       max_trials: The maximum number of trials.
@@ -98,7 +98,7 @@ class MindSpore:
     def search(
         self, line: Line, previous: QuasiNewtonState, current: QuasiNewtonState
     ) -> tuple[Outcome, QuasiNewtonState]:
-        """Try 1, rho, rho^2, ...; a failed search does not change the state."""
+        """Try 1, rho, rho^2, ...; a failed search changes only `rejections` in the state."""
 
         def judge(c: jax.Array) -> tuple[jax.Array, jax.Array]:
             _, loss = line.try_step(c)

@@ -92,8 +92,11 @@ def pca_basis(
     count = None if num_snapshots is None else jnp.asarray(valid, jnp.int32)
     basis, rank = _pca(snapshots, count, n_components)
     if not isinstance(rank, jax.core.Tracer) and rank < n_components:
-        spanned = f"The snapshots span {int(rank)} directions (0 if their squares are not finite)"
-        raise ValueError(f"{spanned}, fewer than n_components={n_components}.")
+        spanned = f"{int(rank)} (0 if their squares are not finite)"
+        raise ValueError(
+            f"The snapshots span too few directions around their mean: {spanned}, fewer than "
+            f"n_components={n_components}."
+        )
     return basis
 
 
@@ -203,7 +206,7 @@ def _find_coefficients(
     Args:
       gram: The inner products of the snapshots.
       n_components: k.
-      center: The matrix that centers the snapshots, or the identity, (m, m).
+      center: The matrix that centers the valid snapshots, or only selects them, (m, m).
 
     Returns:
       The matrix, the number of its nonzero rows, and whether rounding errors of the Gram matrix make

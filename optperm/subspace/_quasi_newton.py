@@ -61,7 +61,7 @@ def add_pair(
     pair: tuple[jax.Array, jax.Array, jax.Array],
     is_positive: jax.Array,
 ) -> QuasiNewtonState:
-    """Return the state with B updated from an inverse Hessian b with the pair (s, y), if y's > 0."""
+    """Return the state with B updated from b with the pair (s, y), if `is_positive` and s exists."""
     s, y, ys = pair
     is_used = state.has_last & is_positive
     # T = I - y s' / y's, B <- T' B T + s s' / y's

@@ -291,7 +291,8 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
         if find_states(accumulating, QuasiNewtonState):
             message = "dim_reduce inside optax.MultiSteps would use the loss of one batch only"
             raise ValueError(
-                f"{message}: use optperm.evaluate with the mean loss over all batches."
+                f"{message}: instead of MultiSteps, use optperm.evaluate with the mean loss over all "
+                "batches."
             )
     wanted = one_row(subspace.rows)
     basis = mask_like(without_variables(basis), wanted)
@@ -331,5 +332,5 @@ def _check_orthonormal(products: np.ndarray, basis: optax.Params) -> None:
     # Rounding to a dtype changes inner products of unit vectors by at most the epsilon of the dtype.
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(basis)]
     if not gaps[i, j] <= max(1e-3, *(2 * float(jnp.finfo(dtype).eps) for dtype in dtypes)):
-        rows = f"rows {i} and {j} is {products[i, j]:.6g}"
-        raise ValueError(f"basis must have orthonormal rows, but the product of {rows}.")
+        entry = f"entry [{i}, {j}] of their inner products is {products[i, j]:.6g}"
+        raise ValueError(f"basis must have orthonormal rows, but {entry}.")

@@ -49,7 +49,7 @@ def record_trajectory(
     Args:
       every: The number of steps from one snapshot to the next, at least 1.
       num_snapshots: The maximum number of snapshots, at least 1. Each snapshot takes as much
-        memory as the params.
+        memory as the params in `dtype`.
       dtype: The dtype of the snapshots. None for float32, or float64 for float64 params. With
         `jnp.bfloat16`, snapshots take half the memory, but lose changes below about 0.4% of a weight.
 
@@ -70,7 +70,7 @@ def record_trajectory(
 
     Notes:
       If the state is donated (`jax.jit(step, donate_argnums=...)`) or carried by a `jax.lax.scan`,
-      snapshots are written in place, and steps without a snapshot cost nothing.
+      snapshots are written in place, and steps without a snapshot cost almost nothing.
 
     Raises:
       TypeError: If a count is not an integer, or `dtype` or the dtype of a parameter is not real

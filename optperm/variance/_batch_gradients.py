@@ -16,7 +16,7 @@ BATCH_GRADIENT = {"grad_fn": "the gradient on this batch at given params"}
 def evaluate_gradient(
     params: optax.Params, grad_fn: GradFn, name: str = "grad_fn"
 ) -> optax.Updates:
-    """Return the value of a gradient function, with the given name, at params, as a tree like params."""
+    """Return the gradient from a function at params, a tree like params; `name` is for messages."""
     grads = mask_like(grad_fn(params), params)
     checks.check_same_tree(f"{name}(params)", grads, params, source="params", dtypes=False)
     return grads

@@ -141,7 +141,8 @@ def full_gradient(
             if gap:
                 wanted = "the mean of the losses of single examples (without BatchNorm)"
                 raise ValueError(
-                    f"With weights, loss_fn must be {wanted}: it differs by {gap:.3g}."
+                    f"With weights, loss_fn must be {wanted}: for the first batch, the loss differs "
+                    f"from this mean by {gap:.3g}."
                 )
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
         sums = sum_batch(params, batch, of_batch, arrays)
@@ -153,11 +154,12 @@ def full_gradient(
             jax.block_until_ready(total)
             total = _add(total, sums)
     if total is None:
-        raise ValueError("There are no examples in batches: was this generator used before?")
+        raise ValueError("There are no examples in batches: a generator can be used only once.")
     grad, weight = _divide(*total, axis_name=axis_name)
     if weights is not None and checks.is_concrete_number(weight) and not float(weight) > 0.0:
         wanted = "finite and not negative, and not all zero"
-        raise ValueError(f"weights must be {wanted}, got the sum {float(weight)}.")
+        got = f"{float(weight)} (nan if a weight is negative or not finite)"
+        raise ValueError(f"weights must be {wanted}, got the sum {got}.")
     return grad
 
 
@@ -300,7 +302,8 @@ def _count_batch(batch: Any) -> int:
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1:
         raise ValueError(
-            f"The leaves of a batch in batches must agree in their leading axis, got shapes {shapes}."
+            "The leaves of a batch in batches, except scalars, must agree in their leading axis, and at "
+            f"least one leaf must have an axis, got shapes {shapes}."
         )
     return int(sizes.pop())
 

@@ -37,7 +37,7 @@ class KatyushaState(NamedTuple):
     z: PyTree[Float[Array, "?*shape"], "Params"]
 
     def points(self) -> list[Any]:
-        """Return the points whose weighted average is the params."""
+        """Return y and z: the params are a weighted average of y, z and the snapshot."""
         return [self.y, self.z]
 
     def if_followed(self) -> str:

@@ -48,9 +48,9 @@ def svrg_learning_rate(
     Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often much higher,
     because the curvature during training is lower than at `params` or is in other directions. Therefore
     this function runs SVRG for some passes over the examples, first at :math:`\eta = 1 / \mathcal{L}_b`.
-    It halves the rate until the final loss is not higher than the loss at `params`. Then it doubles the
-    rate while the final loss decreases. If the first doubling does not help, it halves the rate while
-    the final loss decreases.
+    It halves the rate until the final loss is not higher than the loss at `params`. If it has not halved
+    the rate, it then doubles the rate while the final loss decreases. If it has, or if the first
+    doubling does not help, it halves the rate while the final loss decreases.
 
     Args:
       loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
@@ -62,8 +62,8 @@ def svrg_learning_rate(
       num_passes: The number of passes over the examples per trial, with a full gradient every two
         passes. With 0, the rate is :math:`1 / \mathcal{L}_b`. This rate may be 10% too large, because
         the curvatures are estimated with eight steps of power iteration.
-      chunk_size: The number of per-example losses to evaluate at once. The mean loss is evaluated on
-        all examples at once.
+      chunk_size: The number of examples whose curvatures are measured at once. The mean loss is
+        evaluated on all examples at once.
       key: The random key of the batches and of the initial vectors of power iterations: an int or a
         `jax.random.key`.
 
@@ -95,10 +95,10 @@ def svrg_learning_rate(
         number is not an integer, or this function is called under `jax.jit`.
       ValueError: If the examples' arrays have different lengths, there are fewer examples than in a
         batch, the loss or its curvature at `params` is not finite, the curvature is zero, the loss is a
-        sum over examples, or no rate lowers the loss.
+        sum over examples, or the loss rises with every rate.
 
     Warns:
-      RuntimeWarning: If the maximum curvature is negative, so the loss is not convex at these params.
+      RuntimeWarning: If the curvature of the largest magnitude is negative, so the loss is not convex.
 
     References:
       Sebbouh et al., `Towards closing the gap between the theory and practice of SVRG
@@ -124,7 +124,8 @@ def svrg_learning_rate(
     curvature, largest = jit_current(measure)(params, data, key)
     if curvature < 0:
         message = (
-            f"The loss is not convex here (curvature {float(curvature):.2g}): rates may be wrong."
+            f"The loss is not convex at these params (curvature {float(curvature):.2g}): the rate may "
+            "be too high or too low."
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     smoothness = _expect_smoothness(abs(float(curvature)), float(largest), n, batch_size)
@@ -144,8 +145,8 @@ def svrg_learning_rate(
         rate, factor = rate / 2, 0.5
         lowest = trial(rate)
     else:
-        raise ValueError(f"No rate down to {rate:.2g} lowers the loss from {here:.6g}.")
-    # Then double eta while the loss decreases, or halve it if the first doubling does not help
+        raise ValueError(f"No rate down to {rate:.2g} keeps the loss from rising above {here:.6g}.")
+    # Then double eta while the loss decreases. Halve it if it was halved, or if doubling does not help
     for index in range(_MOST):
         loss = trial(rate * factor)
         if loss < lowest:
@@ -158,7 +159,7 @@ def svrg_learning_rate(
 
 
 def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
-    """Raise if repeating each example changes the loss, as for a sum."""
+    """Raise if repeating each example changes the loss by over 1%, as for a sum."""
     twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), few)
     one, two = (
         float(checked_loss(loss_fn, params, batch, has_aux=False)[0]) for batch in (few, twice)
@@ -176,7 +177,7 @@ def _expect_smoothness(curvature: float, largest: float, n: int, b: int) -> floa
     smoothness += (n - b) / (b * rest) * largest if n > 1 else largest
     if not 0 < smoothness < float("inf"):
         says = "The curvature of the loss at these params must be positive and finite"
-        raise ValueError(f"{says}, got {smoothness:g}.")
+        raise ValueError(f"{says}, got the expected smoothness {smoothness:g}.")
     return smoothness
 
 

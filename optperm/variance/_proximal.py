@@ -64,8 +64,8 @@ def proximal(
       l1: :math:`\lambda_1 \ge 0`, the weight of the lasso, or of the elastic net with `l2`.
       l2: :math:`\lambda_2 \ge 0`, the weight of the ridge penalty.
       group: :math:`\lambda_g \ge 0`, the weight of the group lasso, or None for no groups. The weight of
-        a group is the square root of its size. Leaves with one axis, such as biases, have no groups. To
-        shrink a vector as one group, give it the shape (d, 1).
+        a group is the square root of its size. Leaves with fewer than two axes, such as biases, have no
+        groups. To shrink a vector as one group, give it the shape (d, 1).
       group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
         of a dense kernel, (1,) for the outgoing weights of each input.
       lower: The minimum value of an entry, such as 0.0 for nonnegative params.

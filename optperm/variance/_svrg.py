@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 FULL_GRADIENT = {
-    "full_grad_fn": "the gradient over all examples at given params (in fit by optperm.with_loss, or "
-    "for svrg, without every= and probability=, by "
-    "epoch_start=optperm.variance.take_snapshot): "
+    "full_grad_fn": "the gradient over all examples at given params (in fit, optperm.with_loss passes "
+    "this function; svrg does not need the function with epoch_start=optperm.variance.take_snapshot "
+    "instead of every= and probability=): "
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
 _IN_FIT = "pass epoch_start=optperm.variance.take_snapshot to fit for a snapshot before each epoch"
@@ -297,7 +297,8 @@ def correct_loopless(
     .. math::
       \tilde\theta_{t+1} = \text{at with probability p, else } \tilde\theta_t
 
-    The old snapshot is read before the new one overwrites its buffers. The first step uses its own.
+    The old snapshot is read before the new snapshot overwrites its buffers. The first step takes and
+    uses its own snapshot.
     """
 
     def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
@@ -333,7 +334,7 @@ def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
 def install_snapshot(
     old: Snapshot, params: optax.Params, full_grad: optax.Updates
 ) -> tuple[Snapshot, jax.Array]:
-    """Return the new snapshot, or else the old snapshot, and whether the new snapshot is finite."""
+    """Return the new snapshot if finite, else the old snapshot, and whether the new one is finite."""
     params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
     source = "the optimizer state"
     checks.check_same_tree("params", params, old.params, source=source)
@@ -377,7 +378,7 @@ def missing_snapshot(snapshot: Snapshot, advice: str = _ADVICE) -> list[str]:
     """Return a sentence if Python can see that there is no snapshot for the correction."""
     if not can_be_seen(snapshot.is_taken) or np.asarray(snapshot.is_taken).all():
         return []
-    return [f"svrg has no snapshot yet, so gradients pass through: {advice}."]
+    return [f"svrg has no snapshot yet, so gradients pass through unchanged: {advice}."]
 
 
 def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:

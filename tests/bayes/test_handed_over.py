@@ -109,7 +109,12 @@ def test_kernels_that_do_not_fit_are_refused_by_what_differs():
         ((N, S), {"momentum": 0.9}, w, "kernel is for momentum=0.5, but momentum is 0.9"),
         ((N, S), {"preconditioner": "full"}, w, "kernel is diagonal, but preconditioner is 'full'"),
         ((N, S), {"kernel": unready, "momentum": None}, w, "kernel is not ready"),
-        ((N, S), {"kernel": stacked}, w, r"axis of 3 chains.*jax.tree.map\(lambda a: a\[0\]"),
+        (
+            (N, S),
+            {"kernel": stacked},
+            w,
+            r"axis of chains \(of length 3\).*jax.tree.map\(lambda a: a\[0\]",
+        ),
         ((N, S), {"kernel": kernel._asdict()}, w, "must be a NoiseKernel, got dict"),
     ):
         tx = optperm.constant_sgd(*numbers, **{"kernel": kernel, "momentum": 0.5} | options)

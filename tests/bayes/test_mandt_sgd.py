@@ -243,5 +243,7 @@ def test_batches_of_another_size_are_refused():
     )
     for estimator in ("single_example", "two_batches"):
         tx = optperm.mandt_sgd(N, S, estimator=estimator)
-        with pytest.raises(ValueError, match=r"batch_size is 10, but grad_fn belongs to .* 3 "):
+        with pytest.raises(
+            ValueError, match=r"batch_size is 10, but the batch of grad_fn has .* 3: "
+        ):
             tx.update(e.grad, tx.init(w), w, **e.extra_args)

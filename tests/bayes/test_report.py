@@ -94,7 +94,10 @@ def test_figures_and_limits():
     late = autoregressive(0.3, (4, 100, 1))
     late[:, :50] = 0.0
     assert "diverge" not in report_of(samples_of(late))[0]
-    assert "There are 3 draws per chain" in report_of(samples_of(np.ones((2, 3, 1))))[0]
+    assert (
+        "needs at least 4 draws per chain, got 3: draw more"
+        in report_of(samples_of(np.ones((2, 3, 1))))[0]
+    )
     assert report_of(samples_of(np.ones((2, 1, 3))))[1].unmoved == 0
     held = autoregressive(0.3, (4, 100, 2))
     for chains, unmoved in ((1, 0), (slice(4), 1)):  # an entry that any chain moves has moved
@@ -150,14 +153,20 @@ def test_what_a_state_of_constant_sgd_tells():
     draws = autoregressive(0.3, (4, 1000, 3))
     assert report_of(samples_of(draws, kernel_state()))[0] == ""
     for changes, says in (
-        ({"count": 5000, "steps": 1000}, "first 4000 steps of the draws were taken while"),
+        (
+            {"count": 5000, "steps": 1000},
+            "still learning when the draws began (steps left: 4000): pass",
+        ),
         ({"steps": 0}, "No step has sampled"),
         ({"drift": 0.5}, "The warm-up has not converged"),
         ({"stability": 0.8}, "about 1.7 times what it should be"),
         ({"correlation": [0.1, 1.7]}, "up to 64% too large, in others up to 82% too small"),
         ({"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98}, "up to 21% too large"),
         ({"uneven": 900}, "not the mean of its examples' gradients"),
-        ({"left_out": 3}, "In 3 steps, some entries of the gradients were not finite"),
+        (
+            {"left_out": 3},
+            "In 3 of the steps of a chain, some entries of the gradients were not finite",
+        ),
         ({"scale": 0.0}, "The temperature is 0"),
     ):
         text, report = report_of(samples_of(draws, kernel_state(**changes)))
@@ -176,7 +185,7 @@ def test_what_a_state_of_constant_sgd_tells():
     [
         (None, None, None, "", "by the noise of the batches: not known here"),
         (None, 1e-3, 1e-3, "", ""),
-        (None, 8.0, 8.0, "The noise of the batches makes the variance", ""),
+        (None, 8.0, 8.0, "The noise of the batches may make the variance", ""),
         (None, 1e-3, None, "", "of the batches: its trace is used as a bound"),
         (2.0, 8.0, 8.0, "", "not checked with a preconditioner"),
     ],

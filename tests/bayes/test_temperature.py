@@ -51,10 +51,10 @@ def test_labels_for_which_no_temperature_is_best_are_refused():
     logits, _ = sample()
     few, ties = np.array([[300, 0, -1], [0, 500, 0]]), np.array([[5, 5, 0], [9, 1, 0]])
     for z, labels, says in (
-        (np.float32(logits), logits.argmax(axis=1), "smallest"),
-        (np.float32(logits), logits.argmin(axis=1), "largest"),
-        (np.float32(few), few.argmax(axis=1), "smallest"),
-        (np.float32(ties), ties.argmax(axis=1), "smallest"),
+        (np.float32(logits), logits.argmax(axis=1), "tends to 0"),
+        (np.float32(logits), logits.argmin(axis=1), "tends to infinity"),
+        (np.float32(few), few.argmax(axis=1), "tends to 0"),
+        (np.float32(ties), ties.argmax(axis=1), "tends to 0"),
     ):
         with pytest.raises(ValueError, match=rf"No temperature is best: .* {says}"):
             optperm.bayes.fit_temperature(z, labels)
@@ -96,7 +96,9 @@ def test_probabilities_and_single_logits_are_refused():
     probabilities = scipy.special.softmax(logits, axis=1)
     with pytest.raises(ValueError, match=r"two classes or more.*\(0, z\)"):
         optperm.bayes.fit_temperature(logits[:, :1], 0 * labels)
-    with pytest.raises(ValueError, match=r"^logits are probabilities, .*: pass their logarithms"):
+    with pytest.raises(
+        ValueError, match=r"^logits look like probabilities, .*: pass their logarithms"
+    ):
         optperm.bayes.fit_temperature(probabilities, labels)
     found, expected = (
         optperm.bayes.fit_temperature(z, np.argmax(logits + np.eye(3)[labels], axis=1))

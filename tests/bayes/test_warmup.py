@@ -218,7 +218,9 @@ def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
     w, rows = jnp.zeros(D), jnp.ones((S, D))
     extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: w, "grad": w}
     tx = optperm.constant_sgd(N, 9)
-    with pytest.raises(ValueError, match=r"batch_size is 9, but per_example_grad_fn gave .* 8"):
+    with pytest.raises(
+        ValueError, match=r"batch_size is 9, but the batch of per_example_grad_fn .* 8: "
+    ):
         jax.eval_shape(lambda state: tx.update(w, state, w, **extras), tx.init(w))
     tx = optperm.constant_sgd(N, S)
     with pytest.warns(UserWarning, match=r"gradient in the extra arguments.* and MultiSteps"):
