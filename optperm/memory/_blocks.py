@@ -100,10 +100,14 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
         x = jnp.where(_spread(e, x) == _NAN_BLOCK, jnp.nan, x)
     else:
         n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.int8)
-        c = _split(bits, _find_group(codes, n, form)).astype(jnp.int16)
-        # These are the bits of a float16 that is 2^-8 times the number
-        half = jax.lax.bitcast_convert_type(c << 7 & ~0x4000, jnp.float16).astype(jnp.float32)
-        x = jnp.where(c & _NAN == _NAN, jnp.nan, half) * _power(_spread(e + 8, half))
+        c = _split(bits, _find_group(codes, n, form)).astype(jnp.int32)
+        size = c & _NAN
+        # Codes are the leading bits of a float32, except for multiples of 2^-9 below 2^-6 (see `_fix`).
+        # There is no float16 on the way, because XLA cannot compile float16 for all processors.
+        normal = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
+        y = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
+        y = jnp.where(c < 0, -y, y)
+        x = jnp.where(size == _NAN, jnp.nan, y) * _power(_spread(e, y))
     top = float(jnp.finfo(dtype).max)
     if form in _ROOTS:
         x = jnp.minimum(x * x, top)
