@@ -123,7 +123,7 @@ class Layout:
             return
         size = checks.count_examples(name, batch, has_scalars=True) * jax.process_count()
         if size % self.replicas:
-            advice = "leave out the rest of an epoch, or pad it with examples of weight 0"
+            advice = "leave out the remaining examples, or pad the batch with examples of weight 0"
             says = (
                 f"{name} has {size} examples, which {self.replicas} replicas cannot share equally"
             )
