@@ -30,11 +30,12 @@ def permuted_params(
 ) -> optax.Params:
     """Return the exact weights of a permutation method: its initial weights in another order.
 
-    For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the given params
-    after a synchronization or, without params, the weights of the last synchronization.
+    For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the weights after
+    a synchronization of the given params or, without params, the weights of the last synchronization.
 
     Args:
-      opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
+      opt_state: The state of an optimizer with `optperm.sgperm`, `optperm.permute_by_cycles` or
+        `optperm.laperm` somewhere in it.
       params: The current params, from which leaves that another optimizer trains are taken. Without
         params, these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its variables.
       output_axes: As passed to `optperm.laperm`; not needed for `optperm.sgperm`.
