@@ -30,8 +30,8 @@ def permuted_params(
 ) -> optax.Params:
     """Return the exact weights of a permutation method: its initial weights in another order.
 
-    For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the weights after
-    a synchronization of the given params or, without params, the weights of the last synchronization.
+    For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the weights
+    after a synchronization of the given params or, without params, after the last synchronization.
 
     Args:
       opt_state: The state of an optimizer with `optperm.sgperm`, `optperm.permute_by_cycles` or

@@ -102,7 +102,7 @@ class Layout:
         return jax.make_array_from_process_local_data(sharding, host, shape)
 
     def put_batch(self, batch: Any, *, local: bool) -> Any:
-        """Place a batch, divided equally among devices or else replicas, or else whole on each device."""
+        """Place a batch, divided equally among devices or else replicas, or else on each device."""
         if self.mesh is None:
             return batch
         several = jax.process_count() if local else 1
@@ -231,8 +231,8 @@ def choose_layout(
     axes = layout.mesh.axis_names
     if not set(mapped) <= set(axes):
         known = ", ".join(map(repr, axes))
-        says = f"axis_name {axis_name!r} is not in the mesh, or not entirely"
-        raise ValueError(f"{says}: the axes of the mesh are {known}.")
+        says = f"must name axes of the mesh, whose axes are {known}"
+        raise ValueError(f"axis_name {axis_name!r} {says}.")
     if not set(mapped) <= set(axis_names(layout.batch[0])):
         if isinstance(mesh, NamedSharding):
             says = f"axis_name {axis_name!r} must name axes that shard the examples of a batch"
