@@ -126,9 +126,8 @@ def laperm(
       test or save a network between synchronizations.
 
       If k is too small, hardly any weight passes a neighbor before the next synchronization, and the
-      network hardly learns. Try values between a few synchronizations per epoch and one synchronization
-      every few epochs. Initialize biases at random, or train them with another optimizer
-      (`optax.partition`).
+      network hardly learns. Try values from a fraction of an epoch to a few epochs. Initialize biases at
+      random, or train them with another optimizer (`optax.partition`).
       Scalars keep their values. The inner state is neither reset nor permuted: it belongs to positions,
       not to weights.
 
