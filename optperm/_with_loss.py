@@ -25,7 +25,7 @@ class WithLossState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      key: Data of the threefry key from which every batch is drawn.
+      key: Data of the threefry key from which batches, examples and draws of params are drawn.
       inner_state: State of `inner`.
     """
 
@@ -94,7 +94,7 @@ def with_loss(
     Raises:
       TypeError: If the loss is not a real scalar, `batch_size` is not an integer, or `key` is neither an
         int nor a random key.
-      ValueError: If `batch_size` is below 1, or the leaves of `data` differ in length.
+      ValueError: If `batch_size` is below 1, or the leaves of `data` differ in length or are empty.
     """
     inner = checks.as_optimizer("inner", inner)
     data = jax.tree.map(jnp.asarray, data)

@@ -25,8 +25,9 @@ _MOVING_WRAPPERS = {
     "optax.lookahead": optax.LookaheadState,
 }
 _OVERRIDDEN = (
-    "In an optax.chain, a transformation follows a method that sets exact params, so its changes to the "
-    "updates are not applied. Put it before that method, or give it other params (optax.partition)."
+    "In an optax.chain, a transformation follows a method that sets exact params, so the changes that "
+    "the transformation makes to the updates are not applied. Put the transformation before the method, "
+    "or give it other params (optax.partition)."
 )
 _STATE = (
     "the optimizer state (optax.flatten and split_real_and_imaginary around a method that sets exact "
@@ -268,7 +269,7 @@ def check_no_averages(opt_state: Any, method: str) -> None:
         if find_states(opt_state, state_type):
             raise ValueError(
                 f"{name} inside {method} stores its own params, and {method} cannot keep these "
-                "exact. Use another optimizer."
+                "params exact. Use another optimizer."
             )
 
 
@@ -277,8 +278,8 @@ def _check_wrappers(opt_state: Any) -> None:
     for name, state_type in _MOVING_WRAPPERS.items():
         if any(map(exact_entries, find_states(opt_state, state_type))):
             raise ValueError(
-                f"{name} may not wrap a method that sets exact params, such as zeros, because the "
-                f"params in {name} would not follow. Put {name} inside the method, as its optimizer."
+                f"{name} may not wrap a method that sets exact params, such as zeros, because {name} "
+                f"stores params without these exact values. Use the method without {name}."
             )
 
 

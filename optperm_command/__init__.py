@@ -6,7 +6,7 @@ from types import FrameType
 
 
 def main() -> int:
-    """Run the command line."""
+    """Run the command line, and return the exit code."""
     signal.signal(signal.SIGINT, _leave)
     from optperm.cli.main import main as run  # noqa: PLC0415 - imports all of JAX
 

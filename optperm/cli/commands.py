@@ -80,7 +80,7 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
     accuracy = models.measure_accuracy(models.build(spec), params, found.x_test, found.y_test)
     if data is None and accuracy != (tested := summary["test_accuracy"]):
         says = f"the test accuracy is {accuracy}, but summary.json says {tested}"
-        raise CliError(f"{says}: the data have changed, or the kind of device differs.")
+        raise CliError(f"{says}: the data have changed, or versions or the kind of device differ.")
     print(f"test accuracy {accuracy:.4f}")
     return 0
 

@@ -158,8 +158,9 @@ def _make_dataset(name: str, source: str, arrays: dict[str, np.ndarray]) -> Data
 def _scale_inputs(source: str, key: str, inputs: np.ndarray) -> np.ndarray:
     is_image = inputs.dtype == np.uint8
     if not (is_image or inputs.dtype.kind == "f") or inputs.ndim < 2 or not inputs.size:
-        wanted = "uint8 or floating, with an axis of examples and at least one more"
-        raise CliError(f"{source}: {key} must be {wanted}, got {inputs.dtype}{list(inputs.shape)}.")
+        wanted = "uint8 or floating, not empty, with an axis of examples and at least one more"
+        came = f"{inputs.dtype}{list(inputs.shape)}"
+        raise CliError(f"{source}: {key} must be {wanted}, got {came}.")
     with np.errstate(over="ignore"):  # the check below counts values that overflow
         values = inputs.astype(np.float32)
     if bad := np.count_nonzero(~np.isfinite(values)):

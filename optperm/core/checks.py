@@ -1,7 +1,7 @@
 """Check arguments. Messages state the value, the allowed values and, if useful, advice.
 
-Each check sees only what Python can see. Traced numbers and trees (under `jax.jit` or
-`optax.inject_hyperparams`) pass unchecked, as do schedules.
+Each check sees only what Python can see. The values of traced numbers and arrays (under `jax.jit` or
+`optax.inject_hyperparams`) pass unchecked, and so do the values of schedules.
 """
 
 import reprlib
@@ -13,7 +13,8 @@ import numpy as np
 import optax
 
 _ADVICE = (
-    "Give other leaves to another optimizer with optax.partition, or mask them with optax.masked."
+    "Give leaves of other dtypes to another optimizer with optax.partition, or mask them with "
+    "optax.masked."
 )
 _ADVICE_COMPLEX = (
     "Train real and imaginary parts as two real arrays that the loss combines. A method without extra "
@@ -29,7 +30,7 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def is_concrete_number(value: object) -> TypeGuard[float | np.ndarray | jax.Array]:
-    """Return whether a number has a known value, and is neither traced nor a schedule."""
+    """Return whether a number has a known value: it is neither traced nor a schedule."""
     return not callable(value) and not isinstance(value, jax.core.Tracer)
 
 
@@ -58,12 +59,13 @@ def check_in_range(
       advice: A sentence with advice at the end of the message.
 
     Raises:
-      TypeError: If `value` is a bool or not a number.
-      ValueError: If `value` is NaN, infinite or out of range.
+      TypeError: If `value` is a bool or not a real number.
+      ValueError: If `value` is NaN, infinite, out of range or not a single number.
     """
     if isinstance(value, jax.core.Tracer) or (may_be_schedule and callable(value)):
         return
-    number = _as_scalar(name, value, "a number or a schedule" if may_be_schedule else "a number")
+    wanted = "a real number or a schedule" if may_be_schedule else "a real number"
+    number = _as_scalar(name, value, wanted)
     if not (low <= number <= high and abs(number) <= LARGEST_FLOAT32):
         limits = f"at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g}]"
         limits = "finite in float32" if low <= number <= high else limits
@@ -79,7 +81,7 @@ def check_decay(name: str, value: object) -> None:
     """
     if isinstance(value, jax.core.Tracer):
         return
-    number = _as_scalar(name, value, "a number")
+    number = _as_scalar(name, value, "a real number")
     if not (0 <= number < 1 and np.float32(number) < 1):
         raise ValueError(f"{name} must be in [0, 1) in float32, got {value!r}.")
 
@@ -93,7 +95,7 @@ def check_positive(name: str, value: object, high: float = float("inf")) -> None
     """
     if (
         not isinstance(value, jax.core.Tracer)
-        and not 0 < _as_scalar(name, value, "a number") <= high
+        and not 0 < _as_scalar(name, value, "a real number") <= high
     ):
         limit = "" if high == np.inf else f" and at most {high:g}"
         raise ValueError(f"{name} must be above 0{limit}, got {value!r}.")
@@ -102,7 +104,7 @@ def check_positive(name: str, value: object, high: float = float("inf")) -> None
 def _as_scalar(name: str, value: object, wanted: str) -> float:
     array = np.asarray(value)
     if not is_real(array.dtype):
-        advice = ": call the schedule first" if callable(value) else ""
+        advice = ": pass the value of the schedule at a step" if callable(value) else ""
         raise TypeError(f"{name} must be {wanted}, got {value!r}{advice}.")
     if array.ndim:
         raise ValueError(f"{name} must be a single number, got an array of shape {array.shape}.")
@@ -129,11 +131,11 @@ def check_count(
 
 
 def check_static_count(name: str, value: object) -> None:
-    """Raise unless `value` is a Python integer of at least 1, on which shapes may depend.
+    """Raise unless `value` is a Python or NumPy integer of at least 1, on which shapes may depend.
 
     Raises:
       TypeError: If `value` is a JAX array, traced or not, or not an integer.
-      ValueError: If `value` is below 1.
+      ValueError: If `value` is out of range.
     """
     if isinstance(value, jax.Array):
         raise TypeError(
@@ -184,7 +186,7 @@ def check_key(name: str, value: Any) -> None:
 
     Raises:
       TypeError: If `value` is none of these.
-      ValueError: If an int is negative or has more than 32 bits, which JAX would drop.
+      ValueError: If an int is negative or has more than 32 bits, of which JAX would drop some.
     """
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -194,7 +196,7 @@ def check_key(name: str, value: Any) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     is_array = shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
     if not (is_number or is_array):
-        message = "must be an int or a random key, such as jax.random.key(0)"
+        message = "must be an int or a single random key, such as jax.random.key(0)"
         raise TypeError(f"{name} {message}, got {value!r}.")
     check_count(name, value, minimum=0, maximum=2**32 - 1)
 
@@ -311,7 +313,8 @@ def check_axis_name(name: str, value: object) -> None:
     """Raise a TypeError unless `value` is None, the name of a mapped axis or a tuple of names."""
     names = value if isinstance(value, tuple) else (value,)
     if value is not None and not all(isinstance(each, str) for each in names):
-        raise TypeError(f"{name} must be the name of a mapped axis, or a tuple, got {value!r}.")
+        wanted = "the name of a mapped axis, or a tuple of names"
+        raise TypeError(f"{name} must be {wanted}, got {value!r}.")
 
 
 def is_bound(axis_name: str | tuple[str, ...]) -> bool:

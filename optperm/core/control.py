@@ -25,7 +25,7 @@ def cond(
     sharding from the branch that shards it, since zeros like an array outside `jax.jit` are not sharded.
     A Python bool chooses the branch while tracing. Outside `jax.jit`, where JAX would compile a
     conditional in every call, the false branch, which most steps take, is called as a function. Invalid
-    arguments of the other branch then raise only when this branch runs.
+    arguments of the true branch then raise only when the true branch runs.
     """
     if isinstance(predicate, bool):
         return (true_fn if predicate else false_fn)(*operands)
@@ -79,7 +79,7 @@ def _is_known_to_be_false(predicate: Any) -> bool:
 
 
 def both(flag: jax.Array, other: jax.Array) -> jax.Array:
-    """Return whether both flags are true, as the smaller flag, from a sort.
+    """Return whether both flags are true, computed with a sort as the smaller flag.
 
     Without a sort in a loop, XLA on a CPU classifies the loop as small and compiles it as one function,
     which takes minutes for many leaves.

@@ -23,14 +23,14 @@ _read_types = operator.attrgetter("aval", "sharding", "committed")
 def jit_current(
     function: Callable[..., _T], *, donate_argnums: tuple[int, ...] = (), out_shardings: Any = None
 ) -> Callable[..., _T]:
-    """Compile a function like `jax.jit`, but never use a program with old values of outside variables.
+    """Compile a function as `jax.jit` does, but never with old values of outside variables.
 
-    `jax.jit` finds a program by the function alone, and does not notice that a global, an attribute or a
-    captured value has changed. (JAX also keeps the traces of functions that are passed to
-    `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`; such functions keep their old values.) The
+    `jax.jit` finds a program by the function and the types of its arguments, and does not notice that a
+    global, an attribute or a captured value has changed. (JAX also keeps the traces of functions that
+    are passed to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`; these keep their old values.) The
     returned function traces again, once for each type of its arguments, so make it in each call of a
-    public function. A program is compiled only if no earlier program has the same text, or if it calls
-    host functions or contains captured arrays of more than 2**18 entries.
+    public function. A program is compiled only if no recent program has the same text, or if its text is
+    not complete, as with calls of host functions or captured arrays of more than 2**18 entries.
 
     Args:
       function: A function of trees of arrays, given by position. It may be unhashable.
@@ -110,7 +110,5 @@ def _check_processes(digest: bytes) -> None:
     """Raise in all processes if their programs differ, because exchanges would wait forever."""
     digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
     if (digests != digests[0]).any():
-        advice = (
-            "functions, periods such as every, rates and other numbers must be the same in each"
-        )
-        raise ValueError(f"The processes compiled different programs: {advice}.")
+        advice = "pass the same functions, periods (such as every), rates and other numbers in each"
+        raise ValueError(f"The processes compiled different programs: {advice} process.")

@@ -28,7 +28,7 @@ def key_data(key: int | jax.Array) -> jax.Array:
 
 
 def as_key(data: jax.Array) -> jax.Array:
-    """Return the key with the given raw data."""
+    """Return the threefry key with the given raw data."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 

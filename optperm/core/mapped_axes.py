@@ -30,7 +30,7 @@ def varying_axes(*trees: Any) -> frozenset[str]:
 
 
 def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
-    """Mark each leaf as varying over the given axes, unless the leaf already varies."""
+    """Mark each leaf as varying over the given axes, in addition to its own axes."""
 
     def mark(leaf: Any) -> Any:
         missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
@@ -40,7 +40,7 @@ def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
 
 
 def varying_zeros(like: Any, dtype: Any, shape: tuple[int, ...] = ()) -> jax.Array:
-    """Return zeros, or a single zero, that vary over all axes over which leaves of a tree vary."""
+    """Return zeros, or a single zero, that vary over each axis over which a leaf of `like` varies."""
     return mark_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
@@ -181,9 +181,9 @@ def _combine(
         if batch_axis is None:
             # The predicate would be batched, and the conditional would become a selection.
             raise ValueError(
-                f"Under a jax.vmap without axis_name (size {axis_size}), an optimizer that counts its "
-                "steps would exchange in every step: if the vmap maps replicas, name its axis and pass "
-                "the name to the optimizer; otherwise pass commit=."
+                f"Under a jax.vmap whose axis (size {axis_size}) is not in the optimizer's axis_name, "
+                "an optimizer that counts its steps would exchange in every step: if the vmap maps "
+                "replicas, name its axis and pass the name to the optimizer; otherwise pass commit=."
             )
         # Any other vmap maps independent trees. Combine each tree, and move the vmap's axis in front.
         result = _combine(tree, names, of_rows, of_devices, batch_axis)

@@ -1,4 +1,4 @@
-"""Random numbers with the shapes of params, the same on all replicas and in resumed runs."""
+"""Draw random numbers with the shapes of params; equal keys give equal numbers on all replicas."""
 
 import functools
 import zlib
@@ -73,7 +73,7 @@ def normal(
 
 
 def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
-    r"""Return independent numbers with the first five moments of a normal, like `normal_like`.
+    r"""Return independent numbers like `tree` with the first five moments of a standard normal.
 
     .. math::
       P(\xi = \sqrt 3) = P(\xi = -\sqrt 3) = \tfrac16, \quad P(\xi = 0) = \tfrac23: \qquad
@@ -87,7 +87,7 @@ def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
 
 
 def signs_like(data: jax.Array, tree: optax.Params) -> Any:
-    """Return independent random signs, 1 and -1, like `normal_like`."""
+    """Return independent random signs, 1 or -1, like `tree`."""
     return _map_paths(_sign, data, tree)
 
 
@@ -125,7 +125,7 @@ def _sign(word: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _words(data: jax.Array, number: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return 32 random bits per entry of a leaf, from its position; each shard draws its own part."""
+    """Return 32 random bits per entry of a leaf, from the entry's position; shards draw their parts."""
     return threefry(data, jnp.full(shape, number), _places(shape))[0]
 
 

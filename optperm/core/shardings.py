@@ -94,7 +94,7 @@ def unshard(tree: Any) -> Any:
 
 
 def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
-    """Return one entry along each leading axis, which may be sharded; other axes stay sharded."""
+    """Index the leading axes of a leaf, which may be sharded; the other axes stay sharded."""
     sharding = explicit_sharding(leaf)
     if sharding is None:
         return leaf[indices]

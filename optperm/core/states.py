@@ -101,8 +101,8 @@ def draw_params(opt_state: Any, params: Any, key: jax.Array) -> Any:
     for outer in find_states(opt_state, optax.MultiStepsState):
         if draw_params(outer.inner_opt_state, params, key) is not None:
             raise ValueError(
-                "optax.MultiSteps around a method that draws would mix the gradients of several draws: "
-                "take the mean loss over microbatches at one draw."
+                "optax.MultiSteps around a method that draws params would mix the gradients of several "
+                "draws: instead, take the gradient of the mean loss over the microbatches at one draw."
             )
     drawn, is_any = without_variables(params), False
     for index, (state, flags) in enumerate(_find_drawing(opt_state)):
@@ -198,7 +198,7 @@ def _is_running(flag: Any) -> bool:
     # An array over several processes also has values on this process.
     values = {bool(each) for each in local_values(flag).ravel()}
     if len(values) > 1:
-        raise ValueError(f"The states are in different phases ({_PHASED}): pass one of them.")
+        raise ValueError(f"The states are in different phases ({_PHASED}): pass one of the states.")
     return values.pop()
 
 
@@ -314,7 +314,7 @@ class Match(NamedTuple):
 
 
 def match_params(state: Any, params: Any) -> list[Match]:
-    """Return the parameter that each leaf of an optimizer's state belongs to.
+    """Match each leaf of an optimizer's state with the parameter that the leaf belongs to.
 
     Each part of the state with the tree structure of the params, except for nodes `optax.MaskedNode`,
     has an array for each parameter. Paths and shapes do not count, because two params may share the end

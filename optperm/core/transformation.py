@@ -1,8 +1,8 @@
 """Make all transformations of this library from two functions that contain the algorithm.
 
-This file is the single place for common checks: the state belongs to the method, params are given and
-match the state, needed extra arguments are given, the mapped axis is bound, and results have the types
-of the inputs.
+This file is the single place for common checks (the state belongs to the method, params are given and
+match the state, needed extra arguments are given, the mapped axis is bound), and casts results to the
+types of the inputs.
 """
 
 import inspect

@@ -90,7 +90,7 @@ class AgnState(NamedTuple):
         return self.since_commit
 
     def replace_targets(self, other: Any) -> AgnState:
-        """Return this state with the center and the optimizers' targets of another state.
+        """Return this state after a commit, with the center and optimizers' targets of another state.
 
         Args:
           other: A state with the same structure.

@@ -96,11 +96,11 @@ class DilocoState(NamedTuple):
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
     def steps_since_commit(self) -> jax.Array:
-        """Return the number of local steps that the center does not include yet."""
+        """Return the number of steps since the last step that exchanged all params."""
         return self.since_commit
 
     def replace_targets(self, other: Any) -> DilocoState:
-        """Return this state with the center and the optimizers' targets of another state.
+        """Return this state after a commit, with the center and optimizers' targets of another state.
 
         Args:
           other: A state with the same structure.
@@ -417,6 +417,8 @@ def _check_same_plan(state: DilocoState, plan: Every) -> None:
     if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
         fragments = len(state.center_state)
         delay = "a delay" if jax.tree.leaves(state.in_flight) else "no delay"
+        wanted = f"a plan with fragments={plan.fragments} and delay={plan.delay}"
         raise ValueError(
-            f"The state belongs to a plan with fragments={fragments} and {delay}, not to {plan}."
+            f"The state belongs to a plan with fragments={fragments} and {delay}, not to {wanted}: pass "
+            "the plan of the state as every, or make a new state with init."
         )

@@ -16,7 +16,7 @@ FragmentOf: TypeAlias = Callable[[Any, Any], int | Sequence[int]] | Any
 
 
 class Fragments:
-    """A tree divided into fragments."""
+    """The division of trees like params into fragments."""
 
     def __init__(self, tree: Any, number: int, fragment_of: FragmentOf | None = None) -> None:
         """Assign the leaves of the tree to fragments.
@@ -122,7 +122,10 @@ def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
         is_fragment = np.issubdtype(of.dtype, np.integer) and np.all((of >= 0) & (of < number))
         if not (is_one and is_fragment):
             name, shape = f"params{jax.tree_util.keystr(path)}", np.shape(leaf)
-            wanted = f"an integer in [0, {number}), or one for each slice along axis 0 of {shape}"
+            wanted = (
+                f"an integer in [0, {number}), or a sequence with an integer for each slice along axis "
+                f"0 of the shape {shape}"
+            )
             raise ValueError(f"fragment_of for {name} must be {wanted}, got {of.tolist()!r}.")
     missing = set(range(number)) - {int(p) for of in result for p in of.reshape(-1)}
     if missing and leaves:

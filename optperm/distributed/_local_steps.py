@@ -69,7 +69,7 @@ _OWN_POINTS: tuple[Any, ...] = (
 
 
 def check_period(name: str, value: object) -> None:
-    """Raise unless `value` is an integer of at least 1, traced or not, or a schedule."""
+    """Raise unless `value` is a schedule or an integer, of at least 1 unless traced."""
     if isinstance(value, type) or not callable(value):
         checks.check_count(name, value)
 
@@ -93,8 +93,8 @@ def resolve_flag(
     if varying_axes(commit) & set(axis_names(axis_name)):
         # Otherwise, some replicas would wait for others in a collective.
         raise ValueError(
-            f"commit of {method} differs between replicas: pass one flag for all, in jax.shard_map with "
-            "in_specs P()."
+            f"commit of {method} may differ between replicas: pass the same flag to all replicas, in "
+            "jax.shard_map with in_specs P()."
         )
     return largest(commit, axis_name)
 
@@ -144,7 +144,7 @@ def make_local_step(
 def finish(
     updates: optax.Updates, new_state: Any, state: Any, has_step: bool, axis_name: AxisName | None
 ) -> tuple[optax.Updates, Any]:
-    """Return updates and state, or no change if there was no step since the last commit."""
+    """Return updates and state; no change if a commit without a step commits no earlier step."""
     if has_step:
         return updates, new_state
     has_steps = varying_like((state.since_commit > 0).astype(jnp.int32), updates, axis_name)
@@ -189,13 +189,13 @@ def keep_exact(
 
 
 def check_chooses_no_zeros(center_state: Any) -> None:
-    """Raise if the center's optimizer, the same as the local one, chooses the entries that are zero."""
+    """Raise if the center's optimizer chooses which entries are zero."""
     entries = exact_entries(center_state)
     if any(each.values is not None and not each.is_target for each in entries):
         raise ValueError(
-            "inner of agn chooses which entries are zero (rigl, prune_gradually), and the center's "
-            "optimizer would choose others. Pass another optimizer, such as outer=optax.sgd(1.0): the "
-            "center then has the zeros of inner."
+            "The center's optimizer in agn (outer or, without outer, inner) chooses which entries are "
+            "zero (rigl, prune_gradually), and would choose other entries than the replicas. Pass "
+            "another outer, such as outer=optax.sgd(1.0): the center then has the zeros of inner."
         )
 
 
@@ -308,7 +308,7 @@ def follow_center(
 
 
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
-    """Raise unless both optimizers set the same exact params, and each commit steps the center."""
+    """Raise unless both optimizers set the same exact params, and the center can be committed."""
     if find_states(center_state, optax.MultiStepsState):
         wanted = "optax.MultiSteps(agn(inner, ...), k)"
         if method == "diloco":
@@ -328,5 +328,6 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
         names = [kind.__name__ for kind in local]
         wanted = f"use one method for both, with switch_after around {method}"
         raise ValueError(
-            f"A pull to the center would overwrite the exact params of {names}: {wanted}."
+            "The optimizers of the replicas and of the center must set the same exact params, but the "
+            f"states of the replicas that do so are {names}: {wanted}."
         )

@@ -135,7 +135,7 @@ def check_weight(weight: Any) -> None:
         checks.check_in_range("weight", weight, 0.0, float("inf"), may_be_schedule=False)
         if jnp.ndim(weight):
             raise ValueError(
-                "weight must be a single number for each replica: map it with the params."
+                "weight must be a single number on each replica: map it over the axis of the replicas."
             )
 
 

@@ -174,7 +174,8 @@ def _measure(
     """Yield the traffic of a replica for each fragment."""
     name, plan = method.name, method.every
     if method.replicas.axis_name is None:
-        raise ValueError(f"{name} without axis_name is a single replica, which sends nothing.")
+        says = f"{name} without axis_name is a single replica, which sends nothing"
+        raise ValueError(f"{says}: pass axis_name to {name}.")
     if isinstance(plan, Every):
         fragments: list[Any] = [Exchange((p,), (p,)) for p in range(plan.fragments)]
         steps: Any = plan.period if every is None else every

@@ -1,6 +1,6 @@
 """Training by permuting weights: SGPerm and LaPerm.
 
-These methods train networks only by permuting their initial weights. See ``examples/sgperm.py``.
+The trained weights are the initial weights in another order. See ``examples/sgperm.py``.
 """
 
 from optperm.core.public import show_names as _show_names

@@ -63,7 +63,7 @@ def permute_rows(
       seeds: (*rows, 2) uint32, the randomness of each row's partition.
       aggressiveness: () float32.
       partition_size: () int32, at least 1.
-      drop_remainder: Whether to exclude a last subset that is too small.
+      drop_remainder: Whether to exclude a last subset of fewer than `partition_size` entries.
 
     Returns:
       The new weights and ranks, and the number of entries moved in each row, (*rows,) int32.
@@ -105,7 +105,7 @@ def _batch_calls(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
 
 
 class _Problem(ctypes.Structure):
-    """The struct Problem of kernel/cycles.h."""
+    """Mirror the struct Problem of kernel/cycles.h."""
 
     _fields_ = (
         ("batch", ctypes.c_int64),
@@ -127,7 +127,7 @@ class _Problem(ctypes.Structure):
 def permute_on_host(
     kernel: str, drop_remainder: bool, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]
 ) -> None:
-    """Write the results to arrays with a single axis of rows, (batch, n, rows) and (batch, rows)."""
+    """Permute each row, and write the results; all arrays have a single axis of rows."""
     batch, n, rows = operands[1].shape
     if kernel == "numpy":
         permuted = cycles_numpy.permute_rows(*operands, drop_remainder=drop_remainder)
@@ -147,7 +147,8 @@ def reorder_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Put the weights of each row into the order of their keys.
 
-    The compiled library sorts on the CPU, where XLA's sort is slow. On other platforms, XLA sorts.
+    On the CPU, where XLA's sort is slow, the compiled library sorts if the kernel is "ffi". Otherwise,
+    XLA sorts.
 
     Args:
       keys: (n, *rows), signed integers; ties are ordered by location.

@@ -1,6 +1,6 @@
 """SGPerm's cycle search in NumPy, which is slow but easy to read.
 
-The tests prove that the compiled kernel (kernel/cycles.cc) gives the same result bit for bit.
+The tests check that the compiled kernel (kernel/cycles.cc) gives the same result bit for bit.
 
 Some threads, including XLA's, treat subnormal numbers as zero. Therefore weights and recommendations are
 compared as integers made from their bits, and no float64 result is subnormal.
@@ -99,10 +99,10 @@ def order_keys(values: Floats) -> npt.NDArray[np.signedinteger]:
 
 
 def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float64], float]:
-    """Return the finite weights in a unit in which no relevant weight is subnormal, and this unit.
+    """Return the weights in a unit in which no relevant finite weight is subnormal, and this unit.
 
-    If all weights are below 2^-400, the unit is 2^-600. Otherwise the unit is 1, and either subnormal
-    weights are too small to change a sum with the range of the weights, or the range is 0.
+    If the weights are float64 and all below 2^-400 in magnitude, the unit is 2^-600. Otherwise the unit
+    is 1, and subnormal weights are too small to change a sum with the range, unless the range is 0.
     """
     is_double = weights.dtype == np.float64
     if is_double and np.any(np.abs(weights[is_finite]) >= 2.0**-400):
@@ -154,7 +154,7 @@ def splitmix64(start: np.uint64, count: int) -> npt.NDArray[np.uint64]:
 
 
 def multiply_high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return floor(a * b / 2^64), b < 2^32: a uniform number below b from a uniform 64-bit number."""
+    """Return floor(a * b / 2^64) for b < 2^32: a uniform number below b from uniform 64 bits."""
     low = (a & np.uint64(0xFFFFFFFF)) * b
     return ((a >> np.uint64(32)) * b + (low >> np.uint64(32))) >> np.uint64(32)
 
@@ -168,7 +168,7 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
       epsilon: The maximum distance of a move.
 
     Returns:
-      (s,) for each position, the position whose weight moves there, or itself if nothing moves.
+      (s,) for each position, the position whose weight moves there, or the same position if none does.
     """
     s = len(w)
     keys, wishes = order_keys(w), order_keys(m)
@@ -196,7 +196,7 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
 
 
 def _depth_first(source: int, first: Ints, last: Ints, steps: Ints, memorized: Bools) -> list[int]:
-    """Return the path of a depth-first search from `source` back to `source`, or only `source`."""
+    """Return the path of a depth-first search from `source` to itself; if none exists, `source`."""
     visited = memorized.copy()
     visited[source] = True
     path, cursors = [source], [first[source]]

@@ -1,4 +1,4 @@
-"""Conversions and gathers of floating-point numbers that keep every bit.
+"""Convert and gather floating-point numbers; all finite numbers keep every bit.
 
 A plain conversion may treat subnormal numbers as zero, as XLA's threads on the CPU and some
 accelerators do. In a gather across devices, XLA adds zeros from all devices but one, so -0.0 becomes

@@ -28,13 +28,14 @@ PERMUTED_STATES = (PermuteByCyclesState, LapermState)
 def permuted_params(
     opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
 ) -> optax.Params:
-    """Return the exact weights of a permutation method, a permutation of the initial weights.
+    """Return the exact weights of a permutation method: its initial weights in another order.
 
-    For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the given params
-    after a synchronization or, without params, the weights of the last synchronization.
+    For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the weights
+    after a synchronization of the given params or, without params, after the last synchronization.
 
     Args:
-      opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
+      opt_state: The state of an optimizer with `optperm.sgperm`, `optperm.permute_by_cycles` or
+        `optperm.laperm` somewhere in it.
       params: The current params, from which leaves that another optimizer trains are taken. Without
         params, these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its variables.
       output_axes: As passed to `optperm.laperm`; not needed for `optperm.sgperm`.
@@ -50,12 +51,12 @@ def permuted_params(
       True
 
     Notes:
-      With plain `optax.apply_updates`, the params during training are within one rounding error of these
-      weights.
+      With plain `optax.apply_updates`, the params of SGPerm in each step, and of LaPerm after a
+      synchronization, are within one rounding error of these weights.
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, or if `params` do not
-        match.
+        match this state.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
@@ -77,12 +78,12 @@ def export_permutation(
     Args:
       initial_params: The params passed to `init`.
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
-      params: The current params, to export `permuted_params(opt_state, params)`. For `optperm.laperm`,
-        the export differs from the export without params.
+      params: The current params, to export `permuted_params(opt_state, params)` instead of
+        `permuted_params(opt_state)`. The two differ only for `optperm.laperm`.
       output_axes: As passed to the method.
 
     Returns:
-      A tree like params of int32 indices into the flattened initial parameter, with
+      A tree like params, whose leaves are int32 indices into the flattened initial leaf, such that
       `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train are
       `optax.MaskedNode`.
 
@@ -96,9 +97,9 @@ def export_permutation(
       [1, 0, 2]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one permutation state, if `initial_params` or
-        `params` have another structure, shape or dtype, or if the trained weights are not a permutation
-        of the initial weights.
+      ValueError: If `opt_state` does not contain exactly one permutation state, if the structure, shapes
+        or dtypes of `initial_params` or `params` do not match this state, or if the trained weights are
+        not a permutation of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks
@@ -127,8 +128,8 @@ def export_permutation(
             continue
         # Check that the export reproduces the trained weights bit for bit.
         if not _is_permutation(indices) or not _same_bits(_permute(leaf, indices), exact):
-            says = "differs from the params of init: pass these params, and the optimizer's output_axes."
-            raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says}")
+            says = "does not give the trained weights: pass the params of init, and the optimizer's"
+            raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says} output_axes.")
     return permutation
 
 
@@ -150,7 +151,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
       [0.30000001192092896, 0.10000000149011612, 0.20000000298023224]
 
     Raises:
-      TypeError: If an index is not an integer.
+      TypeError: If an index is not an integer, or a leaf is not an array of numbers.
       ValueError: If the trees do not match, or the indices of a leaf are not a permutation.
     """
     checks.check_arrays("initial_params", initial_params)
@@ -180,8 +181,8 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
     if count is not None and can_be_seen(count) and (most := int(np.max(count))):
         warnings.warn(
             f"{most} step{'s' if most > 1 else ''} began at params that sgperm had not set, so the "
-            "params may not be a permutation. A wrapper moved them, or they were reset without the "
-            "state.",
+            "params may not be a permutation: a wrapper or a later transformation moved them, or they "
+            "were reset without the state.",
             UserWarning,
             stacklevel=3,
         )

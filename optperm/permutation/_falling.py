@@ -39,7 +39,7 @@ def falling(
       >>> tx = optperm.sgperm(schedule)
 
     Raises:
-      TypeError: If an argument is not a number.
+      TypeError: If `init_value` is not a number, or `num_steps` is not an integer.
       ValueError: If an argument is out of range.
     """
     checks.check_in_range("init_value", init_value, 0.0, float("inf"), may_be_schedule=False)

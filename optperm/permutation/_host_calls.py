@@ -2,12 +2,13 @@
 
 `jax.pure_callback` would suffice on one device. However, it has no partitioning rule: on a mesh, XLA
 gathers the operands on device 0, which calls the host, and copies the results to the other devices. On
-the CPU, it can also hang, because it waits for the device that runs it to copy arrays. Therefore
+the CPU, the callback can also hang, because it waits for arrays from the device that it blocks.
+Therefore
 
-- on the CPU and on a GPU, `call_target` calls the target of JAX's own callbacks, under its own
-  partitioning rule (on the CPU, with the buffers themselves);
-- on a TPU, which has no custom calls of the host, each array is sent or received within a
-  `jax.shard_map` over all devices.
+- on the CPU and on a GPU, `call_target` calls the target of JAX's own callbacks under the partitioning
+  rule of `call_target` (on the CPU, without copies);
+- on a TPU, which has no custom calls of the host, each device calls `jax.pure_callback` for its own
+  weight vectors, within a `jax.shard_map` over all devices.
 """
 
 import functools
@@ -93,7 +94,7 @@ def _on_buffers(signature: Signature, on_host: OnHost, _: Any, *buffers: Any) ->
 
 
 def on_copies(signature: Signature, on_host: OnHost, *operands: Any) -> tuple[np.ndarray, ...]:
-    """Call a function on copies of the operands, and return results to copy."""
+    """Call a function on contiguous operands, and return the results in new arrays."""
     arrays = [np.ascontiguousarray(operand) for operand in operands]
     results = tuple(np.empty_like(array) for array in signature.of_results(arrays))
     on_host(arrays, results)
@@ -122,7 +123,7 @@ def on_all_devices(
 ) -> Callable[..., Results]:
     """Make a function that calls the host on each device of a mesh, for a part of the rows.
 
-    Along an axis of the mesh that divides no axis of the rows, devices repeat the same call.
+    Along an axis of the mesh whose size divides no axis of the rows, devices repeat the same call.
     """
 
     def on_each(*operands: jax.Array) -> Results:

@@ -1,4 +1,4 @@
-"""LaPerm: train with any optimizer, and periodically reorder the initial weights.
+"""LaPerm: train with an optimizer, and from time to time reorder the initial weights.
 
 Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
 NeurIPS 2020.
@@ -44,8 +44,8 @@ Interval = int | jax.Array | Callable[[jax.Array], Any]
 class LapermState(NamedTuple):
     """State of `laperm`.
 
-    The state determines the sorted values of each weight vector: the value with rank k is where `ranks`
-    is k.
+    The state determines the sorted values of each weight vector: `weights` has the value with rank k
+    where `ranks` is k.
 
     Attributes:
       count: Number of steps taken.
@@ -71,7 +71,7 @@ class LapermState(NamedTuple):
         return [Exact(mask_like(self.weights, where), where, is_target=True)]
 
     def replace_targets(self, other: "LapermState") -> "LapermState":
-        """Return this state with the weights of another state.
+        """Return this state with the weights and ranks of another state.
 
         Args:
           other: A state whose weights are a permutation of the same values.
@@ -97,8 +97,8 @@ def laperm(
     The network then has its initial weights, bit for bit, in another order.
 
     Args:
-      inner: The optimizer that moves the weights. It must not set exact params, as `optperm.sgperm`,
-        `optperm.mask_elements` and `optperm.rigl` do.
+      inner: The optimizer that moves the weights. Optimizers that set exact params (`optperm.sgperm`,
+        `optperm.mask_elements`, `optperm.rigl`) are not allowed.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       output_axes: As in `optperm.permute_by_cycles`.
@@ -125,19 +125,19 @@ def laperm(
       `optperm.permutation.permuted_params(opt_state, params)` synchronizes the params first. Use it to
       test or save a network between synchronizations.
 
-      If k is too small, no weight passes its neighbors before the next synchronization, and the network
-      learns nothing. Try values between a few synchronizations per epoch and one synchronization every
-      few epochs. Initialize biases at random, or train them with another optimizer (`optax.partition`).
+      If k is too small, hardly any weight passes a neighbor before the next synchronization, and the
+      network hardly learns. Try values from a fraction of an epoch to a few epochs. Initialize biases at
+      random, or train them with another optimizer (`optax.partition`).
       Scalars keep their values. The inner state is neither reset nor permuted: it belongs to positions,
       not to weights.
 
       A nonfinite gradient entry counts as zero. If a weight vector contains a NaN at a synchronization,
-      it returns to its last synchronized order. The sort runs only in steps that synchronize, except
-      under `jax.vmap`, where it runs in every step.
+      the vector returns to its last synchronized order. The sort runs only in steps that synchronize.
+      Under `jax.vmap`, a step sorts all mapped params if any of them synchronize.
 
       LaPerm must come last in its chain: a transformation after it would change the updates, but not the
-      exact weights in the state. `optperm.apply_updates` sets these weights bit for bit. With
-      `optax.apply_updates`, the params stay within one rounding error of these weights and never drift.
+      exact weights in the state. At a synchronization, `optperm.apply_updates` sets these weights bit
+      for bit, and `optax.apply_updates` sets them up to one rounding error, which never accumulates.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -158,7 +158,7 @@ def laperm(
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
-                "inner sets exact params, such as zeros: use an optimizer that moves all params."
+                "inner sets exact params (as sgperm or mask_elements does): use another optimizer."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),
@@ -210,7 +210,7 @@ def laperm(
 def synchronize_params(
     state: LapermState, params: optax.Params, output_axes: OutputAxes
 ) -> tuple[optax.Params, Any]:
-    """Reorder the initial values of each weight vector like the params.
+    """Put the initial values of each weight vector into the order of the params.
 
     Args:
       state: The state, which contains the initial values.

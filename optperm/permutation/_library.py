@@ -3,12 +3,12 @@
 Three kernels search cycles, with bit-identical results:
 
 - `"ffi"`, on the CPU: XLA calls the compiled kernel without Python, and the kernel uses XLA's threads.
-- `"callback"`, on other platforms, and on the CPU if XLA rejects the compiled handler: XLA calls Python,
-  and Python calls the C entry point of the compiled kernel, which runs on its own threads.
+- `"callback"`, on other platforms, and on the CPU if the library has no handler that XLA accepts: XLA
+  calls Python, and Python calls the C entry point of the compiled kernel, which runs on its own threads.
 - `"numpy"`, without a compiled library: XLA calls Python, which runs `cycles_numpy`.
 
-The best available kernel runs, unless the environment variable OPTPERM_KERNEL names another kernel. A
-call uses as many threads as the process may use, or OPTPERM_NUM_THREADS.
+The fastest available kernel runs, unless the environment variable OPTPERM_KERNEL names another kernel. A
+call uses at most OPTPERM_NUM_THREADS threads, by default one per processor that the process may use.
 """
 
 import ctypes
@@ -57,15 +57,15 @@ def find_kernels() -> tuple[tuple[str, ...], str]:
     """Return the available kernels, fastest first, and a message if the fastest kernel is missing."""
     if load_library() is None:
         return ("numpy",), (
-            "optperm runs without its compiled kernel, thousands of times slower. To fix it, install "
-            "optperm again with a C++17 compiler: pip install --force-reinstall --no-deps "
-            "--no-cache-dir optperm"
+            "optperm permutes weights without its compiled kernel, which is thousands of times faster. "
+            "To fix this, install optperm again with a C++17 compiler: pip install --force-reinstall "
+            "--no-deps --no-cache-dir optperm"
         )
     refused = _register_handlers()
     if refused:
         return ("callback", "numpy"), (
-            f"optperm calls its compiled kernel through Python, which is slower: {refused}. To fix it, "
-            "install optperm again with a supported jaxlib and a C++17 compiler."
+            f"optperm calls its compiled kernel through Python, which is slower: {refused}. To fix "
+            "this, install optperm again with a supported jaxlib and a C++17 compiler."
         )
     return KERNELS, ""
 
@@ -110,12 +110,12 @@ def _find_paths() -> list[pathlib.Path]:
 
 @functools.cache
 def _register_handlers() -> str:
-    """Register the compiled handlers with XLA; return the error message if this fails."""
+    """Register the compiled handlers with XLA; return the reason if this fails, otherwise ""."""
     library = load_library()
     for target in _TARGETS:
         handler = getattr(library, target, None)
         if handler is None:
-            return "it was built without XLA's headers"
+            return "the kernel was built without XLA's headers"
         try:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
         except Exception as error:  # jaxlib raises its own error types

@@ -49,12 +49,12 @@ class PermuteByCyclesState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      key: Data of the threefry key for the random partitions.
+      key: Data of the threefry key for the random partitions and pivots.
       weights: The exact weights, a permutation of the initial weights in each weight vector.
       ranks: The rank of each weight in its weight vector.
-      fraction_moved: The fraction of all weights that the last step moved.
+      fraction_moved: The fraction of all weights, except scalars, that the last step moved.
       mismatches: Number of steps whose params differed from the previous weights by more than rounding.
-        In such a step, something else has moved the params, so they are not a permutation.
+        Before such a step, something else moved the params, which may then not be a permutation.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class PermuteByCyclesState(NamedTuple):
         return ForLoop({"fraction_moved": self.fraction_moved}, judge_movement)
 
     def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
-        """Return this state with the weights and mismatches of another state.
+        """Return this state with the weights, ranks and mismatches of another state.
 
         Args:
           other: A state whose weights are a permutation of the same values.
@@ -101,8 +101,8 @@ def permute_by_cycles(
 
     1. Split the vector at random into disjoint subsets of
        :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries; the last subset may be smaller.
-       Exclude entries whose recommendation is zero or not finite, which leaves :math:`s` entries of a
-       subset.
+       Exclude entries with a zero or nonfinite recommendation or a nonfinite weight, which leaves
+       :math:`s` entries of a subset.
     2. Let a weight :math:`w` move to the position of any weight in :math:`[w, w + \epsilon)` if it
        should rise, or in :math:`[w - \epsilon, w)` if it should fall, with
        :math:`\epsilon = A (\alpha + 1/s)`.
@@ -124,8 +124,8 @@ def permute_by_cycles(
         permutation can follow the mean. If two weights should rise and the pivot is between their
         recommendations, the weight with the larger :math:`|m|` can pass the other weight. Entries with
         zero :math:`m` then also take part. Platforms may round the pivot differently.
-      key: The random key of the partitions, or an int as its seed. The same key gives the same training
-        run on every platform.
+      key: The random key of the partitions and pivots, or an int as its seed. The same key gives the
+        same partitions on every platform.
       output_axes: The axes of a parameter that index output units: one or several integers, or a
         function that computes them from a path, such as "Dense_0/kernel", and the parameter. Parameters
         of rank 1 are one weight vector.
@@ -277,7 +277,7 @@ def _draw(
 
 
 def _centralize(m: jax.Array, z: jax.Array) -> jax.Array:
-    """Return m - (mean + z / 2 std) for each weight vector in m, (n, *outputs), up to a scale."""
+    """Return m - mean - z std / 2 for each weight vector in m, (n, *outputs), up to a scale."""
     wide = m.astype(accumulation_dtype(m))
     # Multiply by a power of two to avoid overflow and underflow of squares; only the order of m matters.
     largest = jnp.max(jnp.abs(wide), 0, where=jnp.isfinite(wide), initial=0, keepdims=True)

@@ -54,7 +54,7 @@ class Signature(NamedTuple):
         return self.of_results([jax.typeof(operand) for operand in operands])
 
     def on_flat_rows(self, function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
-        """Call a function whose operands, like those of the targets, have a single axis of rows."""
+        """Call a function on operands with a single axis of rows, as the targets require."""
         batch, n, *rows = operands[1].shape
         shapes = self.axes(batch, n, [math.prod(rows)], 2)
         results = function(*(x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)))

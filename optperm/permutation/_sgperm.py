@@ -38,7 +38,7 @@ class RecommendationState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       recommendation: m, the running recommendation at each location.
-      steps_past_end: Number of steps after `num_steps`, with the last aggressiveness; otherwise 0.
+      steps_past_end: Number of steps taken after the first `num_steps`; 0 without `num_steps`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -54,7 +54,10 @@ class RecommendationState(NamedTuple):
         del params
         if not can_be_seen(self.steps_past_end) or not np.any(np.asarray(self.steps_past_end) > 0):
             return []
-        return ["sgperm is past its num_steps: it continues with the last aggressiveness."]
+        return [
+            "sgperm is past its num_steps: it continues with the last aggressiveness. Pass the number "
+            "of updates of the whole run as num_steps."
+        ]
 
 
 def sgperm(
@@ -85,8 +88,8 @@ def sgperm(
 
     Args:
       aggressiveness: :math:`\alpha_t \ge 0`. A weight moves by at most this fraction of its weight
-        vector's range, plus 1 / s of the range in a subset of s entries, about the distance between two
-        neighbors. A number, a schedule, or None for the decreasing schedule
+        vector's range plus, in a subset of s entries, 1 / s of the range (about the distance between two
+        neighbors). A number, a schedule, or None for the decreasing schedule
         `optperm.permutation.falling(0.1, num_steps)`. If a subset is a whole weight vector, small values
         allow hardly any moves; `optax.tree.get(opt_state, "fraction_moved")` shows this.
       partition_ratio: :math:`\lambda_t \in [0, 1]`, the fraction of a weight vector in one subset, a
@@ -101,7 +104,7 @@ def sgperm(
       include_remainder: Whether to include a smaller last subset.
       centralize: Whether to subtract a random pivot from the recommendation, near its mean over the
         weight vector (see `permute_by_cycles`). The paper does not do this.
-      key: The random key of the partitions, or an int as its seed.
+      key: The random key of the partitions and pivots, or an int as its seed.
       output_axes: As in `permute_by_cycles`.
 
     Returns:
@@ -131,19 +134,20 @@ def sgperm(
       >>> tx = optperm.sgperm(falls, grows)
 
     Notes:
-      If you know the length of the run, pass `num_steps` for the best results. With the original decay
-      of 0.99 per step, hardly any weights move after about 500 steps. Initialize biases at random, or
-      train them with another optimizer (`optax.partition`).
+      If you know the length of the run, pass `num_steps`. With the paper's decay of 0.99 per step,
+      hardly any weights move after about 500 steps. Initialize biases at random, or train them with
+      another optimizer (`optax.partition`).
 
       Weights with v evenly spaced values move only if :math:`\alpha_t` is above about 1 / (v - 1), so
-      the aggressiveness must not decrease. Pass `aggressiveness=1.0` and a momentum of 0.99 or 0.999.
+      the aggressiveness must stay above this value. Pass `aggressiveness=1.0` and a momentum of 0.99 or
+      0.999.
 
       Only the sign and the order of the recommendation matter. The learning rate therefore has an effect
-      only as a schedule, or if its product with a gradient is too small for the dtype of the params. Use
-      1.0 for float16. The recommendation has the dtype of the params. In bfloat16, a
-      recommendation times 0.999 or more rounds to itself and never forgets old gradients: use a
-      momentum of 0.99, or float32 params. If the gradient
-      of an entry is not finite, the entry skips the step and keeps its recommendation.
+      only as a schedule, or if its product with a gradient is too small or too large for the dtype of
+      the params. Use 1.0 for float16. The recommendation has the dtype of the params. In bfloat16, a
+      recommendation times 0.999 or more rounds to itself and never forgets old gradients: use a momentum
+      of 0.99, or float32 params. If the gradient of an entry is not finite, the entry skips the step and
+      keeps its recommendation.
 
       SGPerm must come last in its chain. Other transformations may change gradients before it (clip
       them, or average them over replicas). A transformation after it, such as weight decay, would break
@@ -188,7 +192,7 @@ def sgperm(
 def _recommend(
     learning_rate: optax.ScalarOrSchedule, momentum: float, num_steps: int | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Compute the running recommendation m <- learning_rate * g + momentum * m."""
+    """Make the transformation m <- learning_rate * g + momentum * m, the running recommendation."""
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 

@@ -9,7 +9,7 @@ _WINDOW, _FIRST, _STILL = 50, 5, 0.1
 
 
 def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
-    """Return a sentence if weights hardly move anymore, given the fraction moved in each step."""
+    """Return a sentence if weights do not move, or hardly anymore, from the fractions of all steps."""
     moved = columns["fraction_moved"]
     if len(moved) >= _FIRST and not np.any(moved):
         says = f"No weight has moved in {len(moved)} steps: take a larger aggressiveness."
@@ -20,7 +20,7 @@ def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
     if not last <= _STILL * first:
         return []
     return [
-        f"After step {len(moved)}, weights hardly change positions: {last:.1%} of them move per step, "
-        f"but initially {first:.1%}. Pass sgperm num_steps, the length of the run, or an aggressiveness "
-        "that falls more slowly."
+        f"After step {len(moved)}, weights hardly change positions: {last:.1%} of them moved per step "
+        f"in the last {_WINDOW} steps, but {first:.1%} in the first {_FIRST}. Pass sgperm num_steps, "
+        "the length of the run, or an aggressiveness that falls more slowly."
     ]

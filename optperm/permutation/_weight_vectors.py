@@ -46,7 +46,7 @@ def resolve_output_axes(
 
 
 def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
-    """Return a leaf of rank >= 1 as (n, *outputs), with a weight vector per column, on one device."""
+    """Return a leaf of rank >= 1 as (n, *outputs), with no column split over an explicit mesh."""
     inputs = _input_axes(leaf.ndim, output_axes)
     sharding = explicit_sharding(leaf)
     if sharding is not None and any(sharding.spec[axis] for axis in inputs):
@@ -140,8 +140,9 @@ def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> N
         warnings.warn(says, UserWarning, stacklevel=3)
     if constant := _find_constant_vectors(params, output_axes):
         warnings.warn(
-            f"In {', '.join(constant)} all weights that enter an output unit are equal: no permutation "
-            "trains them. Initialize them at random, or use another optimizer (optax.partition).",
+            f"In {', '.join(constant)}, all weights that enter an output unit are equal, or only one "
+            "enters: no permutation trains them. Use another optimizer for them (optax.partition), or "
+            "initialize several equal weights at random.",
             UserWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Choose the entries that stay: the highest scores of each leaf, or of all leaves together.
+"""Choose the entries that stay: the entries with the highest scores in each leaf, or in all leaves.
 
 The choice takes four steps, in the order of this file:
 
@@ -76,10 +76,11 @@ def include_leaves(
       params: The argument of the function; None for `tree`.
       name: The name of the argument `fractions`, for messages.
       fractions: The fraction of zeros, or a tree of fractions.
-      needs_one: Whether None must include a leaf, if the fractions are not 0.
+      needs_one: Whether `include=None` must include a leaf, if the fractions are not 0.
 
     Raises:
-      ValueError: If the flags do not fit, or a leaf that is not included has a fraction.
+      ValueError: If the flags do not fit, a leaf that is not included has a nonzero fraction, or no leaf
+        is included although `needs_one` is True.
     """
     if not jax.tree.leaves(tree):
         return tree
@@ -88,7 +89,10 @@ def include_leaves(
         given = jax.tree.leaves(fractions, is_leaf=_is_number)
         is_zero = all(checks.is_concrete_number(s) and np.all(s == 0) for s in given)
         if needs_one and not any(jax.tree.leaves(flags)) and not is_zero:
-            raise ValueError("no leaf of rank 2 or more: pass include=.")
+            raise ValueError(
+                "By default, leaves of rank 2 or more become sparse, but there is no leaf of rank 2 or "
+                "more: pass include=."
+            )
     else:
         flags = include(tree if params is None else params) if callable(include) else include
         flags = spread_prefix("include", without_variables(flags), tree, is_flag, "True or False")
@@ -97,7 +101,7 @@ def include_leaves(
 
 
 def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
-    """Raise a ValueError if a tree of fractions has a fraction for a leaf that is not included.
+    """Raise a ValueError if a tree of fractions is not 0 for a leaf that is not included.
 
     A fraction for a whole branch is for the included leaves of the branch.
     """
@@ -118,7 +122,8 @@ def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
 def widen_scores(name: str, scores: Any, mask: Any) -> Any:
     """Return the scores of the leaves that have a mask, cast to one dtype for comparisons."""
     scores = select_masked(name, without_variables(scores), mask)
-    checks.check_real_floating(name, scores, advice="Pass scores such as gradients.")
+    advice = "Pass real floating scores, or exclude the leaf with include=."
+    checks.check_real_floating(name, scores, advice=advice)
     dtype = accumulation_dtype(scores)
     return jax.tree.map(lambda s: jnp.asarray(s, dtype), scores)
 
@@ -130,7 +135,7 @@ def encode_scores(scores: Any, structure: Entries) -> Any:
 
 
 def draw_codes(mask: Any, taken: Any, structure: Entries, key: int | jax.Array | None) -> Any:
-    """Draw a code for each unit of each leaf that depends only on the key and the leaf's position.
+    """Draw codes, which depend only on the key and the leaf's position, for the units of each leaf.
 
     Args:
       mask: A tree with all leaves, which determines the positions.
@@ -218,10 +223,11 @@ def group_leaves(
 
 
 def nearest_count(fraction: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
-    """Return floor(s n + 1/2) exactly, with the same result for Python numbers and JAX arrays.
+    """Return floor(s n + 1/2), computed exactly, for Python numbers or JAX arrays.
 
-    A Python or NumPy fraction has the value of its printed decimal. A JAX fraction is rounded to a
-    multiple of 2^-24; the rest is integer arithmetic, so all processors agree. NaN counts as 0.
+    A Python or NumPy fraction has the value of its printed decimal. If the fraction or the size is a JAX
+    array, the fraction is clipped to [0, 1] and rounded to a multiple of 2^-24, and NaN counts as 0; the
+    rest is integer arithmetic, so all processors agree.
     """
     if not isinstance(fraction, jax.Array) and not isinstance(size, jax.Array):
         return math.floor(Fraction(str(fraction)) * size + Fraction(1, 2))
@@ -240,7 +246,8 @@ def check_fraction(name: str, fraction: Any) -> None:
     checks.check_in_range(name, fraction, 0.0, 1.0, may_be_schedule=False)
     if isinstance(fraction, jax.core.Tracer) and (fraction.ndim or fraction.dtype == bool):
         raise TypeError(
-            f"{name} must be a number, got {fraction.dtype}{list(fraction.shape)}: use jax.vmap."
+            f"{name} must be a single real number, got {fraction.dtype}{list(fraction.shape)}: use "
+            "jax.vmap for several numbers."
         )
 
 
@@ -255,9 +262,9 @@ def erk_sparsity(
       d = \min(1, \epsilon r), \qquad r = \frac{n_1 + \dots + n_k}{n_1 \cdots n_k}
 
     with the same :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts
-    are rounded with the largest-remainder method, so exactly floor(s N + 1/2) of all N entries are zero.
-    Other functions use these sparsities with `scope="erk"`. To change some sparsities, call this
-    function and pass the changed tree.
+    are rounded with the largest-remainder method, so exactly floor(s n + 1/2) of the n entries of all
+    leaves are zero. Other functions use these sparsities with `scope="erk"`. To change some sparsities,
+    call this function and pass the changed tree.
 
     Args:
       params: A tree of arrays, or of shapes from `jax.eval_shape`.
@@ -494,7 +501,7 @@ def _is_kept(codes: jax.Array, places: jax.Array, t: jax.Array, e: jax.Array) ->
 
 @jax.jit
 def _places_from(start: jax.Array, codes: jax.Array) -> jax.Array:
-    """Return the position of each entry in C order, counted from the position of the first entry."""
+    """Return the position of each entry in C order; the first entry has the position `start`."""
     place, stride = jnp.full(codes.shape, start, jnp.int32), 1
     for axis in reversed(range(codes.ndim)):
         place += stride * jax.lax.broadcasted_iota(jnp.int32, codes.shape, axis)

@@ -146,7 +146,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
         # Otherwise, the axis would be shortened twice.
         if len(lengths) < len(members) or not taken.isdisjoint(lengths):
             raise ValueError(
-                f"groups[{name!r}] names an axis that was named before: {groups[name]}."
+                f"groups[{name!r}] names an axis twice, or an axis of an earlier group: {groups[name]}."
             )
         taken |= lengths.keys()
         if len(set(lengths.values())) > 1:

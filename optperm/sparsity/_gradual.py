@@ -53,7 +53,7 @@ def prune_gradually(
     structure: Structure | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train with any optimizer while the sparsity rises to its final value.
+    r"""Train with an optimizer while the sparsity rises to its final value.
 
     Finally, Z of n entries of each leaf, or of all leaves together, are zero. Step :math:`t = 0, 1, ...`
     uses a ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of `inner`:
@@ -72,9 +72,9 @@ def prune_gradually(
     multiple of `every`.
 
     Args:
-      inner: Any optimizer. It sees gradients with zeros for pruned entries, so clipping inside it uses
-        the norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses the
-        norm of all entries.
+      inner: The optimizer, which sees gradients with zeros for pruned entries, so clipping inside it
+        uses the norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses
+        the norm of all entries.
       sparsity: The final fraction of zeros, in [0, 1], or a tree of fractions like params, or a prefix
         of such a tree.
       ramp: r, a schedule from 0 to 1, or a number. Zhu and Gupta's ramp is

@@ -144,14 +144,18 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
             raise TypeError(f"mask must be boolean, got dtype {jnp.result_type(allowed)}.")
         shape, wanted = jnp.shape(allowed), jnp.shape(leaf)
         if shape not in ((), wanted):
-            raise ValueError(f"mask has shape {shape} for a parameter of shape {wanted}.")
+            raise ValueError(
+                f"mask must be one boolean, or booleans of the parameter's shape {wanted}, got the "
+                f"shape {shape}."
+            )
         allowed = jnp.broadcast_to(jnp.asarray(allowed), jnp.shape(leaf))
         return place_like(allowed, leaf)
 
     try:
         mask = jax.tree.broadcast(mask, params)
     except ValueError as error:
-        raise ValueError(f"mask must be a tree like params, or a prefix of one: {error}") from error
+        says = "mask must be a tree like params, or a prefix of such a tree"
+        raise ValueError(f"{says}: {error}") from error
     return jax.tree.map(spread, mask, params)
 
 
@@ -385,7 +389,8 @@ def reset_masks(opt_state: Any) -> Any:
 
 def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
     types: tuple[type[Any], ...] = (MaskElementsState, SparseState)
-    state: MaskElementsState | SparseState = find_state(opt_state, types, method="mask_elements")
+    methods = "mask_elements, optperm.prune_gradually or optperm.rigl"
+    state: MaskElementsState | SparseState = find_state(opt_state, types, method=methods)
     return state
 
 

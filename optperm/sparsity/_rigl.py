@@ -78,7 +78,7 @@ def rigl(
       sparsity: The fraction of zeros, in [0, 1], which `optperm.sparsity.erk_sparsity` distributes over
         the leaves; or a tree of fractions like params, or a prefix of such a tree. Only `init` uses this
         argument; to raise the sparsity of a resumed run, call `optperm.sparsity.prune`.
-      end: T, the step after which the mask no longer changes, about three quarters of the run.
+      end: T, the step from which on the mask no longer changes, about three quarters of the run.
       key: The random key of the first mask and of random growth: an int or a `jax.random.key`. All
         replicas need the same key.
       every: The number of steps between changes of the mask.
@@ -144,7 +144,8 @@ def rigl(
     checks.check_choice("grow", grow, get_args(Grow))
     is_known = all(map(checks.is_concrete_number, (end, every, drop_fraction)))
     if is_known and drop_fraction > 0 and end <= every:
-        raise ValueError(f"end must be above every={every}, or drop_fraction must be 0, got {end}.")
+        wanted = f"end must be above every={every}, or drop_fraction must be 0"
+        raise ValueError(f"{wanted}, got end={end} and drop_fraction={drop_fraction}.")
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SparseState:

@@ -44,7 +44,8 @@ def check_places_nothing(inner_state: Any) -> None:
     """Raise if `inner` sets exact params, which zeros would overwrite."""
     if placing_states(inner_state):
         raise ValueError(
-            "inner sets exact params itself: use an optimizer that moves params by its updates."
+            "inner sets exact params (as sgperm does), but zeros would overwrite them: use another "
+            "optimizer."
         )
 
 

@@ -78,7 +78,7 @@ class NOfM(Entries):
         checks.check_count("axis", self.axis, minimum=-(2**31))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether m divides the axis.
+        """Return whether a leaf has the axis, and m divides its length.
 
         Args:
           shape: The shape of a leaf.
@@ -254,7 +254,8 @@ def as_structure(structure: Structure | None) -> Entries:
     """Return the structure, or `Entries` for None; raise unless it is a structure."""
     if not isinstance(structure, Structure | None):
         raise TypeError(
-            f"structure must be optperm.sparsity.NOfM, Blocks or Units, got {structure!r}."
+            "structure must be None, an NOfM, a Blocks or a Units, such as optperm.sparsity.NOfM(2, 4), "
+            f"got {structure!r}."
         )
     return ENTRIES if structure is None else structure
 

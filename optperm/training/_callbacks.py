@@ -27,7 +27,7 @@ class Event:
       step: The number of steps taken.
       history: The history so far.
       is_row: True for a row of `history.epochs`, False for a call by `every`.
-      metrics: The row, or with `every={n: f}`, the means over the last n steps.
+      metrics: The row without `epoch` and `step`; with `every={n: f}`, the means over the last n steps.
     """
 
     epoch: int
@@ -72,7 +72,7 @@ class EarlyStopping:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
       patience: The number of rows without an improvement after which training stops, at least 1.
       mode: `"min"` if smaller is better, `"max"` if larger is better.
-      min_delta: The minimum difference from the best row that counts as an improvement, at least 0.
+      min_delta: The difference from the best row that an improvement must exceed, at least 0.
 
     Example:
       >>> from optperm.training import EarlyStopping, fit
@@ -140,8 +140,8 @@ class MetricsWriter:
 def metrics_writer(writer: Any) -> MetricsWriter:
     """Make a callback for `every` and `on_epoch_end` that writes metrics, in process 0 only.
 
-    With `every`, the metrics are means over the steps since the last call, under their own names (such
-    as `loss`, and `learning_rate` of `optax.inject_hyperparams`). With `on_epoch_end`, the means of a
+    With `every={n: write}`, the metrics are means over the last n steps, under their own names (such as
+    `loss`, and `learning_rate` of `optax.inject_hyperparams`). With `on_epoch_end`, the means of a
     row of `history.epochs` have names such as `epoch_loss`, and evaluated metrics have names such as
     `eval_loss`.
 
@@ -174,5 +174,6 @@ def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> b
     for answer in answers:
         # A number or an array could stop training by accident, or could fail to stop it.
         if not isinstance(answer, bool | np.bool_ | None):
-            raise TypeError(f"{name} must return True to stop, or None or False, got {answer!r}.")
+            wanted = f"A callback of {name} must return True to stop, or None or False"
+            raise TypeError(f"{wanted}, got {answer!r}.")
     return any(answers)

@@ -42,7 +42,7 @@ class Checkpoints:
         what: Any = {"needed_by": "A checkpoint", "install": "optperm[training]"}
         self._ocp = ocp = import_optional("orbax.checkpoint", **what)
         if set(str(where)) & {*"*?[]"}:  # Orbax would read a pattern, and lose checkpoints
-            raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
+            raise ValueError(f"checkpoints must be a folder without *, ?, [ or ], got {where}.")
         self._last_kept = math.inf
         with _errors(f"cannot write checkpoints to {where}"):
             path = import_optional("etils.epath", **what).Path(where).expanduser()
@@ -114,7 +114,7 @@ class Checkpoints:
                 self._manager.save(step, args=args, force=True)
 
     def close(self) -> None:
-        """Wait until all checkpoints are written."""
+        """Wait until all checkpoints are written, and close the manager."""
         with _errors(f"cannot write to {self.folder}"):
             self._wait()
             self._manager.check_for_errors()

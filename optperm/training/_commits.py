@@ -45,7 +45,7 @@ def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layo
     """Return a copy of the carry after a commit without a local step; `call` is from `compile_commit`.
 
     Only the states of methods that commit change, because a commit is not a step of the other
-    optimizers. The methods get the extra arguments of any batch; None if there is no batch.
+    optimizers. The methods get the extra arguments of `batch`, or none if the batch is None.
     """
     now = carry
     with layout.context():
@@ -132,7 +132,8 @@ def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, wh
     if steps := steps_since_commit(merged.opt_state):
         says = f"The params that fit returns lack all or part of the last steps ({steps})"
         advice = (
-            "a wrapper blocks the last commit of agn or diloco; put it around their inner optimizer"
+            "a wrapper blocks the last commit of agn or diloco; put the wrapper around their inner "
+            "optimizer"
         )
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
     if _are_apart(carry, layout) and not _running_centers(carry.opt_state):

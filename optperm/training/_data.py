@@ -115,7 +115,7 @@ def no_batch(name: str, epoch: int) -> ValueError:
 
 
 def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
-    """Return the next batch, or `END` if any process has none. All processes must call this function."""
+    """Return the next batch, or `END` if no process has another. All processes must call this."""
     batch, size, failure = END, 0, None
     if is_alone:  # one process
         return batch if (batch := next(iterator, END)) is END else as_arrays(batch)
@@ -252,7 +252,9 @@ class StreamFeed:
 
     def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
         if batch_size is not None:
-            raise ValueError("batch_size is for arrays: these batches have their own sizes.")
+            raise ValueError(
+                "batch_size is for arrays, but train_data yields batches: leave batch_size out."
+            )
         self._source, self._layout = source, layout
         self._iterator: Any = None
         self._last: Any = None  # the batch of the last step

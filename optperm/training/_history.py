@@ -9,7 +9,7 @@ Columns = dict[str, np.ndarray]
 
 
 def find_divergence(history: "History") -> int | None:
-    """Return the first step, from 1, without a finite loss; None if the last loss is finite."""
+    """Return the first step, from 1, with a nonfinite loss; None unless the last loss is nonfinite."""
     loss = history.steps.get("loss", np.zeros(0))
     if not loss.size or np.isfinite(loss[-1]):
         return None
@@ -49,8 +49,7 @@ class History:
 
         `loss` is the loss of each batch before its step. Other columns are the metrics that the loss
         function returns with `has_aux`, `learning_rate` of `optax.inject_hyperparams`, and
-        `fraction_moved` of a method that permutes weights. If a step has no value for a metric, the
-        entry is NaN.
+        `fraction_moved` of `optperm.sgperm`. If a step has no value for a metric, the entry is NaN.
         """
         if len(self._parts) > 1:
             self._parts = [(self._between(0, self.num_steps), self.num_steps)]

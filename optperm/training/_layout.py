@@ -102,7 +102,7 @@ class Layout:
         return jax.make_array_from_process_local_data(sharding, host, shape)
 
     def put_batch(self, batch: Any, *, local: bool) -> Any:
-        """Place a batch, divided among the devices if they divide it equally, or else on each device."""
+        """Place a batch, divided equally among devices or else replicas, or else on each device."""
         if self.mesh is None:
             return batch
         several = jax.process_count() if local else 1
@@ -123,7 +123,7 @@ class Layout:
             return
         size = checks.count_examples(name, batch, has_scalars=True) * jax.process_count()
         if size % self.replicas:
-            advice = "leave out the rest of an epoch, or pad it with examples of weight 0"
+            advice = "leave out the remaining examples, or pad the batch with examples of weight 0"
             says = (
                 f"{name} has {size} examples, which {self.replicas} replicas cannot share equally"
             )
@@ -231,11 +231,12 @@ def choose_layout(
     axes = layout.mesh.axis_names
     if not set(mapped) <= set(axes):
         known = ", ".join(map(repr, axes))
-        raise ValueError(f"axis_name {axis_name!r} is not in the mesh, whose axes are {known}.")
+        says = f"must name axes of the mesh, whose axes are {known}"
+        raise ValueError(f"axis_name {axis_name!r} {says}.")
     if not set(mapped) <= set(axis_names(layout.batch[0])):
         if isinstance(mesh, NamedSharding):
-            says = f"axis_name {axis_name!r} must be one of the axes that shard the examples of a batch"
-            raise ValueError(f"{says}, but their sharding is {mesh.spec}.")
+            says = f"axis_name {axis_name!r} must name axes that shard the examples of a batch"
+            raise ValueError(f"{says}, but the spec of mesh, their sharding, is {mesh.spec}.")
         layout = dataclasses.replace(layout, batch=(mapped,))
     layout = dataclasses.replace(layout, mapped=mapped)
     is_local, varies = _trace_init(tx, state, layout)

@@ -227,7 +227,9 @@ def fit(
         if layout.mesh is None and (idle := count_idle_devices(initial)):
             devices = jax.local_device_count()
             says = f"{idle} of {devices} devices stay idle: pass mesh=jax.make_mesh(({devices},), "
-            says += '("replica",)) to fit, or place the state on one device with jax.device_put.'
+            says += (
+                '("replica",)) to fit, or, to use only one, place the state on it (jax.device_put).'
+            )
             warnings.warn(says, stacklevel=2)
         if epoch_start is not None and (layout.own or isinstance(train_data, Iterator)):
             why = "replicas have states of their own" if layout.own else "an iterator is read once"
@@ -299,7 +301,8 @@ def _check(given: Mapping[str, Any]) -> None:
     for name, value in called.items():
         for function in as_callbacks(value):
             if not callable(function):
-                raise TypeError(f"{name} must be functions of an Event, got {function!r}.")
+                wanted = "a function of an Event, or a list of such functions"
+                raise TypeError(f"{name} must be {wanted}, got {function!r}.")
     checks.check_key("key", given["key"])
     if not isinstance(given["resume"], bool):
         checks.check_count("resume, unless True or False,", given["resume"], minimum=0)

@@ -181,7 +181,7 @@ class Run:
             except (Exception, SystemExit) as raised:
                 error = raised
         if code == _FAILED and error is None:
-            error = RuntimeError("another process has failed: see its error.")
+            error = RuntimeError("Another process has failed: see its error.")
         if error is not None:
             # A call that failed on the devices has deleted its donated carry.
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):

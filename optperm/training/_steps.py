@@ -222,7 +222,7 @@ def _step(
     e, extras = evaluate_step(state, batch, model, layout, key)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **extras)
     if not layout.own and varying_axes(new.opt_state):
-        says = "The optimizer states of the replicas differ after a step"
+        says = "The optimizer states of the replicas may differ after a step"
         advice = "to the method as well, or leave axis_name of fit out"
         raise ValueError(f"{says}: pass axis_name={_axis_name(layout)!r} {advice}.")
     metrics = {"loss": e.value.astype(jnp.float32)}

@@ -69,9 +69,9 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.number:
             raise KeyboardInterrupt
-        says = b"SIGTERM: stopping after this step.\n"
+        says = b"SIGTERM: stopping after the running steps.\n"
         if number == signal.SIGINT:
-            says = b"\nStopping after this step; Ctrl-C again to quit.\n"
+            says = b"\nStopping after the running steps; Ctrl-C again to quit.\n"
         self.number = number  # set before the message, which suggests a second Ctrl-C
         with contextlib.suppress(OSError):
             os.write(2, says)

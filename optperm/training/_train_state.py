@@ -123,7 +123,8 @@ def convert_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[s
         shapes = [jnp.shape(part) for part in (value if is_pair else (value,))]
         if not is_dict or any(shapes):
             came = f"{name!r} of shape {shapes[-1]}" if is_dict else type(metrics).__name__
-            raise TypeError(f"{source} must be a dict of scalar metrics, got {came}.")
+            wanted = f"a dict of scalar metrics{' or pairs of scalars' * pairs}"
+            raise TypeError(f"{source} must be {wanted}, got {came}.")
     return jax.tree.map(lambda value: jnp.asarray(value).astype(jnp.float32), dict(metrics))
 
 

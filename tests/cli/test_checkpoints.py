@@ -27,7 +27,7 @@ def test_run_that_is_stopped_and_resumed_ends_as_the_one_that_went_on(
     signal_after(signal.SIGINT, 2)
     assert run(stopped, *EVERY) == 130
     said, err = capfd.readouterr()
-    assert "Stopping after this step; Ctrl-C again to quit." in err
+    assert "Stopping after the running steps; Ctrl-C again to quit." in err
     says = f"Stopped. To resume, with the same flags: optperm train sgd --resume {stopped}"
     assert said.splitlines()[-1] == says
     summary = files(stopped).summary

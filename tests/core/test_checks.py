@@ -56,7 +56,12 @@ REFUSED = [
         r"in \[0, 1\]",
         [-0.1, 1.1, float("nan"), np.float32(2), jnp.array(-1)],
     ),
-    (check_share, TypeError, "a number or a schedule", [True, np.True_, "1", None, 1j, object()]),
+    (
+        check_share,
+        TypeError,
+        "a real number or a schedule",
+        [True, np.True_, "1", None, 1j, object()],
+    ),
     (check_finite, ValueError, "finite in float32", [INF, 1e39, -1e39]),
     (check_count, TypeError, "an integer", [1.0, True, jnp.float32(1), jnp.ones(2, int)]),
     (check_count, ValueError, "at (least 1|most 2147483647)", [0, jnp.int32(-2), 2**31]),
@@ -64,7 +69,7 @@ REFUSED = [
     (
         check_key,
         TypeError,
-        "an int or a random key",
+        "an int or a single random key",
         [jax.random.split(KEY), True, 1.0, jnp.ones(2)],
     ),
     (check_flag, TypeError, "True or False", [0, 1, None, "no"]),

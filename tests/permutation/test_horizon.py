@@ -115,7 +115,11 @@ def test_every_fit_says_that_the_length_is_over(tmp_path):
     resumed = {"checkpoints": tmp_path, "checkpoint_every": 25, "resume": True}
     for epochs, wanted in ((3, [0, 0, 1]), (4, [1])):
         (says,), ends = warned_of(optperm.sgperm(num_steps=60), epochs, **resumed)
-        assert says == "sgperm is past its num_steps: it continues with the last aggressiveness."
+        expected = (
+            "sgperm is past its num_steps: it continues with the last aggressiveness. Pass the number "
+            "of updates of the whole run as num_steps."
+        )
+        assert says == expected
         assert ends == wanted
 
 

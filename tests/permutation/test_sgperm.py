@@ -366,7 +366,7 @@ def test_constant_rows_are_warned_of_once_by_name():
         with pytest.warns(UserWarning, match="optax.partition") as caught:
             opt_state = each.init(params)
         (warning,) = caught
-        assert str(warning.message).startswith("In bias, half, norm/scale all weights")
+        assert str(warning.message).startswith("In bias, half, norm/scale, all weights")
     # As constants of a program, and not of one that is given its params, nor in an update.
     with pytest.warns(UserWarning, match="In bias, half"):
         jax.eval_shape(lambda: tx.init(params))

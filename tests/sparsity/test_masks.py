@@ -329,7 +329,7 @@ def test_nothing_to_choose_from_is_no_error():
             got = optperm.sparsity.prune(params, opt_state, 1.0, scope=scope, include=include)
             support.assert_same_bits(got, (params, opt_state))
     v, sgd = jnp.ones(3), optax.sgd(0.1)
-    with pytest.raises(ValueError, match="no leaf of rank 2 or more: pass include="):
+    with pytest.raises(ValueError, match="there is no leaf of rank 2 or more: pass include="):
         optperm.sparsity.prune(v, optperm.mask_elements().init(v), 0.5)
     # Neither are params that the transformation does not see.
     for tx in (optperm.rigl(sgd, 0.5, end=200), optperm.prune_gradually(sgd, 0.5, 1.0)):

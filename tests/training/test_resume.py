@@ -262,7 +262,7 @@ def test_signal_comes_again_after_the_checkpoint(tmp_path, capfd):
         result = linear_fit(steps=20, checkpoints=tmp_path, **send)
         assert (result.ended, came) == ("interrupted", [[4]])
         assert capfd.readouterr().err.splitlines() == [
-            "SIGTERM: stopping after this step.",
+            "SIGTERM: stopping after the running steps.",
             f"fit was interrupted by SIGTERM after step 4, saved in {tmp_path}.",
         ]
         # One that comes in the last step changes nothing in the result, and comes again as well.
