@@ -240,7 +240,7 @@ def check_moments(inner_state: Any, plans: Any, low: Any, probe: Probe) -> None:
         unknown = "ScaleByAdamState that is not Adam's (such as ADOPT's)"
     if unknown:
         raise ValueError(
-            f"inner contains a {unknown}, which cannot be carried over: pass carry=False."
+            f"inner contains the state {unknown}, which cannot be carried over: pass carry=False."
         )
 
 

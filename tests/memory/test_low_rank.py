@@ -313,11 +313,11 @@ def test_a_state_that_cannot_be_carried_over_is_refused_in_any_container():
         jnp.zeros((6, 9)),
     )
     unknown = (
-        (optax.scale_by_amsgrad(), "a ScaleByAmsgradState"),
-        (optax.flatten(optax.scale_by_amsgrad()), "a ScaleByAmsgradState"),
-        (optax.scale_by_sm3(), "a ScaleBySM3State"),
-        (optax.flatten(optax.scale_by_adam()), "a ScaleByAdamState whose mu is not like"),
-        (optax.scale_by_lbfgs(), "a ScaleByLBFGSState"),
+        (optax.scale_by_amsgrad(), "the state ScaleByAmsgradState"),
+        (optax.flatten(optax.scale_by_amsgrad()), "the state ScaleByAmsgradState"),
+        (optax.scale_by_sm3(), "the state ScaleBySM3State"),
+        (optax.flatten(optax.scale_by_adam()), "the state ScaleByAdamState whose mu is not like"),
+        (optax.scale_by_lbfgs(), "the state ScaleByLBFGSState"),
     )
     for params in containers:
         for inner, message in unknown:
