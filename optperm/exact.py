@@ -65,7 +65,8 @@ class Exact(NamedTuple):
           moved: The params plus the updates.
           before: The params before the step, with the same tree structure.
           updates: The updates.
-          is_trusted: Whether targets are from this step; otherwise, the update must lead to the target.
+          is_trusted: Whether all targets are known to be from this step. If not, only the targets to
+            which the updates lead are applied.
         """
 
         def put_leaf(where: Any, value: Any, leaf: Any, start: Any, update: Any) -> Any:

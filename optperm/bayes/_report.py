@@ -381,7 +381,7 @@ def describe_unchecked(
         found.append("All chains started at the same point, so R-hat may miss other modes.")
     if any(map(is_given, states)):
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
-        found.append(f"Whether the passed kernel matches the {what} of these data.")
+        found.append(f"Whether the passed kernel matches the {what} of this loss on these data.")
     if not states:
         found.append(
             "Whether the steps sample this posterior: the states of the sampler are missing."

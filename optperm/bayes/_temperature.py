@@ -59,7 +59,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
         logits are not finite or are probabilities, a label is out of range, or no temperature is best:
         each label has the largest logit (the loss decreases as T tends to 0), or labels have on average
         no larger logits than other classes (the loss decreases as T tends to infinity). With traced
-        arguments, T is NaN in these cases.
+        arguments, T is NaN instead, but probabilities are not detected.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017

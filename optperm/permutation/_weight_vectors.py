@@ -141,8 +141,8 @@ def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> N
     if constant := _find_constant_vectors(params, output_axes):
         warnings.warn(
             f"In {', '.join(constant)}, all weights that enter an output unit are equal, or only one "
-            "enters: no permutation trains them. Use another optimizer for them (optax.partition), or "
-            "initialize several equal weights at random.",
+            "enters: no permutation can change them. Use another optimizer for these params "
+            "(optax.partition), or initialize the weights at random if there are several.",
             UserWarning,
             stacklevel=3,
         )

@@ -242,7 +242,7 @@ def choose_layout(
     is_local, varies = _trace_init(tx, state, layout)
     if is_local and not mapped:
         known = " or ".join(map(repr, axes))
-        says = "The method takes local steps, and without axis_name replicas would never commit"
+        says = "The method takes local steps, and without axis_name, replicas would never commit"
         raise ValueError(f"{says}: pass axis_name={known} to the method and to fit.")
     return dataclasses.replace(layout, own=bool(mapped) and (is_local or varies))
 

@@ -176,8 +176,8 @@ def _expect_smoothness(curvature: float, largest: float, n: int, b: int) -> floa
     smoothness = n * (b - 1) / (b * rest) * curvature
     smoothness += (n - b) / (b * rest) * largest if n > 1 else largest
     if not 0 < smoothness < float("inf"):
-        says = "The curvature of the loss at these params must be positive and finite"
-        raise ValueError(f"{says}, got the expected smoothness {smoothness:g}.")
+        says = "The expected smoothness of the loss at these params must be positive and finite"
+        raise ValueError(f"{says}, got {smoothness:g}.")
     return smoothness
 
 

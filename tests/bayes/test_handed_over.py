@@ -139,11 +139,12 @@ def test_kernel_of_other_data_is_warned_of():
         found = [text for text in report.warnings if "differs from the kernel's" in text]
         assert len(found) == int(scale > 1)
         assert any(
-            line.endswith("matches the curvature of these data.") for line in report.not_checked
+            line.endswith("matches the curvature of this loss on these data.")
+            for line in report.not_checked
         )
     assert "too large" in found[0]
     report = optperm.bayes.posterior_report(samples._replace(batch_noise=None))
-    assert "noise and curvature of these data" in " ".join(report.not_checked)
+    assert "noise and curvature of this loss on these data" in " ".join(report.not_checked)
 
 
 @pytest.mark.slow
