@@ -44,7 +44,8 @@ def _are_apart(carry: TrainState, layout: Layout) -> bool:
 def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout) -> TrainState:
     """Return a copy of the carry after a commit without a local step; `call` is from `compile_commit`.
 
-    Only the states of committing methods change, because a commit is not a step of any other method. The methods get the extra arguments of `batch`, or none if the batch is None.
+    Only the states of committing methods change, because a commit is not a step of any other method.
+    The methods get the extra arguments of `batch`, or none if the batch is None.
     """
     now = carry
     with layout.context():
