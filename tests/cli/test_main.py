@@ -143,7 +143,7 @@ def test_network_of_ones_own_is_trained_and_rebuilt(
         assert says in error_line()
     # Biases that are all zero cannot be permuted, which is said.
     assert run(tmp_path / "permuted", "sgperm", *own, "--epochs", "1") == 0
-    assert "Dense_0/bias, Dense_1/bias all weights" in capsys.readouterr().err
+    assert "Dense_0/bias, Dense_1/bias, all weights" in capsys.readouterr().err
 
 
 def test_validation_examples_leave_the_test_for_the_end(run, files, tmp_path):
