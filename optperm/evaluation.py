@@ -25,7 +25,7 @@ class Evaluation:
       grad: The gradient, a tree like params. For complex params, this is the conjugate of `jax.grad`, so
         a step in the opposite direction descends, as Optax expects.
       aux: The second result of the loss function; None without `has_aux`.
-      extra_args: All extra arguments that a transformation of this library may need, by name:
+      extra_args: The extra arguments of this batch for the transformations of this library, by name:
         `tx.update(e.grad, opt_state, params, **e.extra_args)`.
     """
 

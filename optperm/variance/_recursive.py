@@ -97,7 +97,7 @@ def recursive_gradient(
       estimate between steps.
 
       The gradient of the batch replaces a nonfinite entry of the estimate. If this entry of the gradient
-      is not finite either, the next step restarts the entry.
+      is not finite either, the next batch's gradient replaces the entry.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
