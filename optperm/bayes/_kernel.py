@@ -180,7 +180,7 @@ def adapted_kernel(opt_state: Any) -> NoiseKernel:
       [1.0, 1.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one such state.
+      ValueError: If `opt_state` does not contain exactly one `NoiseKernel`.
     """
     return find_state(opt_state, NoiseKernel, method="constant_sgd")
 
