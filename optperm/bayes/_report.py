@@ -49,7 +49,7 @@ class PosteriorReport(NamedTuple):
       step_bias: The maximum relative increase of a variance due to the step size of SGLD or SGHMC.
       batch_bias: An upper bound on the relative increase, due to the noise of SGLD's or SGHMC's batches,
         of the variance of any linear function of the params. The bound uses the maximum eigenvalue of
-        the covariance of this noise if known, otherwise the trace.
+        the noise's covariance if known, otherwise its trace.
       unmoved: The number of entries that have not moved in any chain.
       not_checked: Sentences about conditions that were not checked.
       warnings: Sentences about conditions that do not hold.

@@ -144,8 +144,8 @@ def low_rank(
     two axes, Flax's attention, and convolutions, if projecting them shrinks their state. The same
     optimizer trains all other leaves at full rank. **Embeddings are not projected**, as in the papers,
     because their gradients have nonzero rows only for tokens in the batch, so frequent tokens would
-    determine the basis. If the names of embeddings differ from Flax's names, name them as in the
-    example of `optperm.memory.matrix_axes`. `init` warns if more than half of the entries in leaves
+    determine the basis. If the names of embeddings differ from Flax's, name them (see
+    `optperm.memory.matrix_axes`). `init` warns if more than half of the entries in leaves
     with two or more axes stay at full rank.
 
     Args:

@@ -55,7 +55,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
     Returns:
       A tree like params with an `optax.contrib.GaLoreDimensionNumbers` for each leaf, or None for full
       rank. Pass the tree as `dimension_numbers` to `optperm.low_rank` or `optperm.apollo`. By
-      default, they use the tree without overrides, but only for leaves whose state shrinks.
+      default, they use the tree without overrides, for leaves whose state shrinks.
 
     Example:
       >>> import jax.numpy as jnp, optperm

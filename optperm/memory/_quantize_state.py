@@ -1,4 +1,4 @@
-"""Store the moments of any optimizer in 8 bits, or first moments in 4 bits.
+"""Store the moments of an optimizer in 8 bits, or first moments in 4 bits.
 
 T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861; OCP,
 "Microscaling Formats (MX) Specification", version 1.0; H. Xi et al., "COAT: Compressing Optimizer States

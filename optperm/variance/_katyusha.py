@@ -89,8 +89,8 @@ def katyusha(
 
     Returns:
       A transformation whose state is a `KatyushaState`. Its `update` needs `params` and two extra
-      arguments. `grad_fn(params)` is the gradient on this batch at given params, which
-      `optperm.evaluate` makes. `full_grad_fn(params)` is the gradient over all examples.
+      arguments. `grad_fn(params)` of `optperm.evaluate` is the gradient on this batch at given
+      params. `full_grad_fn(params)` is the gradient over all examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm

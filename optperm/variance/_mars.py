@@ -66,7 +66,7 @@ def mars(
 
     Returns:
       A transformation whose state is a `MarsState`. With `exact`, its `update` needs the extra argument
-      `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes.
+      `grad_fn(params)` of `optperm.evaluate`, the gradient on this batch at given params.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm

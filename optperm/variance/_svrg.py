@@ -118,7 +118,7 @@ def svrg(
 
     Returns:
       A transformation whose state is an `SvrgState`. Its `update` needs `params` and the extra argument
-      `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes. To
+      `grad_fn(params)` of `optperm.evaluate`, the gradient on this batch at given params. To
       take snapshots inside the step, it also needs `full_grad_fn(params)`, the gradient over all
       examples. You can pass `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`, but
       outside `jax.jit`, this call evaluates all examples in each step.
