@@ -132,7 +132,7 @@ def ivon(
 
     Args:
       learning_rate: A number or a schedule that determines :math:`\alpha` (see `rescale_lr`). Tune this
-        value. With the other defaults, 0.3 and 1 are good first guesses.
+        value. With the defaults of the other arguments, 0.3 and 1 are good first guesses.
       num_data: :math:`\lambda > 0`, the number of training examples (the effective sample size). A
         larger number makes the learned distribution narrower ("cold"), but not the first draws with
         `hess_init=None`.

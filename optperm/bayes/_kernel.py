@@ -62,7 +62,8 @@ class NoiseKernel(NamedTuple):
       1 - \varphi (1 - r_{\min}) \;\le\; \frac{u^\top \Sigma u}{u^\top T (N A)^{-1} u} \;\le\;
       1 + \varphi (r_{\max} - 1) \quad \text{for all } u
 
-    The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` is 0.015.
+    The warm-up lowers :math:`\rho` until both bounds are within a fifth of 1, or :math:`\varphi` is
+    0.015.
 
     A kernel is a tree of arrays, which Orbax and pickle can save.
 

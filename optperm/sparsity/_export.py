@@ -97,9 +97,9 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
       params: A tree of arrays, outside `jax.jit`.
       groups: For each group of units, the leaves with an axis of these units, as pairs (path, axis):
         `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`. In a pair, the
-        last axis means incoming weights, and any other axis means outgoing weights. This is wrong for
-        weights of shape (out, in), as in Equinox and PyTorch, for kernels of shape (in, heads, dim), and
-        for an outgoing vector. Add `"in"` or `"out"` as a third item for these, as in
+        last axis means incoming weights, and any other axis means outgoing weights. This rule is wrong
+        for weights of shape (out, in), as in Equinox and PyTorch, for kernels of shape (in, heads,
+        dim), and for an outgoing vector. Add `"in"` or `"out"` as a third item for these, as in
         `[("layers/0/weight", 0, "in"), ("layers/0/bias", 0), ("layers/1/weight", 1, "out")]`. Name all
         leaves with the axis, including the statistics of a `BatchNorm`.
       zero_at_zero: Whether the activation maps 0 to 0, as relu and tanh do.

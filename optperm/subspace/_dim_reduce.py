@@ -103,7 +103,7 @@ def dim_reduce(
     Until a basis is set, only the residual moves the params.
 
     Args:
-      inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. Its gradient is
+      inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. It sees the gradient
         :math:`\alpha m - c P^\top d`.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
       rho: :math:`\rho \in [0, 1]`, the maximum ratio of a trial length to the previous, rejected length.
