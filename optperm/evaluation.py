@@ -25,7 +25,7 @@ class Evaluation:
       grad: The gradient, a tree like params. For complex params, this is the conjugate of `jax.grad`, so
         a step in the opposite direction descends, as Optax expects.
       aux: The second result of the loss function; None without `has_aux`.
-      extra_args: All extra arguments that a transformation of this library may need, by name:
+      extra_args: The extra arguments of this batch for the transformations of this library, by name:
         `tx.update(e.grad, opt_state, params, **e.extra_args)`.
     """
 
@@ -61,7 +61,8 @@ def evaluate(
       axis_name: The mapped axis or axes over which `value`, `grad`, `value_fn` and `grad_fn` are
         averaged, under `jax.pmap`, `jax.vmap` and `jax.shard_map`, including the checked mode of
         `jax.shard_map`.
-      example: A batch of one example, drawn independently of `batch`, for methods that compare the two.
+      example: A batch of one example, drawn independently of `batch`, for methods that compare their
+        gradients.
 
     Returns:
       An `Evaluation`. Its `extra_args` contains
@@ -91,8 +92,9 @@ def evaluate(
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
 
     Notes:
-      These functions cost nothing unless a method calls them. `optax.contrib.sam` accepts no extra
-      argument except `grad_fn`: `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
+      The functions of `extra_args` cost nothing unless a method calls them. `optax.contrib.sam` accepts
+      no extra argument except `grad_fn`:
+      `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
 
       Inside `optax.masked` or `optax.partition`, a method sees only its part of the params. If a leaf of
       the params given to one of these functions is an `optax.MaskedNode`, the function uses the leaf

@@ -227,13 +227,14 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
       [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
 
     Notes:
-      A method that sets exact weights must come last in its chain; only `optperm.mask_elements` may
-      follow. Any other transformation after the method changes the updates, but not the targets; this
-      function then issues a `UserWarning`. It also warns about a transformation after
-      `optperm.dim_reduce` or `optperm.katyusha`, whose states belong to their own steps. (Optax does not
-      show which leaves `optax.masked` covers, so there is no warning if the method leaves out some
-      leaves.) Between the updates of the method, a wrapper such as `optax.contrib.sam` returns its own
-      updates. Therefore a target is applied only if the update leads to it, up to rounding.
+      A method that sets exact weights must come last in its chain; only `optperm.mask_elements`,
+      `optperm.record_trajectory` and `optperm.swag` may follow. Any other transformation would
+      change the updates, but not the targets; this function then issues a `UserWarning`. It also warns
+      about a transformation after `optperm.dim_reduce` or `optperm.katyusha`, whose states belong to
+      their own steps. (Optax does not show which leaves `optax.masked` covers, so there is no warning
+      if the method leaves out some leaves.) Between the updates of the method, a wrapper such as
+      `optax.contrib.sam` returns its own updates. Therefore a target is applied only if the update
+      leads to it, up to rounding.
 
     Raises:
       TypeError: If a leaf is not an array.

@@ -169,8 +169,8 @@ def constant_sgd(
       freeze_after: The number of steps after which nothing is learned. None for twice `burn_in`, but at
         least `burn_in` + 1,000.
       burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
-        curvature; these steps reach distant optima, and depend on the units of features only if they
-        reach their maximum length.
+        curvature; these steps reach distant optima, and depend on the units of features only at the
+        maximum length.
       key: A random key for the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
         its own noise. In your own loop, initialize the state of each chain with a different key.
       kernel: A kernel from `optperm.bayes.adapted_kernel`, for the same model, N, S and momentum. With a

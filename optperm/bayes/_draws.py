@@ -67,10 +67,10 @@ def sample_params(
 
     Raises:
       TypeError: If `key` is neither an int nor a key, or `num_draws` is not an int.
-      ValueError: If `opt_state` does not contain exactly one such state; if params do not match the
-        state; if `swag` has collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which
-        would mix the gradients of several draws: use the mean loss over microbatches at one draw, or
-        `mc_samples`.
+      ValueError: If `opt_state` does not contain exactly one state of these methods; if params do not
+        match the state; if `swag` has collected no params yet; or if `ivon` is inside
+        `optax.MultiSteps`, which would mix the gradients of several draws: use the mean loss over
+        microbatches at one draw, or `mc_samples`.
     """
     checks.check_key("key", key)
     if num_draws is not None:
@@ -128,7 +128,7 @@ def posterior_mean(opt_state: Any) -> optax.Params:
       [1.0, 2.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one such state, the state has an axis of
+      ValueError: If `opt_state` does not contain exactly one `SwagState`, the state has an axis of
         models, or `swag` has collected no params yet.
     """
     state = find_state(opt_state, SwagState, method="swag")

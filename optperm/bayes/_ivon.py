@@ -132,7 +132,7 @@ def ivon(
 
     Args:
       learning_rate: A number or a schedule that determines :math:`\alpha` (see `rescale_lr`). Tune this
-        value. With the other defaults, 0.3 and 1 are good first guesses.
+        value. With the defaults of the other arguments, 0.3 and 1 are good first guesses.
       num_data: :math:`\lambda > 0`, the number of training examples (the effective sample size). A
         larger number makes the learned distribution narrower ("cold"), but not the first draws with
         `hess_init=None`.
@@ -180,7 +180,8 @@ def ivon(
 
     Notes:
       With the default `b2`, learning the Hessian takes about 100,000 steps. In a shorter run, all
-      weights keep the standard deviation of the first draws, a tenth of the weights' root mean square.
+      weights keep the standard deviation of the first draws, by default a tenth of the weights' root
+      mean square.
       The noise regularizes, but the draws contain little information about the uncertainty.
       `b2=1 - 3 / steps` makes the draws up to :math:`e^{3/2} = 4.5` times as wide by the end. A smaller
       `b2` learns :math:`h`. If there are more weights than examples, the distribution then becomes wide,

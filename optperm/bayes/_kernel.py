@@ -62,7 +62,8 @@ class NoiseKernel(NamedTuple):
       1 - \varphi (1 - r_{\min}) \;\le\; \frac{u^\top \Sigma u}{u^\top T (N A)^{-1} u} \;\le\;
       1 + \varphi (r_{\max} - 1) \quad \text{for all } u
 
-    The warm-up lowers :math:`\rho` until both errors are at most a fifth, or :math:`\varphi` is 0.015.
+    The warm-up lowers :math:`\rho` until both bounds are within a fifth of 1, or :math:`\varphi` is
+    0.015.
 
     A kernel is a tree of arrays, which Orbax and pickle can save.
 
@@ -180,7 +181,7 @@ def adapted_kernel(opt_state: Any) -> NoiseKernel:
       [1.0, 1.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one such state.
+      ValueError: If `opt_state` does not contain exactly one `NoiseKernel`.
     """
     return find_state(opt_state, NoiseKernel, method="constant_sgd")
 

@@ -40,8 +40,8 @@ class SgldState(NamedTuple):
       count: Number of steps taken.
       key: The raw random key of the noise.
       reach: :math:`\epsilon T / 2` of the last step; 0 with a preconditioner. Its ratio to the
-        posterior's variance in a direction is :math:`h \lambda` in this direction, and the variance of
-        the draws is too large by the fraction :math:`h \lambda / 2`.
+        posterior's variance in a direction is :math:`h \lambda`, the step times the curvature, and the
+        variance of the draws is too large by the fraction :math:`h \lambda / 2`.
       gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Its product with the
         variance of the batch's gradient is the fraction by which the noise of the batches increases a
         variance.

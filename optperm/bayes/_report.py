@@ -48,8 +48,8 @@ class PosteriorReport(NamedTuple):
       drift: The ratio of the noise in the last window of the warm-up to the noise in the window before.
       step_bias: The maximum relative increase of a variance due to the step size of SGLD or SGHMC.
       batch_bias: An upper bound on the relative increase, due to the noise of SGLD's or SGHMC's batches,
-        of the variance of any linear function of the params. The bound uses the maximum eigenvalue of R
-        if known, otherwise the trace of R.
+        of the variance of any linear function of the params. The bound uses the maximum eigenvalue of
+        the noise's covariance if known, otherwise its trace.
       unmoved: The number of entries that have not moved in any chain.
       not_checked: Sentences about conditions that were not checked.
       warnings: Sentences about conditions that do not hold.
@@ -123,7 +123,8 @@ def posterior_report(
 
     Args:
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. For draws from
-        elsewhere, of shape (4, 500, ...), pass `Samples(draws, draws[:, -1], (), 500, 1)`.
+        elsewhere, of shape (4, 500, ...), pass
+        `optperm.bayes.Samples(draws, draws[:, -1], (), 500, 1)`.
       opt_state: The optimizer states at the end, with or without an axis of chains; None for the states
         in `samples`.
       batch_noise: The diagonal of R, a tree like params, for SGLD and SGHMC; None for the noise in

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 def type_of(leaf: Any) -> Any:
     """Return `jax.typeof(leaf)`, or a shape from `jax.eval_shape` unchanged if `jax.typeof` fails.
 
-    Within mapped axes on a mesh whose other axes are automatic, it fails, since shapes have no mesh.
+    Within mapped axes on a mesh whose other axes are automatic, `jax.typeof` fails: shapes have no mesh.
     """
     is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     is_complete = is_shape and leaf.sharding is None and leaf.manual_axis_type is not None

@@ -134,8 +134,8 @@ def agn(
         number of commits so far. If the schedule returns NaN, each step commits.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
-      combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which makes
-        the step grow with the number of replicas, or `"sequential"`. With `"sequential"`, the center
+      combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which
+        grows with the number of replicas, or `"sequential"`. With `"sequential"`, the center
         takes a step for each replica in the order of the indices, as if the replicas reached a parameter
         server in turn. With plain SGD, `"sequential"` equals `"sum"`.
       shard_axes: The mapped axes over which the params of one replica are sharded. Only `jax.shard_map`
@@ -148,11 +148,11 @@ def agn(
 
       - `commit=`: False takes only the local step, and True also commits after the step. A Python bool
         is known while tracing, so a local step compiles to the optimizer and one addition. A traced bool
-        must be the same on all replicas. With None, the device counts the steps. `"only"` commits the
-        steps since the last commit without a local step: it ignores the gradient, and changes nothing if
-        there was no step since the last commit.
+        must be the same on all replicas. With None, the last step of each period commits. `"only"`
+        commits the steps since the last commit without a local step: it ignores the gradient, and
+        changes nothing if there was no step since the last commit.
       - `weight=`: The weight :math:`w_i \ge 0` of this replica. The mean is
-        :math:`\sum w_i n_i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n_i` is multiplied
+        :math:`\sum w_i n^i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n^i` is multiplied
         by :math:`w_i`.
 
       Apply the updates with `optperm.apply_updates`. After a commit, the params of all replicas then
@@ -197,12 +197,12 @@ def agn(
       combines axes of `jax.shard_map` and of a `jax.vmap` within it, pass `check_vma=False` to
       `jax.shard_map`.
 
-      Without `outer`, `inner` has two states: one for the local params, which pulls do not change, and
-      one for the center. In both, schedules count local steps: a commit after the local step with count
+      Without `outer`, `inner` has two states: a local state, which pulls do not change, and a state for
+      the center. In both states, schedules count local steps: a commit after the local step with count
       t evaluates schedules at t. Bias correction, and periods such as `every` of `optperm.low_rank`,
-      count the gradients that a state has seen. Both optimizers get the extra arguments. In a step of
-      the center, `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas,
-      `value` is the value at the center, and `grad` is the committed gradient.
+      count the gradients that a state has seen. The center's optimizer also gets the extra arguments.
+      In a step of the center, `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all
+      replicas, `value` is the value at the center, and `grad` is the committed gradient.
 
       Nonfinite entries of a gradient count as zero in the local step. The commit leaves out a replica
       with such entries, still pulls the replica to the center, and counts the omission in `skipped`. The

@@ -43,7 +43,7 @@ def center_params(
     Notes:
       Test and save the center, because between commits each replica has its own params. Take the last
       step with `commit=True`; otherwise the center lacks the last local steps. If a plan has several
-      fragments or a delay, only `commit=True` exchanges all fragments at once.
+      fragments or a delay, only `commit=True` or `"only"` exchanges all fragments at once.
 
       With `combine="pairs"`, each replica has its own center. Test any of these centers, or their mean.
 

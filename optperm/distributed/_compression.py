@@ -53,10 +53,11 @@ class Compression:
 
     Notes:
       With a fraction, the largest entries of each chunk of 4,096 entries of a leaf are sent, a multiple
-      of 8 per chunk. The index of an entry takes two bytes. Zeros stay zero, even with one bit.
+      of 8 per chunk. The index of an entry takes two bytes. In this case, zeros stay zero, even with
+      one bit.
 
-      The sent entries of a chunk share a scale. Without a fraction, a chunk has 256 entries. The scale
-      is their maximum magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from minus
+      Without a fraction, a chunk has 256 entries. The sent entries of a chunk share a scale, their
+      maximum magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from minus
       to plus the scale, including zero. With one bit, the scale is the mean magnitude and :math:`Q` is
       the sign, which is never zero. Therefore, without a fraction, one bit moves entries back and forth
       even if their contribution is zero.

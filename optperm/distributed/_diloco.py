@@ -164,8 +164,8 @@ def diloco(
         are spread. None for a single replica.
       combine: `"mean"`, or `"pairs"` for gossip.
       mixing: :math:`\alpha` in [0, 1], the weight of a replica's own params in a pull.
-      compress: An `optperm.distributed.Compression`, which sends part of the displacement, with error
-        feedback. None sends the whole displacement in float32.
+      compress: An `optperm.distributed.Compression`, which sends fewer bytes, with error feedback. None
+        sends the whole displacement in float32.
       center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
         params. None for the dtypes of the params.
       fragment_of: The fragment of each leaf in a plan, as a function `(path, leaf)` or a tree like
@@ -193,7 +193,7 @@ def diloco(
       0.42
 
     Notes:
-      The following work as in `optperm.agn`: local gradients, `commit=` and `weight=` of `update`, extra
+      See `optperm.agn` for local gradients, `commit=` and `weight=` of `update`, extra
       arguments, replicas that start apart, wrappers (around `inner`, not around `diloco`), zeros and
       fixed entries of the center, and exact params with `optperm.apply_updates`. Nonfinite entries of a
       gradient count as zero. An exchange excludes only replicas whose params are not finite. The pull
@@ -212,8 +212,9 @@ def diloco(
 
       `benchmarks/distributed.py` compares outer optimizers with one replica alone at equal time, with 10
       and 100 commits. There, the default and averaging with `optax.sgd(1.0)` are never worse than one
-      replica; the paper's optimizer can be worse. MuLoCo is `diloco(optax.contrib.muon(...))`, for which
-      the same outer optimizers work well.
+      replica; the paper's optimizer can be worse. MuLoCo is
+      `optperm.diloco(optax.contrib.muon(...), every=...)`, for which the same outer optimizers work
+      well.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

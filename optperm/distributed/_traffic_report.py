@@ -100,7 +100,8 @@ def traffic_report(
       \frac{2 (k - 1)}{k} B \text{ for an all-reduce}, \qquad (k - 1) B \text{ for an all-gather}, \qquad
       B \text{ for a pair},
 
-    which is :math:`B` for two replicas. The seconds are these bytes divided by the bandwidth.
+    which is :math:`B` for two replicas. The seconds are eight times these bytes, divided by the
+    bandwidth.
 
     Args:
       tx: An optimizer with one `optperm.agn` or `optperm.diloco`, in any nesting.
@@ -134,9 +135,9 @@ def traffic_report(
 
     Raises:
       TypeError: If `tx` is not a transformation.
-      ValueError: If `tx` does not contain exactly one such method; if the method has no `axis_name` and
-        therefore sends nothing; if its period is a schedule and `every` is not given; or if a number is
-        out of range.
+      ValueError: If `tx` does not contain exactly one of these methods; if the method has no
+        `axis_name` and therefore sends nothing; if its period is a schedule and `every` is not given;
+        or if a number is out of range.
     """
     checks.check_transformation("tx", tx)
     checks.check_count("replicas", replicas, minimum=2)

@@ -103,8 +103,8 @@ def apollo(
       scale: A factor that multiplies the steps of projected leaves. N has r entries per column, while
         Adam's step has d entries. "auto" corrects for this difference with :math:`\sqrt{d / r}`, so you
         can start with AdamW's learning rate. Then tune the rate: for the matrices of a small decoder,
-        the best rate was four to eight times AdamW's rate. The scale in the authors' code is the square
-        of this factor.
+        the best rate was four to eight times AdamW's rate. The `scale` of the authors' code is the
+        square of this argument.
       limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit.
       dimension_numbers: The axes of the matrices to project, as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.

@@ -144,8 +144,9 @@ def low_rank(
     two axes, Flax's attention, and convolutions, if projecting them shrinks their state. The same
     optimizer trains all other leaves at full rank. **Embeddings are not projected**, as in the papers,
     because their gradients have nonzero rows only for tokens in the batch, so frequent tokens would
-    determine the basis. If the names of embeddings differ from Flax's names, name them. `init` warns if
-    more than half of the entries in leaves with two or more axes stay at full rank.
+    determine the basis. If the names of embeddings differ from Flax's, name them (see
+    `optperm.memory.matrix_axes`). `init` warns if more than half of the entries in leaves
+    with two or more axes stay at full rank.
 
     Args:
       inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
@@ -221,9 +222,9 @@ def low_rank(
       By Fira's formula, its first step would be thousands of times longer than Adam's. Therefore
       :math:`\lVert R_j \rVert` counts as at least a tenth of its value with a random basis,
       :math:`\sqrt{r / d} \, \lVert G_j \rVert`, so that
-      :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j \rVert`. A column exactly outside the
-      subspace gets no step. To avoid this, use "random", whose bases hardly ever miss a column, or
-      `residual=None`.
+      :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j \rVert`. A column always exactly
+      outside the subspace gets no step. To avoid this, use "random", whose bases hardly ever miss a
+      column, or `residual=None`.
 
       The method adds 1e-8 to :math:`\lVert R_j \rVert`, so columns with norms below about 1e-8 lose S.
 

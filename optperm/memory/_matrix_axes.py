@@ -54,8 +54,8 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
 
     Returns:
       A tree like params with an `optax.contrib.GaLoreDimensionNumbers` for each leaf, or None for full
-      rank. Pass the tree as `dimension_numbers` to `optperm.low_rank` or `optperm.apollo`. Their default
-      is the tree without overrides.
+      rank. Pass the tree as `dimension_numbers` to `optperm.low_rank` or `optperm.apollo`. By
+      default, they use the tree without overrides, for leaves whose state shrinks.
 
     Example:
       >>> import jax.numpy as jnp, optperm

@@ -1,4 +1,4 @@
-"""Store the moments of any optimizer in 8 bits, or first moments in 4 bits.
+"""Store the moments of an optimizer in 8 bits, or first moments in 4 bits.
 
 T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861; OCP,
 "Microscaling Formats (MX) Specification", version 1.0; H. Xi et al., "COAT: Compressing Optimizer States
@@ -66,7 +66,7 @@ def quantize_state(
     include: Any | Callable[[optax.Params], Any] | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Store the moments of any optimizer in 8 bits, a quarter of their usual memory.
+    r"""Store the moments of an optimizer in 8 bits, a quarter of their usual memory.
 
     Each step decodes the moments, takes a step of `inner`, and encodes the new moments. The last axis of
     a moment is divided into blocks of 32 numbers. A block has 32 codes c in float8_e4m3fn and one

@@ -88,7 +88,8 @@ def laperm(
     r"""Train a network by reordering its initial weights as an optimizer suggests (LaPerm).
 
     The inner optimizer moves the weights freely. If :math:`t + 1` is a multiple of k, step t = 0, 1, ...
-    ends with a synchronization of each weight vector :math:`w` with the initial values :math:`w_0`:
+    ends with a synchronization of each weight vector :math:`w` (the weights into an output unit)
+    with the initial values :math:`w_0`:
 
     .. math::
       w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)].

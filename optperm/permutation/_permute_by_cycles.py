@@ -123,7 +123,7 @@ def permute_by_cycles(
         :math:`z \sim N(0, 1)` is drawn in each step. All permutations have the same sum, so no
         permutation can follow the mean. If two weights should rise and the pivot is between their
         recommendations, the weight with the larger :math:`|m|` can pass the other weight. Entries with
-        zero :math:`m` then also take part. Platforms may round the pivot differently.
+        zero :math:`m` also take part. Platforms may round the pivot differently.
       key: The random key of the partitions and pivots, or an int as its seed. The same key gives the
         same partitions on every platform.
       output_axes: The axes of a parameter that index output units: one or several integers, or a

@@ -264,7 +264,7 @@ def erk_sparsity(
     with the same :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts
     are rounded with the largest-remainder method, so exactly floor(s n + 1/2) of the n entries of all
     leaves are zero. Other functions use these sparsities with `scope="erk"`. To change some sparsities,
-    call this function and pass the changed tree.
+    call this function and pass the changed tree as `sparsity`.
 
     Args:
       params: A tree of arrays, or of shapes from `jax.eval_shape`.

@@ -60,8 +60,9 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       Below 90% zeros, sparse products are not faster on a CPU. On an MLP with 300 and 100 hidden units
       and batches of 32 and 256, BCSR needs 0.5 to 0.75 of the time of dense products at 90% zeros, and a
       quarter to a third at 98% zeros. SciPy's format is useful for single examples with at least 98%
-      zeros. At 90% zeros, a dense network of the same size in bytes (`optperm.sparsity.remove_units`)
-      is faster than all sparse formats (`python benchmarks/sparsity.py --only export`).
+      zeros. At 90% zeros, a dense network of the same size in bytes (from
+      `optperm.sparsity.remove_units`) is faster than all sparse formats
+      (`python benchmarks/sparsity.py --only export`).
 
     Raises:
       TypeError: If a leaf is traced, is not a dense array, or has a dtype that SciPy cannot multiply.
@@ -88,16 +89,17 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     """Return smaller dense params without the units that do not affect the outputs.
 
     This function removes a unit if all its outgoing weights are zero. With `zero_at_zero`, it also
-    removes a unit if all its incoming weights and its bias are zero. This repeats until no more unit can
-    be removed. Outputs agree up to rounding. A unit with only a bias has a constant output, and stays.
+    removes a unit if all its incoming weights and its bias are zero. This repeats until no further unit
+    can be removed. Outputs agree up to rounding. A unit with only a bias has a constant output, and
+    stays.
 
     Args:
       params: A tree of arrays, outside `jax.jit`.
       groups: For each group of units, the leaves with an axis of these units, as pairs (path, axis):
         `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`. In a pair, the
-        last axis means incoming weights, and any other axis means outgoing weights. This is wrong for
-        weights of shape (out, in), as in Equinox and PyTorch, for kernels of shape (in, heads, dim), and
-        for an outgoing vector. Add `"in"` or `"out"` as a third item for these, as in
+        last axis means incoming weights, and any other axis means outgoing weights. This rule is wrong
+        for weights of shape (out, in), as in Equinox and PyTorch, for kernels of shape (in, heads,
+        dim), and for an outgoing vector. Add `"in"` or `"out"` as a third item for these, as in
         `[("layers/0/weight", 0, "in"), ("layers/0/bias", 0), ("layers/1/weight", 1, "out")]`. Name all
         leaves with the axis, including the statistics of a `BatchNorm`.
       zero_at_zero: Whether the activation maps 0 to 0, as relu and tanh do.

@@ -100,10 +100,10 @@ def mask_elements(
     Notes:
       With `optax.apply_updates`, this transformation must come last in its chain; for example, weight
       decay after it would move masked entries. With `optperm.apply_updates`, it can have any position in
-      the chain, and masked entries keep their bits. This includes methods that set exact weights
-      (`optperm.sgperm`, `optperm.agn`), `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros
-      turn -0.0 into 0.0, and processors that flush subnormal numbers. A method that sets exact weights
-      does not know the masks, so results from its own state, such as
+      the chain, and masked entries keep their bits. This also holds with methods that set exact
+      weights (`optperm.sgperm`, `optperm.agn`), `optax.MultiSteps` and `optax.apply_if_finite`, whose
+      own zeros turn -0.0 into 0.0, and processors that flush subnormal numbers. A method that sets
+      exact weights does not know the masks, so results from its own state, such as
       `optperm.distributed.center_params`, are not masked.
 
     Raises:
@@ -184,8 +184,8 @@ def prune(
     The ranking includes masked entries, which stay masked: masks accumulate. Pruned entries have the
     lowest magnitude, so pruning 0.5 and then 0.6 leaves a fraction of 0.4. A frozen weight is set to
     zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl`, all dead entries are set to
-    zero. If you call `prune(params, opt_state, 0.0)` before the first step, the first gradient is the
-    gradient of the sparse network.
+    zero. If you call `prune(params, opt_state, 0.0)` before the first step of `optperm.rigl`, the first
+    gradient is that of the sparse network.
 
     Args:
       params: All params. If the mask is inside `optax.masked` or `optax.partition`, the other params do
@@ -225,8 +225,8 @@ def prune(
     Notes:
       `prune` works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced sparsity and key. The
       exception is a state of `optperm.switch_after`, whose phase is unknown there. A Python or NumPy
-      number has the value of its printed decimal. A JAX array, traced or not, is rounded to a multiple
-      of :math:`2^{-24}`. A traced sparsity is clipped to [0, 1], and NaN counts as 0.
+      sparsity has the value of its printed decimal. A JAX array, traced or not, is rounded to a
+      multiple of :math:`2^{-24}`. A traced sparsity is clipped to [0, 1], and NaN counts as 0.
 
       16-bit scores often tie; then the position decides. On a mesh, only `NOfM` and `Blocks` gather
       data.
@@ -287,7 +287,8 @@ def freeze(
 
     This function masks the weights with the smallest :math:`|g_i|` or :math:`|(H g)_i|`, or random
     weights. g is the gradient over all examples, and H is the preconditioner that `optperm.constant_sgd`
-    has learned. Counts and ties are as in `optperm.sparsity.prune`, and masks accumulate.
+    or `optperm.mandt_sgd` has learned. Counts and ties are as in `optperm.sparsity.prune`, and masks
+    accumulate.
 
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: in a chain,

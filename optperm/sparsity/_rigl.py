@@ -87,8 +87,8 @@ def rigl(
       include: The leaves that are sparse, as in `optperm.sparsity.prune`.
       skip_step: Whether a step that changes the mask leaves live weights and the state of `inner`
         unchanged, as in the paper's code.
-      axis_name: The mapped axis over which magnitudes and gradients are averaged when the mask changes,
-        for replicas whose params or gradients differ. None if they agree.
+      axis_name: The mapped axis over which :math:`|\theta|` and :math:`|g|` are averaged when the mask
+        changes, for replicas whose params or gradients differ. None if they agree.
 
     Returns:
       A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs `params`.

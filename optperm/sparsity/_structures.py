@@ -138,7 +138,7 @@ class Blocks(Entries):
         checks.check_count("columns", self.columns)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a leaf of this shape has two axes.
+        """Return whether a leaf of this shape has at least two axes.
 
         Args:
           shape: The shape of a leaf.

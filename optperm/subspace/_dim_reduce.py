@@ -103,7 +103,7 @@ def dim_reduce(
     Until a basis is set, only the residual moves the params.
 
     Args:
-      inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. Its gradient is
+      inner: :math:`u`, any optimizer, or None for `optax.sgd(1.0)`. It sees the gradient
         :math:`\alpha m - c P^\top d`.
       n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
       rho: :math:`\rho \in [0, 1]`, the maximum ratio of a trial length to the previous, rejected length.
@@ -140,17 +140,18 @@ def dim_reduce(
       [3.0, 2.0, 1.0]
 
     Notes:
-      `line_search="safeguarded"` does not depend on the scale of the loss or of the params, and does not
-      stall. Before the first update with a pair :math:`(s, y)`, :math:`B` is
+      `line_search="safeguarded"` does not depend on the scale of the loss or of the params. Initially,
+      :math:`B = I`, but the first update with a pair :math:`(s, y)` starts from
       :math:`(s^\top y / y^\top y) I`. The first trial length is 1, or :math:`|f| / |g_k|^2` while there
-      is no pair. Each further length minimizes the parabola through both losses, but is at most
-      :math:`\rho` times and at least 0.1 times the previous length. After `max_search_steps` failed
-      trials, the next step continues with the next length. After two such steps, the search resets
-      :math:`B`. If the loss is smooth, all steps use the same batch, and `inner` is linear (SGD without
-      momentum, at any learning rate), the search finds a step until the rounding of the loss hides the
-      decrease. The search has no curvature condition. If the curvatures in the subspace differ by a
-      factor of 1e4 or more, it therefore takes several times as many steps as BFGS in SciPy. A residual
-      :math:`g - P^\top g_k` as small as its own rounding counts as zero.
+      is no pair. Each further length minimizes the parabola through :math:`f` and the rejected loss,
+      but is at most :math:`\rho` times and at least 0.1 times the previous length. After
+      `max_search_steps` failed trials, the next step continues with the next length. After two such
+      steps in a row, the search resets :math:`B`. If the loss is smooth, all steps use the same batch,
+      and `inner` is linear (SGD without momentum, at any learning rate), the search finds a step until
+      the rounding of the loss hides the decrease. The search has no curvature condition. If the
+      curvatures in the subspace differ by a factor of 1e4 or more, `dim_reduce` takes several times as
+      many steps as BFGS in SciPy. A residual :math:`g - P^\top g_k` as small as its own rounding counts
+      as zero.
 
       If `optperm.mask_elements` fixes entries inside or before this method, these entries must be zero
       in the basis, as in the basis of a trajectory under the same mask. With another basis, the search

@@ -91,7 +91,7 @@ def dldr(
 
     `dldr` records the params at steps :math:`t_0, t_0 + T, \dots, t_0 + (m - 1) T`. At the last of these
     steps, it computes the basis :math:`P` of the first :math:`k` principal components
-    (`optperm.subspace.pca_basis`). From this step on, the subspace optimizer moves the params:
+    (`optperm.subspace.pca_basis`). From then on, the subspace optimizer moves the params:
 
     - `optperm.dim_reduce`: quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
     - `optperm.project`: an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
@@ -101,7 +101,7 @@ def dldr(
       `optax.partition`, the snapshots and the basis hold the params that the subspace optimizer trains.
 
     Args:
-      inner: The optimizer of the first phase. It must not set exact params, as `optperm.sgperm` does.
+      inner: The optimizer of the first phase. It must not set exact params as `optperm.sgperm` does.
       subspace_optimizer: The optimizer of the second phase, whose schedules start in this phase. Its
         `n_components` is k, and its `axis_name` is the axis of both phases.
       every: :math:`T \ge 1`, the number of steps from one snapshot to the next.

@@ -48,7 +48,7 @@ def pca_basis(
 
     where :math:`\Lambda_k` contains the :math:`k` largest eigenvalues in descending order, and
     :math:`U_k` contains their eigenvectors. The inner products :math:`X X^\top` are sums over all
-    leaves. The sign of each row makes the coordinate of the snapshot farthest from the mean positive.
+    leaves. The sign of each row makes the coordinate of the largest magnitude along this row positive.
 
     Args:
       snapshots: A tree like params whose leaves have a leading axis of m snapshots and any real floating
@@ -70,9 +70,9 @@ def pca_basis(
 
     Notes:
       The products are summed over slices of the leaves, which avoids a copy of the snapshots. The same
-      snapshots give the same signs; if two snapshots are equally far from the mean, the later snapshot
-      determines the sign. In float64, rows whose singular values are below 3e-5 of the maximum are
-      orthonormal only to float32 precision.
+      snapshots give the same signs; if two coordinates have the largest magnitude, that of the later
+      snapshot becomes positive. In float64, rows whose singular values are below 3e-5 of the maximum
+      are orthonormal only to float32 precision.
 
     Raises:
       TypeError: If a leaf does not have a real floating dtype, or `n_components` is not an integer.

@@ -254,7 +254,8 @@ def step_where(
 def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     r"""Set the basis of `dim_reduce`, `project` or `twa` in an optimizer state.
 
-    `dim_reduce` then resets the curvature of an earlier basis, and keeps its residual.
+    For `dim_reduce`, this function also resets the curvature of an earlier basis, but keeps the
+    residual.
 
     Args:
       opt_state: The state of an optimizer with one of these methods anywhere in it. This function does
@@ -282,7 +283,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
 
     Raises:
       TypeError: If a leaf does not have a real floating dtype.
-      ValueError: If there is not exactly one such state, `dim_reduce` is inside `optax.MultiSteps`, the
+      ValueError: If there is not exactly one subspace, `dim_reduce` is inside `optax.MultiSteps`, the
         basis does not match the params in the state, or (unless traced) its rows are not finite, not
         orthonormal to within 1e-3 or the rounding of their dtype, or all zero.
     """

@@ -142,7 +142,7 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       and zeros after them, and the number of valid rows, int32 (). If `jax.vmap` or `jax.pmap` has made
       the state for many runs, the results have the leading axes of the state, as if this function were
       mapped. In this case, also map `pca_basis`:
-      `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
+      `jax.vmap(lambda s, n: optperm.subspace.pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -155,7 +155,7 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       ([[2.0], [3.0]], 2)
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one such state.
+      ValueError: If `opt_state` does not contain exactly one `TrajectoryState`.
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
     sort = _sort_rings

@@ -75,7 +75,7 @@ def fit(
     r"""Train a linen `TrainState`, or a `flax.nnx` model with its optimizer.
 
     Each step evaluates one batch (`optperm.evaluate`), calls the method's `update` with all extra
-    arguments that it may need, and applies the updates (`optperm.apply_updates`).
+    arguments of this evaluation, and applies the updates (`optperm.apply_updates`).
 
     Args:
       state_or_model: A `TrainState`, which does not change, or a `flax.nnx` model, which is trained in
@@ -114,7 +114,7 @@ def fit(
       mesh: A `jax.sharding.Mesh`, whose first axis (or `axis_name`) divides batches, or the
         `NamedSharding` of a batch. The default is the mesh on which the state is sharded, if any.
         Otherwise, with `axis_name` or several processes, it is a mesh of all devices of all processes
-        with the single axis `"replica"`.
+        with a single axis, `axis_name` or `"replica"`.
       axis_name: The axis or axes of the mesh over which the method is mapped. Pass the same value to
         methods that take `axis_name`, such as `optperm.agn` and `optperm.diloco`. None for one program
         on all devices. See Notes.
@@ -134,7 +134,7 @@ def fit(
         `KeyboardInterrupt`.
       checkpoint_keep: The number of newest checkpoints to keep; None keeps all.
       resume: If True, resume from the newest checkpoint, if there is one. A number resumes from the
-        checkpoint of this step. Later checkpoints are overwritten. See Notes.
+        checkpoint of this step. The next checkpoint replaces all later ones. See Notes.
       progress: If True, show a progress bar.
       steps_per_call: For arrays, the maximum number of steps per call of a compiled program. Ctrl-C and
         SIGTERM take effect after a call; a second Ctrl-C takes effect immediately.

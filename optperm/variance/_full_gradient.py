@@ -61,9 +61,9 @@ def full_gradient(
         any fractions. The loss of each example is then evaluated separately, as a batch of
         one, with its own random key (see `optperm.evaluate`). An example with weight 0 may have any
         values, such as NaN. `loss_fn` must be the plain mean. If your loss divides by its own weights,
-        per example or per token, pass those weights here instead. BatchNorm has to use its running
-        averages.
-      axis_name: The mapped axis or axes over which losses and weights are summed.
+        per example or per token, pass each example's total weight here instead. BatchNorm has to use
+        its running averages.
+      axis_name: The mapped axis or axes over which gradients and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
       progress: Whether to show a progress bar. This needs `rich`: `pip install 'optperm[progress]'`.
 

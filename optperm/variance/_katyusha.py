@@ -70,10 +70,10 @@ def katyusha(
       x_{t+1} &= \tau z_{t+1} + \tfrac12 w_{t+1} + \left(\tfrac12 - \tau\right) y_{t+1}
 
     from :math:`x_0 = y_0 = z_0 = w_0`. This is the paper's method with :math:`\theta_1 = \tau`,
-    :math:`\theta_2 = 1/2`, :math:`\eta = 1 / 3 \tau` and :math:`\alpha = 1 / 3 L`. A step moves y by
-    :math:`-\alpha g`, like a step of SGD, so learning rates for SVRG are suitable. If the condition
-    number :math:`L / \mu` is above the number of examples, as with an L2 penalty of 1/n, Katyusha needs
-    fewer passes over the examples than `optperm.svrg`.
+    :math:`\theta_2 = 1/2`, :math:`\eta = 1 / (3 \tau)` and :math:`\alpha = 1 / (3 L)` for an L-smooth
+    loss. As in SGD, :math:`y_{t+1} \approx x_t - \alpha g_t`, so rates for SVRG are suitable. If the
+    condition number :math:`L / \mu` is above the number of examples, as with an L2 penalty of 1/n,
+    Katyusha needs fewer passes over the examples than `optperm.svrg`.
 
     Katyusha is a complete optimizer. No transformation after it in a chain may change its updates. If
     something else changes the params, make a new state.
@@ -89,8 +89,8 @@ def katyusha(
 
     Returns:
       A transformation whose state is a `KatyushaState`. Its `update` needs `params` and two extra
-      arguments. `grad_fn(params)` is the gradient on this batch at given params, which
-      `optperm.evaluate` makes. `full_grad_fn(params)` is the gradient over all examples.
+      arguments. `grad_fn(params)` of `optperm.evaluate` is the gradient on this batch at given
+      params. `full_grad_fn(params)` is the gradient over all examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm

@@ -59,14 +59,14 @@ def mars(
 
     Args:
       gamma: :math:`\gamma \ge 0`, a number or a schedule of the step.
-      b1: :math:`\beta_1 \in [0, 1)`, usually the optimizer's own value. With this value and
-        :math:`\gamma = 1`, the optimizer's momentum of :math:`c_t` is STORM's estimate of the gradient.
+      b1: :math:`\beta_1 \in [0, 1)`, usually the optimizer's own value. With this value,
+        :math:`\gamma = 1`, `exact` and no clipping, the momentum of :math:`c_t` is STORM's estimate.
       max_norm: The maximum norm of a leaf, or infinity for no clipping.
       exact: Whether :math:`g_{t-1}` is the gradient on this batch at the last params.
 
     Returns:
       A transformation whose state is a `MarsState`. With `exact`, its `update` needs the extra argument
-      `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes.
+      `grad_fn(params)` of `optperm.evaluate`, the gradient on this batch at given params.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -85,8 +85,8 @@ def mars(
       Put `mars` before the optimizer. With `exact`, also put it before gradient clipping, because the
       gradients at the last params are not clipped. Put it after any averaging of gradients. Inside
       `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)`, the approximate form correctly uses
-      the mean gradient, but `exact` would compare the mean with the gradient of the last batch. Draw
-      random numbers from a key in the batch, so that both gradients use the same numbers.
+      the mean gradient, but `exact` would compare the mean with the gradient of the last batch. For
+      `exact`, draw random numbers from a key in the batch, so that both gradients use the same numbers.
 
       An entry whose correction is not finite passes through uncorrected. A nonfinite entry does not
       count in the norm. Put `optax.zero_nans` and similar transformations after `mars`; otherwise `mars`

@@ -58,8 +58,8 @@ def recursive_gradient(
 
     Returns:
       A transformation whose state is an `SvrgState`, with the last params and the last estimate as its
-      snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)`, the gradient on
-      this batch at given params, which `optperm.evaluate` makes. To restart, it also needs
+      snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)` of
+      `optperm.evaluate`, the gradient on this batch at given params. To restart, it also needs
       `full_grad_fn(params)`, the gradient over all examples.
 
     Example:
@@ -97,7 +97,7 @@ def recursive_gradient(
       estimate between steps.
 
       The gradient of the batch replaces a nonfinite entry of the estimate. If this entry of the gradient
-      is not finite either, the next step restarts the entry.
+      is not finite either, the next batch's gradient replaces the entry.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

@@ -94,10 +94,11 @@ def svrg(
       \mu = \nabla f(\tilde\theta)
 
     where :math:`\tilde\theta` are the params at the snapshot and :math:`\mu` is their full gradient. The
-    correction has mean zero over batches, so the gradient stays unbiased. Its variance goes to zero as
-    :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. Therefore SGD with a constant learning
-    rate, such as `optax.chain(optperm.svrg(), optax.sgd(0.025))`, converges up to the rounding of the
-    params, with or without momentum. Before the first snapshot, gradients pass through unchanged.
+    correction has mean zero over batches, so the gradient stays unbiased. With :math:`c_t = 1`, its
+    variance goes to zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. Therefore
+    SGD with a constant learning rate, such as `optax.chain(optperm.svrg(), optax.sgd(0.025))`,
+    converges up to the rounding of the params, with or without momentum. Before the first snapshot,
+    gradients pass through unchanged.
 
     You can take snapshots in three ways:
 
@@ -117,7 +118,7 @@ def svrg(
 
     Returns:
       A transformation whose state is an `SvrgState`. Its `update` needs `params` and the extra argument
-      `grad_fn(params)`, the gradient on this batch at given params, which `optperm.evaluate` makes. To
+      `grad_fn(params)` of `optperm.evaluate`, the gradient on this batch at given params. To
       take snapshots inside the step, it also needs `full_grad_fn(params)`, the gradient over all
       examples. You can pass `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`, but
       outside `jax.jit`, this call evaluates all examples in each step.
@@ -409,7 +410,7 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       [0.5, 0.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one such state, or if the trees do not match.
+      ValueError: If `opt_state` does not contain exactly one `SvrgState`, or the trees do not match.
     """
     state = find_state(opt_state, SvrgState, method="svrg")
     snapshot, is_finite = install_snapshot(
