@@ -151,7 +151,7 @@ def posterior_report(
       Monte Carlo error over sd      0.01...
       variance added by the steps    0.02...
       not checked: All chains started at the same point, so R-hat may miss other modes.
-      not checked: The increase of variances by the noise of the batches: not known here.
+      not checked: The increase in variances due to the batches' noise (not known here).
       not checked: Whether batches are drawn with replacement, and no transformation changes the updates.
       >>> report.warnings
       ()
@@ -392,13 +392,13 @@ def describe_unchecked(
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
     if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
         found.append(
-            "The increase of variances by steps and batches: not checked with a preconditioner."
+            "The increase in variances due to steps and batches (not checked with a preconditioner)."
         )
     elif langevin:
         if step_bias is None:
-            found.append("The increase of variances by the step size: not known here.")
+            found.append("The increase in variances due to the step size (not known here).")
         if batch_bias is None:
-            found.append("The increase of variances by the noise of the batches: not known here.")
+            found.append("The increase in variances due to the batches' noise (not known here).")
         elif samples.batch_noise_norm is None:
             found.append(
                 "The maximum eigenvalue of the noise of the batches: its trace is used as a bound."

@@ -128,7 +128,11 @@ def make_local_step(
     extra_args: dict[str, Any],
     axis_name: AxisName | None,
 ) -> Callable[[Any], tuple[optax.Updates, Any]]:
-    """Return the function s -> u(g; s), s for a step after a pull; without a gradient, u is zero."""
+    """Return the function s -> (u(g; s), new s) of a local step.
+
+    After a pull, s first gets its exact targets from the center. Without a gradient, u is zero and s
+    does not change.
+    """
 
     def step(local_state: Any) -> tuple[optax.Updates, Any]:
         if grads is None:
@@ -308,7 +312,11 @@ def follow_center(
 
 
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
-    """Raise unless both optimizers set the same exact params, and the center can be committed."""
+    """Raise if the optimizers of the replicas and of the center do not fit together.
+
+    The center's optimizer must not lose commits, the local optimizer must not store params, which a pull
+    would not move, and both must set the same exact params.
+    """
     if find_states(center_state, optax.MultiStepsState):
         wanted = "optax.MultiSteps(agn(inner, ...), k)"
         if method == "diloco":

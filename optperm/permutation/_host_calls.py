@@ -1,9 +1,8 @@
 """Call Python from a compiled program for the weight vectors on a device.
 
-`jax.pure_callback` would suffice on one device. However, it has no partitioning rule: on a mesh, XLA
-gathers the operands on device 0, which calls the host, and copies the results to the other devices. On
-the CPU, the callback can also hang, because it waits for arrays from the device that it blocks.
-Therefore
+`jax.pure_callback` has two problems. It has no partitioning rule: on a mesh, XLA gathers the operands on
+device 0, which calls the host, and copies the results to the other devices. On a mesh of CPU devices, it
+can also hang, because it waits for arrays from the device that it blocks. Therefore
 
 - on the CPU and on a GPU, `call_target` calls the target of JAX's own callbacks under the partitioning
   rule of `call_target` (on the CPU, without copies);

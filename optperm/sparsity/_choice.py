@@ -75,7 +75,7 @@ def include_leaves(
       tree: The tree of the leaves, with `optax.MaskedNode` for leaves that the optimizer does not see.
       params: The argument of the function; None for `tree`.
       name: The name of the argument `fractions`, for messages.
-      fractions: The fraction of zeros, or a tree of fractions.
+      fractions: The fraction of entries to prune or freeze, or a tree of fractions.
       needs_one: Whether `include=None` must include a leaf, if the fractions are not 0.
 
     Raises:

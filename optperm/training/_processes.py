@@ -60,7 +60,8 @@ def check_same(facts: Mapping[str, Any]) -> None:
     which = "; ".join(f"{k} {v}" for k, v in values.items() if any(each != v[0] for each in v))
     if which:
         advice = (
-            "Pass equal arrays in all processes, or an iterable of each process's part of a batch"
+            "Pass the same arguments in all processes. As data, each process may instead pass an "
+            "iterable over its own part of each batch"
         )
         raise ValueError(
             f"The arguments of fit are not the same in all processes: {which}. {advice}."

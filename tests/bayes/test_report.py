@@ -183,7 +183,7 @@ def test_what_a_state_of_constant_sgd_tells():
 @pytest.mark.parametrize(
     ("preconditioner", "noise", "norm", "warning", "unchecked"),
     [
-        (None, None, None, "", "by the noise of the batches: not known here"),
+        (None, None, None, "", "due to the batches' noise (not known here)"),
         (None, 1e-3, 1e-3, "", ""),
         (None, 8.0, 8.0, "The noise of the batches may make the variance", ""),
         (None, 1e-3, None, "", "of the batches: its trace is used as a bound"),
