@@ -53,7 +53,6 @@ except ValueError as error:
     raise pytest.UsageError(f"OPTPERM_TEST_LIMIT is a number of seconds: {error}.") from None
 TIERS = ("entries", "programs", "slow", "exhaustive")
 STARTED = pytest.StashKey[float]()
-_TESTS = itertools.count(1)
 hypothesis.settings.register_profile("optperm", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("optperm")
 
@@ -75,7 +74,7 @@ class ForAll:
     """What holds for the examples of docstrings too, which lie outside of this folder."""
 
     def __init__(self):
-        self._limit = 1e9
+        self._tests, self._limit = itertools.count(1), 1e9
 
     def pytest_runtest_setup(self, item):
         """Choose a device for an example: `fit` warns of devices that stay idle."""
@@ -90,7 +89,7 @@ class ForAll:
         if isinstance(item, pytest.DoctestItem):
             jax.config.update("jax_default_device", None)
         process = pathlib.Path("/proc/self")
-        if next(_TESTS) % 5 or not (process / "statm").exists():
+        if next(self._tests) % 5 or not (process / "statm").exists():
             return
         maps = (process / "maps").read_bytes().count(b"\n")
         if _resident(process) > self._limit or maps > 30_000:
