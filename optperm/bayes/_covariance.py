@@ -136,7 +136,8 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
 
     if here * batch.replicas < 2:
         raise ValueError(
-            "'per_example' needs batches of at least 2 examples, got 1: use estimator='single_example'."
+            f"'per_example' needs batches of at least 2 examples, got {here * batch.replicas}: "
+            "use estimator='single_example'."
         )
     _check_size(here, batch, f"the batch of per_example_grad_fn has the size {here}")
     chunk_size = here

@@ -103,7 +103,7 @@ def swag(
     """
     checks.check_count("every", every)
     checks.check_count("start", start, minimum=0)
-    checks.check_static_count("rank", rank if rank else 1)
+    checks.check_static_count("rank", rank, minimum=0)
     if rank == 1:
         raise ValueError("rank must be 0 or at least 2, got 1.")
 

@@ -130,8 +130,8 @@ def check_count(
         raise ValueError(f"{name} must be {limit}, got {value!r}.")
 
 
-def check_static_count(name: str, value: object) -> None:
-    """Raise unless `value` is a Python or NumPy integer of at least 1, on which shapes may depend.
+def check_static_count(name: str, value: object, *, minimum: int = 1) -> None:
+    """Raise unless `value` is a Python or NumPy integer of at least `minimum`, for shapes of arrays.
 
     Raises:
       TypeError: If `value` is a JAX array, traced or not, or not an integer.
@@ -142,7 +142,7 @@ def check_static_count(name: str, value: object) -> None:
             f"{name} sets the shapes of arrays, so it must be an int: with optax.inject_hyperparams, "
             "name it in static_args."
         )
-    check_count(name, value)
+    check_count(name, value, minimum=minimum)
 
 
 def dtype_of(name: str, value: object) -> Any:

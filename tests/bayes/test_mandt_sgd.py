@@ -114,6 +114,16 @@ def test_limits_cut_eigenvalues_and_nothing_else(form):
         np.testing.assert_allclose(h, wanted, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_preconditioned_is_h_of_the_noise_in_the_same_state(form):
+    """Also right after a decomposition, as in the second estimate: the old sizes are of the old basis."""
+    first, second = batch_gradients(0), 3.0 * batch_gradients(1)[:, ::-1]
+    state = run(mandt(form), first, second)[-1][1]
+    h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+    wanted = expected_matrix((np.cov(first.T) + np.cov(second.T)) / 2, form)
+    np.testing.assert_allclose(h, wanted, rtol=1e-3, atol=1e-5)
+
+
 def test_what_is_not_finite_or_has_no_noise():
     """Estimates that are not finite are left out, also as the first; an entry's step that is not finite
     is none and counted; an entry without noise takes the largest step, or none."""
