@@ -291,14 +291,13 @@ def mandt_sgd(
                 (state.stability, state.direction),
             )  # fmt: skip
             following = following._replace(stability=stability, direction=direction)
-        next_count = optax.safe_increment(count)
         return cast_like(moves, params), following._replace(
-            count=next_count,
+            count=optax.safe_increment(count),
             steps=state.steps + is_moving.astype(jnp.int32),
             left_out=state.left_out + (is_moving & ~all_finite(h_g)).astype(jnp.int32),
             unstable=state.unstable + (is_due & ~is_moving).astype(jnp.int32),
             # A decomposition in this step has changed the basis, to which h does not belong.
-            sizes=step_sizes(following.noise, next_count),
+            sizes=step_sizes(following.noise, optax.safe_increment(count)),
         )
 
     sampler = transformation(

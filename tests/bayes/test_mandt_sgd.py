@@ -116,7 +116,7 @@ def test_limits_cut_eigenvalues_and_nothing_else(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_preconditioned_is_h_of_the_noise_in_the_same_state(form):
-    """Also right after a decomposition, as in the second estimate: the old sizes are of the old basis."""
+    """Also right after a decomposition, as in the second estimate, which changes the basis."""
     first, second = batch_gradients(0), 3.0 * batch_gradients(1)[:, ::-1]
     state = run(mandt(form), first, second)[-1][1]
     h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
