@@ -77,9 +77,9 @@ def _permute_row(
     takes_part = is_finite & np.isfinite(m) & (order_keys(m) != 0)
     w, unit = _in_float64(weights, is_finite)
     finite = w[is_finite]
-    spread = float(finite.max() - finite.min()) if len(finite) else 0.0  # A
+    spread = float(np.max(finite) - np.min(finite)) if len(finite) else 0.0  # A
     keys = order_keys(w)
-    for label in range(labels.max(initial=-1) + 1):
+    for label in range(int(np.max(labels, initial=-1)) + 1):
         subset = by_rank[labels == label]
         subset = subset[takes_part[subset]]
         if len(subset) < 2:
@@ -111,7 +111,7 @@ def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float
     info = np.finfo(weights.dtype)
     keys = order_keys(weights).astype(np.int64)
     exponent = np.abs(keys) >> info.nmant
-    hidden = np.where(exponent > 0, np.int64(1) << info.nmant, 0)
+    hidden = np.where(exponent > 0, 1 << info.nmant, 0)
     significand = np.sign(keys) * ((np.abs(keys) & ((1 << info.nmant) - 1)) | hidden)
     power = np.maximum(exponent, 1) - (info.maxexp - 1 + info.nmant) + (600 if is_double else 0)
     w = np.ldexp(significand.astype(np.float64), power.astype(np.intc))
