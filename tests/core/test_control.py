@@ -42,16 +42,16 @@ def test_a_change_that_is_not_due_is_not_computed():
     """Do not move it out of the loop either, as what no turn of it changes."""
     calls = []
 
-    def seen(x):
-        calls.append(None)
-        return x
-
     @jax.jit
     def steps(x):
-        def step(total, count):
-            def add(total):
-                return total + jax.pure_callback(seen, jax.ShapeDtypeStruct((), x.dtype), x)
+        def seen(x):
+            calls.append(None)
+            return x
 
+        def add(total):
+            return total + jax.pure_callback(seen, jax.typeof(x), x)
+
+        def step(total, count):
             return when(count % 4 == 0, add, total), None
 
         return jax.lax.scan(step, jnp.zeros(()), jnp.arange(12))[0]
