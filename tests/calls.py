@@ -119,7 +119,7 @@ class Kind(typing.NamedTuple):
     allowed: tuple = ()
 
 
-def number(*, low=0.0, high=INF, is_open=False, is_below=False, is_optional=False):
+def number(*, low=0.0, high=INF, is_open=False, is_below=False):
     """A single number from `low` to `high`; with `is_open` above `low`, with `is_below` below `high`."""
     outside = (low if is_open else low - 0.1, float("nan"), jnp.array([0.1, 0.2]))
     if high < INF:
@@ -128,20 +128,12 @@ def number(*, low=0.0, high=INF, is_open=False, is_below=False, is_optional=Fals
     limits = (least, np.float64(least), int(least))
     if not is_below:
         limits += (min(high, 5.0), jnp.bfloat16(min(high, 1.0)))
-    strange = (True, "0.1", 1j) + (() if is_optional else (None,))
-    return Kind(outside, strange, () if is_open else limits)
+    return Kind(outside, (True, "0.1", 1j, None), () if is_open else limits)
 
 
-def count(*, minimum, is_optional=False):
-    """An integer of at least `minimum`."""
-    strange = (2.5, True, "2", jnp.float32(2.0)) + (() if is_optional else (None,))
-    return Kind((minimum - 1, -3), strange)
-
-
+_NO_INTEGERS = (2.5, True, "2", jnp.float32(2.0), None)
 # An int of 32 bits that seeds a key, or a key: typed, or its raw data.
-RANDOM_KEY = Kind(
-    (-1, 2**32), (2.5, True, "2", None, jnp.float32(2.0)), (2**32 - 1, jax.random.key_data(KEY))
-)
+RANDOM_KEY = Kind((-1, 2**32), _NO_INTEGERS, (2**32 - 1, jax.random.key_data(KEY)))
 CHOICE = Kind(out_of_range=("none", 3))
 TRANSFORMATION = Kind(mistyped=(10,))
 # What tells trees, and axes of their leaves, from single numbers.
@@ -183,7 +175,6 @@ def kind_of(name, parameter):
     a choice; else None."""
     limits = LIMITS.get(f"{name}.{parameter.name}", LIMITS.get(parameter.name, {}))
     options, kind = options_of(parameter), None
-    is_optional = type(None) in options
     if limits is None or any(each in options for each in _NO_NUMBERS):
         pass
     elif all(isinstance(option, str) for option in options):
@@ -194,9 +185,11 @@ def kind_of(name, parameter):
         kind = RANDOM_KEY
     elif int in options:
         minimum = limits.get("minimum", 0 if parameter.default == 0 else 1)
-        kind = count(minimum=minimum, is_optional=is_optional)
+        kind = Kind((minimum - 1, -3), _NO_INTEGERS)
     elif float in options:
-        kind = number(**limits, is_optional=is_optional)
+        kind = number(**limits)
+    if kind and type(None) in options:
+        kind = kind._replace(mistyped=[value for value in kind.mistyped if value is not None])
     return kind
 
 

@@ -181,25 +181,23 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def _strict():
-    """Raise where a shape or dtype is promoted. The examples of docstrings run as users' programs do."""
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
 @pytest.fixture
-def lenient(_strict):
-    """Lifts the strict promotion, for code that is not ours."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+def lenient():
+    """Allows promotion, for code that is not ours."""
 
 
 @pytest.fixture(autouse=True)
-def _lenient_where_optax_is_inside(request, _strict):
-    """Lift the strict promotion for a transformation that wraps optimizers of Optax."""
-    if "ours" in request.fixturenames and request.getfixturevalue("ours").lenient:
-        request.getfixturevalue("lenient")
+def _strict(request):
+    """Raise where a shape or dtype is promoted, unless optimizers of Optax are in a transformation.
+
+    The examples of docstrings run as users' programs do."""
+    names = request.fixturenames
+    if "lenient" in names or ("ours" in names and request.getfixturevalue("ours").lenient):
+        dtypes, ranks = "standard", "allow"
+    else:
+        dtypes, ranks = "strict", "raise"
+    with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
+        yield
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def two_examples(params, **part):
 def half(p):
     """Return half of an array in 32 bits at least: a draw at an exact distance, as rounding of a small
     one would leave few digits."""
-    return jnp.asarray(p, jnp.promote_types(p.dtype, jnp.float32)) * 0.5
+    return 0.5 * (p if p.dtype.itemsize > 2 else p.astype(jnp.float32))
 
 
 # What a case does not pass; of the loss a line search learns nothing.
@@ -147,9 +147,7 @@ class Transformation:
 
 def svrg_and_sgd(learning_rate: optax.ScalarOrSchedule, probability: float):
     """Loopless SVRG with something after it."""
-    return optax.chain(
-        optperm.svrg(probability=probability), optax.sgd(learning_rate, momentum=0.5)
-    )
+    return optax.chain(optperm.svrg(probability=probability), optax.sgd(learning_rate, 0.5))
 
 
 def mars_adamw(learning_rate: optax.ScalarOrSchedule, gamma: optax.ScalarOrSchedule):

@@ -115,28 +115,24 @@ def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
         assert_form_stays(tx, make(params))
     for wrap in WRAPPERS.values():
         assert_form_stays(wrap(tx), params)
-    optimizers = [
-        k for k, v in ours.arguments.items() if isinstance(v, optax.GradientTransformation)
-    ]
-    traced = optax.inject_hyperparams(ours.build, static_args=(*ours.static, *optimizers))
+    fixed = [k for k, v in ours.arguments.items() if isinstance(v, optax.GradientTransformation)]
+    traced = optax.inject_hyperparams(ours.build, static_args=(*ours.static, *fixed))
     assert_form_stays(traced(**ours.arguments), params)
     with jax.enable_x64(True):
         assert_form_stays(tx, {name: jnp.ones((9, 2), name) for name in support.DTYPES})
-    # Gradients of another dtype than the params, or made of Python's numbers.
-    for dtype, make_grad in [
-        ("float32", lambda p: jnp.ones_like(p, dtype="bfloat16")),
-        ("bfloat16", lambda p: jnp.ones_like(p, dtype="float32")),
-        ("float32", lambda p: jnp.full(p.shape, 1.0)),
-    ]:
+    # Gradients of another dtype than the params, or made of Python's numbers, and an unknown argument.
+    for of_params, of_grads in (
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float32", None),
+    ):
+
+        def evaluate(params, batch, dtype=of_grads):
+            extra_args = loops.linear(params, batch)[1] | {"no_such_argument": object()}
+            return jax.tree.map(lambda p: jnp.full(p.shape, 1.0, dtype), params), extra_args
+
         if not ours.is_identity:
-            assert_form_stays(
-                tx,
-                support.random_params(dtype=dtype),
-                lambda p, batch, make=make_grad: (
-                    jax.tree.map(make, p),
-                    loops.linear(p, batch)[1] | {"no_such_argument": object()},
-                ),
-            )
+            assert_form_stays(tx, support.random_params(dtype=of_params), evaluate)
 
 
 def test_update_is_pure_and_keeps_the_form_of_the_state(ours):
@@ -198,21 +194,15 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     """`optax.tree.map_params` maps the entries that mirror params, with a spec beside each."""
     params, tx = support.random_params(), ours.make()
     opt_state = tx.init(params)
-    marked = optax.tree.map_params(
-        tx,
-        lambda leaf, spec: spec,
-        opt_state,
-        {name: name for name in params},
-        transform_non_params=lambda _: "",
-    )
+    names, other = {name: name for name in params}, {"transform_non_params": lambda _: ""}
+    marked = optax.tree.map_params(tx, lambda _, name: name, opt_state, names, **other)
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)}
     for path, spec in jax.tree_util.tree_leaves_with_path(marked):
         name = next((name for name in params if path[-1:] == (DictKey(name),)), "")
         # An entry may have a row for each of several, or be of a shape of its own, or several arrays.
         mirrors = name and shapes.get(path, ())[-params[name].ndim :] == params[name].shape
         assert spec == name or not (spec or mirrors), jax.tree_util.keystr(path)
-    unchanged = optax.tree.map_params(tx, lambda leaf: leaf, opt_state)
-    support.assert_same_bits(unchanged, opt_state)
+    support.assert_same_bits(optax.tree.map_params(tx, lambda leaf: leaf, opt_state), opt_state)
 
 
 @pytest.mark.spans("sgperm", "laperm", "agn", "svrg", "mandt_sgd")
