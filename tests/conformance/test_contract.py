@@ -61,26 +61,26 @@ NAMES = {
 }
 
 
-def states_in(node):
-    """The states of this library's own types anywhere in an optimizer state."""
-    if isinstance(node, dict):
-        node = tuple(node.values())
-    if not isinstance(node, tuple | list):
-        return
-    if type(node).__module__.startswith("optperm."):
-        yield node
-    for child in node:
-        yield from states_in(child)
+def states_in(opt_state):
+    """Return the states of this library's own types anywhere in an optimizer state."""
+    found = []
+
+    def visit(node):
+        if isinstance(node, tuple) and type(node).__module__.startswith("optperm."):
+            found.append(node)
+
+    jax.tree.leaves(opt_state, is_leaf=visit)
+    return found
 
 
 def names_of_room(kind):
-    """The names in all private files of the room that shows a class as its own."""
+    """Return the names in all private files of the room that shows a class as its own."""
     files = [name for name in sys.modules if name.startswith(f"{kind.__module__}._")]
     return {name: value for file in files for name, value in vars(sys.modules[file]).items()}
 
 
 def assert_typed(opt_state, params):
-    """Asserts that each field of each state has the shape and dtype of its annotation."""
+    """Assert that each field of each state has the shape and dtype of its annotation."""
     of_params = NAMES["PyTree"][NAMES["Shaped"][jax.Array, "?*shape"], "Params"]
     for state in states_in(opt_state):
         hints = typing.get_type_hints(type(state), localns=names_of_room(type(state)) | NAMES)

@@ -16,11 +16,6 @@ from transformations import Transformation
 import optperm
 from optperm.core.states import find_states
 
-TO_SGPERM = Transformation(
-    optperm.switch_after,
-    {"num_steps": 1, "first": optax.sgd(0.05), "then": optperm.sgperm(0.4)},
-    other_name="switch to sgperm",
-)
 pytestmark = pytest.mark.usefixtures("lenient")
 BATCHES = loops.linear_batches(4)
 
@@ -68,8 +63,7 @@ def test_nnx_optimizer(ours):
     """Params and states are variables; they stay so through steps and through what is called between
     them, inside `nnx.jit` and outside, and hold what arrays do. In `optax.apply_if_finite`, a gradient
     with a NaN in it moves neither."""
-    tx = ours.make()
-    model = Model(support.random_params())
+    tx, model = ours.make(), Model(support.random_params())
     optimizer = nnx.Optimizer(model, optax.apply_if_finite(tx, 3), wrt=nnx.Param)
     structure = jax.tree.structure(optimizer.opt_state)
     between = BETWEEN.get(ours.name, lambda params, opt_state: (params, opt_state))
@@ -93,8 +87,7 @@ def test_nnx_optimizer(ours):
         step(model, optimizer, batch)
         params, opt_state = loops.compiled(tx, loops.linear)(params, opt_state, batch)
     assert jax.tree.structure(optimizer.opt_state) == structure
-    guarded = optimizer.opt_state.inner_state
-    state = nnx.state(model, nnx.Param)
+    guarded, state = optimizer.opt_state.inner_state, nnx.state(model, nnx.Param)
     assert_close_leaves((state, guarded), (params, opt_state))
     before = jax.tree.map(np.array, jax.tree.leaves((state, guarded)))
     step(model, optimizer, jnp.full((2,), jnp.nan))
@@ -124,9 +117,7 @@ def test_linen_train_state(ours):
     @jax.jit
     def step(state, batch):
         grads, extra_args = loops.linear(state.params, batch)
-        told = optax.GradientTransformationExtraArgs(
-            tx.init, functools.partial(tx.update, **extra_args)
-        )
+        told = tx._replace(update=functools.partial(tx.update, **extra_args))
         return state.replace(tx=told).apply_gradients(grads=grads).replace(tx=tx)
 
     batches = loops.linear_batches(20)
@@ -142,5 +133,7 @@ def test_linen_train_state(ours):
 
 @pytest.mark.entries
 def test_an_optimizer_that_switches_to_placing_trains_in_flax():
-    test_nnx_optimizer(TO_SGPERM)
-    test_linen_train_state(TO_SGPERM)
+    arguments = {"num_steps": 1, "first": optax.sgd(0.05), "then": optperm.sgperm(0.4)}
+    ours = Transformation(optperm.switch_after, arguments, other_name="switch to sgperm")
+    test_nnx_optimizer(ours)
+    test_linen_train_state(ours)

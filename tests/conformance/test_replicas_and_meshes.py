@@ -73,11 +73,8 @@ def check_own_models(ours, mapping):
     is_marked = ours.name in ALIKE_AT_INIT and mapping == "shard_map"
     own = functools.partial(run, axes=(replicas.AXIS,)) if is_marked else run
     together = jax.device_get(replicas.MAPPINGS[mapping](own, 3)(replicas.stack(starts)))
-    alone = jax.jit(run)
-    for index, params in enumerate(starts):
-        one = replicas.take(together, index)
-        tolerance = TOLERANCES.get(ours.name, USUAL)
-        chex.assert_trees_all_close(one, jax.device_get(alone(params)), **tolerance)
+    alone = replicas.stack([*map(jax.jit(run), starts)])
+    chex.assert_trees_all_close(together, alone, **TOLERANCES.get(ours.name, USUAL))
 
 
 # --- sharded params: a table of meshes ---------------------------------------------------------
@@ -93,9 +90,7 @@ SHARDINGS = {
 # vector, to factorize a matrix, or to move the exponents of groups of entries.
 _OF_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
 GATHERED = {
-    "sgperm": _OF_VECTORS,
-    "permute_by_cycles": _OF_VECTORS,
-    "laperm": _OF_VECTORS,
+    **dict.fromkeys(("sgperm", "permute_by_cycles", "laperm"), _OF_VECTORS),
     "low_rank-svd": {"input": "kernel", "both": "kernel"},
     "quantize_state": {"both": "kernel"},
     "quantize_state-4": {"both": "kernel"},
@@ -116,14 +111,12 @@ def train(ours, place, init):
 
     def step(opt_state, params, pulls, batch):
         e = optperm.evaluate(functools.partial(loss_fn, pulls), params, batch)
-        updates, opt_state = tx.update(
-            e.grad, opt_state, params, full_grad_fn=lambda p: e.grad, **e.extra_args
-        )
+        extra_args = {"full_grad_fn": lambda p: e.grad, **e.extra_args}
+        updates, opt_state = tx.update(e.grad, opt_state, params, **extra_args)
         return updates, opt_state, optperm.apply_updates(params, updates, opt_state)
 
     params, pulls = (
-        place({name: support.normal(shape, seed) for name, shape in SHAPES.items()})
-        for seed in (0, 9)
+        place({k: support.normal(shape, seed) for k, shape in SHAPES.items()}) for seed in (0, 9)
     )
     opt_state = ours.prepared(init(params), params)
     batches = np.arange(8.0, dtype=np.float32).reshape(4, 2)
