@@ -147,13 +147,14 @@ def assert_same(ours, actual, expected):
     return jax.tree.map(compare, actual, expected)
 
 
-def assert_placed(tree, specs, mesh):
+def assert_placed(tree, shardings):
     """Assert that the leaves that belong to a parameter are sharded as it is."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for name, shape in SHAPES.items():
             lead = leaf.ndim - len(shape)
             if path[-1:] == (DictKey(name),) and leaf.shape[lead:] == shape:
-                wanted = NamedSharding(mesh, P(*[None] * lead, *specs[name]))
+                spec = P(*[None] * lead, *shardings[name].spec)
+                wanted = NamedSharding(shardings[name].mesh, spec)
                 place = f"{jax.tree_util.keystr(path)} is {leaf.sharding}"
                 assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), place
 
@@ -167,19 +168,15 @@ def most_moved(text):
 def check_sharded(ours, mesh, cut):
     """Assert that results are the unsharded run's, lie where params lie, and that nothing else moves."""
     shape, kernel, bias = SHARDINGS[cut]
-    specs = {"kernel": kernel, "bias": bias}
     axis_types = (AxisType[mesh],) * len(shape)
     made = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=axis_types)
-
-    def place(tree):
-        return {k: jax.device_put(leaf, NamedSharding(made, specs[k])) for k, leaf in tree.items()}
-
-    init = ours.make().init
+    shardings = {"kernel": NamedSharding(made, kernel), "bias": NamedSharding(made, bias)}
+    place, init = (lambda tree: jax.device_put(tree, shardings)), ours.make().init
     with jax.set_mesh(made) if mesh == "Explicit" else contextlib.nullcontext():
         # The compiler alone decides where zeros lie that are made on automatic axes inside jax.jit.
         results, text = train(ours, place, jax.jit(init) if mesh == "Explicit" else init)
         assert_same(ours, jax.tree.map(np.asarray, results), unsharded(ours))
-        assert_placed(results, specs, made)
+        assert_placed(results, shardings)
         gathered = GATHERED.get(ours.name, {}).get(cut)
         # What is no larger is of no parameter's size: counts, coefficients, products of snapshots.
         assert most_moved(text) <= (np.prod(SHAPES[gathered]) if gathered else 16)
