@@ -22,12 +22,7 @@ _NO_MINIMUM = {
     "stays in a line or a plane": ("project", "twa", "dldr", "dldr-twa"),
     "keeps half of the params at zero": ("prune_gradually", "rigl", "set"),
     "corrects gradients for an optimizer after it": ("svrg", "mars"),
-    "needs gradients at other params": (
-        "mars-exact",
-        "recursive_gradient",
-        "recursive-page",
-        "ivon",
-    ),
+    "needs gradients elsewhere": ("mars-exact", "recursive_gradient", "recursive-page", "ivon"),
     "samples": ("constant_sgd", "sgld", "sghmc"),
 }
 _SHAPES = "a number that decides shapes cannot be traced; test_contract.py has it in static_args"
