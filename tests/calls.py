@@ -28,7 +28,7 @@ SNAPSHOTS = jax.tree.map(lambda p: jnp.stack([i * p + i * i for i in range(4)]),
 
 
 def loss_fn(params, batch):
-    """Of any params and any batch."""
+    """Return a loss of any params and any batch."""
     del batch
     parts = [jnp.sum(jnp.real(p).astype(jnp.float32) ** 2) for p in jax.tree.leaves(params)]
     return sum(parts, start=jnp.float32(0.0))
@@ -120,7 +120,7 @@ class Kind(typing.NamedTuple):
 
 
 def number(*, low=0.0, high=INF, is_open=False, is_below=False):
-    """A single number from `low` to `high`; with `is_open` above `low`, with `is_below` below `high`."""
+    """Take a number from `low` to `high`; with `is_open` above `low`, with `is_below` below `high`."""
     outside = (low if is_open else low - 0.1, float("nan"), jnp.array([0.1, 0.2]))
     if high < INF:
         outside += (high + 0.1,)
@@ -221,7 +221,7 @@ def of(argument, *values, **others):
 
 
 def squares(w, x):
-    """A loss that is a sum over examples."""
+    """Return a loss that is a sum over examples."""
     return jnp.sum((x @ w - 3) ** 2)
 
 

@@ -12,7 +12,7 @@ import optperm
 
 
 def linear_loss(params, batch):
-    """Linear in the params, with another pull at each example and each entry."""
+    """Return a loss linear in the params, with another pull at each example and each entry."""
     total = jnp.mean(batch)
     rng = np.random.default_rng(17)
     pulls = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(p.dtype), params)
@@ -29,7 +29,7 @@ def full_gradient(params):
 
 
 def linear(params, batch):
-    """The gradient of that loss, with everything a method may ask for."""
+    """Return the gradient of that loss, with everything a method may ask for."""
     e = optperm.evaluate(linear_loss, params, batch)
     return e.grad, {"full_grad_fn": full_gradient, **e.extra_args}
 
@@ -40,18 +40,18 @@ def linear_batches(steps, first=0):
 
 
 def given(params, batch):
-    """An evaluation for batches that are the gradients themselves."""
+    """Evaluate for batches that are the gradients themselves."""
     del params
     return batch, {}
 
 
 def gradient(loss_fn):
-    """The gradient of a loss, and nothing else that a method may ask for."""
+    """Evaluate the gradient of a loss, and nothing else that a method may ask for."""
     return lambda params, batch: (jax.grad(loss_fn)(params, batch), {})
 
 
 def evaluation(loss_fn, **options):
-    """The gradient of a loss, and all that a method may ask for, by `optperm.evaluate`'s options."""
+    """Evaluate the gradient of a loss, and all that a method may ask for, with these options."""
 
     def evaluate(params, batch):
         e = optperm.evaluate(loss_fn, params, batch, **options)

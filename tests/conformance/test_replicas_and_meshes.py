@@ -37,7 +37,7 @@ USUAL = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def mean_gradient(params, batch, axis_name=replicas.AXIS):
-    """The gradient over the examples of all replicas, with what is asked for of all of them."""
+    """Return the gradient over the examples of all replicas, with what is asked for of all of them."""
     e = optperm.evaluate(loops.linear_loss, params, batch, axis_name=axis_name)
     same = {name: e.extra_args[name] for name in ("value", "grad", "value_fn", "grad_fn")}
     return e.grad, {"full_grad_fn": loops.full_gradient, **same}
@@ -100,13 +100,13 @@ MOVES = re.compile(r"= \(?(.*?) (?:all-gather|all-to-all|collective-permute)(?:-
 
 @jax.jit
 def loss_fn(pulls, params, batch):
-    """Another pull at each example and at each entry."""
+    """Return a loss with another pull at each example and at each entry."""
     parts = jax.tree.map(lambda p, g: jnp.sum(p * g), params, pulls)
     return jnp.mean(batch) * sum(jax.tree.leaves(parts), start=jnp.float32(0.0))
 
 
 def train(ours, place, init):
-    """Updates, state and params after each of four steps, and the text of the compiled step."""
+    """Return updates, state and params after four steps, and the text of the compiled step."""
     tx = ours.make()
 
     def step(opt_state, params, pulls, batch):
@@ -133,7 +133,7 @@ def unsharded(ours):
 
 
 def assert_same(ours, actual, expected):
-    """The same bits where nothing is computed, as two compiled programs round apart."""
+    """Assert the same bits where nothing is computed, as two compiled programs round apart."""
     if (ours.permutes and not ours.lenient) or ours.is_identity:
         return support.assert_same_bits(actual, expected)
     if not ours.sums_over_params:
