@@ -120,7 +120,7 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
         run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
         trail = run((params, opt_state), replicas.stack(batches))
         return [replicas.take(trail, index) for index in range(len(batches))]
-    if how in replicas.MAPPINGS:
+    if how not in ("eager", "jit"):
         step = replicas.MAPPINGS[how](step, size)
     trail = []
     for batch in batches:
