@@ -6,8 +6,8 @@ what either refuses because of its other arguments joins `REFUSED`.
 """
 
 import collections.abc
-import dataclasses
 import inspect
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,15 @@ from transformations import TRANSFORMATIONS, options_of
 import optperm
 
 INF = float("inf")
+KEY, EYE = jax.random.key(0), np.eye(2)
 PARAMS = {"w": jnp.array([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]), "b": jnp.array([0.3, -0.2])}
 GRADS = jax.tree.map(lambda p: 0.5 * p + 0.1, PARAMS)
 BATCH = jnp.array([1.0, 2.0])
+SNAPSHOTS = jax.tree.map(lambda p: jnp.stack([i * p + i * i for i in range(4)]), PARAMS)
 
 
 def loss_fn(params, batch):
-    """Of any params and any batch."""
+    """Return a loss of any params and any batch."""
     del batch
     parts = [jnp.sum(jnp.real(p).astype(jnp.float32) ** 2) for p in jax.tree.leaves(params)]
     return sum(parts, start=jnp.float32(0.0))
@@ -37,65 +39,43 @@ def sgd():
 
 
 def rows(k):
-    """Orthonormal rows over the params."""
+    """Return orthonormal rows over the params."""
     q = np.linalg.qr(np.random.default_rng(0).normal(size=(8, k)))[0].T.astype(np.float32)
     return {"b": q[:, :2], "w": q[:, 2:].reshape(k, 3, 2)}
+
+
+def draws(number):
+    """Return so many draws of each of two chains, all of them the params."""
+    stacked = jax.tree.map(lambda p: np.tile(p, (2, number, *[1] * p.ndim)), PARAMS)
+    return optperm.bayes.Samples(stacked, PARAMS, (), jnp.int32(4), jnp.int32(1))
 
 
 def state(tx):
     return tx.init(PARAMS)
 
 
-SNAPSHOTS = jax.tree.map(lambda p: jnp.stack([i * p + i * i for i in range(4)]), PARAMS)
-DRAWS = jax.tree.map(lambda p: jnp.stack([jnp.stack([p, p])] * 2), PARAMS)
-MASKED = optperm.mask_elements().init(PARAMS)
-
+MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
 # Arguments with which each public function works, of which one at a time is spoiled.
 FUNCTIONS = {
     "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
     "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
-    "sample": {
-        "loss_fn": loss_fn,
-        "data": BATCH,
-        "params": PARAMS,
-        "key": jax.random.key(0),
-        "batch_size": 2,
-        "sampler": lambda num_data, batch_size: optperm.sgld(1e-4, num_data),
-        "num_chains": 1,
-        "num_draws": 4,
-        "thinning": 1,
-        "burn_in": 4,
-    },
-    "sample_params": {
-        "opt_state": state(optperm.ivon(0.1, 10.0)),
-        "params": PARAMS,
-        "key": jax.random.key(0),
-    },
-    "posterior_mean": {
-        "opt_state": optperm.swag(1).update(PARAMS, state(optperm.swag(1)), PARAMS)[1]
-    },
+    "sample": {"loss_fn": loss_fn, "data": BATCH, "params": PARAMS, "key": KEY}
+    | {"sampler": lambda num_data, batch_size: optperm.sgld(1e-4, num_data)}
+    | {"batch_size": 2, "num_chains": 1, "num_draws": 4, "thinning": 1, "burn_in": 4},
+    "sample_params": {"opt_state": state(optperm.ivon(0.1, 10.0)), "params": PARAMS, "key": KEY},
+    "posterior_mean": {"opt_state": SWAG.update(PARAMS, state(SWAG), PARAMS)[1]},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "Compression": {"fraction": 0.5},
-    "draw_samples": {
-        "step": lambda params, opt_state, key: (params, opt_state),
-        "params": PARAMS,
-        "opt_state": (),
-        "key": jax.random.key(0),
-        "num_chains": 2,
-        "num_draws": 2,
-    },
+    "draw_samples": {"step": lambda params, opt_state, key: (params, opt_state)}
+    | {"params": PARAMS, "opt_state": (), "key": KEY, "num_chains": 2, "num_draws": 2},
     "erk_sparsity": {"params": PARAMS, "sparsity": 0.5},
     "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
     "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
     "falling": {"init_value": 0.1},
     "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
     "full_gradient": {"loss_fn": loss_fn, "params": PARAMS, "batches": [BATCH, BATCH]},
-    "gaussian_kl": {
-        "mean": jnp.zeros(2),
-        "covariance": jnp.eye(2),
-        "other_mean": jnp.ones(2),
-        "other_covariance": jnp.eye(2),
-    },
+    "gaussian_kl": {"mean": np.zeros(2), "covariance": EYE}
+    | {"other_mean": np.ones(2), "other_covariance": EYE},
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
     "traffic_report": {"tx": optperm.diloco(sgd(), every=2, axis_name="replica"), "params": PARAMS},
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
@@ -103,45 +83,24 @@ FUNCTIONS = {
     "adapted_kernel": {"opt_state": state(optperm.constant_sgd(10, 2))},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
-    "posterior_report": {
-        "samples": optperm.bayes.Samples(
-            jax.tree.map(lambda x: jnp.repeat(x, 2, axis=1), DRAWS),
-            PARAMS,
-            (),
-            jnp.int32(4),
-            jnp.int32(1),
-        )
-    },
-    "posterior_predictive": {
-        "predict_fn": lambda params, inputs: jnp.ones(2),
-        "samples": optperm.bayes.Samples(DRAWS, PARAMS, (), jnp.int32(4), jnp.int32(1)),
-        "inputs": BATCH,
-    },
+    "posterior_report": {"samples": draws(4)},
+    "posterior_predictive": {"predict_fn": lambda params, inputs: jnp.ones(2)}
+    | {"samples": draws(2), "inputs": BATCH},
     "prune": {"params": PARAMS, "opt_state": MASKED, "sparsity": 0.5},
-    "remove_units": {
-        "params": {"a": np.eye(2), "b": np.eye(2)},
-        "groups": {"u": [("a", -1), ("b", 0)]},
-    },
+    "remove_units": {"params": {"a": EYE, "b": EYE}, "groups": {"u": [("a", -1), ("b", 0)]}},
     "reset_masks": {"opt_state": MASKED},
     "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
-    "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
-    "svrg_learning_rate": {
-        "loss_fn": lambda params, batch: loss_fn(params, batch) + 0 * jnp.mean(batch),
-        "params": PARAMS,
-        "data": BATCH,
-        "batch_size": 1,
-        "num_passes": 0,
-    },
+    "stationary_covariance": {"preconditioner": 0.1, "hessian": EYE, "noise": EYE},
+    "svrg_learning_rate": {"loss_fn": lambda p, batch: loss_fn(p, batch) + 0 * jnp.mean(batch)}
+    | {"params": PARAMS, "data": BATCH, "batch_size": 1, "num_passes": 0},
     "matrix_axes": {"params": PARAMS},
-    "quantize": {
-        "opt_state": state(optax.adam(0.1)),
-        "like": state(optperm.quantize_state(optax.adam(0.1), min_size=1)),
-    },
+    "quantize": {"opt_state": state(optax.adam(0.1))}
+    | {"like": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
     "dequantize": {"opt_state": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
     "rank_for": {"params": {"w": jnp.ones((8, 16))}},
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
-    "fit_temperature": {"logits": jnp.zeros((2, 2)).at[:, 0].set(1.0), "labels": jnp.arange(2)},
+    "fit_temperature": {"logits": jnp.array([[1.0, 0.0]] * 2), "labels": jnp.arange(2)},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
@@ -151,23 +110,17 @@ CASES = FUNCTIONS | {ours.name: ours.required for ours in TRANSFORMATIONS if our
 PARAMETERS = {name: inspect.signature(PUBLIC[name], eval_str=True).parameters for name in CASES}
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of argument.
-
-    Attributes:
-      out_of_range: Values for which a ValueError names the argument.
-      mistyped: Values for which a TypeError names it.
-      allowed: Values that it may have, at its limits.
-    """
+class Kind(typing.NamedTuple):
+    """A kind of argument: values for which a ValueError names it, those for which a TypeError does, and
+    its limits, which it may have."""
 
     out_of_range: tuple = ()
     mistyped: tuple = ()
     allowed: tuple = ()
 
 
-def number(*, low=0.0, high=INF, is_open=False, is_below=False, is_optional=False):
-    """A single number from `low` to `high`; with `is_open` above `low`, with `is_below` below `high`."""
+def number(*, low=0.0, high=INF, is_open=False, is_below=False):
+    """Take a number from `low` to `high`; with `is_open` above `low`, with `is_below` below `high`."""
     outside = (low if is_open else low - 0.1, float("nan"), jnp.array([0.1, 0.2]))
     if high < INF:
         outside += (high + 0.1,)
@@ -175,22 +128,12 @@ def number(*, low=0.0, high=INF, is_open=False, is_below=False, is_optional=Fals
     limits = (least, np.float64(least), int(least))
     if not is_below:
         limits += (min(high, 5.0), jnp.bfloat16(min(high, 1.0)))
-    strange = (True, "0.1", 1j) + (() if is_optional else (None,))
-    return Kind(outside, strange, () if is_open else limits)
+    return Kind(outside, (True, "0.1", 1j, None), () if is_open else limits)
 
 
-def count(*, minimum, is_optional=False):
-    """An integer of at least `minimum`."""
-    strange = (2.5, True, "2", jnp.float32(2.0)) + (() if is_optional else (None,))
-    return Kind((minimum - 1, -3), strange)
-
-
-def random_key():
-    """An int of 32 bits that seeds a key, or a key: typed, or its raw data."""
-    strange = (2.5, True, "2", None, jnp.float32(2.0))
-    return Kind((-1, 2**32), strange, (2**32 - 1, jax.random.key_data(jax.random.key(1))))
-
-
+_NO_INTEGERS = (2.5, True, "2", jnp.float32(2.0), None)
+# An int of 32 bits that seeds a key, or a key: typed, or its raw data.
+RANDOM_KEY = Kind((-1, 2**32), _NO_INTEGERS, (2**32 - 1, jax.random.key_data(KEY)))
 CHOICE = Kind(out_of_range=("none", 3))
 TRANSFORMATION = Kind(mistyped=(10,))
 # What tells trees, and axes of their leaves, from single numbers.
@@ -227,10 +170,11 @@ LIMITS = {
 }
 
 
-def kind_of(parameter, limits):
-    """What an argument takes, by its annotation, its default and its limits; or None."""
-    options = options_of(parameter)
-    is_optional, kind = type(None) in options, None
+def kind_of(name, parameter):
+    """Return what an argument takes, by its annotation, its default and its limits, if it is a number or
+    a choice; else None."""
+    limits = LIMITS.get(f"{name}.{parameter.name}", LIMITS.get(parameter.name, {}))
+    options, kind = options_of(parameter), None
     if limits is None or any(each in options for each in _NO_NUMBERS):
         pass
     elif all(isinstance(option, str) for option in options):
@@ -238,56 +182,46 @@ def kind_of(parameter, limits):
     elif optax.GradientTransformation in options and parameter.name != "tx":
         kind = TRANSFORMATION
     elif int in options and parameter.name == "key":
-        kind = random_key()
+        kind = RANDOM_KEY
     elif int in options:
         minimum = limits.get("minimum", 0 if parameter.default == 0 else 1)
-        kind = count(minimum=minimum, is_optional=is_optional)
+        kind = Kind((minimum - 1, -3), _NO_INTEGERS)
     elif float in options:
-        kind = number(**limits, is_optional=is_optional)
+        kind = number(**limits)
+    if kind and type(None) in options:
+        kind = kind._replace(mistyped=[value for value in kind.mistyped if value is not None])
     return kind
 
 
-def kinds_of(name):
-    """Each argument of a function that is a number or a choice, and what it takes."""
-    kinds = {}
-    for argument, parameter in PARAMETERS[name].items():
-        limits = LIMITS.get(f"{name}.{argument}", LIMITS.get(argument, {}))
-        if kind := kind_of(parameter, limits):
-            kinds[argument] = kind
-    return kinds
-
-
-ARGUMENTS = {name: kinds_of(name) for name in CASES}
-
-
-def with_leaf(**leaf):
-    """The params with another leaf in the place of one."""
-    return PARAMS | leaf
+ARGUMENTS = {
+    name: {each.name: kind for each in parameters.values() if (kind := kind_of(name, each))}
+    for name, parameters in PARAMETERS.items()
+}
 
 
 def cast(dtype):
-    """The params with a leaf of another dtype."""
+    """Return the params with a leaf of another dtype."""
     return PARAMS | {"b": PARAMS["b"].astype(dtype)}
 
 
 def of_examples(size):
-    """The gradients of a batch's examples."""
+    """Return what gives the gradients of a batch's examples."""
     return lambda params: jax.tree.map(lambda p: jnp.stack([p] * size), params)
 
 
 def mean(params, start=0, size=None):
-    """A gradient over a part of a batch."""
+    """Return a gradient over a part of a batch."""
     del start, size
     return params
 
 
 def of(argument, *values, **others):
-    """Changes of a function's arguments: one argument to each value, with the same others."""
+    """Return changes of a function's arguments: one to each value, with the same others."""
     return [{argument: value, **others} for value in values]
 
 
 def squares(w, x):
-    """A loss that is a sum over examples."""
+    """Return a loss that is a sum over examples."""
     return jnp.sum((x @ w - 3) ** 2)
 
 
@@ -295,7 +229,7 @@ Blocks, NOfM, Units = optperm.sparsity.Blocks, optperm.sparsity.NOfM, optperm.sp
 Compression = optperm.distributed.Compression
 PLAN = optperm.distributed.Every(4, 2)
 TABLE = np.arange(28.0, dtype=np.float32).reshape(4, 7)
-EYE, THREE, ONES, SQUARE = np.eye(2), np.eye(3), np.ones(4), np.ones((2, 2), bool)
+THREE, ONES, SQUARE = np.eye(3), np.ones(4), np.ones((2, 2), bool)
 EXAMPLES = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
 KERNEL = {"kernel": jnp.arange(24.0).reshape(4, 3, 2)}
 ROWS_2, ROWS_3 = rows(2), rows(3)
@@ -330,8 +264,8 @@ REFUSED = {
         *of("permutation", *map(jnp.array, ([1, 1], [0, 99], [0, -1]))),
     ],
     "apply_updates": [
-        dict.fromkeys(("params", "updates"), with_leaf(b=jnp.ones(3))),
-        *of("updates", with_leaf(b="x")),
+        dict.fromkeys(("params", "updates"), PARAMS | {"b": jnp.ones(3)}),
+        *of("updates", PARAMS | {"b": "x"}),
     ],
     "constant_sgd": of("batch_size", 10, num_data=5),
     "diloco": [
@@ -368,10 +302,7 @@ REFUSED = {
         *of("loss_fn", lambda p, b: b, lambda p, b: 1j, lambda p, b: jnp.int32(1)),
         *of("loss_fn", lambda p, b: (jnp.zeros([]), {})),
     ],
-    "export_permutation": [
-        *of("initial_params", GRADS, cast("bfloat16")),
-        *of("output_axes", 0),
-    ],
+    "export_permutation": [*of("initial_params", GRADS, cast("bfloat16")), *of("output_axes", 0)],
     "freeze": [
         *of("key", "0"),
         *of("criterion", "random"),
@@ -418,7 +349,7 @@ REFUSED = {
         *of("snapshots", {"a": TABLE, "b": np.zeros(3, np.float32)}, {}, TABLE.astype(int)),
     ],
     "posterior_predictive": [
-        *of("samples", DRAWS),
+        *of("samples", draws(2).params),
         *of("predict_fn", lambda params, inputs: jnp.ones(2, jnp.int32)),
     ],
     "project.init": of("axis_name", "r"),
@@ -501,7 +432,7 @@ ALLOWED = {"dldr": {"every": 2**20, "num_snapshots": 2**11}}
 
 
 def call(name, change):
-    """Calls a function, or `init` or `update` of what it gives, with changed arguments."""
+    """Call a function, or `init` or `update` of what it gives, with changed arguments."""
     function, _, method = name.partition(".")
     given = CASES[function] | change
     if not method:
@@ -519,7 +450,7 @@ OF_ANY_STATE = {"apply_updates", "draw_samples", "quantize", "dequantize"}
 
 
 def refusals():
-    """Each function with changed arguments, the errors that they may raise, and what these name."""
+    """Yield functions with changed arguments, the errors that they may raise, and what these name."""
     for function, arguments in ARGUMENTS.items():
         for argument, kind in arguments.items():
             for error, values in ((ValueError, kind.out_of_range), (TypeError, kind.mistyped)):
@@ -531,7 +462,7 @@ def refusals():
                 yield function, {"opt_state": opt_state}, ValueError, "optperm"
     for function, trees in TREES.items():
         for tree in trees:
-            for wrong in ({"w": PARAMS["w"]}, with_leaf(b=jnp.ones(3))):
+            for wrong in ({"w": PARAMS["w"]}, PARAMS | {"b": jnp.ones(3)}):
                 yield function, {tree: wrong}, ValueError, tree
     for function, changes in REFUSED.items():
         for change in changes:

@@ -1,6 +1,7 @@
 """What every test runs under: eight virtual devices, and JAX at its strictest."""
 
 import ctypes
+import functools
 import itertools
 import os
 import pathlib
@@ -8,7 +9,7 @@ import pathlib
 # The tests need several devices, and the sums of a CPU: a GPU multiplies float32 at a lower precision.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Every program is worth keeping; `choose_folder` says where.
+# Every program is worth keeping; `pytest_configure` says where.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -47,10 +48,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # CI sets a limit in seconds of processor time for a test of the default tier; without it, a slow machine
 # fails nothing. The markers leave a test out of that tier.
-try:
-    LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or "inf")
-except ValueError as error:
-    raise pytest.UsageError(f"OPTPERM_TEST_LIMIT is a number of seconds: {error}.") from None
+LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or "inf")
 TIERS = ("entries", "programs", "slow", "exhaustive")
 STARTED = pytest.StashKey[float]()
 hypothesis.settings.register_profile("optperm", deadline=None, derandomize=True, database=None)
@@ -63,9 +61,7 @@ with warnings.catch_warnings():
 
 
 def pytest_addoption(parser):
-    says = (
-        "run what all methods share for this entry of tests/transformations.py too, or its factory"
-    )
+    says = "run what all methods share for this entry of tests/transformations.py, or its factory"
     parser.addoption("--entry", action="append", default=[], metavar="NAME", help=says)
     parser.addoption("--all-entries", action="store_true", help="the same for all of them")
 
@@ -104,31 +100,25 @@ def _resident(process):
     return int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def choose_folder(named):
-    """Return the folder of compiled programs, and why it is a temporary one, if nothing can be kept.
-
-    It is the one that is named, or one in the checkout, which git ignores.
-    """
-    default = (
-        pathlib.Path(__file__).parents[1] / ".pytest_cache" / f"programs-jax-{jax.__version__}"
-    )
-    folder = pathlib.Path(named or default).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return tempfile.mkdtemp(), f"{folder} cannot be written ({error.strerror})"
-    return folder, None
-
-
 def pytest_configure(config):
-    """Share the compiled programs: workers get the environment of the process that starts them."""
+    """Share the compiled programs: workers get the environment of the process that starts them.
+
+    They are kept in the folder that is named, or in one in the checkout, which git ignores.
+    """
     # The hooks of this file are for the tests beside it, those of a plugin for the package too.
     config.pluginmanager.register(ForAll())
     if hasattr(config, "workerinput"):
         return
-    named = os.environ.get("OPTPERM_TEST_CACHE")
-    folder, config.why_temporary = choose_folder(named)
+    default = f"{config.rootpath}/.pytest_cache/programs-jax-{jax.__version__}"
+    folder = pathlib.Path(os.environ.get("OPTPERM_TEST_CACHE") or default).expanduser().absolute()
+    config.why_temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        config.why_temporary = f"{folder} cannot be written ({error.strerror})"
+        folder = tempfile.mkdtemp()
+        config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
@@ -178,11 +168,6 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def pytest_sessionfinish(session):
-    if getattr(session.config, "why_temporary", None):
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-
-
 def pytest_terminal_summary(terminalreporter):
     if why := terminalreporter.config.why_temporary:
         terminalreporter.write_line(f"Compiled programs are not kept: {why}.")
@@ -196,25 +181,23 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def _strict():
-    """Raise where a shape or dtype is promoted. The examples of docstrings run as users' programs do."""
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
 @pytest.fixture
-def lenient(_strict):
-    """Lifts the strict promotion, for code that is not ours."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+def lenient():
+    """Allows promotion, for code that is not ours."""
 
 
 @pytest.fixture(autouse=True)
-def _lenient_where_optax_is_inside(request, _strict):
-    """Lift the strict promotion for a transformation that wraps optimizers of Optax."""
-    if "ours" in request.fixturenames and request.getfixturevalue("ours").lenient:
-        request.getfixturevalue("lenient")
+def _strict(request):
+    """Raise where a shape or dtype is promoted, unless optimizers of Optax are in a transformation.
+
+    The examples of docstrings run as users' programs do."""
+    names = request.fixturenames
+    if "lenient" in names or ("ours" in names and request.getfixturevalue("ours").lenient):
+        dtypes, ranks = "standard", "allow"
+    else:
+        dtypes, ranks = "strict", "raise"
+    with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
+        yield
 
 
 @pytest.fixture

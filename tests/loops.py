@@ -10,12 +10,9 @@ import replicas
 
 import optperm
 
-# How often a step is compiled, at most: each test that comes back to a step finds it here.
-_KEPT = 64
-
 
 def linear_loss(params, batch):
-    """Linear in the params, with another pull at each example and each entry."""
+    """Return a loss linear in the params, with another pull at each example and each entry."""
     total = jnp.mean(batch)
     rng = np.random.default_rng(17)
     pulls = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(p.dtype), params)
@@ -23,38 +20,38 @@ def linear_loss(params, batch):
     return sum(jax.tree.leaves(parts), start=jnp.float32(0.0)) * total
 
 
+def full_gradient(params):
+    """Return the gradient of that loss over all examples, which are five.
+
+    It is one of the leaves that a wrapper shows, as this loss is a sum over leaves.
+    """
+    return jax.grad(linear_loss)(params, jnp.arange(5.0))
+
+
 def linear(params, batch):
-    """The gradient of that loss, with everything a method may ask for: all examples are five."""
+    """Return the gradient of that loss, with everything a method may ask for."""
     e = optperm.evaluate(linear_loss, params, batch)
-
-    def full_grad_fn(params):
-        # Of the leaves that a wrapper shows: this loss is a sum over leaves.
-        return jax.grad(linear_loss)(params, jnp.arange(5.0))
-
-    return e.grad, {"full_grad_fn": full_grad_fn, **e.extra_args}
+    return e.grad, {"full_grad_fn": full_gradient, **e.extra_args}
 
 
 def linear_batches(steps, first=0):
-    """For each step two examples, other ones each time."""
+    """Return for each step two examples, other ones each time."""
     return [jnp.full((2,), 1.0 + index) for index in range(first, first + steps)]
 
 
 def given(params, batch):
-    """An evaluation for batches that are the gradients themselves."""
+    """Evaluate for batches that are the gradients themselves."""
     del params
     return batch, {}
 
 
 def gradient(loss_fn):
-    """The gradient of a loss, and nothing else that a method may ask for."""
+    """Evaluate the gradient of a loss, and nothing else that a method may ask for."""
     return lambda params, batch: (jax.grad(loss_fn)(params, batch), {})
 
 
 def evaluation(loss_fn, **options):
-    """The gradient of a loss, and with it everything else that a method may ask for.
-
-    The options are those of `optperm.evaluate`.
-    """
+    """Evaluate the gradient of a loss, and all that a method may ask for, with these options."""
 
     def evaluate(params, batch):
         e = optperm.evaluate(loss_fn, params, batch, **options)
@@ -64,18 +61,16 @@ def evaluation(loss_fn, **options):
 
 
 def by_addition(params, updates, opt_state):
-    """`optax.apply_updates`, for a step that places and holds nothing."""
+    """Call `optax.apply_updates`, for a step that places and holds nothing."""
     del opt_state
     return optax.apply_updates(params, updates)
 
 
 def make_step(tx, evaluate=given, apply=optperm.apply_updates):
-    """A training step: from params, optimizer state and a batch to the next params and state.
+    """Return a training step: from params, optimizer state and a batch to the next params and state.
 
-    Args:
-      tx: The transformation.
-      evaluate: From params and a batch to a gradient and extra arguments.
-      apply: From params, updates and the new state to the new params.
+    `evaluate` goes from params and a batch to a gradient and extra arguments, and `apply` from params,
+    updates and the new state to the new params.
     """
 
     def step(params, opt_state, batch):
@@ -86,68 +81,47 @@ def make_step(tx, evaluate=given, apply=optperm.apply_updates):
     return step
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=64)  # each test that comes back to a step finds it here
 def compiled(tx, evaluate=given, apply=optperm.apply_updates):
-    """The same step under `jax.jit`; for the same arguments the same compiled function."""
+    """Return the same step under `jax.jit`; for the same arguments the same compiled function."""
     return jax.jit(make_step(tx, evaluate, apply))
 
 
 def carry(step, params, opt_state, batches):
-    """Params and state after stacked batches, by one scan; to be called in a compiled function."""
+    """Return params and state after stacked batches, by one scan; for use in a compiled function."""
     start = params, opt_state
     return jax.lax.scan(lambda each, batch: (step(*each, batch), None), start, batches)[0]
 
 
-def _scan(step, params, opt_state, batches):
-    def body(carried, batch):
-        carried = step(*carried, batch)
-        return carried, carried
-
-    run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
-    trail = run((params, opt_state), replicas.stack(batches))
-    return [replicas.take(trail, index) for index in range(len(batches))]
-
-
-def train(
-    tx,
-    params,
-    batches,
-    *,
-    evaluate=given,
-    apply=optperm.apply_updates,
-    how="jit",
-    size=None,
-    opt_state=None,
-    init="eager",
-):
-    """Trains, and remembers every step.
+def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="eager", **options):
+    """Train, and return the params and the optimizer state after each step.
 
     Args:
       tx: The transformation.
       params: The initial params.
-      batches: One for each step; under a mapping those of all replicas, stacked.
-      evaluate: From params and a batch to a gradient and extra arguments.
-      apply: From params, updates and the new state to the new params.
+      batches: One for each step; under a mapping those of all replicas, stacked, as are the results.
       how: "eager", "jit", "scan" (one compiled scan over all steps), or one of `replicas.MAPPINGS`.
       size: The number of replicas under a mapping, which all begin with these params.
       opt_state: A state to go on from, under a mapping stacked as the params are then.
       init: "eager", or "jit" where `init` computes: two dozen programs otherwise, for each shape.
-
-    Returns:
-      The params and the optimizer state after each step; of all replicas, stacked, under a mapping.
+      options: The step's `evaluate` and `apply`, as in `make_step`.
     """
     if opt_state is None:
         opt_state = jax.jit(tx.init)(params) if init == "jit" else tx.init(params)
         if size is not None:
             params, opt_state = (replicas.stack([tree] * size) for tree in (params, opt_state))
+    step = compiled(tx, **options) if how == "jit" else make_step(tx, **options)
     if how == "scan":
-        return _scan(make_step(tx, evaluate, apply), params, opt_state, batches)
-    if how == "eager":
-        step = make_step(tx, evaluate, apply)
-    elif how == "jit":
-        step = compiled(tx, evaluate, apply)
-    else:
-        step = replicas.MAPPINGS[how](make_step(tx, evaluate, apply), size)
+
+        def body(carried, batch):
+            carried = step(*carried, batch)
+            return carried, carried
+
+        run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
+        trail = run((params, opt_state), replicas.stack(batches))
+        return [replicas.take(trail, index) for index in range(len(batches))]
+    if how not in ("eager", "jit"):
+        step = replicas.MAPPINGS[how](step, size)
     trail = []
     for batch in batches:
         params, opt_state = step(params, opt_state, batch)

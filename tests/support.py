@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import optperm
@@ -40,7 +41,7 @@ DTYPES = {
 
 
 def in_turns(*factors):
-    """All combinations of the values of some factors, for `pytest.mark.parametrize`.
+    """Return all combinations of the values of some factors, for `pytest.mark.parametrize`.
 
     As many as the longest factor has values, in which each value occurs, are run every time; the others
     are marked `exhaustive`.
@@ -66,7 +67,7 @@ def every_night(cells, usual, mark=pytest.mark.exhaustive, slow=()):
 
 
 def require_kernel(name):
-    """Fails a test whose kernel is missing, or skips it if OPTPERM_TEST_WITHOUT_KERNEL is set."""
+    """Fail a test whose kernel is missing, or skip it if OPTPERM_TEST_WITHOUT_KERNEL is set."""
     if name in library.available_kernels():
         return
     missing = f"the kernel {name!r} is not available here"
@@ -75,63 +76,59 @@ def require_kernel(name):
     pytest.fail(f"{missing}: build it, or set OPTPERM_TEST_WITHOUT_KERNEL")
 
 
-def assert_same_bits(actual, expected):
-    """Asserts that two trees agree in structure, shapes, dtypes and every bit (0.0 is not -0.0)."""
+def _pairs(actual, expected):
+    """Yield the names and leaves of two trees, which have to agree in structure."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for path, pair in zip(paths, pairs, strict=True):
-        name = jax.tree_util.keystr(path)
+    named = jax.tree_util.tree_leaves_with_path(expected)
+    for a, (path, b) in zip(jax.tree.leaves(actual), named, strict=True):
+        yield jax.tree_util.keystr(path), a, b
+
+
+def assert_same_bits(actual, expected):
+    """Assert that two trees agree in structure, shapes, dtypes and every bit (0.0 is not -0.0)."""
+    for name, *pair in _pairs(actual, expected):
         a, b = (np.asarray(leaf) for leaf in pair)
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         assert a.tobytes() == b.tobytes(), f"{name}: {a} is not {b}"
 
 
 def assert_close(actual, expected, *, rtol=0.0, atol=0.0):
-    """Asserts that two trees agree in structure and, leaf by leaf, within a tolerance."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for path, (a, b) in zip(paths, pairs, strict=True):
-        name = jax.tree_util.keystr(path)
+    """Assert that two trees agree in structure and, leaf by leaf, within a tolerance."""
+    for name, a, b in _pairs(actual, expected):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)
 
 
 def signature(tree):
-    """Structure, shapes, dtypes and weak types of a tree."""
+    """Return the structure, shapes, dtypes and weak types of a tree."""
     avals = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]
     return jax.tree.structure(tree), avals
 
 
 def columns(leaf):
-    """A leaf as its weight vectors, one a column: the last axis indexes output units."""
+    """Return a leaf as its weight vectors, one a column: the last axis indexes output units."""
     leaf = np.asarray(leaf)
     return leaf.reshape(-1, leaf.shape[-1]) if leaf.ndim > 1 else leaf.reshape(-1, 1)
 
 
 def as_integers(array):
-    """The bits of a floating array as unsigned integers of the same width."""
+    """Return the bits of a floating array as unsigned integers of the same width."""
     array = np.ascontiguousarray(array)
     return array.view(f"u{array.dtype.itemsize}")
 
 
 def assert_permutes(after, before):
-    """Asserts that each weight vector of `after` holds the bits of `before`, in any order."""
-    jax.tree.map(_assert_leaf_permutes, after, before)
+    """Assert that each weight vector of `after` holds the bits of `before`, in any order."""
 
+    def compare(after, before):
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        sets = (np.sort(as_integers(columns(leaf)), axis=0) for leaf in (after, before))
+        np.testing.assert_array_equal(*sets)
 
-def _assert_leaf_permutes(after, before):
-    assert after.shape == before.shape
-    assert after.dtype == before.dtype
-    if np.ndim(before):
-        after, before = columns(after), columns(before)
-    np.testing.assert_array_equal(
-        np.sort(as_integers(after), axis=0), np.sort(as_integers(before), axis=0)
-    )
+    jax.tree.map(compare, after, before)
 
 
 def normal(shape, seed=0, dtype=np.float32):
-    """Normal numbers by NumPy: a program of JAX would be compiled for each shape."""
+    """Return normal numbers by NumPy: a program of JAX would be compiled for each shape."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
@@ -140,13 +137,13 @@ def bias(size, seed=0):
 
 
 def random_params(seed=0, dtype=np.float32):
-    """A small network's parameters, without ties."""
+    """Return a small network's parameters, without ties."""
     flat = np.random.default_rng(seed).normal(size=65).astype(dtype)
     return {"kernel": jnp.asarray(flat[:60].reshape(12, 5)), "bias": jnp.asarray(flat[60:])}
 
 
 def random_like(params, seed):
-    """A tree of normal numbers like params, from an integer."""
+    """Return a tree of normal numbers like params, from an integer."""
     rng = np.random.default_rng((seed, 1))  # others than `random_params` has
     return jax.tree.map(
         lambda p: jnp.asarray(rng.normal(size=jnp.shape(p)).astype(jnp.result_type(p))), params
@@ -154,8 +151,5 @@ def random_like(params, seed):
 
 
 def random_like_from_key(params, key):
-    """A tree of normal numbers like params."""
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
+    """Return a tree of normal numbers like params."""
+    return optax.tree.random_like(key, params)

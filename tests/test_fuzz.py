@@ -19,7 +19,7 @@ import pytest
 import support
 from calls import BATCH, CASES, PARAMS, loss_fn
 from hypothesis import strategies as st
-from transformations import SPANNING
+from transformations import SPANNING, bowl, half
 
 import optperm
 
@@ -41,7 +41,7 @@ for each in calls.refusals():
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_bad_arguments_of_each_function_are_refused_by_name(name):
-    """Out of range, of another type, or not fitting the others: by their names."""
+    """Out of range, of another type, or not fitting the others."""
     for called, change, error, named in REFUSALS[name]:
         with pytest.raises(error, match=rf"\b({named})\b"):
             calls.call(called, change)
@@ -59,28 +59,23 @@ def test_limits_themselves_are_allowed():
         calls.call(name, change)
 
 
-# Their rate is Optax's, which checks none.
-ALIASES = {"low_rank_adamw", "apollo_adamw"}
 SCHEDULED = [
     (name, argument)
-    for name in sorted(CASES.keys() - ALIASES)
+    # The rate of the last two is Optax's, which checks none.
+    for name in sorted(CASES.keys() - {"low_rank_adamw", "apollo_adamw"})
     for argument, parameter in inspect.signature(support.PUBLIC[name]).parameters.items()
     if "Schedule" in str(parameter.annotation)
     or parameter.annotation == optax.ScalarOrSchedule
     or (argument == "every" and name == "laperm")
 ]
 # Of each method one is run every time.
-FIRST = {name: (name, argument) for name, argument in reversed(SCHEDULED)}
-# Methods whose schedules Python does not see: they are read where a rare step is made.
-READ_IN_A_CONDITIONAL = {"rigl"}
+FIRST = {name: (name, argument) for name, argument in reversed(SCHEDULED) if name in SPANNING}
 
 
 @pytest.mark.filterwarnings("ignore:svrg has no snapshot yet")
 @pytest.mark.parametrize(
     ("name", "argument"),
-    support.every_night(
-        SCHEDULED, [FIRST[name] for name in SPANNING if name in FIRST], mark=pytest.mark.entries
-    ),
+    support.every_night(SCHEDULED, FIRST.values(), mark=pytest.mark.entries),
 )
 def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
     """It is named where Python sees it, and moved to the nearest limit where it is traced."""
@@ -90,7 +85,8 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
 
     low = build(-1)
     message = f"The value of the schedule {argument} must be .*, got -1"
-    if name not in READ_IN_A_CONDITIONAL:
+    # The schedules of rigl are read where a rare step is made, which Python does not see.
+    if name != "rigl":
         with pytest.raises(ValueError, match=message):
             loops.make_step(low, everything)(PARAMS, low.init(PARAMS), BATCH)
 
@@ -104,17 +100,11 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
 
 
 def everything(params, batch):
-    """The gradient, and all that a method may ask for."""
-    e = optperm.evaluate(two_examples_loss, params, batch, example=batch[:1])
-    draw = jax.tree.map(lambda p: p * 0.5, params)
-    return e.grad, {"full_grad_fn": lambda p: p, "draw": draw, **e.extra_args}
+    """Return the gradient, and all that a method may ask for."""
+    loss = lambda params, batch: loss_fn(params, batch) * jnp.mean(batch)  # noqa: E731
+    e = optperm.evaluate(loss, params, batch, example=batch[:1])
+    return e.grad, {"full_grad_fn": bowl, "draw": jax.tree.map(half, params), **e.extra_args}
 
-
-def two_examples_loss(params, batch):
-    return loss_fn(params, batch) * jnp.mean(batch)
-
-
-EXTRAS = {"value": jnp.float32(0.0), "value_fn": lambda params: jnp.float32(0.0)}
 
 ENTRIES = st.sampled_from([1.0, -1.0, 0.0, float("nan"), float("inf"), -float("inf")])
 MIXED = {
@@ -123,8 +113,6 @@ MIXED = {
     "s": jnp.float32(1.0),
     "e": jnp.zeros((0, 2)),
 }
-
-
 # They hand on what is not finite, to what follows or to the optimizer in them.
 HAND_ON = {
     *("record_trajectory", "mask_elements", "proximal", "prune_gradually", "rigl", "set", "swag"),
@@ -142,10 +130,10 @@ def test_gradients_that_are_not_finite_leave_everything_finite(ours, entries):
     on what is not finite, `optax.apply_if_finite` around it sees that."""
     flat = np.array(entries, np.float32)
     bad = {"w": flat[:6].reshape(3, 2), "b": flat[6:8].astype(jnp.bfloat16), "s": flat[8]}
-    bad |= {"e": MIXED["e"]}
+    bad["e"] = MIXED["e"]
     grads = [bad, jax.tree.map(np.ones_like, bad)]
     tx = guarded(ours) if ours.name in HAND_ON else ours.make()
-    for after in loops.train(tx, MIXED, grads, evaluate=with_extras):
+    for after in loops.train(tx, MIXED, grads):
         chex.assert_trees_all_equal_shapes_and_dtypes(after[0], MIXED)
         for path, leaf in jax.tree_util.tree_leaves_with_path(after):
             place = jax.tree_util.keystr(path)
@@ -159,9 +147,3 @@ def test_gradients_that_are_not_finite_leave_everything_finite(ours, entries):
 @functools.cache
 def guarded(ours):
     return optax.apply_if_finite(ours.make(), 3)
-
-
-def with_extras(params, grads):
-    """An evaluation that is given the gradients."""
-    del params
-    return grads, EXTRAS

@@ -23,28 +23,33 @@ from optperm.core.checks import name_states
 PLACING = (optperm.permutation.PermuteByCyclesState, optperm.permutation.LapermState)
 
 
-def options_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    """The types, or the strings, of which an argument's annotation allows one."""
+def options_of(parameter):
+    """Return the types, or the strings, of which an argument's annotation allows one."""
     return typing.get_args(parameter.annotation) or (parameter.annotation,)
 
 
-def bowl(params: optax.Params) -> optax.Updates:
-    """The gradient of half the squared norm."""
+def bowl(params):
+    """Return the gradient of half the squared norm."""
     return params
 
 
-def two_examples(params: optax.Params, **part: int) -> optax.Updates:
-    """The gradients of two examples of a bowl with noise."""
+def two_examples(params, **part):
+    """Return the gradients of two examples of a bowl with noise."""
     del part
     return jax.tree.map(lambda p: jnp.stack([p + jnp.ones_like(p), p - jnp.ones_like(p)]), params)
+
+
+def half(p):
+    """Return half of an array in 32 bits at least: a draw at an exact distance, as rounding of a small
+    one would leave few digits."""
+    return 0.5 * (p if p.dtype.itemsize > 2 else p.astype(jnp.float32))
 
 
 # What a case does not pass; of the loss a line search learns nothing.
 EXTRA_ARGS = {
     "value": jnp.zeros([]),
     "value_fn": lambda params: jnp.zeros([]),
-    "grad_fn": bowl,
-    "full_grad_fn": bowl,
+    **dict.fromkeys(("grad_fn", "full_grad_fn"), bowl),
     "per_example_grad_fn": two_examples,
 }
 
@@ -68,35 +73,39 @@ class Transformation:
     other_name: str = ""
 
     @property
-    def name(self) -> str:
+    def name(self):
         """The public name of its factory, or its own."""
         return self.other_name or self.factory.__name__
 
-    def make(self) -> optax.GradientTransformationExtraArgs:
-        """The transformation, the same object each time, so that what it was compiled into is found."""
+    def __str__(self):
+        return self.name
+
+    def make(self):
+        """Return the same object each time, so that what it was compiled into is found."""
         return self._made
 
     @functools.cached_property
-    def _made(self) -> optax.GradientTransformationExtraArgs:
+    def _made(self):
         return self.build(**self.arguments)
 
     @functools.cached_property
-    def build(self) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    def build(self):
         """The factory, with its signature, of what takes the extra arguments from here."""
 
         @functools.wraps(self.factory)
-        def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        def build(*args, **kwargs):
             tx = self.factory(*args, **kwargs)
 
-            def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-                return tx.update(updates, state, params, **{**EXTRA_ARGS, **extra_args})
+            def update(updates, state, params=None, **extra_args):
+                given = {**EXTRA_ARGS, "draw": jax.tree.map(half, params), **extra_args}
+                return tx.update(updates, state, params, **given)
 
             return optax.GradientTransformationExtraArgs(tx.init, update)
 
         return build
 
     @functools.cached_property
-    def _shapes(self) -> tuple[optax.Updates, Any]:
+    def _shapes(self):
         # Updates of gradients in bfloat16 and the new state, for params in float32.
         params = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
         grads = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16)}
@@ -105,12 +114,12 @@ class Transformation:
             return jax.eval_shape(self.make().update, grads, state, params)
 
     @property
-    def is_identity(self) -> bool:
+    def is_identity(self):
         """Whether it hands on the updates as they came: in their dtype."""
-        return bool(self._shapes[0]["w"].dtype == jnp.bfloat16)
+        return self._shapes[0]["w"].dtype == jnp.bfloat16
 
     @property
-    def permutes(self) -> bool:
+    def permutes(self):
         """Whether it keeps the values of the params, in another order."""
         state = self._shapes[1]
         # That of a chain is a plain tuple.
@@ -118,63 +127,36 @@ class Transformation:
         return any(isinstance(part, PLACING) for part in parts)
 
     @property
-    def lenient(self) -> bool:
+    def lenient(self):
         """Whether optimizers of Optax are in it, which promote dtypes freely."""
         return any(hasattr(optax, name) for name in name_states(self._shapes[1]).split(", "))
 
     @property
-    def required(self) -> dict[str, Any]:
+    def required(self):
         """The arguments without which it cannot be built."""
         parameters = inspect.signature(self.factory).parameters.values()
-        wanted = [each.name for each in parameters if each.default is each.empty]
-        return {name: self.arguments[name] for name in wanted}
+        return {p.name: self.arguments[p.name] for p in parameters if p.default is p.empty}
 
     @property
-    def static(self) -> list[str]:
+    def static(self):
         """The arguments that decide shapes, which no program can change: integers, but no arrays."""
         parameters = inspect.signature(self.factory, eval_str=True).parameters
         allowed = {name: options_of(parameters[name]) for name in self.arguments}
         return [name for name, each in allowed.items() if int in each and jax.Array not in each]
 
-    def __str__(self) -> str:
-        return self.name
 
-
-def svrg_and_sgd(
-    learning_rate: optax.ScalarOrSchedule, probability: float
-) -> optax.GradientTransformationExtraArgs:
+def svrg_and_sgd(learning_rate: optax.ScalarOrSchedule, probability: float):
     """Loopless SVRG with something after it."""
-    return optax.chain(
-        optperm.svrg(probability=probability), optax.sgd(learning_rate, momentum=0.5)
-    )
+    return optax.chain(optperm.svrg(probability=probability), optax.sgd(learning_rate, 0.5))
 
 
-def mars_adamw(
-    learning_rate: optax.ScalarOrSchedule, gamma: optax.ScalarOrSchedule
-) -> optax.GradientTransformationExtraArgs:
+def mars_adamw(learning_rate: optax.ScalarOrSchedule, gamma: optax.ScalarOrSchedule):
     """The paper's optimizer."""
     return optax.chain(optperm.mars(gamma), optax.adamw(learning_rate, b1=0.95, weight_decay=0.0))
 
 
-@functools.wraps(optperm.ivon)
-def ivon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-    """IVON, with a draw at a known distance from the params where none is passed."""
-    tx = optperm.ivon(*args, **kwargs)
-
-    def half(p: Any) -> Any:
-        # As `optperm.bayes.sample_params`, in 32 bits at least
-        return p * 0.5 if jnp.result_type(p).itemsize > 2 else p.astype(jnp.float32) * 0.5
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        # A distance that is exact: of a small one rounding would leave few digits
-        draw = None if params is None else jax.tree.map(half, params)
-        return tx.update(updates, state, params, **{"draw": draw, **extra_args})
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def with_basis(opt_state: Any, params: Any) -> Any:
-    """The state with a basis of two orthonormal rows."""
+def with_basis(opt_state, params):
+    """Return the state with a basis of two orthonormal rows."""
     shapes = jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params)
     flat, unravel = jax.flatten_util.ravel_pytree(shapes)
     rows = np.linalg.qr(np.random.default_rng(0).normal(size=(flat.size, 2)))[0].T
@@ -182,6 +164,9 @@ def with_basis(opt_state: Any, params: Any) -> Any:
     return optperm.subspace.set_basis(opt_state, basis)
 
 
+_IN_SUBSPACE = {"sums_over_params": True, "prepared": with_basis}
+_TWO_SNAPSHOTS = {"inner": optax.sgd(1e-3, 0.9), "every": 1, "num_snapshots": 2}
+_HALF_SPARSE = {"sparsity": 0.5, "every": 2, "include": True}
 TRANSFORMATIONS = (
     Transformation(optperm.sgperm, {"aggressiveness": 0.3}),
     Transformation(optperm.permute_by_cycles, {"aggressiveness": 0.3, "partition_ratio": 0.5}),
@@ -197,49 +182,29 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.dim_reduce,
         {"n_components": 2, "inner": optax.sgd(0.01), "alpha": 0.2},
-        sums_over_params=True,
-        prepared=with_basis,
+        **_IN_SUBSPACE,
     ),
     Transformation(
         optperm.dim_reduce,
         {"n_components": 2, "alpha": 2e-3, "line_search": "mindspore"},
         other_name="dim_reduce-mindspore",
-        sums_over_params=True,
-        prepared=with_basis,
+        **_IN_SUBSPACE,
     ),
     Transformation(
-        optperm.project,
-        {"inner": optax.sgd(2e-3, 0.9), "n_components": 2},
-        sums_over_params=True,
-        prepared=with_basis,
+        optperm.project, {"inner": optax.sgd(2e-3, 0.9), "n_components": 2}, **_IN_SUBSPACE
     ),
-    Transformation(
-        optperm.twa,
-        {"inner": optax.adam(2e-3), "n_components": 2},
-        sums_over_params=True,
-        prepared=with_basis,
-    ),
+    Transformation(optperm.twa, {"inner": optax.adam(2e-3), "n_components": 2}, **_IN_SUBSPACE),
     Transformation(
         optperm.dldr,
-        {
-            "inner": optax.sgd(1e-3, 0.9),
-            "subspace_optimizer": optperm.dim_reduce(n_components=1),
-            "every": 1,
-            "num_snapshots": 2,
-        },
+        _TWO_SNAPSHOTS | {"subspace_optimizer": optperm.dim_reduce(n_components=1)},
         sums_over_params=True,
     ),
     Transformation(
         optperm.dldr,
-        {
-            "inner": optax.sgd(1e-3, 0.9),
-            "subspace_optimizer": optperm.twa(optax.adam(1e-3), n_components=2),
-            "every": 1,
-            "num_snapshots": 2,
-            "restart": "mean",
-        },
+        _TWO_SNAPSHOTS
+        | {"subspace_optimizer": optperm.twa(optax.adam(1e-3), n_components=2), "restart": "mean"},
+        sums_over_params=True,
         other_name="dldr-twa",
-        sums_over_params=True,
     ),
     Transformation(
         optperm.low_rank,
@@ -248,22 +213,15 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.low_rank,
-        {
-            "inner": optax.sgd(1e-3, 0.5),
-            "rank": 2,
-            "projection": "svd",
-            "every": 2,
-            "residual": None,
-        },
+        {"inner": optax.sgd(1e-3, 0.5), "rank": 2, "every": 2}
+        | {"projection": "svd", "residual": None},
+        sums_over_params=True,
         other_name="low_rank-svd",
-        sums_over_params=True,
     ),
+    # With one vector |R_j| = |b' G_j|, by which a step is divided, is near 0 for some column at most
+    # keys, and magnifies the rounding by which sharded programs differ: 1e-4, but 5e-14 in float64.
     Transformation(
-        optperm.apollo,
-        # With one vector |R_j| = |b' G_j|, by which a step is divided, is near 0 for some column at most
-        # keys, and magnifies the rounding by which sharded programs differ: 1e-4, but 5e-14 in float64.
-        {"inner": optax.adam(1e-2), "rank": 2, "every": 2},
-        sums_over_params=True,
+        optperm.apollo, {"inner": optax.adam(1e-2), "rank": 2, "every": 2}, sums_over_params=True
     ),
     Transformation(optperm.quantize_state, {"inner": optax.adam(2e-3), "min_size": 1, "bits": 8}),
     Transformation(
@@ -274,34 +232,17 @@ TRANSFORMATIONS = (
     Transformation(optperm.mask_elements, {}),
     Transformation(
         optperm.proximal,
-        {"learning_rate": 1e-3, "l1": 0.1, "l2": 0.1, "group": 0.1},
+        {"learning_rate": 1e-3, **dict.fromkeys(("l1", "l2", "group"), 0.1)},
         sums_over_params=True,
     ),
     Transformation(
         optperm.prune_gradually,
-        {
-            "inner": optax.sgd(2e-3, 0.9),
-            "sparsity": 0.5,
-            "ramp": optax.linear_schedule(0.0, 1.0, 4),
-            "every": 2,
-            "include": True,
-        },
+        _HALF_SPARSE | {"inner": optax.sgd(2e-3, 0.9), "ramp": optax.linear_schedule(0.0, 1.0, 4)},
     ),
+    Transformation(optperm.rigl, _HALF_SPARSE | {"inner": optax.sgd(2e-3, 0.9), "end": 200}),
     Transformation(
         optperm.rigl,
-        {"inner": optax.sgd(2e-3, 0.9), "sparsity": 0.5, "end": 200, "every": 2, "include": True},
-    ),
-    Transformation(
-        optperm.rigl,
-        {
-            "inner": optax.adam(2e-3),
-            "sparsity": 0.5,
-            "end": 200,
-            "every": 2,
-            "grow": "random",
-            "skip_step": True,
-            "include": True,
-        },
+        _HALF_SPARSE | {"inner": optax.adam(2e-3), "end": 200, "grow": "random", "skip_step": True},
         other_name="set",
     ),
     Transformation(optperm.svrg, {"coefficient": 0.5, "every": 2}),
@@ -323,47 +264,33 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.switch_after,
-        {
-            "num_steps": 2,
-            "first": optperm.agn(optax.sgd(2e-3, 0.9), every=2),
-            "then": optax.sgd(2e-3, 0.9),
-        },
+        {"num_steps": 2, "first": optperm.agn(optax.sgd(2e-3, 0.9), every=2)}
+        | {"then": optax.sgd(2e-3, 0.9)},
     ),
     Transformation(
         optperm.constant_sgd,
-        {
-            "num_data": 1000,
-            "batch_size": 2,
-            "preconditioner": "diagonal",
-            "momentum": 0.5,
-            "burn_in": 2,
-            "freeze_after": 6,
-            "burn_in_optimizer": optax.sgd(2e-3),
-        },
+        {"num_data": 1000, "batch_size": 2, "preconditioner": "diagonal", "momentum": 0.5}
+        | {"burn_in": 2, "freeze_after": 6, "burn_in_optimizer": optax.sgd(2e-3)},
         sums_over_params=True,
     ),
     Transformation(
         optperm.mandt_sgd, {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3}
     ),
-    Transformation(ivon, {"learning_rate": 1e-3, "num_data": 1.0, "b2": 0.9, "mc_samples": 1}),
+    Transformation(
+        optperm.ivon, {"learning_rate": 1e-3, "num_data": 1.0, "b2": 0.9, "mc_samples": 1}
+    ),
     Transformation(optperm.swag, {"every": 2, "rank": 2}),
     Transformation(optperm.sgld, {"step_size": 4e-6, "num_data": 1000}),
     Transformation(optperm.sghmc, {"step_size": 1e-6, "num_data": 1000, "friction": 0.5}),
 )
 # Eight that span the kinds: what is promised of every method is tested of these by default.
 SPANNING = (
-    "sgperm",
-    "laperm",
-    "agn",
-    "diloco-streaming",
-    "dim_reduce",
-    "svrg",
-    "mandt_sgd",
-    "mask_elements",
+    *("sgperm", "laperm", "agn", "diloco-streaming"),
+    *("dim_reduce", "svrg", "mandt_sgd", "mask_elements"),
 )
 
 
-def ordinal(ours: Transformation) -> int:
-    """The place of an entry among all, for what takes turns; those of the default tier come first."""
+def ordinal(ours):
+    """Return the place among all, for what takes turns; those of the default tier come first."""
     order = sorted(TRANSFORMATIONS, key=lambda each: each.name not in SPANNING)
     return order.index(ours)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import re
 
 import chex
@@ -15,6 +16,7 @@ import replicas
 import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 from transformations import ordinal
 
 import optperm
@@ -22,7 +24,6 @@ from optperm.core.mapped_axes import mark_varying
 
 # --- replicas: a table of mappings -------------------------------------------------------------
 
-STEPS = 3
 # Their states begin with parts that the checked mode of shard_map sees to be alike on all replicas, and
 # that are not after a step: a scan over them needs `jax.lax.pcast(state, axis, to="varying")` first.
 ALIKE_AT_INIT = {
@@ -36,17 +37,16 @@ USUAL = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def mean_gradient(params, batch, axis_name=replicas.AXIS):
-    """The gradient over the examples of all replicas, with what is asked for of all of them."""
+    """Return the gradient over the examples of all replicas, with what is asked for of all of them."""
     e = optperm.evaluate(loops.linear_loss, params, batch, axis_name=axis_name)
-    full_grad_fn = lambda params: jax.grad(loops.linear_loss)(params, jnp.arange(5.0))  # noqa: E731
     same = {name: e.extra_args[name] for name in ("value", "grad", "value_fn", "grad_fn")}
-    return e.grad, {"full_grad_fn": full_grad_fn, **same}
+    return e.grad, {"full_grad_fn": loops.full_gradient, **same}
 
 
 def check_one_model(ours, mapping):
     """Assert that four with parts of a batch train as one with all of it, and hold the same bits."""
     tx, params = ours.make(), support.random_params()
-    batches = np.arange(4.0 * STEPS, dtype=np.float32).reshape(STEPS, 4)
+    batches = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 
     def train(shared, batches, axis_name=replicas.AXIS):
         evaluate = functools.partial(mean_gradient, axis_name=axis_name)
@@ -64,7 +64,7 @@ def check_one_model(ours, mapping):
 def check_own_models(ours, mapping):
     """Assert that three, from `init` to the end of a scan in the mapped function, train as alone."""
     starts = [support.random_params(seed) for seed in range(3)]
-    tx, batches = ours.make(), jnp.stack(loops.linear_batches(STEPS))
+    tx, batches = ours.make(), jnp.stack(loops.linear_batches(3))
 
     def run(params, axes=()):
         state = mark_varying(tx.init(params), axes)
@@ -73,11 +73,8 @@ def check_own_models(ours, mapping):
     is_marked = ours.name in ALIKE_AT_INIT and mapping == "shard_map"
     own = functools.partial(run, axes=(replicas.AXIS,)) if is_marked else run
     together = jax.device_get(replicas.MAPPINGS[mapping](own, 3)(replicas.stack(starts)))
-    alone = jax.jit(run)
-    for index, params in enumerate(starts):
-        one = replicas.take(together, index)
-        tolerance = TOLERANCES.get(ours.name, USUAL)
-        chex.assert_trees_all_close(one, jax.device_get(alone(params)), **tolerance)
+    alone = replicas.stack([*map(jax.jit(run), starts)])
+    chex.assert_trees_all_close(together, alone, **TOLERANCES.get(ours.name, USUAL))
 
 
 # --- sharded params: a table of meshes ---------------------------------------------------------
@@ -89,47 +86,38 @@ SHARDINGS = {
     "input": ((4,), P("x", None), P(None)),
     "output": ((4,), P(None, "x"), P("x")),
 }
-MESHES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-# What is no larger is not of the size of any parameter: counts, coefficients, snapshots' products.
-SMALL = 16
 # For how a kernel is cut, the largest parameter that the update has to gather then: to permute a weight
 # vector, to factorize a matrix, or to move the exponents of groups of entries.
 _OF_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
 GATHERED = {
-    "sgperm": _OF_VECTORS,
-    "permute_by_cycles": _OF_VECTORS,
-    "laperm": _OF_VECTORS,
+    **dict.fromkeys(("sgperm", "permute_by_cycles", "laperm"), _OF_VECTORS),
     "low_rank-svd": {"input": "kernel", "both": "kernel"},
     "quantize_state": {"both": "kernel"},
     "quantize_state-4": {"both": "kernel"},
 }
-MOVES = re.compile(r"= \(?(.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\(")
-
-
-def params_of(seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: jnp.float32(rng.normal(size=shape)) for name, shape in SHAPES.items()}
+MOVES = re.compile(r"= \(?(.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(")
 
 
 @jax.jit
 def loss_fn(pulls, params, batch):
-    """Another pull at each example and at each entry."""
+    """Return a loss with another pull at each example and at each entry."""
     parts = jax.tree.map(lambda p, g: jnp.sum(p * g), params, pulls)
     return jnp.mean(batch) * sum(jax.tree.leaves(parts), start=jnp.float32(0.0))
 
 
 def train(ours, place, init):
-    """Updates, state and params after each of four steps, and the text of the compiled step."""
+    """Return updates, state and params after four steps, and the text of the compiled step."""
     tx = ours.make()
 
     def step(opt_state, params, pulls, batch):
         e = optperm.evaluate(functools.partial(loss_fn, pulls), params, batch)
-        updates, opt_state = tx.update(
-            e.grad, opt_state, params, full_grad_fn=lambda p: e.grad, **e.extra_args
-        )
+        extra_args = {"full_grad_fn": lambda p: e.grad, **e.extra_args}
+        updates, opt_state = tx.update(e.grad, opt_state, params, **extra_args)
         return updates, opt_state, optperm.apply_updates(params, updates, opt_state)
 
-    params, pulls = place(params_of()), place(params_of(seed=9))
+    params, pulls = (
+        place({k: support.normal(shape, seed) for k, shape in SHAPES.items()}) for seed in (0, 9)
+    )
     opt_state = ours.prepared(init(params), params)
     batches = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     take = jax.jit(step).lower(opt_state, params, pulls, batches[0]).compile()
@@ -145,7 +133,7 @@ def unsharded(ours):
 
 
 def assert_same(ours, actual, expected):
-    """The same bits where nothing is computed, as two compiled programs round apart."""
+    """Assert the same bits where nothing is computed, as two compiled programs round apart."""
     if (ours.permutes and not ours.lenient) or ours.is_identity:
         return support.assert_same_bits(actual, expected)
     if not ours.sums_over_params:
@@ -159,64 +147,48 @@ def assert_same(ours, actual, expected):
     return jax.tree.map(compare, actual, expected)
 
 
-def misplaced(tree, specs):
-    """The leaves that belong to a parameter and are not sharded as it is, with what they are."""
-    wrong = []
+def assert_placed(tree, shardings):
+    """Assert that the leaves that belong to a parameter are sharded as it is."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        place = jax.tree_util.keystr(path)
-        name = next((name for name in SHAPES if place.endswith(f"['{name}']")), "")
-        rank = len(SHAPES.get(name, ()))
-        if not name or leaf.shape[leaf.ndim - rank :] != SHAPES[name]:
-            continue
-        wanted = P(*[None] * (leaf.ndim - rank), *specs[name])
-        mesh = getattr(leaf.sharding, "mesh", None)
-        if mesh is None or not leaf.sharding.is_equivalent_to(
-            NamedSharding(mesh, wanted), leaf.ndim
-        ):
-            wrong.append((place, str(leaf.sharding)))
-    return wrong
+        for name, shape in SHAPES.items():
+            lead = leaf.ndim - len(shape)
+            if path[-1:] == (DictKey(name),) and leaf.shape[lead:] == shape:
+                spec = P(*[None] * lead, *shardings[name].spec)
+                wanted = NamedSharding(shardings[name].mesh, spec)
+                place = f"{jax.tree_util.keystr(path)} is {leaf.sharding}"
+                assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), place
 
 
-def moved_across_devices(text, limit):
-    """The collectives of a program that move more entries than that to other devices."""
-    found = []
-    for shapes, name in MOVES.findall(text):
-        sizes = [
-            int(np.prod([int(n) for n in dims.split(",") if n]))
-            for dims in re.findall(r"\[([\d,]*)\]", shapes)
-        ]
-        if max(sizes, default=0) > limit:
-            found.append((name, shapes))
-    return found
+def most_moved(text):
+    """Return the largest number of entries that a collective of a program moves to other devices."""
+    moved = [dims for shapes in MOVES.findall(text) for dims in re.findall(r"\[([\d,]*)\]", shapes)]
+    return max((math.prod(int(n) for n in dims.split(",") if n) for dims in moved), default=0)
 
 
 def check_sharded(ours, mesh, cut):
     """Assert that results are the unsharded run's, lie where params lie, and that nothing else moves."""
     shape, kernel, bias = SHARDINGS[cut]
-    specs = {"kernel": kernel, "bias": bias}
-    made = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(MESHES[mesh],) * len(shape))
-
-    def place(tree):
-        return {k: jax.device_put(leaf, NamedSharding(made, specs[k])) for k, leaf in tree.items()}
-
-    init = ours.make().init
-    with jax.set_mesh(made) if mesh == "explicit" else contextlib.nullcontext():
+    axis_types = (AxisType[mesh],) * len(shape)
+    made = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=axis_types)
+    shardings = {"kernel": NamedSharding(made, kernel), "bias": NamedSharding(made, bias)}
+    place, init = (lambda tree: jax.device_put(tree, shardings)), ours.make().init
+    with jax.set_mesh(made) if mesh == "Explicit" else contextlib.nullcontext():
         # The compiler alone decides where zeros lie that are made on automatic axes inside jax.jit.
-        results, text = train(ours, place, jax.jit(init) if mesh == "explicit" else init)
+        results, text = train(ours, place, jax.jit(init) if mesh == "Explicit" else init)
         assert_same(ours, jax.tree.map(np.asarray, results), unsharded(ours))
-        assert not misplaced(results, specs)
+        assert_placed(results, shardings)
         gathered = GATHERED.get(ours.name, {}).get(cut)
-        assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
+        # What is no larger is of no parameter's size: counts, coefficients, products of snapshots.
+        assert most_moved(text) <= (np.prod(SHAPES[gathered]) if gathered else 16)
 
 
 @pytest.mark.spans("svrg", "mask_elements")
 def test_gradients_that_lie_elsewhere_are_moved(ours):
     """They are brought to the params; traced, on an explicit mesh."""
     mesh = jax.make_mesh((4,), ("x",))
-    tx, whole = ours.make(), params_of()
+    tx, whole = ours.make(), {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
     with jax.set_mesh(mesh):
-        params = jax.device_put(whole, NamedSharding(mesh, P("x")))
-        grads = jax.device_put(whole, NamedSharding(mesh, P()))
+        params, grads = (jax.device_put(whole, NamedSharding(mesh, s)) for s in (P("x"), P()))
         opt_state = jax.eval_shape(tx.init, params)
         updates, _ = jax.eval_shape(tx.update, grads, opt_state, params)
         assert all(leaf.sharding.spec[0] == "x" for leaf in jax.tree.leaves(updates))
@@ -224,24 +196,22 @@ def test_gradients_that_lie_elsewhere_are_moved(ours):
 
 # --- the table ---------------------------------------------------------------------------------
 
-MEAN, OWN, MESH = (
-    {m: functools.partial(check_one_model, mapping=m) for m in replicas.MAPPINGS},
-    {m: functools.partial(check_own_models, mapping=m) for m in replicas.MAPPINGS},
-    {
-        f"{cut} {mesh}": functools.partial(check_sharded, cut=cut, mesh=mesh)
-        for cut, mesh in itertools.product(SHARDINGS, MESHES)
-    },
+MEAN, OWN = (
+    {f"{kind} {m}": functools.partial(check, mapping=m) for m in replicas.MAPPINGS}
+    for kind, check in (("mean", check_one_model), ("own", check_own_models))
 )
-
-
-def check_in_turn(ours, checks):
-    """Call one of several checks, another one for the next entry."""
-    list(checks.values())[ordinal(ours) % len(checks)](ours)
+MESH = {
+    f"mesh {cut} {mesh}": functools.partial(check_sharded, cut=cut, mesh=mesh)
+    for cut, mesh in itertools.product(SHARDINGS, ("Explicit", "Auto"))
+}
+EVERY = MEAN | OWN | MESH
 
 
 @pytest.mark.spans("sgperm", "agn", "svrg")
-def test_replicas_with_a_mean_gradient_train_as_one(ours):
-    check_in_turn(ours, MEAN)
+@pytest.mark.parametrize("checks", [MEAN, MESH], ids=["replicas", "sharded"])
+def test_params_in_one_placement_train_as_alone(ours, checks):
+    """Call one of several checks, another one for the next entry."""
+    list(checks.values())[ordinal(ours) % len(checks)](ours)
 
 
 @pytest.mark.spans("agn", "mandt_sgd")
@@ -249,19 +219,7 @@ def test_models_of_their_own_in_checked_shard_map_train_as_each_alone(ours):
     check_own_models(ours, "shard_map")
 
 
-@pytest.mark.spans("sgperm", "agn", "svrg")
-def test_sharded_params_train_as_whole_ones(ours):
-    check_in_turn(ours, MESH)
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check, id=f"{kind} {name}")
-        for kind, checks in (("mean", MEAN), ("own", OWN), ("mesh", MESH))
-        for name, check in checks.items()
-    ],
-)
+@pytest.mark.parametrize("check", EVERY.values(), ids=EVERY)
 def test_params_in_every_placement_train_as_alone(ours, check):
     check(ours)

@@ -35,18 +35,15 @@ def test_numbers_whose_sum_overflows_are_finite():
     assert all_finite({})
 
 
-def count_lines(number):
-    """Return the lines of an optimized program that keeps leaves where all are finite."""
+def test_finiteness_of_all_leaves_is_computed_once():
+    """Count the lines of an optimized program that keeps leaves where all are finite."""
 
+    @jax.jit
     def keep(tree):
         is_finite = all_finite(tree)
         return [jnp.where(is_finite, leaf, 0.0) for leaf in tree]
 
-    shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * number
-    return jax.jit(keep).lower(shapes).compile().as_text().count("\n")
-
-
-def test_finiteness_of_all_leaves_is_computed_once():
-    few, many = count_lines(8), count_lines(64)
+    shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 64
+    few, many = (keep.lower(part).compile().as_text().count("\n") for part in (shapes[:8], shapes))
     # In each kernel anew it would grow by the square, as with JAX below 0.12, which drops the barrier.
     assert many < (9 if jax.__version_info__ >= (0, 12) else 64) * few

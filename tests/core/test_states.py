@@ -34,9 +34,7 @@ def test_a_state_in_any_nesting_is_found_and_replaced():
     old, new = Wanted(jnp.arange(3)), Wanted(jnp.arange(3) + 1)
     for nest in NESTINGS:
         opt_state = nest(old)
-        found = find_state(opt_state, Wanted, method="wanted")
-        assert isinstance(found, Wanted)
-        support.assert_same_bits(found, old)
+        support.assert_same_bits(find_state(opt_state, Wanted, method="wanted"), old)
         replace = functools.partial(replace_state, state_type=Wanted, method="wanted", new=new)
         for function in (replace, jax.jit(replace)):
             support.assert_same_bits(function(opt_state), nest(new))

@@ -7,6 +7,7 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import loops
+import numpy as np
 import optax
 import pytest
 import support
@@ -18,22 +19,19 @@ from optperm.core.transformation import transformation
 def doubled_sums(**options):
     """Make a method with updates and sums in float32."""
 
-    def init(params):
-        return jax.tree.map(jnp.zeros_like, params)
-
     def update(g, sums, params, **_):
         sums = jax.tree.map(lambda s, g: s.astype(jnp.float32) + g, sums, g)
-        return jax.tree.map(lambda s: 2 * s, sums), sums
+        return optax.tree.scale(2, sums), sums
 
-    options = {"needs": {"value": "the loss"}, "like": lambda sums: sums} | options
-    return transformation(init, update, method="doubled_sums", **options)
+    options |= {"method": "doubled_sums", "like": lambda sums: sums}
+    return transformation(optax.tree.zeros_like, update, **options)
 
 
 def careless():
     """Make a method whose results are weak and in float32."""
 
     def init(params):
-        return {"sums": jax.tree.map(jnp.zeros_like, params), "count": jnp.full((), 0)}
+        return {"sums": optax.tree.zeros_like(params), "count": jnp.full((), 0)}
 
     def update(g, state, params, **_):
         ones = jax.tree.map(lambda p: jnp.full(p.shape, 1.0), params)
@@ -48,27 +46,23 @@ GRADS = {"w": jnp.full(3, 0.5), "b": jnp.ones([])}
 
 @pytest.mark.parametrize("transform", [lambda function: function, jax.jit], ids=["eager", "jit"])
 def test_results_have_the_types_of_what_came_in_and_are_strong(transform):
-    tx = doubled_sums()
-    updates, sums = transform(tx.update)(GRADS, tx.init(PARAMS), PARAMS, value=0.0)
-    chex.assert_trees_all_equal_shapes_and_dtypes(updates, sums, PARAMS)
-    chex.assert_trees_all_equal(updates, jax.tree.map(lambda s: 2 * s, sums))
+    for options, expected in (({}, PARAMS), ({"updates_like": "updates"}, GRADS)):
+        tx = doubled_sums(**options)
+        updates, sums = transform(tx.update)(GRADS, tx.init(PARAMS), PARAMS)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, expected)
+        chex.assert_trees_all_equal_shapes_and_dtypes(sums, PARAMS)
+        chex.assert_trees_all_equal(updates, {"w": jnp.ones(3, updates["w"].dtype), "b": 2.0})
     state = careless().init(PARAMS)
     after = transform(careless().update)(GRADS, state, PARAMS)
     assert support.signature(after) == support.signature((PARAMS, state))
     assert not any(weak for _, _, weak in support.signature(state)[1])
 
 
-def test_updates_may_have_the_types_of_the_gradients():
-    tx = doubled_sums(updates_like="updates")
-    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, value=0.0)
-    chex.assert_trees_all_equal_shapes_and_dtypes(updates, GRADS)
-
-
-def needy(**needs):
+def needy(part=None, **needs):
     """Make a method that returns the gradient at twice the params."""
 
     def update(g, state, params, *, grad_fn, **_):
-        return grad_fn(jax.tree.map(lambda p: 2 * p, params)), state
+        return grad_fn(2 * params, **part or {}), state
 
     return transformation(lambda _: (), update, method="needy", needs=needs)
 
@@ -82,23 +76,18 @@ def test_a_gradient_is_made_of_the_loss_where_that_alone_is_given():
     updates, _ = tx.update(w, (), w, value_fn=value_fn, grad_fn=lambda w: w)
     assert updates.tolist() == [2.0, 4.0]
 
-    def of_a_part(g, state, params, *, grad_fn, **_):
-        return grad_fn(params, start=0, size=1), state
-
-    tx = transformation(lambda _: (), of_a_part, method="parts", needs={"grad_fn": "the gradient"})
-    message = r"parts needs .* grad_fn, which takes a part of the batch"
+    of_a_part = needy({"start": 0, "size": 1}, grad_fn="the gradient")
+    message = r"needy needs .* grad_fn, which takes a part of the batch"
     with pytest.raises(ValueError, match=message):
-        tx.update(w, (), w, value_fn=value_fn)
+        of_a_part.update(w, (), w, value_fn=value_fn)
 
 
 def test_extra_arguments_that_are_missing_are_named_at_once():
     """Name those that cannot be made, and how to get them."""
     tx, w = needy(value="the loss", grad_fn="its gradient", example_grad_fn="of one"), jnp.ones(2)
-    message = (
-        r"needy needs the extra arguments value, the loss, and grad_fn, its gradient, and example"
-    )
+    message = "needy needs the extra arguments value, the loss, and grad_fn, its gradient, and "
     for missing in ({}, {"value": None}):
-        with pytest.raises(ValueError, match=message + r".*optperm\.evaluate\(.*with_loss"):
+        with pytest.raises(ValueError, match=rf"{message}example.*optperm\.evaluate\(.*with_loss"):
             tx.update(w, (), w, **missing)
     with pytest.raises(ValueError, match="arguments value, the loss, and example_grad_fn, of one:"):
         tx.update(w, (), w, value_fn=jnp.sum)
@@ -116,34 +105,26 @@ def test_complex_params_are_refused_with_the_advice_that_works():
     assert optax.apply_updates(params, updates)["w"].tolist() != params["w"].tolist()
 
 
-# What may stand in the place of a method's state: the state of an optimizer of Optax, what is left of a
-# chain, or a checkpoint that was restored without its types
-FOREIGN = {
-    "ScaleByAdamState": lambda params: optax.scale_by_adam().init(params),
-    "a tuple": lambda params: (),
-    "a dict": lambda params: {"count": jnp.zeros([])},
-    "a NoneType": lambda params: None,
-}
-
-
 def test_a_state_of_another_optimizer_is_refused(ours):
-    """Say in one sentence what is needed and what came, before anything reads the state."""
+    """Say in one sentence what is needed and what came, before anything reads the state: the state of an
+    optimizer of Optax, what is left of a chain, or a checkpoint that was restored without its types."""
     params, tx = support.random_params(), ours.make()
     own = jax.eval_shape(tx.init, params)
-    for name, make in FOREIGN.items():
+    foreign = {"a tuple": (), "a dict": {"count": np.zeros([])}, "a NoneType": None}
+    foreign["ScaleByAdamState"] = optax.scale_by_adam().init(params)
+    for name, other in foreign.items():
         # A method that is a chain has a tuple of states, whose length Optax checks.
-        state = (make(params),) * len(own) if type(own) is tuple else make(params)
+        state = (other,) * len(own) if type(own) is tuple else other
         message = rf"^\w+ needs an? \w+, the state that its init makes, got {name}\.( .*)?$"
         with pytest.raises(ValueError, match=message):
             tx.update(params, state, params)
 
 
 def test_a_state_to_convert_is_refused_with_the_way_to_convert_it():
-    params = support.random_params()
-    state = optperm.apollo(rank=1).init(params)
+    tx, state = optperm.quantize_state(optax.adam(0.1)), optperm.apollo(rank=1).init(PARAMS)
     message = r"got ApolloState, .*\. optperm\.memory\.quantize\(opt_state"
     with pytest.raises(ValueError, match=message):
-        optperm.quantize_state(optax.adam(0.1), min_size=1).update(params, state)
+        tx.update(PARAMS, state)
 
 
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
