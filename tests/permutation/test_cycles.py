@@ -58,35 +58,39 @@ def by_hand(kernel, rows, ranks, aggressiveness, size, drop_remainder=False):
     return [output[0] for output in host_calls.on_copies(cycles.PERMUTE, on_host, *operands)]
 
 
-def test_compiled_kernel_rows_of_any_length_gives_the_bits_of_the_readable_one():
-    """Compare weights, ranks and moved counts; partitions run from single entries to whole rows."""
+def assert_compiled_is_readable(rows, *numbers):
+    """Assert that weights, ranks and moved counts of the compiled kernel are the readable one's."""
     support.require_kernel("callback")
+    compiled, readable = (
+        by_hand(kernel, rows, ranks_of(rows[1]), *numbers) for kernel in ("callback", "numpy")
+    )
+    support.assert_same_bits(compiled, readable)
+
+
+def test_compiled_kernel_rows_of_any_length_gives_the_bits_of_the_readable_one():
+    """Partitions run from single entries to whole rows."""
     lengths = [(1, 3), (2, 40), (7, 20), (33, 9), (200, 4)]
     partitions = [(0.0, False), (0.3, False), (0.3, True), (1.0, False), (2.0, True)]
     cases = itertools.product(lengths, ["float32", "float64"], partitions, [0.0, 0.4])
     for seed, ((n, rows), dtype, (share, drop), alpha) in enumerate(cases):
-        arrays = random_rows(seed, n, rows, dtype)
-        rest = arrays, ranks_of(arrays[1]), alpha, max(1, int(share * n)), drop
-        support.assert_same_bits(by_hand("callback", *rest), by_hand("numpy", *rest))
+        size = max(1, int(share * n))
+        assert_compiled_is_readable(random_rows(seed, n, rows, dtype), alpha, size, drop)
 
 
 def test_compiled_kernel_searches_through_ties_come_back_to_the_way_that_is_left():
     """In these rows a search turns back before it finds its cycle, and has to take the next way."""
-    support.require_kernel("callback")
     for weights, recommendation, epsilon in (
         ([0, 1, 1, 2, 2], [-3, 1, -4, 2, 5], 1.75),
         ([0, 2, 4, 4, 5], [-4, -2, 3, 1, 5], 4.25),
         ([1, 2, 2, 3, 3, 4], [-4, 3, 2, -1, 5, 6], 1.75),
     ):
         w, m = (np.float32(each)[:, None] for each in (weights, recommendation))
-        alpha = epsilon / np.ptp(w) - 1 / len(w)
-        rest = (m, w, np.zeros((1, 2), np.uint32)), ranks_of(w), alpha, len(w)
-        support.assert_same_bits(by_hand("callback", *rest), by_hand("numpy", *rest))
+        rows = m, w, np.zeros((1, 2), np.uint32)
+        assert_compiled_is_readable(rows, epsilon / np.ptp(w) - 1 / len(w), len(w))
 
 
 def test_compiled_kernel_ties_of_long_rows_give_the_bits_of_the_readable_one():
     """Whole words of 64 places rise or fall, but for one entry in thirty: cycles are far apart."""
-    support.require_kernel("callback")
     n, rows = 1000, 4
     # In two of these rows a search finds places that an earlier one has put back.
     rng = np.random.default_rng(7)
@@ -95,9 +99,7 @@ def test_compiled_kernel_ties_of_long_rows_give_the_bits_of_the_readable_one():
     rises = (np.arange(n)[:, None] // 64 % 2 == 0) ^ (rng.random((n, rows)) < 0.03)
     sizes = rng.permuted(np.tile(np.arange(1.0, n + 1)[:, None], rows), axis=0)
     recommendation = np.where(rises, -sizes, sizes).astype(np.float32)
-    arrays = recommendation, weights, np.zeros((rows, 2), np.uint32)
-    rest = arrays, ranks_of(weights), alpha, n
-    support.assert_same_bits(by_hand("callback", *rest), by_hand("numpy", *rest))
+    assert_compiled_is_readable((recommendation, weights, np.zeros((rows, 2), np.uint32)), alpha, n)
 
 
 N, ROWS = 40, 6
@@ -208,14 +210,14 @@ def test_moves_of_any_row_follow_the_recommendation_within_subset_and_reach(
     size = max(1, int(share * n))
     *arrays, seeds = random_rows(seed, n, rows=1, dtype=np.float32)
     rows = *(each * np.float32(unit) for each in arrays), seeds
-    old = np.argsort(np.argsort(rows[1], axis=0, kind="stable"), axis=0).astype(np.int32)
-    outputs = by_hand("numpy", rows, old, alpha, size, drop)
-    m, w, after, new_ranks, ranks = (each[:, 0] for each in (*rows[:2], *outputs[:2], old))
+    ranks = ranks_of(rows[1])
+    *outputs, count = by_hand("numpy", rows, ranks, alpha, size, drop)
+    m, w, after, new_ranks, ranks = (each[:, 0] for each in (*rows[:2], *outputs, ranks))
     w, after = w.astype(np.float64), after.astype(np.float64)
     # The partition is drawn over ranks.
     labels = cycles_numpy.partition(n, size, rows[2][0], drop)[ranks]
     has_moved = new_ranks != ranks
-    assert outputs[2][0] == np.sum(has_moved)
+    assert count == np.sum(has_moved)
     fit = np.isfinite(m) & (m != 0) & np.isfinite(w)
     assert not np.any(has_moved & ~(fit & (labels >= 0)))
     spread = np.ptp(w[np.isfinite(w)]) if np.isfinite(w).any() else 0.0
@@ -253,12 +255,10 @@ def test_partition_over_many_seeds_is_uniform():
     """All 30 ways to split five entries as 2 + 2 + 1 come equally often (chi-square)."""
     draws = 6000
     words = np.random.default_rng(7).integers(0, 2**32, (draws, 2), dtype=np.uint32)
-    found = {}
-    for seed in words:
-        labels = tuple(cycles_numpy.partition(5, 2, seed, drop_remainder=False))
-        found[labels] = found.get(labels, 0) + 1
+    splits = [cycles_numpy.partition(5, 2, seed, drop_remainder=False) for seed in words]
+    found, counts = np.unique(splits, axis=0, return_counts=True)
     assert len(found) == 30
-    statistic = sum((count - draws / 30) ** 2 / (draws / 30) for count in found.values())
+    statistic = np.sum((counts - draws / 30) ** 2 / (draws / 30))
     assert statistic < 52.3  # the 99.5 % quantile of chi-square with 29 degrees of freedom
 
 

@@ -17,7 +17,6 @@ from flax import nnx
 import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
-OPTIMIZERS = {"adam": optax.adam(0.02), "sgd": optax.sgd(0.05, momentum=0.9)}
 
 
 def table(values):
@@ -25,55 +24,34 @@ def table(values):
     return lambda count: jnp.float32(values)[count]
 
 
-def follow(case, tx, masks):
-    """Train on the gradients of a case, and compare params and masks with those of JaxPruner."""
-    z = jaxpruner.load(case)
-    grads = [{name: g[t] for name, g in z["grad"].items()} for t in range(40)]
-    for t, (found, state) in enumerate(loops.train(tx, z["params0"], grads, how="scan")):
-        for name, wanted in z["mask"].items():
-            np.testing.assert_array_equal(masks(state)[name], wanted[t], err_msg=f"{name} at {t}")
-        if t % 10 == 9:
-            expected = {name: p[t // 10] for name, p in z["params"].items()}
-            support.assert_close(found, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("case", "criterion", "optimizer"),
+    ("case", "optimizer", "options"),
     [
-        ("magnitude_poly", "magnitude", "sgd"),
-        ("magnitude_poly_erk", "magnitude", "adam"),
-        ("saliency_poly", "saliency", "sgd"),
+        ("magnitude_poly", optax.sgd(0.05, momentum=0.9), {}),
+        ("magnitude_poly_erk", optax.adam(0.02), {}),
+        ("saliency_poly", optax.sgd(0.05, momentum=0.9), {"criterion": "saliency"}),
+        ("global_magnitude", optax.adam(0.02), {"scope": "global"}),
     ],
 )
-def test_jaxpruners_sequences_are_kept(case, criterion, optimizer):
-    """Give each leaf a ramp of its own, through JaxPruner's counts."""
+def test_jaxpruners_sequences_are_kept(case, optimizer, options):
+    """Take JaxPruner's counts as ramps: one for all leaves, or one for each of its own."""
     z = jaxpruner.load(case)
     zeros = jaxpruner.num_zeros(z["mask"])
-    options = {"every": 1, "criterion": criterion}
-    parts = {
-        name: optperm.prune_gradually(
-            OPTIMIZERS[optimizer],
-            float(n[-1] / z["mask"][name][0].size),
-            table(n / n[-1]),
-            **options,
-        )
-        for name, n in zeros.items()
-    }
-    tx = optax.partition(parts, {name: name for name in zeros})
-    follow(
-        case, tx, lambda state: {n: s.inner_state.mask[n] for n, s in state.inner_states.items()}
-    )
+    sizes = {name: p.size for name, p in z["params0"].items()}
 
+    def make(zeros, size):
+        options_of_ramp = float(zeros[-1] / size), table(zeros / zeros[-1])
+        return optperm.prune_gradually(optimizer, *options_of_ramp, every=1, **options)
 
-def test_jaxpruners_global_sequence_is_kept():
-    z = jaxpruner.load("global_magnitude")
-    zeros = sum(jaxpruner.num_zeros(z["mask"]).values())
-    total = sum(p.size for p in z["params0"].values())
-    options = {"every": 1, "scope": "global"}
-    tx = optperm.prune_gradually(
-        OPTIMIZERS["adam"], float(zeros[-1] / total), table(zeros / zeros[-1]), **options
+    if "scope" in options:
+        tx = make(sum(zeros.values()), sum(sizes.values()))
+        return jaxpruner.assert_followed(case, tx)
+    parts = {name: make(n, sizes[name]) for name, n in zeros.items()}
+    jaxpruner.assert_followed(
+        case,
+        optax.partition(parts, {name: name for name in zeros}),
+        lambda state: {n: s.inner_state.mask[n] for n, s in state.inner_states.items()},
     )
-    follow("global_magnitude", tx, lambda state: state.mask)
 
 
 STRUCTURES = {
@@ -222,26 +200,27 @@ def test_a_gradient_that_is_not_finite_prunes_nothing(criterion):
     assert masks == [[[True, True], [True, True]]] * 4 + [[[False, False], [True, True]]]
 
 
-def gradual(optimizer):
-    ramp = optax.linear_schedule(0.0, 1.0, 3)
-    return optperm.prune_gradually(optimizer, 0.6, ramp, every=1)
+ADAMW = optax.adamw(0.05, weight_decay=0.1)
 
 
-def moving(optimizer):
-    return optperm.rigl(optimizer, 0.6, end=6, key=jax.random.key(0), every=2)
-
-
-@pytest.mark.parametrize(("wrap", "dtype"), [(gradual, "float32"), (moving, "bfloat16")])
-def test_zeros_are_zero_bit_for_bit(wrap, dtype):
+@pytest.mark.parametrize(
+    ("tx", "dtype", "first_full"),
+    [
+        (optperm.prune_gradually(ADAMW, 0.6, table([0, 0.3, 0.6, 1, 1]), every=1), "float32", 3),
+        (optperm.rigl(ADAMW, 0.6, end=6, key=jax.random.key(0), every=2), "bfloat16", 0),
+    ],
+    ids=["gradual", "rigl"],
+)
+def test_zeros_are_zero_bit_for_bit(tx, dtype, first_full):
     """Make 0.0 of -0.0 too, after every step, by both ways of applying updates."""
-    tx, params = wrap(optax.adamw(0.05, weight_decay=0.1)), support.random_params(dtype=dtype)
-    params = params | {"kernel": params["kernel"].at[0, 0].set(-0.0)}
+    params = support.random_params(dtype=dtype)
+    params["kernel"] = params["kernel"].at[0, 0].set(-0.0)
     grads = [support.random_like(params, seed) for seed in range(5)]
     for apply in (optperm.apply_updates, loops.by_addition):
         for t, (p, state) in enumerate(loops.train(tx, params, grads, apply=apply, how="scan")):
             dead = ~np.asarray(state.mask["kernel"])
             assert (support.as_integers(np.asarray(p["kernel"]))[dead] == 0).all()
-            assert dead.sum() == 36 or (wrap is gradual and t < 4)
+            assert (dead.sum() == 36) == (t >= first_full)
 
 
 @pytest.mark.parametrize(("wrap", "mapping"), [("saliency", "shard_map"), ("rigl", "pmap")])
