@@ -14,6 +14,7 @@ import support
 import optperm
 from optperm.exact import replace_targets
 from optperm.permutation import _cycles as cycles
+from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
 pytestmark = pytest.mark.usefixtures("lenient")  # Optax's optimizers are inside
 
@@ -57,15 +58,13 @@ def test_laperm_of_adam_is_adam_with_the_weights_put_back(every, synced_after):
             is_synced = index + 1 in synced_after
             assert opt_state.synchronized == is_synced
             now = reordered(np.asarray(initial), p)
-            full = optperm.permutation.permuted_params(opt_state, after)
+            full = permuted_params(opt_state, after)
             np.testing.assert_array_equal(full[name], now)
             if is_synced:
                 last, p = now, np.float64(now)
                 support.assert_same_bits(after[name], jnp.asarray(last))
             np.testing.assert_allclose(after[name], p, rtol=0, atol=1e-5)  # Adam in float32
-            support.assert_same_bits(
-                optperm.permutation.permuted_params(opt_state)[name], jnp.asarray(last)
-            )
+            support.assert_same_bits(permuted_params(opt_state)[name], jnp.asarray(last))
         assert name == "bias" or np.mean(last != np.asarray(initial)) > 0.3
 
 
@@ -92,33 +91,29 @@ def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
         opt_state = jax.jit(tx.init)(initial)
         for _ in range(2):
             g = draw(0.1)
-            moved = jax.tree.map(
-                lambda w, g: np.asarray(w) + np.where(np.isfinite(g), g, 0 * w), p, g
-            )
+            moved = jax.tree.map(lambda w, g: np.where(np.isfinite(g), w + g, w), p, g)
             p, opt_state = loops.compiled(tx)(p, opt_state, g)
             support.assert_same_bits(p, jax.tree.map(reordered, initial, moved))
-            support.assert_same_bits(optperm.permutation.permuted_params(opt_state), p)
+            support.assert_same_bits(permuted_params(opt_state), p)
 
 
 def test_sort_by_each_kernel_puts_weights_in_the_order_of_their_keys(monkeypatch):
     """Ties are by location, and subnormal weights keep their bits."""
     support.require_kernel("ffi")
-    rng, shape, operands, expected = np.random.default_rng(0), (40, 3, 5), {}, {}
-    for name, dtype in support.DTYPES.items():
+    rng, shape, operands, expected = np.random.default_rng(0), (40, 3, 5), [], []
+    for dtype in support.DTYPES.values():
         keys = rng.integers(-9, 9, shape).astype(f"int{8 * np.dtype(dtype).itemsize}")
         values = np.sort(rng.normal(size=shape), axis=0) / rng.choice([1, 1e6, 1e40], shape[1:])
         values = values.astype(dtype)
         ranks = rng.permuted(np.indices(shape, np.int32)[0], axis=0)
-        operands[name] = keys, np.take_along_axis(values, ranks, axis=0), ranks
+        operands.append((keys, np.take_along_axis(values, ranks, axis=0), ranks))
         order = np.argsort(keys, axis=0, kind="stable")
         new_ranks = np.argsort(order, axis=0).astype(np.int32)
-        expected[name] = np.take_along_axis(values, new_ranks, axis=0), new_ranks
+        expected.append((np.take_along_axis(values, new_ranks, axis=0), new_ranks))
     with jax.enable_x64(True):
         for kernel in ("ffi", "numpy"):
             monkeypatch.setenv("OPTPERM_KERNEL", kernel)
-            sort = jax.jit(
-                lambda trees: {n: cycles.reorder_rows(*tree) for n, tree in trees.items()}
-            )
+            sort = jax.jit(lambda operands: [cycles.reorder_rows(*each) for each in operands])
             sort = sort.lower(operands).compile()
             assert ("optperm_reorder_rows" in sort.as_text()) == (kernel == "ffi")
             support.assert_same_bits(sort(operands), expected)
@@ -130,9 +125,8 @@ def test_damaged_ranks_are_refused():
     tx = optperm.laperm(optax.identity(), 1)
     opt_state = jax.jit(tx.init)(support.bias(9))
     damaged = opt_state._replace(ranks=opt_state.ranks.at[5].set(9))
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"of optperm\.laperm are not permutations"
-    ):
+    says = r"of optperm\.laperm are not permutations"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
         jax.block_until_ready(jax.jit(tx.update)(support.bias(9), damaged, support.bias(9)))
 
 
@@ -166,17 +160,17 @@ def test_export_between_two_synchronizations_rebuilds_the_weights():
     tx = optperm.laperm(optax.sgd(0.5), 2, **options)
     drawn = [support.random_like(initial, index) for index in range(3)]
     p, opt_state = loops.train(tx, initial, drawn, init="jit")[-1]
-    export = jax.jit(functools.partial(optperm.permutation.export_permutation, **options))
-    last = optperm.permutation.permuted_params(opt_state)
-    now = optperm.permutation.permuted_params(opt_state, p, **options)
+    export = jax.jit(functools.partial(export_permutation, **options))
+    last = permuted_params(opt_state)
+    now = permuted_params(opt_state, p, **options)
     assert not np.array_equal(last["a"], now["a"])
     assert p["scale"] == now["scale"] == 2.0
     for weights, given in [(last, ()), (now, (p,)), (now, (now,))]:
-        rebuilt = optperm.permutation.apply_permutation(initial, export(initial, opt_state, *given))
+        rebuilt = apply_permutation(initial, export(initial, opt_state, *given))
         support.assert_same_bits(rebuilt, weights)
     # As the weights that one more synchronization would place.
     _, next_state = loops.compiled(tx)(p, opt_state, jax.tree.map(jnp.zeros_like, p))
-    support.assert_same_bits(optperm.permutation.permuted_params(next_state), now)
+    support.assert_same_bits(permuted_params(next_state), now)
     with pytest.raises(ValueError, match=r"params\['scale'\]"):
         export(initial, opt_state, p | {"scale": jnp.ones(2)})
 

@@ -13,15 +13,15 @@ import support
 
 import optperm
 from optperm.permutation import _library as library
+from optperm.permutation import export_permutation, permuted_params
 from optperm.permutation._permute_by_cycles import _compute_partition_size
 
-REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz"
 SEQUENCES = ("dense", "conv", "zero_gradients", "ties", "tiny_alpha")
 
 
 def load_sequence(name):
     """Load a run of the original: its arguments, initial params, and the steps' gradients and params."""
-    with np.load(REFERENCE) as data:
+    with np.load(pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz") as data:
         parts = {key[len(name) + 1 :]: data[key] for key in data.files if key.startswith(name)}
     hyper = {"alpha_min": 0.0, "lamda_max": 1.0}
     hyper |= {key[6:]: float(parts[key]) for key in parts if key.startswith("hyper/")}
@@ -38,13 +38,9 @@ def load_sequence(name):
     }
     count = sum(key.startswith("init/") for key in parts)
     init, grads, params = (
-        [jnp.asarray(parts[f"{kind}/{i}"]) for i in range(count)]
-        for kind in ("init", "grads", "params")
+        tuple(parts[f"{kind}/{i}"] for i in range(count)) for kind in ("init", "grads", "params")
     )
-    by_step = (
-        [[leaf[t] for leaf in each] for t in range(len(each[0]))] for each in (grads, params)
-    )
-    return arguments, init, *by_step
+    return arguments, init, [*zip(*grads, strict=True)], [*zip(*params, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +52,11 @@ def test_sgperm_on_the_original_sequence_gives_its_bits(sequence):
     arguments, init, grads, expected = load_sequence(sequence)
     # It would expose an optimizer that leaves weights where they are.
     for start, wanted in zip(init, expected[-1], strict=True):
-        assert np.mean(np.asarray(wanted) != np.asarray(start)) > 0.5
+        assert np.mean(wanted != start) > 0.5
     trail = loops.train(optperm.sgperm(**arguments), init, grads, init="jit")
     for (params, opt_state), wanted in zip(trail, expected, strict=True):
         support.assert_same_bits(params, wanted)
-        support.assert_same_bits(optperm.permutation.permuted_params(opt_state), wanted)
+        support.assert_same_bits(permuted_params(opt_state), wanted)
 
 
 def test_plain_updates_over_many_steps_never_drift():
@@ -75,7 +71,7 @@ def test_plain_updates_over_many_steps_never_drift():
         return loops.carry(step, params, tx.init(params), grads)
 
     final, opt_state = run(support.normal((3000, 8, 2), 1))
-    exact = optperm.permutation.permuted_params(opt_state)
+    exact = permuted_params(opt_state)
     support.assert_permutes(exact, params)
     assert not np.array_equal(exact, params)
     assert np.all(np.abs(final - exact) <= np.spacing(np.abs(exact).max(axis=0)))
@@ -94,7 +90,7 @@ def test_mismatches_are_counted_relative_to_the_largest_weight_and_said():
         for g in grads:
             updates, opt_state = update(start | {"w": g}, opt_state, params)
             params = optax.apply_updates(params, updates | {"scale": 0.5})
-        exact = optperm.permutation.permuted_params(opt_state)
+        exact = permuted_params(opt_state)
         assert not np.array_equal(params["w"], exact["w"])  # by rounding
         assert opt_state[1].mismatches == 0
         ten_thousandth = 1e-4 * np.max(w, where=np.isfinite(w), initial=0)
@@ -104,19 +100,9 @@ def test_mismatches_are_counted_relative_to_the_largest_weight_and_said():
             assert after[1].mismatches == number
             if number:
                 with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
-                    optperm.permutation.permuted_params(after)
+                    permuted_params(after)
                 with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
-                    optperm.permutation.export_permutation(start, after)
-
-
-@pytest.mark.usefixtures("lenient")
-def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
-    """Other libraries call `optax.apply_updates`, to which no state is given."""
-    params, grads = support.bias(6), [support.bias(6, seed) for seed in range(1, 5)]
-    tx = optax.contrib.schedule_free(optperm.sgperm(1.0), 0.1, b1=0.9)
-    _, opt_state = loops.train(tx, params, grads, apply=loops.by_addition)[-1]
-    with pytest.warns(UserWarning, match="params that sgperm had not set"):
-        optperm.permutation.permuted_params(opt_state)
+                    export_permutation(start, after)
 
 
 @functools.partial(jax.jit, static_argnames=("output_axes", "include_remainder"))
@@ -174,8 +160,7 @@ def test_fraction_moved_counts_the_entries_that_changed_place():
         changed = sum(np.sum(state.ranks[name] != before[name]) for name in ("kernel", "bias"))
         np.testing.assert_allclose(state.fraction_moved, changed / 66, rtol=1e-6)
         assert state.fraction_moved > least if least else state.fraction_moved == 0.0
-        assert after["scale"] == 2.0
-        assert after["none"].shape == (0, 3)
+        support.assert_same_bits(after | {k: params[k] for k in ("scale", "none")}, after)
 
 
 def test_numbers_of_schedules_are_those_of_the_steps_done():
@@ -233,9 +218,8 @@ def test_rows_steps_leaves_and_keys_draw_partitions_of_their_own():
     other_key, *_ = one_step(params, grads, partition_ratio=0.25, key=1)
     tx = optperm.permute_by_cycles(0.1, 0.25)
     update, start = jax.jit(tx.update), jax.jit(tx.init)(params)
-    (_, first), (_, later) = (
-        update(grads, start._replace(count=jnp.int32(count)), params) for count in (0, 1)
-    )
+    states = [start._replace(count=jnp.int32(count)) for count in (0, 1)]
+    first, later = (update(grads, state, params)[1] for state in states)
     support.assert_same_bits(first.weights, after)
     for one, other in [
         (after[0][:, 0], after[0][:, 1]),
@@ -353,7 +337,6 @@ def test_one_generator_draws_the_partitions_of_all_leaves(centralize):
     assert count_loops(4) == count_loops(2)
 
 
-@pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
 def test_ties_move_only_where_a_weight_changes():
     """A row of 0.0 and -0.0 has no range, so that no zero changes its sign; and of two equal weights
     that should fall and one larger that should rise nothing can move."""
@@ -361,6 +344,5 @@ def test_ties_move_only_where_a_weight_changes():
         ([0.0, -0.0, 0.0, -0.0, -0.0], [1.0, -1.0, 1.0, -1.0, 1.0]),
         ([1.0, 1.0, 2.0], [1.0, 1.0, -1.0]),
     ):
-        params, tx = jnp.array(values), optperm.sgperm(10.0)
-        _, opt_state = tx.update(jnp.array(pulls), tx.init(params), params)
-        support.assert_same_bits(optperm.permutation.permuted_params(opt_state), params)
+        after, _, _ = one_step(jnp.array(values), jnp.array(pulls), aggressiveness=10.0)
+        support.assert_same_bits(after, jnp.array(values))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from stable_choice import highest
 
 import optperm
-from optperm.sparsity import Blocks, NOfM, Units
+from optperm.sparsity import Blocks, NOfM, Units, erk_sparsity, keep_top, prune
 from optperm.sparsity._choice import keep_highest, nearest_count, order_codes
 
 LENET = {
@@ -49,7 +49,7 @@ def test_sharded_leaf_is_not_gathered(kind):
         select = jax.jit(lambda scores: keep_highest([order_codes(scores)], [[0]], [100]))
         program = select.lower(placed).compile()
         (got,) = program(placed)
-        of_each_unit = jax.jit(lambda w: optperm.sparsity.keep_top(w, 0.5, scope="unit"))
+        of_each_unit = jax.jit(lambda w: keep_top(w, 0.5, scope="unit"))
         programs = program.as_text() + of_each_unit.lower(placed).compile().as_text()
     np.testing.assert_array_equal(got, highest(scores, 100))
     assert got.sharding.is_equivalent_to(placed.sharding, 2)
@@ -76,7 +76,7 @@ def test_counts_are_the_nearest_from_python_and_from_jax():
 
 @jax.jit
 def traced_erk(sparsity):
-    return optperm.sparsity.erk_sparsity(LENET, sparsity)
+    return erk_sparsity(LENET, sparsity)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.5, 0.9, 0.98, 0.999, 1.0])
@@ -85,7 +85,7 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
 
     Without matrices the shares are zero.
     """
-    fractions = optperm.sparsity.erk_sparsity(LENET, sparsity)
+    fractions = erk_sparsity(LENET, sparsity)
     live = {k: p.size - nearest_count(fractions[k], p.size) for k, p in LENET.items()}
     assert fractions["bias"] == 0.0
     assert sum(live.values()) - 300 == 266_200 - nearest_count(sparsity, 266_200)
@@ -98,12 +98,12 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
     if sparsity == 0.9:
         assert live == {"in": 18_714, "mid": 6_906, "out": 1_000, "bias": 300}
     for given in (sparsity, jnp.float32(sparsity)):
-        assert optperm.sparsity.erk_sparsity({"bias": LENET["bias"]}, given) == {"bias": 0.0}
+        assert erk_sparsity({"bias": LENET["bias"]}, given) == {"bias": 0.0}
 
 
 def pruned(w, fraction, structure, **options):
     opt_state = optperm.mask_elements().init(w)
-    found = optperm.sparsity.prune(w, opt_state, fraction, structure=structure, **options)
+    found = prune(w, opt_state, fraction, structure=structure, **options)
     return np.asarray(found[0])
 
 
