@@ -292,7 +292,6 @@ def test_kernel_settings_that_cannot_be_met_are_refused(monkeypatch):
 
 
 def test_missing_library_is_warned_of_once_with_the_remedy(monkeypatch):
-    """Without the compiled library there is one warning, which says what to do."""
     cached = functools.cache(library.available_kernels.__wrapped__)
     monkeypatch.setattr(library, "available_kernels", cached)
     monkeypatch.setattr(library, "load_library", lambda: None)

@@ -1,5 +1,6 @@
 """SGPerm on many devices and inside what Optax and Flax wrap around it: always the same bits."""
 
+import functools
 import itertools
 import os
 import pathlib
@@ -23,10 +24,8 @@ from optperm.permutation import _library as library
 from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
 
-def make(**arguments):
-    """SGPerm whose recommendations are exact sums, so that no program rounds them otherwise."""
-    exact = {"learning_rate": 1.0, "momentum": 0.5}
-    return optperm.sgperm(0.4, partition_ratio=0.7, **{**exact, **arguments})
+# Its recommendations are exact sums, so that no program rounds them otherwise.
+make = functools.partial(optperm.sgperm, 0.4, 0.7, learning_rate=1.0, momentum=0.5)
 
 
 def test_program_for_gpus_calls_python():
@@ -73,8 +72,7 @@ TARGETS = {
 def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
     axis_type, cut, by, monkeypatch
 ):
-    """Of any kind of mesh, where outputs alone are cut, each device permutes its own weight vectors, by
-    whichever kernel, with the bits of one device, and an update gathers nothing."""
+    """By whichever kernel each permutes its own, with the bits of one device, and gathers nothing."""
     method, kernel = by
     support.require_kernel(kernel)
     monkeypatch.setenv("OPTPERM_KERNEL", kernel)
@@ -107,10 +105,7 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
     ("method", "spec"), support.in_turns(METHODS, [P("x", None), P("x", "y")]), ids=str
 )
 def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method, spec):
-    """Where weights cross devices XLA may add them to zeros: -0.0 becomes 0.0, a subnormal number 0.0.
-
-    Training, the exact weights at params, the export and what is rebuilt from it have one device's bits.
-    """
+    """Where weights cross devices XLA may add them to zeros, which makes 0.0 of -0.0 or subnormals."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     alone, g = (support.normal((16, 8), seed) for seed in range(2))
     alone = alone.at[::3].multiply(0.0).at[1::3].set(1e-42 * np.arange(-3, 5, dtype=np.float32))

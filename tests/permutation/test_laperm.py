@@ -70,8 +70,7 @@ def test_laperm_of_adam_is_adam_with_the_weights_put_back(every, synced_after):
 
 @pytest.mark.slow
 def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
-    """Twice in a row, with ties, zeros of both signs and gradients that are not finite: bit for bit
-    what NumPy's stable sorts give, for leaves of any rank."""
+    """Twice in a row, for any rank, with ties, two zeros and gradients that are not finite."""
     rng = np.random.default_rng(3)
     shapes = dict(zip(support.DTYPES, ((9,), (6, 5), (4, 3, 3), (2, 3, 4, 2)), strict=False))
 
@@ -151,8 +150,7 @@ def test_synchronizing_where_steps_are_small_learns_only_if_it_is_rare():
 
 
 def test_export_between_two_synchronizations_rebuilds_the_weights():
-    """With the params it is of them, synchronized; without, of the last synchronization; along any
-    output axes. Scalars and empty leaves are left alone."""
+    """Given params it is of them, synchronized; else of the last time; along any output axes."""
     axes = {"a": 0, "b": (1, 2), "c": (), "d": -1, "scale": (), "none": -1}
     options = {"output_axes": lambda path, leaf: axes[path]}
     initial = {name: support.normal((3, 4, 5), 0) for name in "abcd"}

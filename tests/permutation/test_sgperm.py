@@ -60,8 +60,7 @@ def test_sgperm_on_the_original_sequence_gives_its_bits(sequence):
 
 
 def test_plain_updates_over_many_steps_never_drift():
-    """After 3,000 steps of `optax.apply_updates` the state still holds the initial multiset, and the
-    params are within one rounding of it, at the largest value: errors do not add up."""
+    """After 3,000 the state is still a permutation, and params are one rounding from it at most."""
     params = support.normal((8, 2), 0)
     tx = optperm.sgperm(aggressiveness=0.5, momentum=0.5)
     step = loops.make_step(tx, apply=loops.by_addition)
@@ -150,8 +149,7 @@ def test_output_axes_of_any_kind_choose_the_weight_vectors():
 
 
 def test_fraction_moved_counts_the_entries_that_changed_place():
-    """It is that of the ranks that changed, scalars and empty leaves, which are left alone, not among
-    them; where all recommendations agree none do."""
+    """Scalars and empty leaves do not count, and stay; where all recommendations agree none moves."""
     params = {"kernel": support.normal((12, 5)), "bias": support.bias(6), "scale": jnp.float32(2.0)}
     params |= {"none": jnp.zeros((0, 3))}
     grads = support.random_like(params, 1)
@@ -184,8 +182,7 @@ def test_numbers_of_schedules_are_those_of_the_steps_done():
 
 
 def test_partition_size_is_the_larger_of_fraction_and_minimum():
-    """P = max(P_min, floor(lambda n)), at most n, which float32 rounds above 2^24: subsets of one entry
-    move nothing."""
+    """P = max(P_min, floor(lambda n)), at most n; subsets of one entry move nothing."""
     for ratio, n, least, size in (
         (0.0, 40, 1, 1),
         (0.0, 40, 2, 2),
@@ -193,7 +190,7 @@ def test_partition_size_is_the_larger_of_fraction_and_minimum():
         (0.26, 40, 1, 10),
         (0.275, 40, 1, 11),
         (0.5, 101, 10, 50),
-        *((1.0, n, 10, n) for n in (7, 2**24 + 1, 2**25 + 1)),
+        *((1.0, n, 10, n) for n in (7, 2**24 + 1, 2**25 + 1)),  # which float32 rounds
     ):
         assert int(_compute_partition_size(jnp.float32(ratio), n, least)) == size
     for least in (1, 2):
@@ -313,10 +310,7 @@ def test_constant_rows_are_warned_of_once_by_name():
 
 
 def test_donated_state_is_written_in_place():
-    """Beside its arguments XLA holds no copy of what is donated.
-
-    In jax 0.10 XLA drops optimization barriers before it fuses, and copies three arrays.
-    """
+    # In jax 0.10 XLA drops optimization barriers before it fuses, and copies three arrays.
     for shape in ((20, 100, 20), (40_000,)):
         w = jax.ShapeDtypeStruct(shape, jnp.float32)
         tx = optperm.sgperm(0.3)
@@ -338,8 +332,7 @@ def test_one_generator_draws_the_partitions_of_all_leaves(centralize):
 
 
 def test_ties_move_only_where_a_weight_changes():
-    """A row of 0.0 and -0.0 has no range, so that no zero changes its sign; and of two equal weights
-    that should fall and one larger that should rise nothing can move."""
+    """No zero changes its sign; two equal weights that should fall and a larger riser stay."""
     for values, pulls in (
         ([0.0, -0.0, 0.0, -0.0, -0.0], [1.0, -1.0, 1.0, -1.0, 1.0]),
         ([1.0, 1.0, 2.0], [1.0, 1.0, -1.0]),

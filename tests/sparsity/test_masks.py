@@ -70,8 +70,7 @@ _SHAPES = {"a": (10, 5), "b": (4,), "none": (2, 0), "number": ()}
 
 @pytest.mark.parametrize("scope", ["leaf", "global"])
 def test_any_scores_have_the_exact_number_of_masks(scope):
-    """Take fractions of Python and traced ones, and ties, zeros of both signs, subnormal numbers,
-    infinities and NaN."""
+    """For fractions of Python and traced ones, with ties, two zeros, subnormals, infinities and NaN."""
     run = jax.jit(lambda w, fraction: prune(w, MASKS.init(w), fraction, scope=scope, **EVERYWHERE))
 
     @hypothesis.settings(max_examples=25)

@@ -81,10 +81,7 @@ def traced_erk(sparsity):
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.5, 0.9, 0.98, 0.999, 1.0])
 def test_erk_shares_are_proportional_and_exact(sparsity):
-    """Count by water filling, exactly in total; a traced fraction gives the counts within rounding.
-
-    Without matrices the shares are zero.
-    """
+    """Fill by water, exactly in total, or within rounding if traced; what is no matrix stays dense."""
     fractions = erk_sparsity(LENET, sparsity)
     live = {k: p.size - nearest_count(fractions[k], p.size) for k, p in LENET.items()}
     assert fractions["bias"] == 0.0
@@ -108,15 +105,16 @@ def pruned(w, fraction, structure, **options):
 
 
 def test_structures_keep_what_numpy_keeps():
-    """Keep n of m along either axis, blocks with a smaller edge, units by their mean, and as Wanda does
-    the same number of inputs of each unit."""
+    """Keep n of m along either axis, blocks with a smaller edge, units, and inputs of each unit."""
     w = np.random.default_rng(1).normal(size=(3, 8, 5)).astype(np.float32).round(1)
-    got = pruned(w, None, NOfM(2, 4)) != 0
-    for i, j, k in np.ndindex(3, 2, 5):
-        part = np.abs(w[i, 4 * j : 4 * j + 4, k])
-        np.testing.assert_array_equal(got[i, 4 * j : 4 * j + 4, k], highest(part, 2) & (part != 0))
-    last = pruned(w[..., :4], None, NOfM(1, 2, axis=-1)) != 0
-    assert (last.reshape(3, 8, 2, 2).sum(axis=-1) <= 1).all()
+    for leaf, structure, groups, axis in (
+        (w, NOfM(2, 4), (3, 2, 4, 5), 2),
+        (w[..., :4], NOfM(1, 2, axis=-1), (3, 8, 2, 2), 3),
+    ):
+        kept = np.apply_along_axis(highest, axis, np.abs(leaf).reshape(groups), structure.n)
+        np.testing.assert_array_equal(
+            pruned(leaf, None, structure), leaf * kept.reshape(leaf.shape)
+        )
 
     got = pruned(w, 0.5, Blocks(3, 2), scope="leaf")
     blocks = [
@@ -133,11 +131,11 @@ def test_structures_keep_what_numpy_keeps():
         kept = highest(means, len(rows) - nearest_count(0.4, len(rows)))
         np.testing.assert_array_equal(got, np.where(kept[:, None, None], rows, 0))
 
+    # As Wanda does
     scores = np.abs(w) * np.arange(1.0, 9.0, dtype=np.float32)[:, None]
+    kept = np.apply_along_axis(highest, 0, scores.reshape(24, 5), 12).reshape(w.shape)
     got = pruned(w, 0.5, None, scope="unit", scores=scores)
-    for column in range(5):
-        kept = highest(scores[..., column], 12)
-        np.testing.assert_array_equal(got[..., column], w[..., column] * kept)
+    np.testing.assert_array_equal(got, w * kept)
 
 
 def test_structure_of_wrong_numbers_is_refused():
