@@ -23,7 +23,6 @@ import optperm
 from optperm.permutation import _library as library
 from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
-
 # Its recommendations are exact sums, so that no program rounds them otherwise.
 make = functools.partial(optperm.sgperm, 0.4, 0.7, learning_rate=1.0, momentum=0.5)
 

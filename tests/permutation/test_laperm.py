@@ -68,34 +68,6 @@ def test_laperm_of_adam_is_adam_with_the_weights_put_back(every, synced_after):
         assert name == "bias" or np.mean(last != np.asarray(initial)) > 0.3
 
 
-@pytest.mark.slow
-def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
-    """Twice in a row, for any rank, with ties, two zeros and gradients that are not finite."""
-    rng = np.random.default_rng(3)
-    shapes = dict(zip(support.DTYPES, ((9,), (6, 5), (4, 3, 3), (2, 3, 4, 2)), strict=False))
-
-    def draw(spoil=0.0):
-        """Draw eighths, whose sums are exact in every dtype."""
-        tree = {}
-        for name, shape in shapes.items():
-            x = np.round(rng.normal(size=shape) * 8) / 8
-            x = np.where(rng.random(shape) < 0.2, rng.choice([0.0, -0.0], size=shape), x)
-            x[rng.random(shape) < spoil] = rng.choice([np.nan, np.inf, -np.inf])
-            tree[name] = x.astype(support.DTYPES[name])
-        return tree
-
-    with jax.enable_x64(True):
-        tx = optperm.laperm(optax.identity(), 1)
-        initial, p = jax.tree.map(jnp.asarray, (draw(), draw()))
-        opt_state = jax.jit(tx.init)(initial)
-        for _ in range(2):
-            g = draw(0.1)
-            moved = jax.tree.map(lambda w, g: np.where(np.isfinite(g), w + g, w), p, g)
-            p, opt_state = loops.compiled(tx)(p, opt_state, g)
-            support.assert_same_bits(p, jax.tree.map(reordered, initial, moved))
-            support.assert_same_bits(permuted_params(opt_state), p)
-
-
 def test_sort_by_each_kernel_puts_weights_in_the_order_of_their_keys(monkeypatch):
     """Ties are by location, and subnormal weights keep their bits."""
     support.require_kernel("ffi")
@@ -131,22 +103,19 @@ def test_damaged_ranks_are_refused():
 
 def test_synchronizing_where_steps_are_small_learns_only_if_it_is_rare():
     """No weight gets past its neighbor in one step; in fifty it does, and the loss falls."""
-    x, target = support.normal((64, 10), 0), np.linspace(-1.0, 1.0, 10, dtype=np.float32)
+    target = np.linspace(-1.0, 1.0, 10, dtype=np.float32)
     start = jnp.asarray(np.random.default_rng(1).permutation(target))
-
-    def loss_fn(w, batch):
-        return jnp.mean((batch @ (w - target)) ** 2)
 
     @jax.jit
     def end(every):
         tx = optperm.laperm(optax.adam(0.02), every)
-        step = loops.make_step(tx, loops.gradient(loss_fn))
-        return loops.carry(step, start, tx.init(start), jnp.broadcast_to(x, (200, *x.shape)))[0]
+        step = loops.make_step(tx, lambda w, _: (w - target, {}))
+        return loops.carry(step, start, tx.init(start), jnp.arange(200))[0]
 
     support.assert_same_bits(end(1), start)
     learned = end(50)
     support.assert_permutes(learned, start)
-    assert loss_fn(learned, x) < 0.05 * loss_fn(start, x)
+    assert np.sum((learned - target) ** 2) < 0.05 * np.sum((start - target) ** 2)
 
 
 def test_export_between_two_synchronizations_rebuilds_the_weights():
