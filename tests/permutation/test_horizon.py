@@ -13,7 +13,7 @@ import support
 
 import optperm
 from optperm import training
-from optperm.cli import datasets
+from optperm.cli.datasets import Dataset
 from optperm.cli.flags import Run
 from optperm.cli.methods import METHODS
 from optperm.cli.training import Training
@@ -37,19 +37,21 @@ def test_falling_is_its_equation_for_any_count_and_traced_numbers():
 def test_sgperm_falls_from_a_tenth_and_counts_the_steps_past_its_length():
     """Past the end the last value holds; the length may be unknown, or a traced hyperparameter."""
     params, grads = support.normal((50, 3), 0), list(support.normal((5, 50, 3), 1))
-    build = functools.partial(optperm.sgperm, momentum=0.0)
+    build, ends = functools.partial(optperm.sgperm, momentum=0.0), []
     for (num_steps, fall), past in zip(FALLS, ([0, 0, 0, 1, 2], [0] * 5), strict=True):
         values = jnp.asarray(0.1 * fall(np.arange(1.0, 6.0)), jnp.float32)
         wanted = loops.train(build(lambda t, values=values: values[t]), params, grads, how="scan")
+        ends.append(wanted[-1][0])
         traced = optax.inject_hyperparams(build)(num_steps=num_steps)
         for tx in (build(num_steps=num_steps), traced):
             trail = loops.train(tx, params, grads, how="scan")
             support.assert_same_bits([w for w, _ in trail], [w for w, _ in wanted])
             states = [getattr(state, "inner_state", state) for _, state in trail]
             assert [int(state[0].steps_past_end) for state in states] == past
+    assert not np.array_equal(*ends)
 
 
-def warned_of(tx, epochs, **options):
+def warned_of(tx, **options):
     """Return the warnings of `fit` in epochs of 25 steps, and how many there are after each."""
     x = support.normal((100, 300), 0)
     data = {"x": x, "y": x @ support.normal((300,), 1)}
@@ -61,12 +63,8 @@ def warned_of(tx, epochs, **options):
     ends = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        options |= {
-            "epochs": epochs,
-            "batch_size": 4,
-            "every": {25: lambda _: ends.append(len(caught))},
-        }
-        training.fit(state, loss_fn, data, **options)
+        every = {25: lambda _: ends.append(len(caught))}
+        training.fit(state, loss_fn, data, batch_size=4, every=every, **options)
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught], ends
 
@@ -74,7 +72,7 @@ def warned_of(tx, epochs, **options):
 @pytest.mark.usefixtures("one_device")
 def test_fit_says_once_that_weights_stand_still():
     falls = optax.exponential_decay(0.4, 1, 0.8)
-    (says,), ends = warned_of(optperm.sgperm(falls, momentum=0.99), 5)
+    (says,), ends = warned_of(optperm.sgperm(falls, momentum=0.99), epochs=5)
     assert says.startswith("After step 100, weights hardly change positions: ")
     assert "Pass sgperm num_steps" in says
     assert ends == [0, 0, 0, 0, 1]
@@ -95,7 +93,7 @@ def test_every_fit_says_that_the_length_is_over(tmp_path):
     """Also one that goes on where another, which said it, had ended."""
     resumed = {"checkpoints": tmp_path, "checkpoint_every": 25, "resume": True}
     for epochs, wanted in ((3, [0, 0, 1]), (4, [1])):
-        says, ends = warned_of(optperm.sgperm(num_steps=60), epochs, **resumed)
+        says, ends = warned_of(optperm.sgperm(num_steps=60), epochs=epochs, **resumed)
         assert says == [
             "sgperm is past its num_steps: it continues with the last aggressiveness. Pass the number "
             "of updates of the whole run as num_steps."
@@ -105,8 +103,9 @@ def test_every_fit_says_that_the_length_is_over(tmp_path):
 
 def test_the_command_knows_the_length_of_its_run():
     """Epochs times steps, unless that or the decay is given: what a run that goes on is compared by."""
-    data = datasets.load("digits")
-    method, flags = METHODS["sgperm"], Run(batch_size=100, epochs=3, hidden=7)
+    x, y = np.zeros((64, 6), np.float32), np.arange(64, dtype=np.int32) % 3
+    data = Dataset("three", "three.npz", x, y, x, y, num_classes=3)
+    method, flags = METHODS["sgperm"], Run(batch_size=5, epochs=3, hidden=7)
     for given, num_steps in (
         ({}, 36),
         ({"num_steps": 50}, 50),
