@@ -1,5 +1,6 @@
 """Exact counts, sparsities and structures: against NumPy's stable sort, fractions and closed forms."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -74,9 +75,7 @@ def test_counts_are_the_nearest_from_python_and_from_jax():
     assert nearest_count(jnp.float32(np.nan), 5) == 0
 
 
-@jax.jit
-def traced_erk(sparsity):
-    return erk_sparsity(LENET, sparsity)
+traced_erk = jax.jit(functools.partial(erk_sparsity, LENET))
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.5, 0.9, 0.98, 0.999, 1.0])
