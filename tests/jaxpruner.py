@@ -10,7 +10,9 @@ import collections
 import functools
 import pathlib
 
+import loops
 import numpy as np
+import support
 
 FILE = pathlib.Path(__file__).parent / "data" / "jaxpruner_reference.npz"
 
@@ -30,3 +32,16 @@ def load(case):
 def num_zeros(masks):
     """How many entries of each leaf are zero in each step."""
     return {name: (~mask).reshape(len(mask), -1).sum(axis=1) for name, mask in masks.items()}
+
+
+def assert_followed(case, tx, masks=lambda opt_state: opt_state.mask, opt_state=None):
+    """Train on the gradients of a case, and assert that masks and params are JaxPruner's."""
+    z = load(case)
+    grads = [{name: g[t] for name, g in z["grad"].items()} for t in range(40)]
+    trail = loops.train(tx, z["params0"], grads, how="scan", opt_state=opt_state)
+    for t, (found, state) in enumerate(trail):
+        for name, wanted in z["mask"].items():
+            np.testing.assert_array_equal(masks(state)[name], wanted[t], err_msg=f"{name} at {t}")
+        if t % 10 == 9:
+            expected = {name: p[t // 10] for name, p in z["params"].items()}
+            support.assert_close(found, expected, atol=1e-5)

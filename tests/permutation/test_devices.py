@@ -1,7 +1,9 @@
 """SGPerm on many devices and inside what Optax and Flax wrap around it: always the same bits."""
 
+import functools
 import itertools
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -19,12 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import optperm
 from optperm.permutation import _library as library
+from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
-
-def make(**arguments):
-    """SGPerm whose recommendations are exact sums, so that no program rounds them otherwise."""
-    exact = {"learning_rate": 1.0, "momentum": 0.5}
-    return optperm.sgperm(0.4, partition_ratio=0.7, **{**exact, **arguments})
+# Its recommendations are exact sums, so that no program rounds them otherwise.
+make = functools.partial(optperm.sgperm, 0.4, 0.7, learning_rate=1.0, momentum=0.5)
 
 
 def test_program_for_gpus_calls_python():
@@ -71,8 +71,7 @@ TARGETS = {
 def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
     axis_type, cut, by, monkeypatch
 ):
-    """Of any kind of mesh, where outputs alone are cut, each device permutes its own weight vectors, by
-    whichever kernel, with the bits of one device, and an update gathers nothing."""
+    """By whichever kernel each permutes its own, with the bits of one device, and gathers nothing."""
     method, kernel = by
     support.require_kernel(kernel)
     monkeypatch.setenv("OPTPERM_KERNEL", kernel)
@@ -86,20 +85,17 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
         initial, constant = jax.jit(tx.init)(w), jax.jit(lambda: tx.init(w))()
         update = jax.jit(tx.update).lower(g, initial, w).compile()
         _, opt_state = update(g, initial, w)
-        exported = optperm.permutation.export_permutation(w, opt_state, output_axes=axes)
-        rebuilt = optperm.permutation.apply_permutation(w, exported)
-    support.assert_same_bits(optperm.permutation.permuted_params(constant), w)
+        exported = export_permutation(w, opt_state, output_axes=axes)
+        rebuilt = apply_permutation(w, exported)
+    support.assert_same_bits(permuted_params(constant), w)
     program = update.as_text()
     assert not re.search("all-gather|all-to-all|collective-permute", program)
     (call,) = (line for line in program.splitlines() if f'="{TARGETS[by]}"' in line)
     n = w.size // np.prod([shape[axis] for axis in np.atleast_1d(axes)])
     assert re.search(rf"\[(1,{n},{vectors}|{vectors},{n})\]", call)
-    support.assert_same_bits(
-        optperm.permutation.permuted_params(opt_state),
-        optperm.permutation.permuted_params(expected),
-    )
-    support.assert_same_bits(rebuilt, optperm.permutation.permuted_params(expected))
-    for array in (optperm.permutation.permuted_params(opt_state), exported, rebuilt):
+    for weights in (permuted_params(opt_state), rebuilt):
+        support.assert_same_bits(weights, permuted_params(expected))
+    for array in (permuted_params(opt_state), exported, rebuilt):
         assert array.sharding.is_equivalent_to(w.sharding, w.ndim)
 
 
@@ -108,10 +104,7 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
     ("method", "spec"), support.in_turns(METHODS, [P("x", None), P("x", "y")]), ids=str
 )
 def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method, spec):
-    """Where weights cross devices XLA may add them to zeros: -0.0 becomes 0.0, a subnormal number 0.0.
-
-    Training, the exact weights at params, the export and what is rebuilt from it have one device's bits.
-    """
+    """Where weights cross devices XLA may add them to zeros, which makes 0.0 of -0.0 or subnormals."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     alone, g = (support.normal((16, 8), seed) for seed in range(2))
     alone = alone.at[::3].multiply(0.0).at[1::3].set(1e-42 * np.arange(-3, 5, dtype=np.float32))
@@ -123,13 +116,11 @@ def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method
     (expected, state_alone), (trained, opt_state) = (step(p, init(p), g) for p in (alone, w))
     assert not np.array_equal(expected, alone)
     support.assert_same_bits(trained, expected)
-    at_start = optperm.permutation.permuted_params(
-        state_alone, alone
-    )  # which LaPerm synchronizes first
-    support.assert_same_bits(optperm.permutation.permuted_params(opt_state, w), at_start)
-    exported = optperm.permutation.export_permutation(w, opt_state)
+    at_start = permuted_params(state_alone, alone)  # which LaPerm synchronizes first
+    support.assert_same_bits(permuted_params(opt_state, w), at_start)
+    exported = export_permutation(w, opt_state)
     for initial in (alone, w):
-        support.assert_same_bits(optperm.permutation.apply_permutation(initial, exported), expected)
+        support.assert_same_bits(apply_permutation(initial, exported), expected)
 
 
 @pytest.mark.slow
@@ -151,7 +142,7 @@ def test_replicas_whose_params_are_sharded_train_as_alone(spec, axis_type):
 
     def step(w, g):
         _, opt_state = tx.update(g, tx.init(w), w)
-        return optperm.permutation.permuted_params(opt_state)
+        return permuted_params(opt_state)
 
     alone = jax.jit(step)
     expected = jnp.stack([alone(w, g) for w, g in zip(starts, pulls, strict=True)])
@@ -170,8 +161,8 @@ def test_replicas_whose_params_are_sharded_train_as_alone(spec, axis_type):
 # Each with its kernel, in one process.
 HANGS = [
     {"pmap": "ffi", "rows": "callback"},
-    {"pmap": "callback", "shard_map": "ffi", "rows": "ffi"},
-    {"shard_map": "callback"},
+    {"pmap": "callback", "shard_map unchecked": "ffi", "rows": "ffi"},
+    {"shard_map unchecked": "callback"},
 ]
 
 
@@ -192,7 +183,7 @@ def test_large_leaves_on_eight_devices_end_their_training(cells):
     program = """
         import os, sys
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-        import jax, jax.numpy as jnp, numpy as np, optperm
+        import jax, jax.numpy as jnp, loops, numpy as np, optperm, replicas
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
         n = 504
         params = jax.random.normal(jax.random.key(0), (n, n))
@@ -200,33 +191,24 @@ def test_large_leaves_on_eight_devices_end_their_training(cells):
         tx = optperm.sgperm(partition_ratio=1.0)
 
         def train(params, seed, mean=lambda grads: grads):
-            def step(carry, key):
-                params, opt_state = carry
-                grads = mean(pulls * jax.random.normal(key, (n, 1)))
-                updates, opt_state = tx.update(grads, opt_state, params)
-                return (optperm.apply_updates(params, updates, opt_state), opt_state), None
+            def evaluate(params, key):
+                return mean(pulls * jax.random.normal(key, (n, 1))), {}
 
             keys = jax.random.split(jax.random.key(seed), 200)
-            return jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]
+            return loops.carry(loops.make_step(tx, evaluate), params, tx.init(params), keys)[0]
 
         def replica(params, seed):
-            return train(params, seed, lambda grads: jax.lax.pmean(grads, "batch"))
+            return train(params, seed, lambda grads: jax.lax.pmean(grads, replicas.AXIS))
 
-        mesh = Mesh(np.array(jax.devices()), ("batch",))
-        copies = jnp.stack([params] * 8), jnp.arange(8)
         for where, kernel in eval(sys.argv[1]).items():
             os.environ["OPTPERM_KERNEL"] = kernel
-            if where == "pmap":
-                out = jax.pmap(replica, axis_name="batch")(*copies)
-            elif where == "shard_map":
-                run = lambda params, seed: replica(params[0], seed[0])[None]
-                spec = P("batch")
-                out = jax.jit(jax.shard_map(
-                    run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-                ))(*copies)
-            else:
-                cut = jax.device_put(params, NamedSharding(mesh, P(None, "batch")))
+            if where == "rows":
+                mesh = Mesh(np.array(jax.devices()), ("x",))
+                cut = jax.device_put(params, NamedSharding(mesh, P(None, "x")))
                 out = jax.jit(train)(cut, 0)[None]
+            else:
+                run = replicas.MAPPINGS[where](replica, 8)
+                out = run(jnp.stack([params] * 8), jnp.arange(8))
             out, start = np.asarray(out), np.asarray(params)
             assert (out == out[0]).all()
             assert (out[0] != start).any()
@@ -235,6 +217,7 @@ def test_large_leaves_on_eight_devices_end_their_training(cells):
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), repr(cells)],
+        env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=600,

@@ -3,7 +3,6 @@ updates that are exported."""
 
 import subprocess
 import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pytest
 import support
 
 import optperm
+from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
 
 def test_permutation_of_any_dtype_rebuilds_the_trained_weights():
@@ -26,19 +26,17 @@ def test_permutation_of_any_dtype_rebuilds_the_trained_weights():
         grads = [support.random_like(params, step) for step in range(3)]
         tx = optperm.sgperm(0.5, partition_ratio=0.7)
         _, opt_state = loops.train(tx, params, grads, init="jit")[-1]
-        trained = optperm.permutation.permuted_params(opt_state)
+        trained = permuted_params(opt_state)
         support.assert_permutes(trained, params)
         assert not np.array_equal(trained["bfloat16"], params["bfloat16"])
-        export, apply = (
-            optperm.permutation.export_permutation,
-            optperm.permutation.apply_permutation,
-        )
-        permutation = jax.jit(export)(params, opt_state)
-        support.assert_same_bits(export(params, opt_state), permutation)
+        permutation = jax.jit(export_permutation)(params, opt_state)
+        support.assert_same_bits(export_permutation(params, opt_state), permutation)
         assert all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(permutation))
         assert jax.tree.map(jnp.shape, permutation) == jax.tree.map(jnp.shape, params)
-        support.assert_same_bits(jax.jit(apply)(params, permutation), trained)
-        support.assert_same_bits(apply(params, jax.tree.map(np.asarray, permutation)), trained)
+        support.assert_same_bits(jax.jit(apply_permutation)(params, permutation), trained)
+        support.assert_same_bits(
+            apply_permutation(params, jax.tree.map(np.asarray, permutation)), trained
+        )
 
 
 @pytest.mark.usefixtures("lenient")
@@ -48,31 +46,40 @@ def test_masked_leaves_stay_with_their_optimizer():
     params, adam = support.random_params(), optax.adam(0.1)
     grads = support.random_like(params, 1)
     for method in (optperm.sgperm(0.5), optperm.laperm(optax.adam(0.3), 2)):
-        tx = optax.partition(
-            {"permute": method, "adam": adam}, {"kernel": "permute", "bias": "adam"}
-        )
+        tx = optax.partition({0: method, 1: adam}, {"kernel": 0, "bias": 1})
         after, opt_state = loops.train(tx, params, [grads] * 3)[-1]
         bias, _ = loops.train(adam, params["bias"], [grads["bias"]] * 3)[-1]
         support.assert_close(after["bias"], bias, rtol=1e-6)
-        assert optperm.permutation.permuted_params(opt_state)["bias"] == optax.MaskedNode()
-        full = optperm.permutation.permuted_params(opt_state, after)
+        assert permuted_params(opt_state)["bias"] == optax.MaskedNode()
+        full = permuted_params(opt_state, after)
         assert full["bias"] is after["bias"]
         support.assert_permutes(full["kernel"], params["kernel"])
         assert not np.array_equal(full["kernel"], params["kernel"])
-        permutation = optperm.permutation.export_permutation(params, opt_state, after)
+        permutation = export_permutation(params, opt_state, after)
         assert permutation["bias"] == optax.MaskedNode()
-        rebuilt = optperm.permutation.apply_permutation(params, permutation)
+        rebuilt = apply_permutation(params, permutation)
         assert rebuilt["bias"] is params["bias"]
         support.assert_same_bits(rebuilt["kernel"], full["kernel"])
 
 
-# Optax leaves it to its users to register its states for serialization: the inner optimizer has none.
-METHODS = {
-    "sgperm": "optperm.sgperm(0.5, partition_ratio=0.7)",
-    "laperm": """optperm.laperm(
-        optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s)), every=1
-    )""",
-}
+# Of both processes. Optax leaves it to its users to register its states for serialization: the inner
+# optimizer has none.
+SETUP = """
+import jax, numpy as np, optax, optperm
+rng = np.random.default_rng(0)
+params, grads = rng.normal(size=(2, 12, 5)).astype(np.float32)
+identity = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s))
+methods = {"sgperm": optperm.sgperm(0.5), "laperm": optperm.laperm(identity, every=1)}
+"""
+RUN = """
+import pathlib, sys
+from optperm.permutation import _library as library
+library.available_kernels()  # XLA learns of the compiled one
+for method, tx in methods.items():
+    update = jax.export.deserialize(pathlib.Path(sys.argv[1], method).read_bytes()).call
+    _, opt_state = update(grads, jax.jit(tx.init)(params), params)
+    print(np.asarray(optperm.permutation.permuted_params(opt_state)).tobytes().hex())
+"""
 
 
 @pytest.mark.programs
@@ -80,42 +87,21 @@ def test_exported_updates_in_another_process_give_the_same_bits(tmp_path):
     """Follow the recipe of docs/design/index.md: serialize here, run there."""
     pytest.importorskip("flatbuffers", reason="jax.export serializes by flatbuffers")
     support.require_kernel("ffi")
-    params = support.random_params()
-    grads = support.random_like(params, 1)
-    checks = [
-        jax.export.DisabledSafetyCheck.custom_call(f"optperm_{call}")
-        for call in ("permute_rows_float32", "reorder_rows_int32")
-    ]
-    np.savez(tmp_path / "grads.npz", **grads)
-    np.savez(tmp_path / "params.npz", **params)
-    expected = {}
-    for method, code in METHODS.items():
-        tx = eval(code)
-        arguments = grads, jax.jit(tx.init)(params), params
-        exported = jax.export.export(jax.jit(tx.update), disabled_checks=checks)(*arguments)
+    calls = "permute_rows_float32", "reorder_rows_int32"
+    checks = [jax.export.DisabledSafetyCheck.custom_call(f"optperm_{call}") for call in calls]
+    here, expected = {}, []
+    exec(SETUP, here)
+    for method, tx in here["methods"].items():
+        update = jax.jit(tx.update)
+        arguments = here["grads"], jax.jit(tx.init)(here["params"]), here["params"]
+        exported = jax.export.export(update, disabled_checks=checks)(*arguments)
         (tmp_path / method).write_bytes(exported.serialize())
-        _, opt_state = jax.jit(tx.update)(*arguments)
-        expected[method] = optperm.permutation.permuted_params(opt_state)
-    program = """
-        import pathlib, sys
-        import jax, numpy as np, optax, optperm
-        from optperm.permutation import _library as library
-
-        folder = pathlib.Path(sys.argv[1])
-        library.available_kernels()  # XLA learns of the compiled one
-        grads, params = (dict(np.load(folder / name)) for name in ("grads.npz", "params.npz"))
-        for method, code in eval(sys.argv[2]).items():
-            update = jax.export.deserialize((folder / method).read_bytes()).call
-            _, opt_state = update(grads, jax.jit(eval(code).init)(params), params)
-            np.savez(folder / f"{method}.npz", **optperm.permutation.permuted_params(opt_state))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), repr(METHODS)]
+        weights = np.asarray(permuted_params(update(*arguments)[1]))
+        assert not np.array_equal(weights, here["params"])
+        expected.append(weights.tobytes().hex())
+    command = [sys.executable, "-c", SETUP + RUN, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for method, wanted in expected.items():
-        with np.load(tmp_path / f"{method}.npz") as after:
-            support.assert_same_bits(dict(after), wanted)
-        assert not np.array_equal(wanted["kernel"], params["kernel"])
+    assert done.stdout.split() == expected, done.stderr[-2000:]
 
 
 def test_update_that_calls_python_is_not_exported(monkeypatch):

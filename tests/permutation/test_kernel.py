@@ -23,8 +23,7 @@ def run(*command):
     "sanitize", support.every_night(["address,undefined", "thread", ""], ["address,undefined"])
 )
 def test_the_kernel_alone(tmp_path, sanitize):
-    """Bit for bit what a search through neighbor lists gives, and no access out of bounds, nor
-    any that is not synchronized."""
+    """Its bits are those of a search through neighbor lists, and no access is out of bounds or races."""
     if os.environ.get("OPTPERM_TEST_WITHOUT_KERNEL"):
         pytest.skip("OPTPERM_TEST_WITHOUT_KERNEL is set")
     cmake = shutil.which("cmake")

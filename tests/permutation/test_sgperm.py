@@ -13,35 +13,34 @@ import support
 
 import optperm
 from optperm.permutation import _library as library
+from optperm.permutation import export_permutation, permuted_params
 from optperm.permutation._permute_by_cycles import _compute_partition_size
 
-REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz"
 SEQUENCES = ("dense", "conv", "zero_gradients", "ties", "tiny_alpha")
-
-
-def schedules(*, alpha0, beta1, lamda0, beta2, alpha_min=0.0, lamda_max=1.0):
-    """The schedules of the original, which decay and grow before the first step."""
-    falls = optax.exponential_decay(alpha0 * beta1, 1, beta1, end_value=alpha_min)
-    grows = optax.exponential_decay(lamda0 * beta2, 1, beta2, end_value=lamda_max)
-    return {"aggressiveness": falls, "partition_ratio": grows}
 
 
 def load_sequence(name):
     """Load a run of the original: its arguments, initial params, and the steps' gradients and params."""
-    with np.load(REFERENCE) as data:
+    with np.load(pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz") as data:
         parts = {key[len(name) + 1 :]: data[key] for key in data.files if key.startswith(name)}
-    hyper = {key[6:]: float(parts[key]) for key in parts if key.startswith("hyper/")}
-    arguments = {"learning_rate": hyper.pop("momentum_lr"), "momentum": hyper.pop("momentum")}
-    arguments |= schedules(**hyper)
+    hyper = {"alpha_min": 0.0, "lamda_max": 1.0}
+    hyper |= {key[6:]: float(parts[key]) for key in parts if key.startswith("hyper/")}
+
+    # The schedules of the original decay and grow before the first step.
+    def geometric(start, rate, end):
+        return optax.exponential_decay(start * rate, 1, rate, end_value=end)
+
+    arguments = {
+        "learning_rate": hyper["momentum_lr"],
+        "momentum": hyper["momentum"],
+        "aggressiveness": geometric(hyper["alpha0"], hyper["beta1"], hyper["alpha_min"]),
+        "partition_ratio": geometric(hyper["lamda0"], hyper["beta2"], hyper["lamda_max"]),
+    }
     count = sum(key.startswith("init/") for key in parts)
     init, grads, params = (
-        [jnp.asarray(parts[f"{kind}/{i}"]) for i in range(count)]
-        for kind in ("init", "grads", "params")
+        tuple(parts[f"{kind}/{i}"] for i in range(count)) for kind in ("init", "grads", "params")
     )
-    by_step = (
-        [[leaf[t] for leaf in each] for t in range(len(each[0]))] for each in (grads, params)
-    )
-    return arguments, init, *by_step
+    return arguments, init, [*zip(*grads, strict=True)], [*zip(*params, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -53,16 +52,15 @@ def test_sgperm_on_the_original_sequence_gives_its_bits(sequence):
     arguments, init, grads, expected = load_sequence(sequence)
     # It would expose an optimizer that leaves weights where they are.
     for start, wanted in zip(init, expected[-1], strict=True):
-        assert np.mean(np.asarray(wanted) != np.asarray(start)) > 0.5
+        assert np.mean(wanted != start) > 0.5
     trail = loops.train(optperm.sgperm(**arguments), init, grads, init="jit")
     for (params, opt_state), wanted in zip(trail, expected, strict=True):
         support.assert_same_bits(params, wanted)
-        support.assert_same_bits(optperm.permutation.permuted_params(opt_state), wanted)
+        support.assert_same_bits(permuted_params(opt_state), wanted)
 
 
 def test_plain_updates_over_many_steps_never_drift():
-    """After 3,000 steps of `optax.apply_updates` the state still holds the initial multiset, and the
-    params are within one rounding of it, at the largest value: errors do not add up."""
+    """After 3,000 the state is still a permutation, and params are one rounding from it at most."""
     params = support.normal((8, 2), 0)
     tx = optperm.sgperm(aggressiveness=0.5, momentum=0.5)
     step = loops.make_step(tx, apply=loops.by_addition)
@@ -72,135 +70,86 @@ def test_plain_updates_over_many_steps_never_drift():
         return loops.carry(step, params, tx.init(params), grads)
 
     final, opt_state = run(support.normal((3000, 8, 2), 1))
-    exact = optperm.permutation.permuted_params(opt_state)
+    exact = permuted_params(opt_state)
     support.assert_permutes(exact, params)
     assert not np.array_equal(exact, params)
     assert np.all(np.abs(final - exact) <= np.spacing(np.abs(exact).max(axis=0)))
 
 
-def test_mismatches_are_counted_relative_to_the_largest_weight():
-    """Rounding of weights of any size is none, a ten-thousandth of the largest is one, and of weights
-    that are not finite none is known."""
-    tx, grads = optperm.sgperm(0.5), support.normal((4, 40, 3), 1)
+def test_mismatches_are_counted_relative_to_the_largest_weight_and_said():
+    """A rounding of weights of any size is none, a ten-thousandth of the largest, a NaN or a rollback is
+    one, and of weights that are not finite none is known. Scalars are not its own."""
+    tx, grads = optperm.sgperm(1.0), support.normal((4, 40, 3), 1)
     init, update = jax.jit(tx.init), jax.jit(tx.update)
     usual = support.normal((40, 3), 0)
     not_finite = usual.at[3, 0].set(jnp.inf).at[5, 1].set(jnp.nan)
-    for start, number in ((1e-6 * usual, 1), (usual, 1), (1e6 * usual, 1), (not_finite, 0)):
-        params, opt_state = start, init(start)
+    for w, number in ((1e-6 * usual, 1), (usual, 1), (1e6 * usual, 1), (not_finite, 0)):
+        params = start = {"w": w, "scale": jnp.float32(1.0)}
+        opt_state = init(start)
         for g in grads:
-            updates, opt_state = update(g, opt_state, params)
-            params = params + updates
+            updates, opt_state = update(start | {"w": g}, opt_state, params)
+            params = optax.apply_updates(params, updates | {"scale": 0.5})
+        exact = permuted_params(opt_state)
+        assert not np.array_equal(params["w"], exact["w"])  # by rounding
         assert opt_state[1].mismatches == 0
-        largest = np.max(start, where=np.isfinite(start), initial=0)
-        _, opt_state = update(g, opt_state, params.at[9, 1].add(1e-4 * largest))
-        assert opt_state[1].mismatches == number
-
-
-def test_params_that_sgperm_did_not_lead_to_are_counted_and_said():
-    """Rounding is not counted, and what a wrapper or a rollback does is; scalars are not its own."""
-    tx = optperm.sgperm(1.0)
-    start = {"w": support.normal((6, 2), 0), "scale": jnp.float32(1.0)}
-
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates | {"scale": 0.5}), state
-
-    params, state = start, jax.jit(tx.init)(start)
-    for index in range(6):
-        params, state = step(params, state, support.random_like(start, index))
-    exact = optperm.permutation.permuted_params(state)["w"]
-    assert not np.array_equal(params["w"], exact)  # by rounding
-    assert state[1].mismatches == 0
-    for w in (start["w"], params["w"].at[3, 1].set(jnp.nan)):
-        _, after = step(params | {"w": w}, state, start)
-        assert after[1].mismatches == 1
-        with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
-            optperm.permutation.permuted_params(after)
-    with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
-        optperm.permutation.export_permutation(start, after)
-
-
-@pytest.mark.usefixtures("lenient")
-def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
-    """Other libraries call `optax.apply_updates`, to which no state is given."""
-    params, grads = support.bias(6), [support.bias(6, seed) for seed in range(1, 5)]
-    tx = optax.contrib.schedule_free(optperm.sgperm(1.0), 0.1, b1=0.9)
-    _, opt_state = loops.train(tx, params, grads, apply=loops.by_addition)[-1]
-    with pytest.warns(UserWarning, match="params that sgperm had not set"):
-        optperm.permutation.permuted_params(opt_state)
+        ten_thousandth = 1e-4 * np.max(w, where=np.isfinite(w), initial=0)
+        moved = params["w"].at[9, 1]
+        for other in (moved.add(ten_thousandth), moved.set(jnp.nan), w):
+            _, after = update(start, opt_state, params | {"w": other})
+            assert after[1].mismatches == number
+            if number:
+                with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
+                    permuted_params(after)
+                with pytest.warns(UserWarning, match="1 step .* params that sgperm had not set"):
+                    export_permutation(start, after)
 
 
 @functools.partial(jax.jit, static_argnames=("output_axes", "include_remainder"))
-def _one_step(params, grads, numbers, *, output_axes, include_remainder):
-    tx = optperm.sgperm(output_axes=output_axes, include_remainder=include_remainder, **numbers)
+def one_step(params, grads, output_axes=-1, include_remainder=True, **numbers):
+    """The weights after one step without momentum, the state, and the ranks before."""
+    usual = {"aggressiveness": 0.1, "partition_ratio": 1.0, "momentum": 0.0}
+    options = {"output_axes": output_axes, "include_remainder": include_remainder}
+    tx = optperm.sgperm(**options, **usual | numbers)
     before = tx.init(params)
     updates, after = tx.update(grads, before, params)
     return optperm.apply_updates(params, updates, after), after[1], before[1].ranks
-
-
-def one_step(params, grads, output_axes=-1, include_remainder=True, **numbers):
-    """The weights after one step without momentum, the state, and the ranks before.
-
-    It is compiled once for all numbers: each of them is traced.
-    """
-    usual = {"aggressiveness": 0.1, "partition_ratio": 1.0, "min_partition_size": 10, "key": 0}
-    return _one_step(
-        params,
-        grads,
-        {"momentum": 0.0, **usual, **numbers},
-        output_axes=output_axes,
-        include_remainder=include_remainder,
-    )
-
-
-def test_recommendation_by_its_sign_raises_or_lowers_a_weight():
-    """A loss that wants a weight larger gets a larger one there; against their order nothing moves."""
-    params, pull = jnp.array([0.1, 0.2, 0.3, 0.4]), jnp.array([-1.0, 0.0, 0.0, 1.0])
-    for sign, expected in ((1, [0.4, 0.2, 0.3, 0.1]), (-1, [0.1, 0.2, 0.3, 0.4])):
-        after, _, _ = one_step(params, sign * pull, aggressiveness=2.0)
-        np.testing.assert_array_equal(after, jnp.array(expected))
 
 
 @pytest.mark.slow
 def test_output_axes_of_any_kind_choose_the_weight_vectors():
     """Weight vectors are taken along the axes asked for, as if they had been laid out that way; a
     function of them gets a path such as "layer/kernel" and the parameter."""
-    axes = {"layer/a": 0, "layer/b": -2, "layer/c": (1, 2), "layer/d": (), "layer/e": (0, -1)}
-    axes["layer/f"] = -1
-    to_rows = {
-        "a": lambda x: x.reshape(3, -1),
-        "b": lambda x: np.moveaxis(x, 1, 0).reshape(4, -1),
-        "c": lambda x: np.moveaxis(x, 0, -1).reshape(20, -1),
-        "d": lambda x: x.reshape(1, -1),
-        "e": lambda x: np.moveaxis(x, 1, -1).reshape(15, -1),
-        "f": lambda x: np.moveaxis(x, -1, 0).reshape(5, -1),
+    # Output axes of each leaf, all axes with these first, and the number of weight vectors.
+    layouts = {
+        "a": (0, (0, 1, 2), 3),
+        "b": (-2, (1, 0, 2), 4),
+        "c": ((1, 2), (1, 2, 0), 20),
+        "d": ((), (0, 1, 2), 1),
+        "e": ((0, -1), (0, 2, 1), 15),
+        "f": (-1, (2, 0, 1), 5),
     }
-    shapes = []
+    seen = set()
 
-    def chosen(path, leaf):
-        shapes.append(leaf.shape)
-        return axes[path]
+    def choose(path, leaf):
+        seen.add((path, leaf.shape))
+        return layouts[path[-1]][0]
+
+    def lay_out(name, leaf):
+        _, order, number = layouts[name]
+        return np.transpose(leaf, order).reshape(number, -1).T
 
     drawn = support.normal((2, 3, 4, 5), 0)
-    params, grads = ({"layer": dict.fromkeys(to_rows, each)} for each in drawn)
-    after, _, _ = one_step(params, grads, chosen)
-    laid_out = (
-        {"layer": {name: jnp.asarray(rows(np.asarray(each))).T for name, rows in to_rows.items()}}
-        for each in drawn
-    )
+    after, _, _ = one_step(*({"layer": dict.fromkeys(layouts, each)} for each in drawn), choose)
+    assert seen == {(f"layer/{name}", (3, 4, 5)) for name in layouts}
+    laid_out = [{name: lay_out(name, each) for name in layouts} for each in drawn]
     expected, _, _ = one_step(*laid_out)
-    assert set(shapes) == {(3, 4, 5)}
-    for name, rows in to_rows.items():
-        got = rows(np.asarray(after["layer"][name]))
-        np.testing.assert_array_equal(got, expected["layer"][name].T)
-        assert not np.array_equal(got, rows(np.asarray(drawn[0])))
-    support.assert_permutes(after["layer"]["f"], params["layer"]["f"])
+    for name, wanted in expected.items():
+        np.testing.assert_array_equal(lay_out(name, after["layer"][name]), wanted)
+        assert not np.array_equal(wanted, laid_out[0][name])
 
 
 def test_fraction_moved_counts_the_entries_that_changed_place():
-    """It is that of the ranks that changed, scalars and empty leaves, which are left alone, not among
-    them; where all recommendations agree none do."""
+    """Scalars and empty leaves do not count, and stay; where all recommendations agree none moves."""
     params = {"kernel": support.normal((12, 5)), "bias": support.bias(6), "scale": jnp.float32(2.0)}
     params |= {"none": jnp.zeros((0, 3))}
     grads = support.random_like(params, 1)
@@ -209,15 +158,12 @@ def test_fraction_moved_counts_the_entries_that_changed_place():
         changed = sum(np.sum(state.ranks[name] != before[name]) for name in ("kernel", "bias"))
         np.testing.assert_allclose(state.fraction_moved, changed / 66, rtol=1e-6)
         assert state.fraction_moved > least if least else state.fraction_moved == 0.0
-        assert after["scale"] == 2.0
-        assert after["none"].shape == (0, 3)
+        support.assert_same_bits(after | {k: params[k] for k in ("scale", "none")}, after)
 
 
 def test_numbers_of_schedules_are_those_of_the_steps_done():
     """Of both schedules, also where `optax.inject_hyperparams` gives them as numbers."""
-
-    def build(aggressiveness, partition_ratio):
-        return optperm.sgperm(aggressiveness, partition_ratio, momentum=0.0)
+    build = functools.partial(optperm.sgperm, momentum=0.0)
 
     @jax.jit
     def step(w, opt_state, g, *numbers):
@@ -226,9 +172,9 @@ def test_numbers_of_schedules_are_those_of_the_steps_done():
 
     params, grads = support.normal((50, 3), 0), support.normal((5, 50, 3), 1)
     alphas, ratios = jnp.array([0.3, 0.1, 0.4, 0.2, 0.5]), jnp.array([0.5, 0.9, 0.3, 0.9, 0.4])
-    by_step, w, opt_state = [], params, build(0.1, 0.1).init(params)
-    for g, alpha, ratio in zip(grads, alphas, ratios, strict=True):
-        w, opt_state = step(w, opt_state, g, alpha, ratio)
+    by_step, w, opt_state = [], params, build().init(params)
+    for each in zip(grads, alphas, ratios, strict=True):
+        w, opt_state = step(w, opt_state, *each)
         by_step.append(w)
     schedules = (lambda t: alphas[t]), (lambda t: ratios[t])
     for tx in (build(*schedules), optax.inject_hyperparams(build)(*schedules)):
@@ -236,19 +182,21 @@ def test_numbers_of_schedules_are_those_of_the_steps_done():
 
 
 def test_partition_size_is_the_larger_of_fraction_and_minimum():
-    """P = max(P_min, floor(lambda n)), at most n: subsets of one entry move nothing."""
-    params, grads = support.bias(40), support.bias(40, 1)
-
-    def after(ratio, least):
-        weights, state, _ = one_step(params, grads, partition_ratio=ratio, min_partition_size=least)
-        assert (state.fraction_moved > 0.05) == (ratio > 0 or least > 1)
-        return weights
-
-    support.assert_same_bits(after(0.0, 1), params)
-    after(0.0, 2)
-    support.assert_same_bits(after(0.0, 1000), after(1.0, 10))
-    support.assert_same_bits(after(0.26, 1), after(0.25, 1))  # rounded down
-    assert not np.array_equal(after(0.25, 1), after(0.275, 1))
+    """P = max(P_min, floor(lambda n)), at most n; subsets of one entry move nothing."""
+    for ratio, n, least, size in (
+        (0.0, 40, 1, 1),
+        (0.0, 40, 2, 2),
+        (0.0, 40, 1000, 40),
+        (0.26, 40, 1, 10),
+        (0.275, 40, 1, 11),
+        (0.5, 101, 10, 50),
+        *((1.0, n, 10, n) for n in (7, 2**24 + 1, 2**25 + 1)),  # which float32 rounds
+    ):
+        assert int(_compute_partition_size(jnp.float32(ratio), n, least)) == size
+    for least in (1, 2):
+        numbers = {"partition_ratio": 0.0, "min_partition_size": least}
+        _, state, _ = one_step(support.bias(40), support.bias(40, 1), **numbers)
+        assert (state.fraction_moved > 0.05) == (least > 1)
 
 
 def test_remainder_that_is_left_out_sits_out():
@@ -256,25 +204,19 @@ def test_remainder_that_is_left_out_sits_out():
     grads, params = jnp.where(jnp.arange(10) < 5, -1.0, 1.0), jnp.linspace(0.0, 1.0, 10)
     numbers = {"aggressiveness": 2.0, "partition_ratio": 0.6, "min_partition_size": 1}
     for include in (True, False):
-        shares = [
-            one_step(params, grads, include_remainder=include, key=seed, **numbers)[
-                1
-            ].fraction_moved
-            for seed in range(8)
-        ]
-        assert (max(shares) > 0.6 + 1e-6) == include
+        each = (one_step(params, grads, -1, include, key=seed, **numbers) for seed in range(8))
+        assert (max(state.fraction_moved for _, state, _ in each) > 0.6 + 1e-6) == include
 
 
 def test_rows_steps_leaves_and_keys_draw_partitions_of_their_own():
     """The same weights and gradients move otherwise in each row, step, leaf and for each key."""
     params, grads = ([jnp.stack([support.bias(40, seed)] * 2, axis=1)] * 2 for seed in range(2))
-    after, *_ = one_step(params, grads, partition_ratio=0.25)
+    after, *_ = one_step(params, grads, partition_ratio=0.25, key=0)
     other_key, *_ = one_step(params, grads, partition_ratio=0.25, key=1)
     tx = optperm.permute_by_cycles(0.1, 0.25)
     update, start = jax.jit(tx.update), jax.jit(tx.init)(params)
-    (_, first), (_, later) = (
-        update(grads, start._replace(count=jnp.int32(count)), params) for count in (0, 1)
-    )
+    states = [start._replace(count=jnp.int32(count)) for count in (0, 1)]
+    first, later = (update(grads, state, params)[1] for state in states)
     support.assert_same_bits(first.weights, after)
     for one, other in [
         (after[0][:, 0], after[0][:, 1]),
@@ -341,13 +283,6 @@ def test_recommendations_of_any_scale_permute_alike(centralize):
         support.assert_same_bits(scaled.weights, expected.weights)
 
 
-def test_partition_ratio_of_one_takes_whole_weight_vectors_of_any_length():
-    """Of more than 2^24 entries too, whose number float32 rounds."""
-    for n in (7, 2**24 + 1, 2**25 + 1):
-        assert int(_compute_partition_size(jnp.float32(1), n, 10)) == n
-    assert int(_compute_partition_size(jnp.float32(0.5), 101, 10)) == 50
-
-
 def test_constant_rows_are_warned_of_once_by_name():
     """One warning names all zero-initialized leaves and no other: not rows of two values or more,
     however small, scalars and empty leaves."""
@@ -375,21 +310,13 @@ def test_constant_rows_are_warned_of_once_by_name():
 
 
 def test_donated_state_is_written_in_place():
-    """Beside its arguments XLA holds no copy of what is donated; nothing that is not donated changes.
-
-    In jax 0.10 XLA drops optimization barriers before it fuses, and copies three arrays.
-    """
+    # In jax 0.10 XLA drops optimization barriers before it fuses, and copies three arrays.
     for shape in ((20, 100, 20), (40_000,)):
-        params, grads = support.normal((2, *shape), 0)
+        w = jax.ShapeDtypeStruct(shape, jnp.float32)
         tx = optperm.sgperm(0.3)
-        state = jax.jit(tx.init)(params)
-        lowered = jax.jit(tx.update, donate_argnums=(0, 1)).lower(grads, state, params)
+        lowered = jax.jit(tx.update, donate_argnums=(0, 1)).lower(w, jax.eval_shape(tx.init, w), w)
         bytes_held = lowered.compile().memory_analysis().temp_size_in_bytes
-        assert bytes_held / params.size < (1 if jax.__version_info__ >= (0, 12) else 13)
-    kept = jax.device_get((grads, state, params))
-    _, after = jax.jit(tx.update)(grads, state, params)
-    support.assert_same_bits(jax.device_get((grads, state, params)), kept)
-    support.assert_permutes(after[1].weights, params)
+        assert bytes_held / w.size < (1 if jax.__version_info__ >= (0, 12) else 13)
 
 
 @pytest.mark.parametrize("centralize", [False, True])
@@ -404,14 +331,11 @@ def test_one_generator_draws_the_partitions_of_all_leaves(centralize):
     assert count_loops(4) == count_loops(2)
 
 
-@pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
 def test_ties_move_only_where_a_weight_changes():
-    """A row of 0.0 and -0.0 has no range, so that no zero changes its sign; and of two equal weights
-    that should fall and one larger that should rise nothing can move."""
+    """No zero changes its sign; two equal weights that should fall and a larger riser stay."""
     for values, pulls in (
         ([0.0, -0.0, 0.0, -0.0, -0.0], [1.0, -1.0, 1.0, -1.0, 1.0]),
         ([1.0, 1.0, 2.0], [1.0, 1.0, -1.0]),
     ):
-        params, tx = jnp.array(values), optperm.sgperm(10.0)
-        _, opt_state = tx.update(jnp.array(pulls), tx.init(params), params)
-        support.assert_same_bits(optperm.permutation.permuted_params(opt_state), params)
+        after, _, _ = one_step(jnp.array(values), jnp.array(pulls), aggressiveness=10.0)
+        support.assert_same_bits(after, jnp.array(values))

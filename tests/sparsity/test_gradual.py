@@ -15,9 +15,9 @@ import support
 from flax import nnx
 
 import optperm
+from optperm.sparsity import Blocks, NOfM, Units, keep_top, prune, reset_masks
 
 pytestmark = pytest.mark.usefixtures("lenient")
-OPTIMIZERS = {"adam": optax.adam(0.02), "sgd": optax.sgd(0.05, momentum=0.9)}
 
 
 def table(values):
@@ -25,85 +25,62 @@ def table(values):
     return lambda count: jnp.float32(values)[count]
 
 
-def follow(case, tx, masks):
-    """Train on the gradients of a case, and compare params and masks with those of JaxPruner."""
+@pytest.mark.parametrize(
+    ("case", "optimizer", "options"),
+    [
+        ("magnitude_poly", optax.sgd(0.05, momentum=0.9), {}),
+        ("magnitude_poly_erk", optax.adam(0.02), {}),
+        ("saliency_poly", optax.sgd(0.05, momentum=0.9), {"criterion": "saliency"}),
+        ("global_magnitude", optax.adam(0.02), {"scope": "global"}),
+    ],
+)
+def test_jaxpruners_sequences_are_kept(case, optimizer, options):
+    """Take JaxPruner's counts as ramps: one for all leaves, or one for each of its own."""
     z = jaxpruner.load(case)
-    grads = [{name: g[t] for name, g in z["grad"].items()} for t in range(40)]
-    for t, (found, state) in enumerate(loops.train(tx, z["params0"], grads, how="scan")):
-        for name, wanted in z["mask"].items():
-            np.testing.assert_array_equal(masks(state)[name], wanted[t], err_msg=f"{name} at {t}")
-        if t % 10 == 9:
-            expected = {name: p[t // 10] for name, p in z["params"].items()}
-            support.assert_close(found, expected, atol=1e-5)
+    zeros = jaxpruner.num_zeros(z["mask"])
+    sizes = {name: p.size for name, p in z["params0"].items()}
+
+    def make(zeros, size):
+        options_of_ramp = float(zeros[-1] / size), table(zeros / zeros[-1])
+        return optperm.prune_gradually(optimizer, *options_of_ramp, every=1, **options)
+
+    if "scope" in options:
+        tx = make(sum(zeros.values()), sum(sizes.values()))
+        return jaxpruner.assert_followed(case, tx)
+    parts = {name: make(n, sizes[name]) for name, n in zeros.items()}
+    jaxpruner.assert_followed(
+        case,
+        optax.partition(parts, {name: name for name in zeros}),
+        lambda state: {n: s.inner_state.mask[n] for n, s in state.inner_states.items()},
+    )
 
 
 @pytest.mark.parametrize(
-    ("case", "criterion", "optimizer"),
+    ("case", "structure"),
     [
-        ("magnitude_poly", "magnitude", "sgd"),
-        ("magnitude_poly_erk", "magnitude", "adam"),
-        ("saliency_poly", "saliency", "sgd"),
+        ("magnitude_oneshot", None),
+        ("nm_2_4_axis-1", NOfM(2, 4, axis=-1)),
+        ("nm_2_4_axis-2", NOfM(2, 4)),
+        ("channel", Units()),
+        ("block_4_4", Blocks(4, 4)),
+        ("global_magnitude_normalized", None),
     ],
 )
-def test_jaxpruners_sequences_are_kept(case, criterion, optimizer):
-    """Give each leaf a ramp of its own, through JaxPruner's counts."""
-    z = jaxpruner.load(case)
-    zeros = jaxpruner.num_zeros(z["mask"])
-    options = {"every": 1, "criterion": criterion}
-    parts = {
-        name: optperm.prune_gradually(
-            OPTIMIZERS[optimizer],
-            float(n[-1] / z["mask"][name][0].size),
-            table(n / n[-1]),
-            **options,
-        )
-        for name, n in zeros.items()
-    }
-    tx = optax.partition(parts, {name: name for name in zeros})
-    follow(
-        case, tx, lambda state: {n: s.inner_state.mask[n] for n, s in state.inner_states.items()}
-    )
-
-
-def test_jaxpruners_global_sequence_is_kept():
-    z = jaxpruner.load("global_magnitude")
-    zeros = sum(jaxpruner.num_zeros(z["mask"]).values())
-    total = sum(p.size for p in z["params0"].values())
-    options = {"every": 1, "scope": "global"}
-    tx = optperm.prune_gradually(
-        OPTIMIZERS["adam"], float(zeros[-1] / total), table(zeros / zeros[-1]), **options
-    )
-    follow("global_magnitude", tx, lambda state: state.mask)
-
-
-STRUCTURES = {
-    "magnitude_oneshot": None,
-    "nm_2_4_axis-1": optperm.sparsity.NOfM(2, 4, axis=-1),
-    "nm_2_4_axis-2": optperm.sparsity.NOfM(2, 4),
-    "channel": optperm.sparsity.Units(),
-    "block_4_4": optperm.sparsity.Blocks(4, 4),
-    "global_magnitude_normalized": None,
-}
-
-
-@pytest.mark.parametrize("case", STRUCTURES)
-def test_prune_makes_jaxpruners_choices(case):
+def test_prune_makes_jaxpruners_choices(case, structure):
     """Take JaxPruner's counts in place of its update of the masks."""
-    z, structure = jaxpruner.load(case), STRUCTURES[case]
-    zeros = jaxpruner.num_zeros(z["mask"])
-    for t in range(len(next(iter(z["mask"].values())))):
+    z = jaxpruner.load(case)
+    for t, zeros in enumerate(zip(*jaxpruner.num_zeros(z["mask"]).values(), strict=True)):
         params = {name: p[t] for name, p in z["params"].items()}
-        options, fraction = {}, {name: n[t] / params[name].size for name, n in zeros.items()}
-        if isinstance(structure, optperm.sparsity.NOfM):
+        sizes, options = [p.size for p in params.values()], {}
+        fraction = dict(zip(z["mask"], np.divide(zeros, sizes), strict=True))
+        if isinstance(structure, NOfM):
             fraction = None
         if case == "global_magnitude_normalized":
-            fraction = sum(n[t] for n in zeros.values()) / sum(p.size for p in params.values())
+            fraction = sum(zeros) / sum(sizes)
             scores = {name: np.abs(p) / np.linalg.norm(p) for name, p in params.items()}
             options = {"scope": "global", "scores": scores}
         opt_state = optperm.mask_elements().init(params)
-        _, after = optperm.sparsity.prune(
-            params, opt_state, fraction, structure=structure, **options
-        )
+        _, after = prune(params, opt_state, fraction, structure=structure, **options)
         for name, wanted in z["mask"].items():
             np.testing.assert_array_equal(after.mask[name], wanted[t])
 
@@ -114,7 +91,7 @@ def test_keep_top_is_jaxpruners_and_lets_gradients_through():
     for t in range(4):
         params, forward = ({n: x[t] for n, x in z[kind].items()} for kind in ("params", "forward"))
         fractions = {name: (x == 0).mean() for name, x in forward.items()}
-        found = optperm.sparsity.keep_top(params, fractions)
+        found = keep_top(params, fractions)
         for name, x in forward.items():
             np.testing.assert_array_equal(found[name], x)
     pulls = support.random_like(params, 0)
@@ -122,27 +99,24 @@ def test_keep_top_is_jaxpruners_and_lets_gradients_through():
     @jax.jit
     @jax.grad
     def gradient(params, fraction):
-        kept = optperm.sparsity.keep_top(params, fraction, scope="leaf")
+        kept = keep_top(params, fraction, scope="leaf")
         return sum(jnp.sum(kept[n] * pulls[n]) for n in params)
 
     support.assert_same_bits(gradient(params, 0.9), pulls)
-    mixed = {
-        "w": jnp.array([[3.0, -4.0, 1.0, 2.0]]).T,
-        "b": support.bias(3),
-        "count": jnp.arange(2),
-    }
-    kept = optperm.sparsity.keep_top(mixed, None, structure=optperm.sparsity.NOfM(1, 2))
-    support.assert_same_bits(kept, mixed | {"w": jnp.array([[0.0, -4.0, 0.0, 2.0]]).T})
+    w, wanted = jnp.array([[[3.0], [-4.0], [1.0], [2.0]], [[0.0], [-4.0], [0.0], [2.0]]])
+    mixed = {"b": support.bias(3), "count": jnp.arange(2)}
+    kept = keep_top(mixed | {"w": w}, None, structure=NOfM(1, 2))
+    support.assert_same_bits(kept, mixed | {"w": wanted})
 
 
 def test_keep_top_takes_and_returns_a_state_of_flax():
     """Return a gradient that is a state too, which `nnx.merge` and the optimizer take."""
     graph, params = nnx.split(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Param)
-    top = optperm.sparsity.keep_top(params, 0.5)
-    plain = optperm.sparsity.keep_top(nnx.to_pure_dict(params), 0.5)
+    top = keep_top(params, 0.5)
+    plain = keep_top(nnx.to_pure_dict(params), 0.5)
     support.assert_same_bits(nnx.to_pure_dict(top), plain)
     assert int((nnx.merge(graph, top).kernel[...] == 0).sum()) == 16
-    kernel = lambda p: optperm.sparsity.keep_top(p, 0.5)["kernel"].get_value()  # noqa: E731
+    kernel = lambda p: keep_top(p, 0.5)["kernel"].get_value()  # noqa: E731
     grads = jax.grad(lambda p: jnp.sum(kernel(p)))(params)
     assert (grads["kernel"].get_value() == 1).all()
 
@@ -171,17 +145,17 @@ def test_masks_stay_where_the_ramp_falls_or_a_hand_prunes():
     opt_state, step = tx.init(params), loops.compiled(tx)
     for t in range(5):
         if t == 2:
-            params, opt_state = optperm.sparsity.prune(params, opt_state, 0.6)
+            params, opt_state = prune(params, opt_state, 0.6)
         params, opt_state = step(params, opt_state, jnp.ones((5, 4)))
         zeros.append(int((params == 0).sum()))
     assert zeros == [8, 8, 12, 16, 16]
     # What is pruned by hand does not come back where another leaf is due.
     both = {"a": params, "b": support.normal((5, 4), 1)}
     tx = optperm.prune_gradually(optax.sgd(0.1), 0.5, 1.0, every=1)
-    both, state = optperm.sparsity.prune(both, tx.init(both), {"a": 1.0, "b": 0.0})
+    both, state = prune(both, tx.init(both), {"a": 1.0, "b": 0.0})
     _, state = tx.update(both, state, both)
     assert [int(m.sum()) for m in state.mask.values()] == [0, 10]
-    opt_state = optperm.sparsity.reset_masks(opt_state)
+    opt_state = reset_masks(opt_state)
     assert opt_state.mask.all()
     assert int((step(params, opt_state, jnp.ones((5, 4)))[0] == 0).sum()) == 16
 
@@ -199,9 +173,8 @@ def test_dead_entries_take_no_place_of_live_ones():
 
 def test_movement_drops_first_what_moves_towards_zero():
     """Sum S <- S - w g by hand, in which a gradient that is not finite says nothing."""
-    tx = optperm.prune_gradually(
-        optax.sgd(0.1), 0.5, table([0.0, 0.0, 1.0]), every=1, criterion="movement"
-    )
+    options = {"every": 1, "criterion": "movement"}
+    tx = optperm.prune_gradually(optax.sgd(0.1), 0.5, table([0.0, 0.0, 1.0]), **options)
     w = jnp.array([[1.0, -1.0], [0.1, 2.0]])
     grads = [jnp.array([[1.0, 1.0], [-3.0, 0.0]]), jnp.array([[1.0, jnp.nan], [-3.0, 0.0]])]
     trail = loops.train(tx, w, [*grads, jnp.zeros((2, 2))])
@@ -222,36 +195,37 @@ def test_a_gradient_that_is_not_finite_prunes_nothing(criterion):
     assert masks == [[[True, True], [True, True]]] * 4 + [[[False, False], [True, True]]]
 
 
-def gradual(optimizer):
-    ramp = optax.linear_schedule(0.0, 1.0, 3)
-    return optperm.prune_gradually(optimizer, 0.6, ramp, every=1)
+ADAMW = optax.adamw(0.05, weight_decay=0.1)
 
 
-def moving(optimizer):
-    return optperm.rigl(optimizer, 0.6, end=6, key=jax.random.key(0), every=2)
-
-
-@pytest.mark.parametrize(("wrap", "dtype"), [(gradual, "float32"), (moving, "bfloat16")])
-def test_zeros_are_zero_bit_for_bit(wrap, dtype):
+@pytest.mark.parametrize(
+    ("tx", "dtype", "first_full"),
+    [
+        (optperm.prune_gradually(ADAMW, 0.6, table([0, 0.3, 0.6, 1, 1]), every=1), "float32", 3),
+        (optperm.rigl(ADAMW, 0.6, end=6, every=2), "bfloat16", 0),
+    ],
+    ids=["gradual", "rigl"],
+)
+def test_zeros_are_zero_bit_for_bit(tx, dtype, first_full):
     """Make 0.0 of -0.0 too, after every step, by both ways of applying updates."""
-    tx, params = wrap(optax.adamw(0.05, weight_decay=0.1)), support.random_params(dtype=dtype)
-    params = params | {"kernel": params["kernel"].at[0, 0].set(-0.0)}
+    params = support.random_params(dtype=dtype)
+    params["kernel"] = params["kernel"].at[0, 0].set(-0.0)
     grads = [support.random_like(params, seed) for seed in range(5)]
     for apply in (optperm.apply_updates, loops.by_addition):
         for t, (p, state) in enumerate(loops.train(tx, params, grads, apply=apply, how="scan")):
             dead = ~np.asarray(state.mask["kernel"])
             assert (support.as_integers(np.asarray(p["kernel"]))[dead] == 0).all()
-            assert dead.sum() == 36 or (wrap is gradual and t < 4)
+            assert (dead.sum() == 36) == (t >= first_full)
 
 
-@pytest.mark.parametrize(("wrap", "mapping"), [("saliency", "shard_map"), ("rigl", "pmap")])
-def test_replicas_with_gradients_of_their_own_agree_on_masks(wrap, mapping):
+@pytest.mark.parametrize(("method", "mapping"), [("saliency", "shard_map"), ("rigl", "pmap")])
+def test_replicas_with_gradients_of_their_own_agree_on_masks(method, mapping):
     """Average scores over `axis_name`, though each replica's params go their own way."""
-    options = {"every": 1, "axis_name": replicas.AXIS}
-    tx = optperm.rigl(optax.sgd(0.1), 0.5, end=9, key=jax.random.key(0), **options)
-    if wrap == "saliency":
+    sgd, options = optax.sgd(0.1), {"every": 1, "axis_name": replicas.AXIS}
+    tx = optperm.rigl(sgd, 0.5, end=9, **options)
+    if method == "saliency":
         ramp = optax.linear_schedule(0.0, 1.0, 3)
-        tx = optperm.prune_gradually(optax.sgd(0.1), 0.5, ramp, criterion=wrap, **options)
+        tx = optperm.prune_gradually(sgd, 0.5, ramp, criterion=method, **options)
     params = {"kernel": support.normal((6, 4)), "bias": support.bias(4)}
     grads = [
         replicas.stack([support.random_like(params, 4 * t + i) for i in range(2)]) for t in range(5)

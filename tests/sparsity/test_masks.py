@@ -17,52 +17,44 @@ import support
 from stable_choice import highest
 
 import optperm
-from optperm.core.states import find_state
+from optperm.sparsity import erk_sparsity, freeze, keep_top, prune, reset_masks
 from optperm.sparsity._choice import nearest_count
 
+MASKS = optperm.mask_elements()
 EVERYWHERE = {"include": True}
 
 
-def lowest(scores, count):
-    """Return whether each is among the lowest magnitudes: the last of equal ones, NaN at the end."""
-    return ~highest(np.abs(scores), np.size(scores) - count)
+def lowest(scores, fraction, scope="leaf"):
+    """Return which magnitudes are the lowest in a tree: the last of equal ones, NaN at the end."""
 
+    def lowest_of_leaf(leaf):
+        return ~highest(np.abs(leaf), leaf.size - nearest_count(fraction, leaf.size))
 
-def lowest_of_tree(scores, fraction, scope):
-    """Return the same fraction of each leaf, or of the whole tree."""
     if scope == "leaf":
-        return jax.tree.map(lambda s: lowest(s, nearest_count(fraction, np.size(s))), scores)
+        return jax.tree.map(lowest_of_leaf, scores)
     leaves, structure = jax.tree.flatten(scores)
-    flat = np.concatenate([np.ravel(leaf) for leaf in leaves])
-    chosen = lowest(flat, nearest_count(fraction, flat.size))
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = zip(np.split(chosen, ends), leaves, strict=True)
-    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in parts])
-
-
-def mask_of(opt_state):
-    return find_state(opt_state, optperm.sparsity.MaskElementsState, method="mask_elements").mask
+    flat = lowest_of_leaf(np.concatenate([np.ravel(leaf) for leaf in leaves]))
+    parts = np.split(flat, np.cumsum([leaf.size for leaf in leaves])[:-1])
+    shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
 
 
 def held_by(opt_state):
-    return jax.tree.map(np.logical_not, mask_of(opt_state))
+    return jax.tree.map(np.logical_not, optax.tree.get(opt_state, "mask"))
 
 
 def pruned_like(params, held):
     return jax.tree.map(lambda p, h: jnp.where(h, jnp.zeros_like(p), p), params, held)
 
 
-# Which entries, and how many.
-
-
 def test_vmap_over_fractions_and_keys_gives_one_by_one():
     params = {"w": support.normal((7, 11)), "none": jnp.zeros((0, 3))}
-    opt_state = optperm.mask_elements().init(params)
-    options = {"criterion": "random", "scope": "erk"} | EVERYWHERE
+    opt_state = MASKS.init(params)
 
     @jax.jit
     def one(fraction, key):
-        return optperm.sparsity.prune(params, opt_state, fraction, key=key, **options)
+        options = {"criterion": "random", "scope": "erk", "key": key}
+        return prune(params, opt_state, fraction, **options, **EVERYWHERE)
 
     pairs = jnp.linspace(0.0, 1.0, 6), jax.random.split(jax.random.key(0), 6)
     swept = jax.jit(jax.vmap(one))(*pairs)
@@ -70,30 +62,27 @@ def test_vmap_over_fractions_and_keys_gives_one_by_one():
         support.assert_same_bits(replicas.take(swept, index), one(*pair))
 
 
-_MAGNITUDES = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -2.0, math.inf, math.nan])
+_SCORES = st.sampled_from(
+    [0.0, -0.0, 1e-45, -1e-45, 0.5, -0.5, 1.0, -2.0, 3e38, math.inf, -math.inf, math.nan]
+)
+_SHAPES = {"a": (10, 5), "b": (4,), "none": (2, 0), "number": ()}
 
 
 @pytest.mark.parametrize("scope", ["leaf", "global"])
 def test_any_scores_have_the_exact_number_of_masks(scope):
-    """Take fractions of Python and traced ones, and ties, zeros of both signs, infinities and NaN."""
-    run = jax.jit(
-        lambda params, fraction: optperm.sparsity.prune(
-            params, optperm.mask_elements().init(params), fraction, scope=scope, **EVERYWHERE
-        )
-    )
+    """For fractions of Python and traced ones, with ties, two zeros, subnormals, infinities and NaN."""
+    run = jax.jit(lambda w, fraction: prune(w, MASKS.init(w), fraction, scope=scope, **EVERYWHERE))
 
-    @hypothesis.settings(max_examples=20)
-    @hypothesis.given(data=st.data(), part=st.integers(0, 64))
-    def check(data, part):
-        def draw(size):
-            return data.draw(st.lists(_MAGNITUDES, min_size=size, max_size=size))
-
-        params = {"a": np.float32(draw(50)), "b": np.float32([draw(4)] * 3)}
-        expected = lowest_of_tree(params, part / 64, scope)
-        opt_state = optperm.mask_elements().init(params)
-        after = optperm.sparsity.freeze(
-            opt_state, part / 64, scores=params, scope=scope, **EVERYWHERE
-        )
+    @hypothesis.settings(max_examples=25)
+    @hypothesis.given(drawn=st.lists(_SCORES, min_size=55, max_size=55), part=st.integers(0, 64))
+    def check(drawn, part):
+        params, rest = {}, np.float32(drawn)
+        for name, shape in _SHAPES.items():
+            leaf, rest = np.split(rest, [math.prod(shape)])
+            params[name] = leaf.reshape(shape)
+        expected = lowest(params, part / 64, scope)
+        options = {"scores": params, "scope": scope} | EVERYWHERE
+        after = freeze(MASKS.init(params), part / 64, **options)
         support.assert_same_bits(held_by(after), expected)
         pruned, after = run(params, np.float32(part / 64))
         support.assert_same_bits(held_by(after), expected)
@@ -105,28 +94,24 @@ def test_any_scores_have_the_exact_number_of_masks(scope):
 def test_traced_fractions_stay_within_the_leaf():
     """Take the nearest fraction that is allowed, and 0 for NaN."""
     params = support.bias(50)
-    opt_state = optperm.mask_elements().init(params)
-    prune = jax.jit(
-        lambda fraction: optperm.sparsity.prune(params, opt_state, fraction, **EVERYWHERE)
-    )
-    counts = [int(np.sum(prune(x)[0] == 0)) for x in (np.nan, -0.5, 0.58, 1.5, np.inf)]
+    run = jax.jit(lambda fraction: prune(params, MASKS.init(params), fraction, **EVERYWHERE)[0])
+    counts = [int(np.sum(run(x) == 0)) for x in (np.nan, -0.5, 0.58, 1.5, np.inf)]
     assert counts == [0, 0, 29, 50, 50]
     with pytest.raises(TypeError, match=r"got float32\[2\]: use jax.vmap"):
-        prune(jnp.array([0.5, 0.6]))
+        run(jnp.array([0.5, 0.6]))
     with pytest.raises(TypeError, match=r"got bool\[\]"):
-        prune(True)
+        run(True)
 
 
 def test_random_choice_is_nested_and_depends_on_the_key_alone():
     """Let neither scores, nor params, nor other leaves have a say."""
     params, key = {"x": jnp.ones(50), "y": jnp.ones((10, 5))}, jax.random.key(3)
-    opt_state = optperm.mask_elements().init(params)
+    opt_state = MASKS.init(params)
 
     def choose(fraction, key=key, **options):
         options = {"criterion": "random", "scope": "leaf", "key": key} | EVERYWHERE | options
-        held = held_by(optperm.sparsity.prune(params, opt_state, fraction, **options)[1])
-        frozen = optperm.sparsity.freeze(opt_state, fraction, **options)
-        support.assert_same_bits(held_by(frozen), held)
+        held = held_by(prune(params, opt_state, fraction, **options)[1])
+        support.assert_same_bits(held_by(freeze(opt_state, fraction, **options)), held)
         return held
 
     held = [choose(fraction) for fraction in (0.0, 0.4, 0.9)]
@@ -141,10 +126,9 @@ def test_random_choice_is_nested_and_depends_on_the_key_alone():
 
 def test_random_choice_is_uniform():
     """Mask each of ten entries three times in ten over 2000 keys, within five deviations."""
-    opt_state, options = optperm.mask_elements().init(jnp.ones(10)), {"criterion": "random"}
+    choose = functools.partial(freeze, MASKS.init(jnp.ones(10)), 0.3, criterion="random")
     keys = jax.random.split(jax.random.key(0), 2000)
-    freeze = functools.partial(optperm.sparsity.freeze, opt_state, 0.3, **options, **EVERYWHERE)
-    drawn = jax.vmap(lambda key: freeze(key=key))(keys).mask
+    drawn = jax.vmap(lambda key: choose(key=key, **EVERYWHERE).mask)(keys)
     assert (np.sum(~drawn, axis=1) == 3).all()
     np.testing.assert_allclose(np.mean(~drawn, axis=0), 0.3, atol=5 * math.sqrt(0.21 / 2000))
 
@@ -153,50 +137,44 @@ def test_only_included_leaves_are_touched():
     """Take leaves of two axes, or those of a function, a tree or a prefix, which may name leaves that
     the masks do not see; the others do not count into a global fraction."""
     params = {"net": support.random_params(), "out": (support.bias(3), support.bias(4))}
-    sees = {"net": True, "out": (False, True)}
-    opt_state = optax.masked(optperm.mask_elements(), sees).init(params)
-    for kernel, last, include in (
-        (True, False, None),
-        (True, True, {"net": {"kernel": np.True_, "bias": False}, "out": True}),
-        (True, True, lambda tree: jax.tree.map(lambda leaf: leaf.size in (60, 4), tree)),
-        (False, True, {"net": False, "out": ({"no": True}, True)}),
+    leaves = {"kernel": params["net"]["kernel"], "last": params["out"][1]}
+    opt_state = optax.masked(MASKS, {"net": True, "out": (False, True)}).init(params)
+    for names, include in (
+        (("kernel",), None),
+        (("kernel", "last"), {"net": {"kernel": np.True_, "bias": False}, "out": True}),
+        (("kernel", "last"), lambda tree: jax.tree.map(lambda leaf: leaf.size in (60, 4), tree)),
+        (("last",), {"net": False, "out": ({"no": True}, True)}),
     ):
-        parts = [p for p, f in ((params["net"]["kernel"], kernel), (params["out"][1], last)) if f]
-        chosen = iter(lowest_of_tree(parts, 0.3, "global"))
-        net = {
-            "kernel": next(chosen) if kernel else np.zeros((12, 5), bool),
-            "bias": np.zeros(5, bool),
-        }
-        end = next(chosen) if last else np.zeros(4, bool)
+        held = jax.tree.map(lambda leaf: np.zeros(leaf.shape, bool), leaves)
+        held |= lowest({name: leaves[name] for name in names}, 0.3, "global")
+        net = {"kernel": held["kernel"], "bias": np.zeros(5, bool)}
         options = {"scope": "global", "include": include}
-        after, state = optperm.sparsity.prune(params, opt_state, 0.3, **options)
-        support.assert_same_bits(held_by(state), {"net": net, "out": (optax.MaskedNode(), end)})
-        whole = {"net": net, "out": (np.zeros(3, bool), end)}
+        after, state = prune(params, opt_state, 0.3, **options)
+        seen = {"net": net, "out": (optax.MaskedNode(), held["last"])}
+        support.assert_same_bits(held_by(state), seen)
+        whole = {"net": net, "out": (np.zeros(3, bool), held["last"])}
         support.assert_same_bits(after, pruned_like(params, whole))
         if not callable(include):
-            frozen = optperm.sparsity.freeze(opt_state, 0.3, scores=params, **options)
-            support.assert_same_bits(held_by(frozen), held_by(state))
+            frozen = freeze(opt_state, 0.3, scores=params, **options)
+            support.assert_same_bits(held_by(frozen), seen)
     for include, place in (
         ({"net": False}, "include"),
         ({"net": {"kernel": 1, "bias": True}, "out": True}, r"include\['net'\]\['kernel'\]"),
     ):
         with pytest.raises(ValueError, match=place + " does not fit the params"):
-            optperm.sparsity.freeze(opt_state, 0.5, scores=params, include=include)
+            freeze(opt_state, 0.5, scores=params, include=include)
 
 
 def test_a_given_mask_is_a_tree_a_prefix_or_a_function():
     """Hold from the first step on; each boolean is for one entry, one leaf or a part of the tree."""
     start = {"a": {"w": support.normal((2, 3), 0), "b": support.bias(3, 1)}, "c": jnp.ones(2)}
-    whole = np.array([[True, False, True], [False, True, False]])
+    whole, above = np.array([[True, False, True], [False, True, False]]), start["a"]["w"] > 0
     for mask, expected in (
         (None, (True, True, True)),
         (False, (False, False, False)),
         ({"a": {"w": whole, "b": False}, "c": True}, (False, whole, True)),
         ({"a": False, "c": jnp.array([True, False])}, (False, False, [True, False])),
-        (
-            lambda p: {"a": {"w": p["a"]["w"] > 0, "b": True}, "c": False},
-            (True, start["a"]["w"] > 0, False),
-        ),
+        (lambda p: {"a": {"w": p["a"]["w"] > 0, "b": True}, "c": False}, (True, above, False)),
     ):
         tx = optax.chain(optax.sgd(0.1), optperm.mask_elements(mask))
         params, _ = loops.train(tx, start, [start, start], how="eager")[-1]
@@ -208,48 +186,37 @@ def test_a_given_mask_is_a_tree_a_prefix_or_a_function():
 def test_masks_accumulate_and_are_reset():
     """Rank all entries each time, and free none but by `reset_masks`."""
     params = jnp.array([[5.0], [1.0], [-2.0], [4.0], [-3.0]])
-    opt_state = optperm.mask_elements().init(params)
-    opt_state = optperm.sparsity.freeze(opt_state, 0.4, scores=params[::-1])
-    np.testing.assert_array_equal(held_by(opt_state), lowest(params[::-1], 2))
-    pruned, opt_state = optperm.sparsity.prune(params, opt_state, 0.4)
+    opt_state = freeze(MASKS.init(params), 0.4, scores=params[::-1])
+    assert held_by(opt_state).ravel().tolist() == [False, False, True, True, False]
+    pruned, opt_state = prune(params, opt_state, 0.4)
     assert pruned.ravel().tolist() == [5.0, 0.0, 0.0, 4.0, -3.0]
-    np.testing.assert_array_equal(held_by(opt_state), lowest(params[::-1], 2) | lowest(params, 2))
-    again, opt_state = optperm.sparsity.prune(pruned, opt_state, 0.6)
+    assert held_by(opt_state).ravel().tolist() == [False, True, True, True, False]
+    again, opt_state = prune(pruned, opt_state, 0.6)
     assert again.ravel().tolist() == [5.0, 0.0, 0.0, 4.0, 0.0]
-    same, opt_state_same = optperm.sparsity.prune(again, opt_state, 0.2)
-    support.assert_same_bits((same, opt_state_same), (again, opt_state))
-    support.assert_same_bits(optperm.sparsity.freeze(opt_state, 0.0, scores=params), opt_state)
-    support.assert_same_bits(
-        optperm.sparsity.reset_masks(opt_state), optperm.mask_elements().init(params)
-    )
+    support.assert_same_bits(prune(again, opt_state, 0.2), (again, opt_state))
+    support.assert_same_bits(freeze(opt_state, 0.0, scores=params), opt_state)
+    support.assert_same_bits(reset_masks(opt_state), MASKS.init(params))
 
 
 def test_scores_decide_with_their_signs():
     """Drop the lowest scores, and not those nearest to 0."""
     params, scores = jnp.array([[9.0, 0.1, -8.0]]), jnp.array([[0.0, 1.0, -2.0]])
-    opt_state = optperm.mask_elements().init(params)
     for options, expected in (({"scores": scores}, [9.0, 0.1, 0.0]), ({}, [9.0, 0.0, -8.0])):
-        pruned, _ = optperm.sparsity.prune(params, opt_state, 1 / 3, **options)
+        pruned, _ = prune(params, MASKS.init(params), 1 / 3, **options)
         support.assert_same_bits(pruned, jnp.float32([expected]))
 
 
 def test_each_leaf_may_have_a_share_of_its_own():
     """Take a tree of fractions, or a prefix of one; by default the fractions of `erk_sparsity`."""
-    params = {
-        "a": support.normal((20, 5)),
-        "b": {"c": support.normal((4, 2)), "d": support.bias(9)},
-    }
-    opt_state = optperm.mask_elements().init(params)
+    params = {"a": support.normal((20, 5)), "b": [support.normal((4, 2)), support.bias(9)]}
+    for fraction, zeros in (
+        ({"a": 0.1, "b": 0.5}, [10, 4, 0]),
+        (erk_sparsity(params, 0.5), [54, 0, 0]),
+        (0.5, [54, 0, 0]),
+    ):
+        pruned, _ = prune(params, MASKS.init(params), fraction)
+        assert [int(np.sum(leaf == 0)) for leaf in jax.tree.leaves(pruned)] == zeros
 
-    def zeros(fraction):
-        pruned = optperm.sparsity.prune(params, opt_state, fraction)[0]
-        return [int(np.sum(leaf == 0)) for leaf in jax.tree.leaves(pruned)]
-
-    assert zeros({"a": 0.1, "b": 0.5}) == [10, 4, 0]
-    assert zeros(optperm.sparsity.erk_sparsity(params, 0.5)) == zeros(0.5) == [54, 0, 0]
-
-
-# What is held stays, bit for bit.
 
 # Numbers that careless arithmetic changes
 STRANGE = np.float32([-0.0, 0.0, 1e-45, -1e-40, math.inf, -math.inf, math.nan, 1.0, 3e38, -0.3] * 2)
@@ -258,7 +225,7 @@ STRANGE = np.float32([-0.0, 0.0, 1e-45, -1e-40, math.inf, -math.inf, math.nan, 1
 def test_frozen_weights_keep_their_bits():
     """Hold also -0.0, subnormal numbers and NaN, under updates that are NaN or infinite."""
     params, tx = jnp.array(STRANGE), optax.chain(optax.scale(1.0), optperm.mask_elements())
-    start = optperm.sparsity.freeze(tx.init(params), 0.5, scores=jnp.arange(20.0), **EVERYWHERE)
+    start = freeze(tx.init(params), 0.5, scores=jnp.arange(20.0), **EVERYWHERE)
     for update in (math.nan, math.inf, 1.0, -0.0):
         given = jnp.full(20, update)
         (_, once), (after, _) = loops.train(tx, params, [given] * 2, opt_state=start)
@@ -280,7 +247,7 @@ def test_negative_zero_stays_in_a_step_that_is_not_finite():
     """`optax.apply_if_finite` turns the whole update into 0.0, which would make 0.0 of -0.0."""
     tx = optax.apply_if_finite(optax.chain(optax.sgd(0.1), optperm.mask_elements()), 3)
     params = jnp.array([-0.0, 1.0])
-    opt_state = optperm.sparsity.freeze(tx.init(params), 0.5, scores=params, **EVERYWHERE)
+    opt_state = freeze(tx.init(params), 0.5, scores=params, **EVERYWHERE)
     after, _ = loops.make_step(tx)(params, opt_state, jnp.array([0.0, jnp.nan]))
     support.assert_same_bits(after, params)
 
@@ -289,12 +256,11 @@ def test_every_dtype_keeps_its_own():
     """Rank float16, bfloat16, float32 and float64 of one tree together, in float64."""
     with jax.enable_x64(True):
         params = {n: support.normal((9,), i, n) for i, n in enumerate(support.DTYPES)}
+        params["float64"] = 1 + jnp.arange(9.0) * 2.0**-50  # one number in float32
         tx = optperm.mask_elements()
-        after, opt_state = optperm.sparsity.prune(
-            params, tx.init(params), 0.5, scope="global", **EVERYWHERE
-        )
-        wide = {n: np.asarray(leaf, np.float64) for n, leaf in params.items()}
-        held = lowest_of_tree(wide, 0.5, "global")
+        after, opt_state = prune(params, tx.init(params), 0.7, scope="global", **EVERYWHERE)
+        held = lowest({n: np.asarray(p, np.float64) for n, p in params.items()}, 0.7, "global")
+        assert 0 < held["float64"].sum() < 9
         support.assert_same_bits(held_by(opt_state), held)
         support.assert_same_bits(after, pruned_like(params, held))
         updates, new_state = tx.update(params, opt_state)
@@ -305,32 +271,25 @@ def test_every_dtype_keeps_its_own():
         support.assert_same_bits(moved, pruned_like(doubled, held))
 
 
-# What users pass.
-
-
 def test_a_function_among_params_is_refused_by_name():
     params = {"w": jnp.ones((2, 2)), "activation": jax.nn.relu}
-    opt_state = optperm.mask_elements().init({"w": jnp.ones((2, 2)), "activation": jnp.ones(())})
-    for call in (
-        lambda: optperm.sparsity.prune(params, opt_state, 0.5),
-        lambda: optperm.sparsity.keep_top(params, 0.5),
-        lambda: optperm.sparsity.erk_sparsity(params, 0.5),
-    ):
+    opt_state = MASKS.init(params | {"activation": jnp.ones(())})
+    for call in (functools.partial(prune, opt_state=opt_state), keep_top, erk_sparsity):
         with pytest.raises(TypeError, match=r"params\['activation'\] must be an array"):
-            call()
+            call(params, sparsity=0.5)
 
 
 def test_nothing_to_choose_from_is_no_error():
     """Take trees without leaves or without entries, and trees of which no leaf is included."""
     trees = ({}, {"absent": None}, {"empty": jnp.zeros((0, 3))})
     for params, include in (*((tree, True) for tree in trees), (support.random_params(), False)):
-        opt_state = optperm.mask_elements().init(params)
+        opt_state = MASKS.init(params)
         for scope in ("leaf", "global", "erk", "unit"):
-            got = optperm.sparsity.prune(params, opt_state, 1.0, scope=scope, include=include)
+            got = prune(params, opt_state, 1.0, scope=scope, include=include)
             support.assert_same_bits(got, (params, opt_state))
     v, sgd = jnp.ones(3), optax.sgd(0.1)
     with pytest.raises(ValueError, match="there is no leaf of rank 2 or more: pass include="):
-        optperm.sparsity.prune(v, optperm.mask_elements().init(v), 0.5)
+        prune(v, MASKS.init(v), 0.5)
     # Neither are params that the transformation does not see.
     for tx in (optperm.rigl(sgd, 0.5, end=200), optperm.prune_gradually(sgd, 0.5, 1.0)):
         assert not jax.tree.leaves(optax.masked(tx, False).init(v).inner_state.mask)

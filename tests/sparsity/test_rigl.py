@@ -12,10 +12,10 @@ from stable_choice import highest
 
 import optperm
 from optperm.sparsity import _rigl as module
+from optperm.sparsity import prune
 from optperm.sparsity._choice import nearest_count
 
 pytestmark = pytest.mark.usefixtures("lenient")
-KEY = jax.random.key(0)
 
 
 def drop_fractions(*values):
@@ -23,17 +23,15 @@ def drop_fractions(*values):
     return lambda count: jnp.float32([0.0, *values, 0.0, 0.0])[count // 5]
 
 
+SGD, ADAM = optax.sgd(0.05, momentum=0.9), optax.adam(0.02)
 ERK = drop_fractions(0.29, 0.223, 0.155, 0.078, 0.02, 0.0)
+# The optimizer, the drop fractions, and whether a step that moves the mask skips the optimizer's.
 CASES = {
-    "rigl_erk_sgd_momentum": (optax.sgd(0.05, momentum=0.9), ERK, True),
-    "rigl_erk_adam": (optax.adam(0.02), ERK, True),
-    "rigl_uniform_noskip": (
-        optax.adam(0.02),
-        drop_fractions(0.28, 0.235, 0.14, 0.07, 0.03, 0.0),
-        False,
-    ),
-    "set_erk": (optax.sgd(0.05, momentum=0.9), 0.3, True),
-    "static_random": (optax.adam(0.02), 0.0, False),
+    "rigl_erk_sgd_momentum": (SGD, ERK, True),
+    "rigl_erk_adam": (ADAM, ERK, True),
+    "rigl_uniform_noskip": (ADAM, drop_fractions(0.28, 0.235, 0.14, 0.07, 0.03, 0.0), False),
+    "set_erk": (SGD, lambda count: 0.3 + 0.0 * count, True),
+    "static_random": (ADAM, 0.0, False),
 }
 
 
@@ -41,52 +39,33 @@ CASES = {
 def test_jaxpruners_sequences_are_kept(case, monkeypatch):
     """Start from its first mask, and take its gradients and, for SET, its random scores."""
     optimizer, drop_fraction, skip_step = CASES[case]
-    z, grow = jaxpruner.load(case), "gradient"
-    if case == "set_erk":
-        grow, drop_fraction = "random", lambda count: 0.3 + 0.0 * count
+    z, grow = jaxpruner.load(case), "random" if case == "set_erk" else "gradient"
+    if grow == "random":
         scores = [jnp.asarray(z["growscore"][name]) for name in sorted(z["growscore"])]
         drawn = lambda leaves, raw, t: [module.order_codes(s[t]) for s in scores]  # noqa: E731
-    options = {"drop_fraction": drop_fraction, "grow": grow, "skip_step": skip_step}
-    tx = optperm.rigl(optimizer, 0.8, end=31, key=KEY, every=5, **options)
-    opt_state = tx.init(z["params0"])
-    mask = opt_state.mask | {name: jnp.asarray(m) for name, m in z["mask0"].items()}
-    if case == "set_erk":
         monkeypatch.setattr(module, "_draw_codes", drawn)
-    grads = [{name: g[t] for name, g in z["grad"].items()} for t in range(40)]
-    start = opt_state._replace(mask=mask)
-    trail = loops.train(tx, z["params0"], grads, how="scan", opt_state=start)
-    for t, (found, state) in enumerate(trail):
-        for name, wanted in z["mask"].items():
-            np.testing.assert_array_equal(state.mask[name], wanted[t], err_msg=f"{name} at {t}")
-        if t % 10 == 9:
-            expected = {name: p[t // 10] for name, p in z["params"].items()}
-            support.assert_close(found, expected, atol=1e-5)
+    options = {"drop_fraction": drop_fraction, "grow": grow, "skip_step": skip_step}
+    tx = optperm.rigl(optimizer, 0.8, end=31, every=5, **options)
+    start = tx.init(z["params0"])
+    mask = start.mask | {name: jnp.asarray(m) for name, m in z["mask0"].items()}
+    jaxpruner.assert_followed(case, tx, opt_state=start._replace(mask=mask))
     moved = sum((m[0] != m[-1]).sum() for m in z["mask"].values())
     assert (moved > 4) == (case != "static_random")
-
-
-LEAVES = {
-    "a": ((5, 4), "float32"),
-    "b": ((5, 4), "bfloat16"),
-    "c": ((3, 2, 4), "float32"),
-    "number": ((), "bfloat16"),
-    "none": ((0, 3), "float32"),
-}
 
 
 def test_each_leaf_moves_as_numpy_says():
     """Drop the lowest of the live entries of each leaf, and grow the highest of all others."""
     rng = np.random.default_rng(0)
-    params, grads = (  # with ties
-        {
-            name: jnp.asarray(rng.normal(size=s).round(1), dtype)
-            for name, (s, dtype) in LEAVES.items()
-        }
-        for _ in range(2)
-    )
+    shapes = {"a": (5, 4), "b": (5, 4), "c": (3, 2, 4), "number": (), "none": (0, 3)}
+
+    def draw(name):  # with ties
+        dtype = "bfloat16" if name in ("b", "number") else "float32"
+        return jnp.asarray(rng.normal(size=shapes[name]).round(1), dtype)
+
+    params, grads = ({name: draw(name) for name in shapes} for _ in range(2))
     fractions = {name: 0.6 if leaf.ndim else 0.0 for name, leaf in params.items()}
     options = {"drop_fraction": lambda t: 0.5, "include": True}
-    tx = optperm.rigl(optax.sgd(0.1), fractions, end=9, key=KEY, every=2, **options)
+    tx = optperm.rigl(optax.sgd(0.1), fractions, end=9, every=2, **options)
     state = jax.jit(tx.init)(params)._replace(count=jnp.int32(2))
     _, after = jax.jit(tx.update)(grads, state, params)
     for name, before in state.mask.items():
@@ -110,7 +89,7 @@ def test_each_leaf_moves_as_numpy_says():
 def test_share_that_moves_falls_as_the_cosine_and_is_0_from_the_end_on(drop_fraction, shares):
     """Move alpha / 2 (1 + cos(pi t / T)) of the live weights, or what a schedule says."""
     options = {"end": 100, "every": 10, "drop_fraction": drop_fraction}
-    tx = optperm.rigl(optax.sgd(0.1), 0.5, key=KEY, **options)
+    tx = optperm.rigl(optax.sgd(0.1), 0.5, **options)
     params = support.normal((20, 20), 0)
     opt_state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
     mask = np.asarray(opt_state.mask)
@@ -123,7 +102,7 @@ def test_share_that_moves_falls_as_the_cosine_and_is_0_from_the_end_on(drop_frac
 def test_one_drop_and_grow_by_hand():
     """Drop 1 of the live 3 and 1, and grow the steepest from 0, though 7 stands there."""
     options = {"end": 3, "every": 1, "drop_fraction": lambda t: 0.5}
-    tx = optperm.rigl(optax.sgd(0.1, momentum=0.5), 0.5, key=KEY, **options)
+    tx = optperm.rigl(optax.sgd(0.1, momentum=0.5), 0.5, **options)
     w, grads = jnp.array([[3.0, 1.0, 7.0, 7.0]]), jnp.array([[1.0, 2.0, 2.0, -3.0]])
     start = tx.init(w)._replace(count=jnp.int32(1), mask=jnp.array([[True, True, False, False]]))
     # A momentum of 1 everywhere counts at live entries alone.
@@ -140,7 +119,7 @@ def test_one_drop_and_grow_by_hand():
 def test_entry_that_grows_begins_where_init_of_the_optimizer_does():
     """Begin the sum of squares of AdaGrad at 0.1, and keep it elsewhere."""
     params, grads = support.normal((8, 6)), support.normal((8, 6), 1)
-    tx = optperm.rigl(optax.adagrad(0.1), 0.7, end=20, key=KEY, every=2)
+    tx = optperm.rigl(optax.adagrad(0.1), 0.7, end=20, every=2)
     state = tx.init(params)._replace(count=jnp.int32(2))
     old = jax.tree.map(jnp.ones_like, state.inner_state)
     _, after = jax.jit(tx.update)(grads, state._replace(inner_state=old), params)
@@ -158,7 +137,7 @@ def test_a_dense_leaf_whose_path_ends_like_a_sparse_leafs_keeps_its_state():
     params = {"a": {"w": w}, "b": {"a": {"w": w}}, "c": jnp.ones((2, 2))}
     include = {"a": True, "b": False, "c": False}
     optimizer = optax.partition({"x": sgd, "y": sgd}, labels)
-    tx = optperm.rigl(optimizer, 0.5, end=9, key=KEY, every=8, include=include)
+    tx = optperm.rigl(optimizer, 0.5, end=9, every=8, include=include)
     state, zeros = tx.init(params), jax.tree.map(jnp.zeros_like, params)
     ones = jax.tree.map(jnp.ones_like, state.inner_state)
     _, after = tx.update(zeros, state._replace(inner_state=ones), params)
@@ -175,18 +154,18 @@ def test_a_state_that_cannot_be_restarted_is_refused():
         (low, "in a LowRankState"),
     ):
         with pytest.raises(ValueError, match=f"an array of shape .*{named}, .*leave out"):
-            optperm.rigl(optimizer, 0.5, end=200, key=KEY).init(params)
+            optperm.rigl(optimizer, 0.5, end=200).init(params)
     parts = optax.partition({"low": low, "full": optax.adam(0.1)}, {"a": "low", "b": "full"})
-    tx = optperm.rigl(parts, 0.5, end=200, key=KEY, include={"a": False, "b": True})
+    tx = optperm.rigl(parts, 0.5, end=200, include={"a": False, "b": True})
     updates, _ = tx.update(params, tx.init(params), params)
     assert bool(jnp.all(updates["a"] != 0))
 
 
 def test_pruned_params_are_zero_where_the_mask_is_off():
     """Set dead weights to zero before the first step too."""
-    tx, start = optperm.rigl(optax.sgd(0.1), 0.5, end=9, every=3, key=KEY), support.normal((6, 5))
+    tx, start = optperm.rigl(optax.sgd(0.1), 0.5, end=9, every=3), support.normal((6, 5))
     state = tx.init(start)
-    params, pruned = optperm.sparsity.prune(start, state, 0.5, criterion="random", key=KEY)
+    params, pruned = prune(start, state, 0.5, criterion="random", key=0)
     assert int(pruned.mask.sum()) < int(state.mask.sum()) == 15
     np.testing.assert_array_equal(params, np.where(pruned.mask, start, 0.0))
 
@@ -203,7 +182,7 @@ def test_first_mask_and_random_growth_are_uniform():
         state = tx.init(w)
         return state.mask, tx.update(w, state._replace(count=jnp.int32(1)), w)[1].mask
 
-    for found in masks(jax.random.split(KEY, 1000)):
+    for found in masks(jax.random.split(jax.random.key(0), 1000)):
         assert (found.sum(axis=(1, 2)) == 3).all()
         np.testing.assert_allclose(
             np.mean(found, axis=0), 0.25, atol=5 * np.sqrt(0.25 * 0.75 / 1000)

@@ -4,19 +4,17 @@ import functools
 import math
 from fractions import Fraction
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import replicas
-from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from stable_choice import highest
 
 import optperm
-from optperm.sparsity import Blocks, NOfM, Units
+from optperm.sparsity import Blocks, NOfM, Units, erk_sparsity, keep_top, prune
 from optperm.sparsity._choice import keep_highest, nearest_count, order_codes
 
 LENET = {
@@ -25,31 +23,6 @@ LENET = {
     "out": jax.ShapeDtypeStruct((100, 10), jnp.float32),
     "bias": jax.ShapeDtypeStruct((300,), jnp.float32),
 }
-NUMBERS = np.float32([0.0, -0.0, 1e-45, -1e-45, 1.5, -1.5, 3e38, np.inf, -np.inf, np.nan, -np.nan])
-SHAPES = ((3, 2), (7,), (2, 0), ())
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def select(scores, counts, groups):
-    codes = [order_codes(score) for score in scores]
-    return keep_highest(codes, groups, list(counts))
-
-
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(data=st.data())
-def test_exactly_the_highest_are_kept(data):
-    """Rank ties, zeros of both signs, infinities, NaN and subnormal numbers, of one leaf and of two."""
-    scores = [
-        NUMBERS[data.draw(st.lists(st.integers(0, 10), min_size=n, max_size=n))].reshape(shape)
-        for shape in SHAPES
-        for n in [math.prod(shape)]
-    ]
-    counts = np.int32([data.draw(st.integers(0, size)) for size in (7, 7)])
-    got = select(scores, counts, ((0, 3), (1,)))
-    joined = highest(np.concatenate([scores[0].ravel(), scores[3].ravel()]), counts[0])
-    np.testing.assert_array_equal(np.concatenate([got[0].ravel(), got[3].ravel()]), joined)
-    np.testing.assert_array_equal(got[1], highest(scores[1], counts[1]))
-    assert got[2].shape == (2, 0)
 
 
 def test_loops_over_many_small_leaves_are_not_compiled_as_one_function():
@@ -59,16 +32,6 @@ def test_loops_over_many_small_leaves_are_not_compiled_as_one_function():
     text = program.lower(codes).compile().as_text()
     assert text.count(" while(") == 2
     assert "small_call" not in text
-
-
-def test_scores_of_64_and_16_bits_are_ranked_exactly():
-    with jax.enable_x64(True):
-        scores = 1 + np.arange(9.0) * 2.0**-50  # one number in float32
-        np.testing.assert_array_equal(
-            keep_highest([order_codes(jnp.asarray(scores))], [[0]], [4])[0], highest(scores, 4)
-        )
-    half = jnp.array([1.0, -2.0, 1.0, 0.5], jnp.bfloat16)
-    assert keep_highest([order_codes(half)], [[0]], [1])[0].tolist() == [True, False, False, False]
 
 
 def test_more_entries_than_int32_can_count_are_refused():
@@ -84,9 +47,10 @@ def test_sharded_leaf_is_not_gathered(kind):
     scores = np.random.default_rng(0).normal(size=(16, 24)).round(1).astype(np.float32)
     with jax.set_mesh(mesh):
         placed = jax.device_put(scores, NamedSharding(mesh, P("x", "y")))
-        program = select.lower([placed], np.int32([100]), ((0,),)).compile()
-        (got,) = program([placed], np.int32([100]))
-        of_each_unit = jax.jit(lambda w: optperm.sparsity.keep_top(w, 0.5, scope="unit"))
+        select = jax.jit(lambda scores: keep_highest([order_codes(scores)], [[0]], [100]))
+        program = select.lower(placed).compile()
+        (got,) = program(placed)
+        of_each_unit = jax.jit(lambda w: keep_top(w, 0.5, scope="unit"))
         programs = program.as_text() + of_each_unit.lower(placed).compile().as_text()
     np.testing.assert_array_equal(got, highest(scores, 100))
     assert got.sharding.is_equivalent_to(placed.sharding, 2)
@@ -111,15 +75,13 @@ def test_counts_are_the_nearest_from_python_and_from_jax():
     assert nearest_count(jnp.float32(np.nan), 5) == 0
 
 
-@jax.jit
-def traced_erk(sparsity):
-    return optperm.sparsity.erk_sparsity(LENET, sparsity)
+traced_erk = jax.jit(functools.partial(erk_sparsity, LENET))
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.5, 0.9, 0.98, 0.999, 1.0])
 def test_erk_shares_are_proportional_and_exact(sparsity):
-    """Count by water filling, exactly in total; a traced fraction gives the counts within rounding."""
-    fractions = optperm.sparsity.erk_sparsity(LENET, sparsity)
+    """Fill by water, exactly in total, or within rounding if traced; what is no matrix stays dense."""
+    fractions = erk_sparsity(LENET, sparsity)
     live = {k: p.size - nearest_count(fractions[k], p.size) for k, p in LENET.items()}
     assert fractions["bias"] == 0.0
     assert sum(live.values()) - 300 == 266_200 - nearest_count(sparsity, 266_200)
@@ -131,29 +93,27 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
         assert abs(float(fraction) - fractions[k]) <= 2 / LENET[k].size
     if sparsity == 0.9:
         assert live == {"in": 18_714, "mid": 6_906, "out": 1_000, "bias": 300}
-
-
-def test_erk_sparsity_without_matrices_is_zero():
-    params = {"bias": jax.ShapeDtypeStruct((3,), jnp.float32)}
-    for sparsity in (0.5, jnp.float32(0.5)):
-        assert optperm.sparsity.erk_sparsity(params, sparsity) == {"bias": 0.0}
+    for given in (sparsity, jnp.float32(sparsity)):
+        assert erk_sparsity({"bias": LENET["bias"]}, given) == {"bias": 0.0}
 
 
 def pruned(w, fraction, structure, **options):
     opt_state = optperm.mask_elements().init(w)
-    found = optperm.sparsity.prune(w, opt_state, fraction, structure=structure, **options)
+    found = prune(w, opt_state, fraction, structure=structure, **options)
     return np.asarray(found[0])
 
 
 def test_structures_keep_what_numpy_keeps():
-    """Keep n of m along either axis, blocks with a smaller edge, and units by their mean."""
+    """Keep n of m along either axis, blocks with a smaller edge, units, and inputs of each unit."""
     w = np.random.default_rng(1).normal(size=(3, 8, 5)).astype(np.float32).round(1)
-    got = pruned(w, None, NOfM(2, 4)) != 0
-    for i, j, k in np.ndindex(3, 2, 5):
-        part = np.abs(w[i, 4 * j : 4 * j + 4, k])
-        np.testing.assert_array_equal(got[i, 4 * j : 4 * j + 4, k], highest(part, 2) & (part != 0))
-    last = pruned(w[..., :4], None, NOfM(1, 2, axis=-1)) != 0
-    assert (last.reshape(3, 8, 2, 2).sum(axis=-1) <= 1).all()
+    for leaf, structure, groups, axis in (
+        (w, NOfM(2, 4), (3, 2, 4, 5), 2),
+        (w[..., :4], NOfM(1, 2, axis=-1), (3, 8, 2, 2), 3),
+    ):
+        kept = np.apply_along_axis(highest, axis, np.abs(leaf).reshape(groups), structure.n)
+        np.testing.assert_array_equal(
+            pruned(leaf, None, structure), leaf * kept.reshape(leaf.shape)
+        )
 
     got = pruned(w, 0.5, Blocks(3, 2), scope="leaf")
     blocks = [
@@ -170,14 +130,11 @@ def test_structures_keep_what_numpy_keeps():
         kept = highest(means, len(rows) - nearest_count(0.4, len(rows)))
         np.testing.assert_array_equal(got, np.where(kept[:, None, None], rows, 0))
 
-
-def test_same_number_of_inputs_of_each_unit_is_kept():
-    """Compare as Wanda does: within each column."""
-    w = np.random.default_rng(2).normal(size=(2, 3, 4)).astype(np.float32)
-    norms = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3, 1)
-    got = pruned(w, 0.5, None, scope="unit", scores=np.abs(w) * norms).reshape(6, 4)
-    for column, scores in zip(got.T, (np.abs(w) * norms).reshape(6, 4).T, strict=True):
-        np.testing.assert_array_equal(column != 0, highest(scores, 3))
+    # As Wanda does
+    scores = np.abs(w) * np.arange(1.0, 9.0, dtype=np.float32)[:, None]
+    kept = np.apply_along_axis(highest, 0, scores.reshape(24, 5), 12).reshape(w.shape)
+    got = pruned(w, 0.5, None, scope="unit", scores=scores)
+    np.testing.assert_array_equal(got, w * kept)
 
 
 def test_structure_of_wrong_numbers_is_refused():
