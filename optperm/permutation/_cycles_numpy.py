@@ -109,7 +109,7 @@ def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float
         return weights.astype(np.float64), 1.0
     # In these formats, a number is an integer significand times a power of two.
     info = np.finfo(weights.dtype)
-    keys = order_keys(weights).astype(np.int64)
+    keys = np.where(is_finite, order_keys(weights), 0).astype(np.int64)
     exponent = np.abs(keys) >> info.nmant
     hidden = np.where(exponent > 0, 1 << info.nmant, 0)
     significand = np.sign(keys) * ((np.abs(keys) & ((1 << info.nmant) - 1)) | hidden)

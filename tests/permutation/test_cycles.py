@@ -100,6 +100,14 @@ def test_compiled_kernel_searches_through_ties_come_back_to_the_way_that_is_left
         assert_compiled_is_readable(rows, epsilon / np.ptp(w) - 1 / len(w), len(w))
 
 
+def test_compiled_kernel_infinite_weight_among_tiny_ones_gives_the_bits_of_the_readable_one():
+    """The readable one multiplies the finite weights by 2^600, and must not overflow at the others."""
+    weights = np.array([1e-200, -np.inf, 2e-200, 3e-200, np.nan, -1e-200, np.inf, 4e-200])
+    recommendation = np.random.default_rng(0).normal(size=(8, 1))
+    rows = recommendation, weights[:, None], np.zeros((1, 2), np.uint32)
+    assert_compiled_is_readable(rows, 1.0, 8)
+
+
 def test_compiled_kernel_ties_of_long_rows_give_the_bits_of_the_readable_one():
     """Whole words of 64 places rise or fall, but for one entry in thirty: cycles are far apart."""
     n, rows = 1000, 4
