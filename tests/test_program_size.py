@@ -1,9 +1,12 @@
 """A step's program, and what it takes to compile, grow slowly with the number of leaves."""
 
+import collections
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
+import loops
 import optax
 import pytest
 import support
@@ -27,38 +30,26 @@ MOST = {
 }
 
 
-def inner_programs(value):
-    """The programs among the parameters of an equation."""
-    if isinstance(value, tuple | list):
-        return [program for each in value for program in inner_programs(each)]
-    program = getattr(value, "jaxpr", value)
-    return [program] if hasattr(program, "eqns") else []
-
-
-def num_equations(program, seen=None):
+def num_equations(program, seen):
     """The number of equations, with those of branches and bodies of loops.
 
     A program that leaves of one shape share, by an inner `jax.jit`, is traced once and counts once.
     """
-    seen = set() if seen is None else seen
     if id(program) in seen:
         return 0
     seen.add(id(program))
-    inner = [each for eqn in program.eqns for each in inner_programs(list(eqn.params.values()))]
-    return len(program.eqns) + sum(num_equations(each, seen) for each in inner)
+    values = jax.tree.leaves([list(eqn.params.values()) for eqn in program.eqns])
+    inner = (getattr(value, "jaxpr", value) for value in values)
+    parts = [num_equations(each, seen) for each in inner if hasattr(each, "eqns")]
+    return len(program.eqns) + sum(parts)
 
 
 def size_of_step(tx, num_leaves):
     """The number of equations of an update that is applied, half of the leaves matrices."""
-    params = {f"w{i}": jax.ShapeDtypeStruct((8, 6), jnp.float32) for i in range(num_leaves // 2)}
-    params |= {f"b{i}": jax.ShapeDtypeStruct((6,), jnp.float32) for i in range(num_leaves // 2)}
-
-    def step(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    opt_state = jax.eval_shape(tx.init, params)
-    return num_equations(jax.make_jaxpr(step)(params, opt_state, params).jaxpr)
+    shapes = [(8, 6), (6,)] * (num_leaves // 2)
+    params = {f"p{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+    given = params, jax.eval_shape(tx.init, params), params
+    return num_equations(jax.make_jaxpr(loops.make_step(tx))(*given).jaxpr, set())
 
 
 def test_one_more_leaf_adds_few_equations(ours):
@@ -68,14 +59,13 @@ def test_one_more_leaf_adds_few_equations(ours):
 
 
 AXIS = "replica"
-COMPRESSED = optperm.distributed.Compression(bits=4)
 STEPS = {
     "dim_reduce": lambda: optperm.dim_reduce(n_components=2),
     "agn": lambda: optperm.agn(optax.sgd(0.1, 0.9), every=5, combine="sequential", axis_name=AXIS),
     "diloco": lambda: optperm.diloco(
         optax.sgd(0.1, 0.9),
         every=optperm.distributed.Every(8, 2, 1),
-        compress=COMPRESSED,
+        compress=optperm.distributed.Compression(bits=4),
         axis_name=AXIS,
     ),
 }
@@ -90,27 +80,21 @@ def compiled_step(name, num_leaves):
         # The parts are one vector: a sum of them would be a kernel that grows.
         return jnp.sum(jnp.stack([jnp.sum(leaf**2) for leaf in params.values()]))
 
-    def step(params, opt_state):
-        evaluation = optperm.evaluate(loss_fn, params, jnp.zeros(1))
-        updates, opt_state = tx.update(evaluation.grad, opt_state, params, **evaluation.extra_args)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    init = tx.init
+    step, init = loops.make_step(tx, loops.evaluation(loss_fn)), tx.init
     if name != "dim_reduce":
         step, init = jax.vmap(step, axis_name=AXIS), jax.vmap(init, axis_name=AXIS)
         params = {k: jax.ShapeDtypeStruct((3, 8, 6), jnp.float32) for k in params}
-    return jax.jit(step).lower(params, jax.eval_shape(init, params)).compile().as_text()
+    batch = jax.ShapeDtypeStruct((3, 1), jnp.float32)
+    return jax.jit(step).lower(params, jax.eval_shape(init, params), batch).compile().as_text()
 
 
 def num_kernels(text):
     """The number of fused computations that differ by more than names."""
     found = set()
     for body in re.findall(r"^%(?:fused|wrapped)_[^\n]*\{\n(.*?)^\}", text, re.M | re.S):
+        numbers = collections.defaultdict(itertools.count().__next__)
         plain = re.sub(r", metadata=\{[^}]*\}", "", body)
-        names = {
-            name: f"%{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"%[\w.-]+", plain)))
-        }
-        found.add(re.sub(r"%[\w.-]+", lambda match, names=names: names[match[0]], plain))
+        found.add(re.sub(r"%[\w.-]+", lambda name, numbers=numbers: f"%{numbers[name[0]]}", plain))
     return len(found)
 
 
