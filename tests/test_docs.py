@@ -8,7 +8,6 @@ import pathlib
 import re
 import runpy
 import textwrap
-import types
 
 import jax
 import pytest
@@ -74,10 +73,8 @@ def test_program_of_a_page_prints_what_its_comments_say(page, program, capsys):
 def test_public_names_of_training_stand_on_their_page():
     """The pages of the methods are written from the package itself."""
     exported = [name for name in dir(training) if not name.startswith("_")]
-    shown = re.findall(
-        r"^\.\. auto(?!summary)\w+:: (\w+)$", text_of("reference/training.rst"), re.M
-    )
-    assert sorted(shown) == sorted(exported)
+    page = text_of("reference/training.rst")
+    assert sorted(re.findall(r"^\.\. auto(?!summary)\w+:: (\w+)$", page, re.M)) == sorted(exported)
 
 
 def test_lines_for_each_method_call_what_there_is():
@@ -136,9 +133,8 @@ def test_method_on_the_page_takes_the_step_of_polyak():
     """The invented method of add_a_method.md takes Polyak's step, and the door checks for it."""
     namespace = {"__name__": "polyak"}
     exec(compile(code_blocks("guides/add_a_method.md")[0], "add_a_method.md", "exec"), namespace)
-    module = types.SimpleNamespace(**namespace)
-    assert module.transformation is transformation
-    tx, w = module.polyak(f_min=1.0), jax.numpy.array([3.0, 4.0])
+    assert namespace["transformation"] is transformation
+    tx, w = namespace["polyak"](f_min=1.0), jax.numpy.array([3.0, 4.0])
     updates, opt_state = jax.jit(tx.update)(w, tx.init(w), w, value=6.0)
     assert updates.tolist() == pytest.approx([-0.6, -0.8])  # (6 - 1) / 25 of the gradient
     assert float(opt_state.step_size) == pytest.approx(0.2)

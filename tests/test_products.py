@@ -135,13 +135,11 @@ REFUSED = [
 ]
 EXACT = [pair for pair in itertools.product(METHODS, WRAPPERS) if pair not in REFUSED]
 # Each wrapper and each method at least once: a covering array. CI runs the other products.
-USUAL = {
-    "sgperm": ("then", "masked"),
-    "laperm": ("MultiSteps", "followed"),
-    "mask_elements": ("first-of-same", "agn-other-center"),
-    "prune_gradually": ("first", "then-tracked"),
-    "agn": ("partition",),
-}
+USUAL = [
+    *(("sgperm", "then"), ("sgperm", "masked"), ("laperm", "MultiSteps"), ("laperm", "followed")),
+    *(("mask_elements", "first-of-same"), ("mask_elements", "agn-other-center")),
+    *(("prune_gradually", "first"), ("prune_gradually", "then-tracked"), ("agn", "partition")),
+]
 
 
 def make_step(tx):
@@ -169,12 +167,7 @@ def test_products_whose_entries_could_not_be_exact_are_refused():
 
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize(
-    ("name", "wrapper"),
-    support.every_night(
-        EXACT,
-        [(name, wrapper) for name, wrappers in USUAL.items() for wrapper in wrappers],
-        mark=pytest.mark.entries,
-    ),
+    ("name", "wrapper"), support.every_night(EXACT, USUAL, mark=pytest.mark.entries)
 )
 @pytest.mark.filterwarnings("ignore:In an optax.chain, a transformation follows")
 def test_every_entry_of_a_product_is_exact(name, wrapper):

@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import loops
+import numpy as np
 import optax
 import pytest
 import support
@@ -60,9 +61,9 @@ def test_one_more_leaf_adds_few_equations(ours):
 
 AXIS = "replica"
 STEPS = {
-    "dim_reduce": lambda: optperm.dim_reduce(n_components=2),
-    "agn": lambda: optperm.agn(optax.sgd(0.1, 0.9), every=5, combine="sequential", axis_name=AXIS),
-    "diloco": lambda: optperm.diloco(
+    "dim_reduce": optperm.dim_reduce(n_components=2),
+    "agn": optperm.agn(optax.sgd(0.1, 0.9), every=5, combine="sequential", axis_name=AXIS),
+    "diloco": optperm.diloco(
         optax.sgd(0.1, 0.9),
         every=optperm.distributed.Every(8, 2, 1),
         compress=optperm.distributed.Compression(bits=4),
@@ -73,7 +74,7 @@ STEPS = {
 
 def compiled_step(name, num_leaves):
     """The text of a compiled step; of methods that exchange, of three replicas."""
-    tx = STEPS[name]()
+    tx = STEPS[name]
     params = {f"p{i}": jax.ShapeDtypeStruct((8, 6), jnp.float32) for i in range(num_leaves)}
 
     def loss_fn(params, _):
@@ -116,37 +117,32 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-def first_call(name, params):
-    """A call outside of `jax.jit` that looks at all leaves."""
-    masks, tx = optperm.mask_elements().init(params), optperm.dim_reduce(n_components=1)
-    basis = jax.tree.map(
-        lambda p: jnp.ones((1, *p.shape)) / len(params) ** 0.5 / p.size**0.5, params
-    )
-    opt_state = tx.init(params)
-    return {
-        "prune": lambda: sparsity.prune(params, masks, 0.5),
-        "freeze": lambda: sparsity.freeze(masks, 0.5, scores=params),
-        "rigl": lambda: optperm.rigl(optax.sgd(0.1), 0.5, end=30, every=5).init(params),
-        "dim_reduce": lambda: tx.init(params),
-        "set_basis": lambda: subspace.set_basis(opt_state, basis),
-        "diloco": lambda: STEPS["diloco"]().init(params),
-    }[name]
+def basis_of(params):
+    """One row of length 1 over the params."""
+    each = (12 * len(params)) ** -0.5
+    return jax.tree.map(lambda p: np.full((1, *p.shape), each, np.float32), params)
+
+
+MASKS, DIM_REDUCE = optperm.mask_elements(), optperm.dim_reduce(n_components=1)
+# Calls outside of `jax.jit` that look at all leaves.
+FIRST_CALLS = {
+    "prune": lambda params: sparsity.prune(params, MASKS.init(params), 0.5),
+    "freeze": lambda params: sparsity.freeze(MASKS.init(params), 0.5, scores=params),
+    "rigl": optperm.rigl(optax.sgd(0.1), 0.5, end=30, every=5).init,
+    "set_basis": lambda params: subspace.set_basis(DIM_REDUCE.init(params), basis_of(params)),
+    "diloco": STEPS["diloco"].init,
+}
 
 
 @pytest.mark.parametrize(
-    "name",
-    support.every_night(
-        ["prune", "freeze", "rigl", "dim_reduce", "set_basis", "diloco"],
-        ["prune"],
-        mark=pytest.mark.entries,
-    ),
+    "name", support.every_night(FIRST_CALLS, ["prune"], mark=pytest.mark.entries)
 )
 def test_the_first_call_compiles_as_many_programs_for_any_number_of_leaves(name):
     def count(number):
-        call = first_call(name, {f"p{i}": jnp.full((4, 3), 1.0 + i) for i in range(number)})
+        params = {f"p{i}": jnp.full((4, 3), 1.0 + i) for i in range(number)}
         jax.clear_caches()
         COMPILATIONS.clear()
-        call()
+        FIRST_CALLS[name](params)
         return len(COMPILATIONS)
 
     few, many = count(4), count(12)
