@@ -128,7 +128,7 @@ def test_what_follows_a_method_that_must_be_last_is_warned_of():
 
 def test_what_may_follow_is_not_warned_of():
     """Warnings are errors here."""
-    params = KERNEL | {"bias": jnp.ones(2)}
+    params = KERNEL | {"bias": support.bias(2)}
     for tx in SOUND:
         optperm.apply_updates(params, params, tx.init(params))
 
