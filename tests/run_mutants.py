@@ -21,9 +21,7 @@ import time
 import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
-MUTANTS = pathlib.Path(__file__).with_name("mutants.toml")
-COPIED = ("optperm", "optperm_command", "tests", "benchmarks", "docs", "examples")
-COPIED += ("pyproject.toml", "README.md")
+FOLDERS = ("optperm", "optperm_command", "tests", "benchmarks", "docs", "examples")
 # The finder of an editable installation would import the package that is not mutated.
 PYTEST = (
     "import sys; "
@@ -36,14 +34,10 @@ LIMIT = 900  # seconds, after which a run of pytest is ended
 FAILED, HANGS = 1, -1
 
 
-def read_mutants():
-    """Return the mutants, dicts with `file`, `line`, `becomes` and perhaps `tests`."""
-    return tomllib.loads(MUTANTS.read_text(encoding="utf-8"))["mutant"]
-
-
-def room_of(mutant):
-    """Return the folder of a mutant's file, or the name of a file on the ground floor."""
-    return mutant["file"].partition("/")[0].removesuffix(".py").lstrip("_")
+def tests_of(mutant):
+    """Return the tests of a mutant's room, or those of its file on the ground floor."""
+    room = mutant["file"].partition("/")[0].removesuffix(".py").lstrip("_")
+    return f"tests/{room}" if (ROOT / "tests" / room).is_dir() else f"tests/test_{room}.py"
 
 
 def find_faults(mutants):
@@ -59,41 +53,32 @@ def find_faults(mutants):
                 yield f"there is no test {test}, which has to catch {mutant['line']}"
 
 
-def tests_of(room):
-    """Return the path of a room's tests."""
-    return f"tests/{room}" if (ROOT / "tests" / room).is_dir() else f"tests/test_{room}.py"
-
-
 def run_pytest(copy, tests):
     """Return the exit status of pytest (`HANGS` after the limit) and its output."""
-    environment = os.environ | {
-        "PYTHONPATH": str(copy),
-        "OPTPERM_TEST_LIMIT": "600",
-        "OPTPERM_TEST_CACHE": os.environ.get("OPTPERM_TEST_CACHE")
-        or str(ROOT / ".pytest_cache" / "mutants"),
-        "COLUMNS": "200",
-    }
+    cache = os.environ.get("OPTPERM_TEST_CACHE") or str(ROOT / ".pytest_cache" / "mutants")
+    settings = {"PYTHONPATH": str(copy), "OPTPERM_TEST_LIMIT": "600", "COLUMNS": "200"}
     options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     try:
         done = subprocess.run(
             [sys.executable, "-c", PYTEST, str(copy), *options],
             cwd=copy,
-            env=environment,
-            capture_output=True,
+            env=os.environ | settings | {"OPTPERM_TEST_CACHE": cache},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=LIMIT,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return HANGS, ""
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, done.stdout
 
 
 def try_mutant(copy, mutant):
     """Return what became of a mutant, and the tests that caught it."""
     file, start = copy / "optperm" / mutant["file"], time.perf_counter()
     original = ROOT / "optperm" / mutant["file"]
-    stages = [[f"tests/{test}" for test in mutant.get("tests", [])], [tests_of(room_of(mutant))]]
+    stages = [[f"tests/{test}" for test in mutant.get("tests", [])], [tests_of(mutant)]]
     text = original.read_text(encoding="utf-8").replace(mutant["line"], mutant["becomes"])
     file.write_text(text, encoding="utf-8")
     try:
@@ -116,28 +101,24 @@ def try_mutant(copy, mutant):
 def make_copy(folder, number):
     """Copy what tests need of the working tree, for one worker."""
     copy = pathlib.Path(folder).resolve() / str(number)
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", ".*")
-            shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-        else:
-            shutil.copy2(ROOT / name, copy / name)
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", ".*")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, copy / name)
     return copy
 
 
 def main():
     """Run the mutants that the arguments choose, and print what became of each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "chosen", nargs="*", help="a room, or a part of a file's path (all if none)"
-    )
+    parser.add_argument("chosen", nargs="*", help="rooms, or parts of the paths of files (all)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     given = parser.parse_args()
-    mutants = [
-        mutant
-        for mutant in read_mutants()
-        if not given.chosen or any(part in mutant["file"] for part in given.chosen)
-    ]
+    listed = pathlib.Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8")
+    mutants = tomllib.loads(listed)["mutant"]
+    if given.chosen:
+        mutants = [each for each in mutants if any(part in each["file"] for part in given.chosen)]
     if faults := "\n".join(find_faults(mutants)):
         parser.error(faults)
     caught, catching = 0, set()

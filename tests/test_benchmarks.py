@@ -17,113 +17,77 @@ import support
 from sklearn.metrics import log_loss
 
 ROOT = pathlib.Path(__file__).parents[1]
-FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
-# Each with flags that make it small, and its tables, or functions that make one, with what is left of
-# them. Other parts of a script run by night.
-USUAL = [
-    (
-        "distributed.py",
-        "--only local periods stacked traffic commits --repetitions 1 --leaves 2 --leaf-size 100",
-        {"OPTIMIZERS": ("Adam",), "COMMITTING": ("Adam",), "RULES": ("mean",)},
-    ),
-    (
-        "constant_sgd.py",
-        "--only steps --repetitions 3",
-        {"samplers": ("SGD", "diagonal, single_example", "sgld")},
-    ),
-    ("training.py", "--only methods --methods sgd svrg --seeds 1 --epochs 1 --units 4", {}),
-    ("compile.py", "--leaves 4,8 --shapes 2 --only agn ivon mask_elements", {}),
-    ("memory.py", "--only memory --smallest", {}),
-    ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
-    (
-        "sparsity.py",
-        "--only images --seeds 1 --epochs 0.6 --sparsity 0.9 --every 1",
-        {"ROWS": ("dense", "RigL, ERK")},
-    ),
-    (
-        "uncertainty.py",
-        "--seeds 1 --epochs 0.2 --methods Adam temperature IVON",
-        {},
-    ),
-    (
-        "permutation.py",
-        "--only methods values bytes --seeds 1 --epochs 0.9",
-        {"METHODS": ("SGPerm", "Adam"), "VALUES": (2,)},
-    ),
-    (
-        "subspace.py",
-        "--only images --seeds 1 --steps 30 --labels wrong",
-        {"METHODS": ("SWA", "dldr, dim_reduce")},
-    ),
-    (
-        "variance.py",
-        "--only table --examples 100 --lbfgs-passes 4 --saga-passes 2 --svrg-passes 5 --seeds 1 "
-        "--batch-sizes 50",
-        {},
-    ),
-]
-RUNS = [
-    *USUAL,
-    (
-        "distributed.py",
-        "--only bytes --seeds 1 --steps 10 --common 1 --layers 1 --width 8 --methods diloco agn",
-        {},
-    ),
-    ("training.py", "--only cost --repetitions 1 --seconds 0.01 --hidden 4", {}),
-    ("posterior.py", "--problems quadratic --batch-sizes 32 --seeds 1 --steps 50 --defaults", {}),
-    ("sparsity.py", "--only sweep --seeds 1 --fractions 3 --sweep-steps 2 2 --hidden 4", {}),
-    ("uncertainty.py", "--only defaults --seeds 1 --steps 2", {"TASKS": ("MLP", "transformer")}),
-    ("permutation.py", "--only speed --repetitions 1", {"SHAPES": ((10, 100),)}),
-    ("variance.py", "--only rates --rate-passes 1 --batch-sizes 50", {"FACTORS": (1.0,)}),
-    ("subspace.py", "--only pca update communication --smallest", {}),
-    ("variance.py", "--only lbfgs --passes 2 --full-passes 4", {}),
-    ("variance.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
-    (
-        "distributed.py",
-        "--only outer --seeds 1 --layers 1 --width 8",
-        {
-            "SETTINGS": (("MLP", 4, 2), ("decoder", 4, 2)),
-            "OUTER": ("averaging",),
-            "RATES": (1e-2,),
-        },
-    ),
-    (
-        "memory.py",
-        "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
-        {"RATES": (1e-2,), "LOW": (1.0,)},
-    ),
-    ("memory.py", "--only images --steps 6 --seeds 1 --methods AdamW", {}),
-    (
-        "sparsity.py",
-        "--only transformer --steps 36 --seeds 1",
-        {"DECODER_RATES": (1e-2,), "METHODS": ("2:4 straight-through",)},
-    ),
-    ("variance.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
-    ("variance.py", "--only variance --epochs 1", {}),
-    ("variance.py", f"--only convex {FIT}", {"SHAPES": ("constant",)}),
-    (
-        "variance.py",
-        "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1",
-        {"MARS": ("mars",)},
-    ),
-]
-# What has tests of its own.
-ELSEWHERE = {
-    "accelerators.py",
+# Scripts and flags that make them small, and of tables, or of functions that make one, what is left.
+# Other parts of a script run by night.
+USUAL = {
+    "distributed.py --only local periods stacked traffic commits --repetitions 1 --leaves 2 "
+    "--leaf-size 100": {
+        "OPTIMIZERS": ("Adam",),
+        "COMMITTING": ("Adam",),
+        "RULES": ("mean",),
+    },
+    "constant_sgd.py --only steps --repetitions 3": {
+        "samplers": ("SGD", "diagonal, single_example", "sgld")
+    },
+    "training.py --only methods --methods sgd svrg --seeds 1 --epochs 1 --units 4": {},
+    "compile.py --leaves 4,8 --shapes 2 --only agn ivon mask_elements": {},
+    "memory.py --only memory --smallest": {},
+    "posterior.py --mlp --steps 20 --seeds 1 --grid 1 --methods SGD": {},
+    "sparsity.py --only images --seeds 1 --epochs 0.6 --sparsity 0.9 --every 1": {
+        "ROWS": ("dense", "RigL, ERK")
+    },
+    "uncertainty.py --seeds 1 --epochs 0.2 --methods Adam temperature IVON": {},
+    "permutation.py --only methods values bytes --seeds 1 --epochs 0.9": {
+        "METHODS": ("SGPerm", "Adam"),
+        "VALUES": (2,),
+    },
+    "subspace.py --only images --seeds 1 --steps 30 --labels wrong": {
+        "METHODS": ("SWA", "dldr, dim_reduce")
+    },
+    "variance.py --only table --examples 100 --lbfgs-passes 4 --saga-passes 2 --svrg-passes 5 --seeds 1 "
+    "--batch-sizes 50": {},
 }
+RUNS = USUAL | {
+    "distributed.py --only bytes --seeds 1 --steps 10 --common 1 --layers 1 --width 8 "
+    "--methods diloco agn": {},
+    "training.py --only cost --repetitions 1 --seconds 0.01 --hidden 4": {},
+    "posterior.py --problems quadratic --batch-sizes 32 --seeds 1 --steps 50 --defaults": {},
+    "sparsity.py --only sweep --seeds 1 --fractions 3 --sweep-steps 2 2 --hidden 4": {},
+    "uncertainty.py --only defaults --seeds 1 --steps 2": {"TASKS": ("MLP", "transformer")},
+    "permutation.py --only speed --repetitions 1": {"SHAPES": ((10, 100),)},
+    "variance.py --only rates --rate-passes 1 --batch-sizes 50": {"FACTORS": (1.0,)},
+    "subspace.py --only pca update communication --smallest": {},
+    "variance.py --only lbfgs --passes 2 --full-passes 4": {},
+    "variance.py --only networks --passes 1 --seeds 1 --rates 0.5 --methods SVRG": {
+        "SHAPES": ("constant",)
+    },
+    "distributed.py --only outer --seeds 1 --layers 1 --width 8": {
+        "SETTINGS": (("MLP", 4, 2), ("decoder", 4, 2)),
+        "OUTER": ("averaging",),
+        "RATES": (1e-2,),
+    },
+    "memory.py --only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo": {
+        "RATES": (1e-2,),
+        "LOW": (1.0,),
+    },
+    "memory.py --only images --steps 6 --seeds 1 --methods AdamW": {},
+    "sparsity.py --only transformer --steps 36 --seeds 1": {
+        "DECODER_RATES": (1e-2,),
+        "METHODS": ("2:4 straight-through",),
+    },
+    "variance.py --only steps --repetitions 1 --width 4 --batches 2": {},
+    "variance.py --only variance --epochs 1": {},
+    "variance.py --only convex --passes 1 --seeds 1 --rates 0.5 --methods SVRG": {
+        "SHAPES": ("constant",)
+    },
+    "variance.py --only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1": {
+        "MARS": ("mars",)
+    },
+}
+ELSEWHERE = {"accelerators.py"}  # has tests of its own
 # What they share.
-SHARED = {
-    "images.py",
-    "results.py",
-    "scoring.py",
-    "small_tasks.py",
-    "accelerator_programs.py",
-    "collectives.py",
-    "library_bytes.py",
-    "timing.py",
-}
-# What a script asks JAX for before it starts, which it has here.
-DEVICES = ("jax_num_cpu_devices",)
+SHARED = {"images.py", "results.py", "scoring.py", "small_tasks.py", "accelerator_programs.py"}
+SHARED |= {"collectives.py", "library_bytes.py", "timing.py"}
 
 
 def part_of(table, left):
@@ -135,31 +99,33 @@ def part_of(table, left):
 
 @pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize(("script", "flags", "tables"), support.every_night(RUNS, USUAL))
+@pytest.mark.parametrize("command", support.every_night(RUNS, USUAL))
 def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
-    script, flags, tables, monkeypatch, capfd, tmp_path
+    command, monkeypatch, capfd, tmp_path
 ):
     """In this process, on the suite's eight devices; figures are what it prints last, and keeps."""
+    script, *flags = command.split()
     path, kept = ROOT / "benchmarks" / script, tmp_path / "new" / "found.json"
-    monkeypatch.setattr(sys, "argv", [str(path), *flags.split(), "--json", str(kept)])
+    monkeypatch.setattr(sys, "argv", [str(path), *flags, "--json", str(kept)])
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     update = jax.config.update
+    # The devices that a script asks JAX for before it starts are here.
     monkeypatch.setattr(
-        jax.config, "update", lambda name, value: name in DEVICES or update(name, value)
+        jax.config, "update", lambda *option: "jax_num_cpu_devices" in option or update(*option)
     )
     small = importlib.import_module("library_bytes")
     monkeypatch.setattr(small, "LAYERS", 1)
     monkeypatch.setattr(small, "WIDTH", 8)
     monkeypatch.setattr(small, "CONTEXT", small.CONTEXT)  # a script may set it
     main = runpy.run_path(str(path))["main"]
-    for name, left in tables.items():
+    for name, left in RUNS[command].items():
         main.__globals__[name] = part_of(main.__globals__[name], left)
     main()
     printed = capfd.readouterr().out.strip().splitlines()
     assert re.search(r"\d", printed[-1])
     found = json.loads(kept.read_text())
-    assert found["command"] == f"python benchmarks/{script} {flags}"
+    assert found["command"] == f"python benchmarks/{command}"
     for table in found["tables"]:
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}
     assert any(re.search(r"\d", cell) for cell in found["tables"][-1]["rows"][-1])
@@ -168,8 +134,7 @@ def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
 def test_no_benchmark_is_left_out():
     """One that is new joins `RUNS`."""
     there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    scripts = {script for script, _, _ in RUNS}
-    assert there == scripts | ELSEWHERE | SHARED
+    assert there == {command.split()[0] for command in RUNS} | ELSEWHERE | SHARED
 
 
 def test_scores_by_hand():

@@ -8,7 +8,6 @@ import pathlib
 import re
 import runpy
 import textwrap
-import types
 
 import jax
 import pytest
@@ -23,10 +22,13 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 ELSEWHERE = {"guides/add_a_method.md", "guides/in_other_libraries.md", "reference/index.md"}
 
 
+def text_of(page):
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
 def code_blocks(page):
-    return re.findall(
-        r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S
-    )
+    found = re.findall(r"^( *)```python\n(.*?)^\1```$", text_of(page), re.M | re.S)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 def programs(page):
@@ -71,32 +73,26 @@ def test_program_of_a_page_prints_what_its_comments_say(page, program, capsys):
 def test_public_names_of_training_stand_on_their_page():
     """The pages of the methods are written from the package itself."""
     exported = [name for name in dir(training) if not name.startswith("_")]
-    page = (DOCS / "reference" / "training.rst").read_text(encoding="utf-8")
+    page = text_of("reference/training.rst")
     assert sorted(re.findall(r"^\.\. auto(?!summary)\w+:: (\w+)$", page, re.M)) == sorted(exported)
 
 
 def test_lines_for_each_method_call_what_there_is():
     """Each call of optperm in them binds to the signature of what it calls."""
-    blocks = re.findall(
-        r"^  ```python\n(.*?)^  ```$",
-        (DOCS / "reference/index.md").read_text(encoding="utf-8"),
-        re.M | re.S,
-    )
     called = set()
-    for block in blocks:
-        for node in ast.walk(ast.parse(textwrap.dedent(block))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("optperm."):
-                name = ast.unparse(node.func).removeprefix("optperm.")
-                keywords = {each.arg: None for each in node.keywords}
-                inspect.signature(operator.attrgetter(name)(optperm)).bind(*node.args, **keywords)
-                called.add(name)
+    for node in ast.walk(ast.parse("".join(code_blocks("reference/index.md")))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("optperm."):
+            name = ast.unparse(node.func).removeprefix("optperm.")
+            keywords = {each.arg: None for each in node.keywords}
+            inspect.signature(operator.attrgetter(name)(optperm)).bind(*node.args, **keywords)
+            called.add(name)
     registered = {each.factory.__name__ for each in TRANSFORMATIONS}
     assert called >= registered & {*dir(optperm)}
 
 
 def test_results_are_tables_that_stand_on_pages():
     """Each says by which command it was made, where and when; no page asks for another."""
-    pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "benchmarks").glob("*.md"))
+    pages = "".join(text_of(page) for page in PAGES if page.startswith("benchmarks/"))
     results = sorted((DOCS.parent / "benchmarks" / "results").glob("*.json"))
     assert set(re.findall(r"^```{measured} (\w+)", pages, re.M)) == {each.stem for each in results}
     for path in results:
@@ -112,11 +108,8 @@ def test_scripts_that_sentences_name_exist():
     """In the pages, README and the docstrings."""
     root = DOCS.parent
     sources = [*DOCS.rglob("*.md"), *(root / "optperm").rglob("*.py"), root / "README.md"]
-    named = {
-        name
-        for path in sources
-        for name in re.findall(r"benchmarks/\w+\.py", path.read_text(encoding="utf-8"))
-    }
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    named = set(re.findall(r"benchmarks/\w+\.py", text))
     assert len(named) > 5
     assert {name for name in named if not (root / name).exists()} == set()
 
@@ -126,7 +119,7 @@ def test_figures_in_pages_are_those_of_the_results():
     figures = runpy.run_path(str(DOCS / "figures.py"))
     count = 0
     for page in PAGES:
-        text = (DOCS / page).read_text(encoding="utf-8")
+        text = text_of(page)
         assert figures["with_figures"](text) == text, f"{page}: run python docs/figures.py"
         comments = [each for each in re.findall(r"<!-- (\w+)", text) if each != "long"]
         assert len(figures["_FIGURE"].findall(text)) == len(comments), page
@@ -140,9 +133,8 @@ def test_method_on_the_page_takes_the_step_of_polyak():
     """The invented method of add_a_method.md takes Polyak's step, and the door checks for it."""
     namespace = {"__name__": "polyak"}
     exec(compile(code_blocks("guides/add_a_method.md")[0], "add_a_method.md", "exec"), namespace)
-    module = types.SimpleNamespace(**namespace)
-    assert module.transformation is transformation
-    tx, w = module.polyak(f_min=1.0), jax.numpy.array([3.0, 4.0])
+    assert namespace["transformation"] is transformation
+    tx, w = namespace["polyak"](f_min=1.0), jax.numpy.array([3.0, 4.0])
     updates, opt_state = jax.jit(tx.update)(w, tx.init(w), w, value=6.0)
     assert updates.tolist() == pytest.approx([-0.6, -0.8])  # (6 - 1) / 25 of the gradient
     assert float(opt_state.step_size) == pytest.approx(0.2)

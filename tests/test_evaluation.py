@@ -1,6 +1,5 @@
 """`evaluate` against closed forms and against plain JAX, alone and averaged over devices."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,9 @@ import support
 
 import optperm
 
+PARAMS, OTHER = support.random_params(0), support.random_params(1)
+BATCH = {"x": support.normal((8, 12), 1), "y": support.normal((8, 5), 2)}
+
 
 @jax.jit
 def loss_fn(params, batch):
@@ -19,26 +21,28 @@ def loss_fn(params, batch):
     return jnp.mean((prediction - batch["y"]) ** 2)
 
 
-def make_batch(size=8):
-    return {"x": support.normal((size, 12), 1), "y": support.normal((size, 5), 2)}
+def with_aux(params, batch):
+    return loss_fn(params, batch), {"size": batch["x"].shape[0]}
 
 
-def test_values_and_gradients_are_those_of_jax():
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_values_and_gradients_are_those_of_jax(has_aux):
     """Value, gradient and the closures, there and at other params, agree with `jax.value_and_grad`."""
-    params, other, batch = support.random_params(0), support.random_params(1), make_batch()
-    value, grad = jax.value_and_grad(loss_fn)(params, batch)
-    e = optperm.evaluate(loss_fn, params, batch)
-    assert e.aux is None
+    value, grad = jax.value_and_grad(loss_fn)(PARAMS, BATCH)
+    e = optperm.evaluate(with_aux if has_aux else loss_fn, PARAMS, BATCH, has_aux=has_aux)
+    assert e.aux == ({"size": 8} if has_aux else None)
     assert e.value == value
     support.assert_same_bits(e.grad, grad)
     assert set(e.extra_args) == {"value", "grad", "value_fn", "grad_fn", "per_example_grad_fn"}
     assert e.extra_args["value"] is e.value
     assert e.extra_args["grad"] is e.grad
-    for at in (params, other):
-        value, grad = jax.value_and_grad(loss_fn)(at, batch)
+    for at in (PARAMS, OTHER):
+        value, grad = jax.value_and_grad(loss_fn)(at, BATCH)
         assert e.extra_args["value_fn"](at) == value
         support.assert_same_bits(e.extra_args["grad_fn"](at), grad)
     assert value != e.value
+    plain = optperm.evaluate(loss_fn, PARAMS, BATCH).extra_args["per_example_grad_fn"]
+    support.assert_same_bits(e.extra_args["per_example_grad_fn"](PARAMS), plain(PARAMS))
 
 
 def test_minus_the_gradient_of_complex_params_descends():
@@ -63,18 +67,15 @@ def test_gradients_of_examples_are_a_loop_over_the_batch():
         return batch["scale"] * loss_fn(params, batch)
 
     def part(start, size):
-        return {name: batch[name][start : start + size] for name in ("x", "y")} | scale
+        return {name: BATCH[name][start : start + size] for name in ("x", "y")} | scale
 
     scale = {"scale": jnp.float32(2.0)}
-    params, batch = support.random_params(), make_batch() | scale
-    fns = optperm.evaluate(scaled, params, batch).extra_args
-    each = fns["per_example_grad_fn"](params)
+    fns = optperm.evaluate(scaled, PARAMS, BATCH | scale).extra_args
+    each, grad = fns["per_example_grad_fn"](PARAMS), jax.jit(jax.grad(scaled))
     for i in range(8):
-        alone = jax.grad(scaled)(params, part(i, 1))
-        chex.assert_trees_all_close(replicas.take(each, i), alone, rtol=1e-5)
-    expected = jax.grad(scaled)(params, part(3, 2))
-    found = fns["grad_fn"](params, start=3, size=2)
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+        support.assert_close(replicas.take(each, i), grad(PARAMS, part(i, 1)), rtol=1e-5)
+    found = fns["grad_fn"](PARAMS, start=3, size=2)
+    support.assert_close(found, grad(PARAMS, part(3, 2)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -87,79 +88,57 @@ def test_each_example_draws_from_a_key_of_its_own(bound):
         keep = jax.random.bernoulli(key, 0.5, batch["x"].shape).astype(jnp.float32)
         return jnp.mean((batch["x"] * keep) @ params["kernel"])
 
-    params, key = support.random_params(), jax.random.key(3)
-    batch = {"x": make_batch()["x"]} | ({} if bound else {"key": key})
-    grad_fn = optperm.evaluate(jax.tree_util.Partial(dropout, key), params, batch).extra_args[
-        "per_example_grad_fn"
-    ]
-    each = grad_fn(params)["kernel"]
+    key, grad = jax.random.key(3), jax.jit(jax.grad(dropout, argnums=1))
+    batch = {"x": BATCH["x"]} | ({} if bound else {"key": key})
+    e = optperm.evaluate(jax.tree_util.Partial(dropout, key), PARAMS, batch)
+    grad_fn = e.extra_args["per_example_grad_fn"]
+    each = grad_fn(PARAMS)["kernel"]
     for i in range(8):
         own = jax.random.fold_in(key, i)
-        example = {"x": batch["x"][i : i + 1], "key": own}
-        alone = jax.grad(dropout, argnums=1)(own, params, example)["kernel"]
+        alone = grad(own, PARAMS, {"x": BATCH["x"][i : i + 1], "key": own})["kernel"]
         np.testing.assert_allclose(each[i], alone, rtol=1e-5)
     masks = np.asarray(each[:, :, 0] != 0.0)
     assert len(np.unique(masks, axis=0)) == 8
-    support.assert_same_bits(grad_fn(params, start=3, size=2)["kernel"], each[3:5])
+    support.assert_same_bits(grad_fn(PARAMS, start=3, size=2)["kernel"], each[3:5])
 
 
 def test_closures_take_masked_params_as_they_were_evaluated():
     """Where the params are masked they are those of the evaluation, and get no gradient."""
-    params, other, batch = support.random_params(0), support.random_params(1), make_batch()
-    e = optperm.evaluate(loss_fn, params, batch)
-    masked = other | {"bias": optax.MaskedNode()}
-    filled = other | {"bias": params["bias"]}
+    e = optperm.evaluate(loss_fn, PARAMS, BATCH)
+    masked, filled = OTHER | {"bias": optax.MaskedNode()}, OTHER | {"bias": PARAMS["bias"]}
     assert e.extra_args["value_fn"](masked) == e.extra_args["value_fn"](filled)
     for name in ("grad_fn", "per_example_grad_fn"):
-        got, expected = e.extra_args[name](masked), e.extra_args[name](filled)
-        assert isinstance(got["bias"], optax.MaskedNode)
-        support.assert_same_bits(got["kernel"], expected["kernel"])
+        expected = e.extra_args[name](filled) | {"bias": optax.MaskedNode()}
+        support.assert_same_bits(e.extra_args[name](masked), expected)
 
 
-@pytest.mark.parametrize("name", ["evaluate", "full_gradient", "with_loss"])
-def test_loss_of_a_part_of_the_params_is_refused_with_the_way_out(name):
+def test_loss_of_a_part_of_the_params_is_refused_with_the_way_out():
     """As a method inside `optax.masked` or `optax.partition` would ask for it."""
-    params, batch = support.random_params(), make_batch()
-    masked, mask = params | {"bias": optax.MaskedNode()}, {"bias": False, "kernel": True}
-    tx = optax.masked(optperm.with_loss(optax.sgd(0.1), loss_fn, batch), mask)
-    calls = {
-        "evaluate": lambda: optperm.evaluate(loss_fn, masked, batch),
-        "full_gradient": lambda: optperm.variance.full_gradient(loss_fn, masked, [batch]),
-        "with_loss": lambda: tx.update(params, tx.init(params), params),
-    }
-    with pytest.raises(
-        ValueError, match=r'extra_args\["grad_fn"\], and put optperm.with_loss outside'
+    masked, mask = PARAMS | {"bias": optax.MaskedNode()}, {"bias": False, "kernel": True}
+    tx = optax.masked(optperm.with_loss(optax.sgd(0.1), loss_fn, BATCH), mask)
+    for call in (
+        lambda: optperm.evaluate(loss_fn, masked, BATCH),
+        lambda: optperm.variance.full_gradient(loss_fn, masked, [BATCH]),
+        lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS),
     ):
-        calls[name]()
-
-
-def test_aux_comes_out():
-    """With has_aux the second output is handed on, and the closures ignore it."""
-    params, batch = support.random_params(), make_batch()
-
-    def with_aux(params, batch):
-        return loss_fn(params, batch), {"size": batch["x"].shape[0]}
-
-    e = optperm.evaluate(with_aux, params, batch, has_aux=True)
-    plain = optperm.evaluate(loss_fn, params, batch)
-    assert e.aux == {"size": 8}
-    for name in ("value_fn", "grad_fn", "per_example_grad_fn"):
-        support.assert_same_bits(e.extra_args[name](params), plain.extra_args[name](params))
+        with pytest.raises(
+            ValueError, match=r'extra_args\["grad_fn"\], and put optperm.with_loss outside'
+        ):
+            call()
 
 
 def test_closures_cost_nothing_unless_called():
     """The loss is traced once for value and gradient; each closure called traces it once more."""
-    traces = 0
+    traces = []
 
     def counted(params, batch):
-        nonlocal traces
-        traces += 1
+        traces.append(1)
         return loss_fn(params, batch)
 
-    e = optperm.evaluate(counted, support.random_params(), make_batch())
-    assert traces == 1
-    e.extra_args["value_fn"](support.random_params())
-    assert traces == 2
+    e = optperm.evaluate(counted, PARAMS, BATCH)
+    assert len(traces) == 1
+    e.extra_args["value_fn"](PARAMS)
+    assert len(traces) == 2
 
 
 def everything(shared, batch, axis_name=replicas.AXIS):
@@ -181,26 +160,20 @@ def quarters(batch):
 def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
     """On every replica value, grad, value_fn, its derivative and grad_fn are the whole batch's, not
     sums, and per-example gradients are those of the replica's own examples."""
-    batch, shared = make_batch(), (support.random_params(0), support.random_params(1))
-    expected, each = everything(shared, batch, axis_name=None)
-    got, got_each = replicas.share(everything, mapping, 4)(shared, quarters(batch))
+    expected, each = everything((PARAMS, OTHER), BATCH, axis_name=None)
+    got, got_each = replicas.share(everything, mapping, 4)((PARAMS, OTHER), quarters(BATCH))
     for replica in range(4):
-        chex.assert_trees_all_close(replicas.take(got, replica), expected, rtol=1e-4, atol=1e-6)
-    chex.assert_trees_all_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
+        support.assert_close(replicas.take(got, replica), expected, rtol=1e-4, atol=1e-6)
+    support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
 def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     """Its opaque mode passes the number of the step too; every one sees the same batch."""
-    params, batch = {"w": jnp.array([1.0, -2.0])}, {"x": support.normal((4, 2), 0)}
-
-    def squares(params, batch):
-        return jnp.mean((batch["x"] @ params["w"]) ** 2)
-
-    grad_fn = optperm.evaluate(squares, params, batch).extra_args["grad_fn"]
-    support.assert_same_bits(grad_fn(params, 3), grad_fn(params))
+    grad_fn = optperm.evaluate(loss_fn, PARAMS, BATCH).extra_args["grad_fn"]
+    grads = grad_fn(PARAMS)
+    support.assert_same_bits(grad_fn(PARAMS, 3), grads)
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
     tx = optax.contrib.sam(optax.sgd(1.0), ascent, opaque_mode=True)
-    updates, _ = tx.update(grad_fn(params), tx.init(params), params, grad_fn=grad_fn)
-    grads = grad_fn(params)
-    above = optax.tree.add_scale(params, 0.1 / optax.tree.norm(grads), grads)
-    chex.assert_trees_all_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, grad_fn=grad_fn)
+    above = optax.tree.add_scale(PARAMS, 0.1 / optax.tree.norm(grads), grads)
+    support.assert_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)

@@ -6,8 +6,6 @@ nothing. What each method promises is written down here once more, from its docu
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ import pytest
 import support
 
 import optperm
+from optperm import distributed, permutation, sparsity
 from optperm.core.states import find_running_states, find_states
 from optperm.core.trees import fill_masked, mask_like
 
@@ -27,8 +26,6 @@ START = {
     "bias": support.normal((6,), 3),
 }
 GOAL = jax.tree.map(lambda p: jnp.sin(5.0 * p) + 0.3, START)
-COMMITTING = (optperm.distributed.AgnState, optperm.distributed.DilocoState)
-IS_MASKED = jax.tree.map(lambda p: jnp.abs(p) > 0.8, START)
 
 
 def sgd(rate: float = 0.3) -> optax.GradientTransformation:
@@ -36,81 +33,51 @@ def sgd(rate: float = 0.3) -> optax.GradientTransformation:
     return optax.sgd(rate, momentum=0.5)
 
 
-class Method(NamedTuple):
-    """A method with exact entries.
-
-    Attributes:
-      make: Makes it.
-      state_type: The type of its state.
-      find: From its state and the params before the step: a tree of flags for entries that have exact
-        values, and the values; None where there is none in this step.
-      permutes: Whether the params are a permutation of the first ones after such a step.
-    """
-
-    make: Callable[[], optax.GradientTransformation]
-    state_type: type[Any]
-    find: Callable[[Any, Any], Any]
-    permutes: bool = False
+def everywhere(tree, flag):
+    """The flag for each entry."""
+    return jax.tree.map(lambda leaf: np.full(leaf.shape, flag), tree)
 
 
 def held(state, before):
     """Entries with a mask of False, at their values before the step."""
-    return jax.tree.map(lambda m: ~m, state.mask), before
+    return jax.tree.map(jnp.logical_not, state.mask), before
 
 
 def dead(state, before):
     """Entries that are not live, at zero."""
-    return jax.tree.map(lambda m: ~m, state.mask), jax.tree.map(jnp.zeros_like, before)
+    return jax.tree.map(jnp.logical_not, state.mask), jax.tree.map(jnp.zeros_like, before)
 
 
 def permuted(state, _):
     """All entries, at the weights in the state."""
-    return jax.tree.map(lambda w: jnp.ones(w.shape, bool), state.weights), state.weights
+    return everywhere(state.weights, True), state.weights
 
 
-def synchronized(state, before):
+def synchronized(state, _):
     """All entries, in a step that is due."""
-    return permuted(state, before) if state.synchronized else None
+    return everywhere(state.weights, state.synchronized), state.weights
 
 
 def committed(state, _):
     """All entries, at the center, after a commit."""
-    if not np.all(state.pulled):
-        return None
-    return jax.tree.map(lambda c: jnp.ones(c.shape, bool), state.center), state.center
+    return everywhere(state.center, np.all(state.pulled)), state.center
 
 
-def masked():
-    """SGD with some entries held."""
-    return optax.chain(sgd(), optperm.mask_elements(jax.tree.map(jnp.logical_not, IS_MASKED)))
-
-
+MASKING = optperm.mask_elements(jax.tree.map(lambda p: jnp.abs(p) <= 0.8, START))
+# Each method with exact entries, the type of its state, and what gives the flags of these entries and
+# their values, by the state and the params before the step.
 METHODS = {
-    "sgperm": Method(
-        lambda: optperm.sgperm(0.4),
-        optperm.permutation.PermuteByCyclesState,
-        permuted,
-        permutes=True,
-    ),
-    "laperm": Method(
-        lambda: optperm.laperm(sgd(), 2),
-        optperm.permutation.LapermState,
-        synchronized,
-        permutes=True,
-    ),
-    "mask_elements": Method(masked, optperm.sparsity.MaskElementsState, held),
-    "prune_gradually": Method(
-        lambda: optperm.prune_gradually(sgd(), 0.5, lambda t: jnp.minimum(t / 4.0, 1.0), every=1),
-        optperm.sparsity.SparseState,
+    "sgperm": (optperm.sgperm(0.4), permutation.PermuteByCyclesState, permuted),
+    "laperm": (optperm.laperm(sgd(), 2), permutation.LapermState, synchronized),
+    "mask_elements": (optax.chain(sgd(), MASKING), sparsity.MaskElementsState, held),
+    "prune_gradually": (
+        optperm.prune_gradually(sgd(), 0.5, lambda t: jnp.minimum(t / 4.0, 1.0), every=1),
+        sparsity.SparseState,
         dead,
     ),
-    "rigl": Method(
-        lambda: optperm.rigl(sgd(), 0.5, end=50, every=2), optperm.sparsity.SparseState, dead
-    ),
-    "agn": Method(lambda: optperm.agn(sgd(), every=2), optperm.distributed.AgnState, committed),
-    "diloco": Method(
-        lambda: optperm.diloco(sgd(), sgd(0.7), every=2), optperm.distributed.DilocoState, committed
-    ),
+    "rigl": (optperm.rigl(sgd(), 0.5, end=50, every=2), sparsity.SparseState, dead),
+    "agn": (optperm.agn(sgd(), every=2), distributed.AgnState, committed),
+    "diloco": (optperm.diloco(sgd(), sgd(0.7), every=2), distributed.DilocoState, committed),
 }
 
 
@@ -134,7 +101,7 @@ WRAPPERS = {
     "agn-other-center": lambda tx: optperm.agn(tx, every=2, outer=sgd()),
     "diloco": lambda tx: optperm.diloco(tx, sgd(0.7), every=2),
     "diloco-plan": lambda tx: optperm.diloco(
-        tx, sgd(0.7), every=optperm.distributed.Every(4, fragments=2, delay=1)
+        tx, sgd(0.7), every=distributed.Every(4, fragments=2, delay=1)
     ),
     "laperm": lambda tx: optperm.laperm(tx, 2),
     "prune_gradually": lambda tx: optperm.prune_gradually(tx, 0.25, 1.0, every=1),
@@ -168,125 +135,79 @@ REFUSED = [
 ]
 EXACT = [pair for pair in itertools.product(METHODS, WRAPPERS) if pair not in REFUSED]
 # Each wrapper and each method at least once: a covering array. CI runs the other products.
-USUAL = {
-    "sgperm": ("then", "masked"),
-    "laperm": ("MultiSteps", "followed"),
-    "mask_elements": ("first-of-same", "agn-other-center"),
-    "prune_gradually": ("first", "then-tracked"),
-    "agn": ("partition",),
-}
+USUAL = [
+    *(("sgperm", "then"), ("sgperm", "masked"), ("laperm", "MultiSteps"), ("laperm", "followed")),
+    *(("mask_elements", "first-of-same"), ("mask_elements", "agn-other-center")),
+    *(("prune_gradually", "first"), ("prune_gradually", "then-tracked"), ("agn", "partition")),
+]
 
 
-@jax.jit
-def gradient(params, t):
-    """The gradient of a bowl, with noise of the step."""
-    return jax.tree.map(lambda p, q: p - q + 0.3 * jnp.cos(7.0 * p + t), params, GOAL)
+def make_step(tx):
+    """A step on a bowl with noise, of its own in each, that also returns the updates."""
 
+    def step(params, opt_state, t):
+        grads = jax.tree.map(lambda p, q: p - q + 0.3 * jnp.cos(7.0 * p + t), params, GOAL)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optperm.apply_updates(params, updates, opt_state), updates, opt_state
 
-def expected(method, opt_state, before, updates):
-    """The params after a step, as the documentation has it, and whether the method runs."""
-    running = find_running_states(opt_state, method.state_type)
-    if len(running) > 1:  # a center of the method's own kind is around it
-        (around,) = find_states(opt_state, COMMITTING)
-        running = find_states(around.local_state, method.state_type)
-    moved = optax.apply_updates(before, updates)
-    if not running:
-        return moved, None
-    (state,) = running
-    found = method.find(state, before)
-    if found is None:
-        return moved, state
-
-    def put(where, value, leaf):
-        if isinstance(where, optax.MaskedNode):
-            return leaf
-        return jnp.where(where, jnp.asarray(value, leaf.dtype), leaf)
-
-    where, values = found
-    leaf = {"is_leaf": lambda node: isinstance(node, optax.MaskedNode)}
-    values = fill_masked(values, before)
-    return jax.tree.map(put, where, values, moved, **leaf), state
+    return step
 
 
 @pytest.mark.usefixtures("lenient")
 def test_products_whose_entries_could_not_be_exact_are_refused():
-    def take_a_step(name, wrapper):
-        tx = WRAPPERS[wrapper](METHODS[name].make())
-        opt_state = tx.init(START)
-        updates, _ = tx.update(START, opt_state, START)
-        optperm.apply_updates(START, updates, opt_state)
-
     for name, wrapper in REFUSED:
+
+        def take_a_step(name=name, wrapper=wrapper):
+            tx = WRAPPERS[wrapper](METHODS[name][0])
+            make_step(tx)(START, tx.init(START), 0)
+
         with pytest.raises(ValueError, match=r"exact params|chooses which entries"):
-            jax.eval_shape(lambda pair=(name, wrapper): take_a_step(*pair))
+            jax.eval_shape(take_a_step)
 
 
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize(
-    ("name", "wrapper"),
-    support.every_night(
-        EXACT,
-        [(name, wrapper) for name, wrappers in USUAL.items() for wrapper in wrappers],
-        mark=pytest.mark.entries,
-    ),
+    ("name", "wrapper"), support.every_night(EXACT, USUAL, mark=pytest.mark.entries)
 )
 @pytest.mark.filterwarnings("ignore:In an optax.chain, a transformation follows")
 def test_every_entry_of_a_product_is_exact(name, wrapper):
     """By the promises of the method that runs, bit for bit, and nobody else's."""
-    method = METHODS[name]
-    tx = WRAPPERS[wrapper](method.make())
+    method, state_type, find = METHODS[name]
+    tx = WRAPPERS[wrapper](method)
     params, opt_state = START, jax.jit(tx.init)(START)
-
-    @jax.jit
-    def step(params, opt_state, t):
-        updates, opt_state = tx.update(gradient(params, t), opt_state, params)
-        return optperm.apply_updates(params, updates, opt_state), updates, opt_state
-
-    first, ran = START, 0
+    step, first, ran = jax.jit(make_step(tx)), START, 0
     for t in range(STEPS):
-        before, was_running = params, bool(ran)
+        before = params
         params, updates, opt_state = step(params, opt_state, t)
-        wanted, state = expected(method, opt_state, before, updates)
-        if state is not None and not was_running:
-            first = before
-        ran += state is not None
-        assert_promised(method, opt_state, state, params, wanted, first)
-        assert_center(method, wrapper, opt_state, params)
+        wanted = optax.apply_updates(before, updates)
+        running = find_running_states(opt_state, state_type)
+        if len(running) > 1:  # a center of the method's own kind is around it
+            running = find_states(opt_state.local_state, state_type)
+        if running:
+            (state,) = running
+            first, ran = first if ran else before, ran + 1
+            where, values = find(state, before)
+            is_exact = fill_masked(where, everywhere(START, False))
+            wanted = jax.tree.map(jnp.where, is_exact, fill_masked(values, before), wanted)
+        if not is_placed_by(wrapper, opt_state):
+            if isinstance(opt_state, sparsity.SparseState):
+                live = fill_masked(opt_state.mask, everywhere(START, True))
+                wanted = jax.tree.map(lambda m, w: jnp.where(m, w, 0.0), live, wanted)
+            support.assert_same_bits(params, wanted)
+            if running and find in (permuted, synchronized) and optax.tree.sum(where):
+                support.assert_permutes(*(mask_like(p, state.weights) for p in (params, first)))
+        elif wrapper not in ("diloco-plan", "dldr"):
+            center = distributed.center_params(opt_state)
+            support.assert_same_bits(params, center)
+            if find in (dead, held):
+                support.assert_same_bits(center, jax.tree.map(jnp.where, is_exact, values, center))
     assert ran if wrapper != "then" else ran == STEPS - 4
 
 
-def assert_promised(method, opt_state, state, params, wanted, first):
-    """Assert that params are exact, where no wrapper puts other values over them by its own promise."""
-    around = find_states(opt_state, (*COMMITTING, optperm.subspace.DldrState))
-    if any(np.any(getattr(each, "pulled", getattr(each, "is_restarted", 0))) for each in around):
-        return
-    if isinstance(opt_state, optperm.sparsity.SparseState):
-        wanted = jax.tree.map(
-            lambda live, w: jnp.where(live, w, jnp.zeros_like(w)),
-            fill_masked(opt_state.mask, jax.tree.map(lambda p: np.ones(p.shape, bool), START)),
-            wanted,
-        )
-    support.assert_same_bits(params, wanted)
-    if not method.permutes or state is None or method.find(state, params) is None:
-        return
-    support.assert_permutes(*(mask_like(each, state.weights) for each in (params, first)))
-
-
-def assert_center(method, wrapper, opt_state, params):
-    """Assert that after a commit params are the center, with the zeros of the method."""
-    found = find_states(opt_state, COMMITTING)
-    if wrapper not in ("agn", "agn-other-center", "diloco") or not np.all(found[0].pulled):
-        return
-    center = optperm.distributed.center_params(opt_state)
-    support.assert_same_bits(params, center)
-    local = find_states(found[0].local_state, method.state_type)
-    if local and method.find in (dead, held):
-        where, values = method.find(local[0], START)
-        where = fill_masked(where, jax.tree.map(lambda p: np.zeros(p.shape, bool), START))
-        support.assert_same_bits(
-            jax.tree.map(lambda c, w: c[w], center, where),
-            jax.tree.map(lambda v, w: v[w], values, where),
-        )
+def is_placed_by(wrapper, opt_state):
+    """Whether a wrapper puts other values over all entries in this step, by its own promise."""
+    places = (getattr(opt_state, name, False) for name in ("pulled", "is_restarted"))
+    return wrapper != "alone" and any(map(np.any, places))
 
 
 @pytest.mark.usefixtures("lenient")
@@ -300,19 +221,13 @@ def assert_center(method, wrapper, opt_state, params):
 )
 def test_states_of_several_trainings_are_applied_as_one(name, wrapper):
     """With the leading axis of `jax.vmap`, outside of it, entries are exact as they are inside."""
-    tx = WRAPPERS[wrapper](METHODS[name].make())
+    tx = WRAPPERS[wrapper](METHODS[name][0])
     params = jax.tree.map(lambda p: jnp.stack([p, p[::-1]]), START)
     opt_state = jax.jit(jax.vmap(tx.init))(params)
-
-    @jax.jit
-    @jax.vmap
-    def step(params, opt_state):
-        updates, opt_state = tx.update(gradient(params, 1), opt_state, params)
-        return optperm.apply_updates(params, updates, opt_state), updates, opt_state
-
+    step = jax.jit(jax.vmap(make_step(tx), in_axes=(0, 0, None)))
     for _ in range(6):
         before = params
-        params, updates, opt_state = step(params, opt_state)
+        params, updates, opt_state = step(params, opt_state, 1)
         support.assert_same_bits(optperm.apply_updates(before, updates, opt_state), params)
 
 
@@ -328,12 +243,7 @@ def test_params_to_evaluate_of_schedule_free_are_sparse_or_it_is_refused():
     tx = optperm.rigl(inner, 0.5, end=50, every=2, key=jax.random.key(0))
     params, opt_state = START, tx.init(START)
     for t in range(STEPS):
-        updates, opt_state = tx.update(gradient(params, t), opt_state, params)
-        params = optperm.apply_updates(params, updates, opt_state)
+        params, _, opt_state = make_step(tx)(params, opt_state, t)
     evaluated = optax.contrib.schedule_free_eval_params(opt_state.inner_state, params)
-    for live, leaf in zip(
-        jax.tree.leaves(opt_state.mask),
-        (evaluated["deep"]["kernel"], evaluated["kernel"]),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(leaf == 0, ~live)
+    live = fill_masked(opt_state.mask, everywhere(START, True))
+    jax.tree.map(lambda leaf, m: np.testing.assert_array_equal(leaf != 0, m), evaluated, live)

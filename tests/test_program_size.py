@@ -1,9 +1,13 @@
 """A step's program, and what it takes to compile, grow slowly with the number of leaves."""
 
+import collections
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
+import loops
+import numpy as np
 import optax
 import pytest
 import support
@@ -27,38 +31,26 @@ MOST = {
 }
 
 
-def inner_programs(value):
-    """The programs among the parameters of an equation."""
-    if isinstance(value, tuple | list):
-        return [program for each in value for program in inner_programs(each)]
-    program = getattr(value, "jaxpr", value)
-    return [program] if hasattr(program, "eqns") else []
-
-
-def num_equations(program, seen=None):
+def num_equations(program, seen):
     """The number of equations, with those of branches and bodies of loops.
 
     A program that leaves of one shape share, by an inner `jax.jit`, is traced once and counts once.
     """
-    seen = set() if seen is None else seen
     if id(program) in seen:
         return 0
     seen.add(id(program))
-    inner = [each for eqn in program.eqns for each in inner_programs(list(eqn.params.values()))]
-    return len(program.eqns) + sum(num_equations(each, seen) for each in inner)
+    values = jax.tree.leaves([list(eqn.params.values()) for eqn in program.eqns])
+    inner = (getattr(value, "jaxpr", value) for value in values)
+    parts = [num_equations(each, seen) for each in inner if hasattr(each, "eqns")]
+    return len(program.eqns) + sum(parts)
 
 
 def size_of_step(tx, num_leaves):
     """The number of equations of an update that is applied, half of the leaves matrices."""
-    params = {f"w{i}": jax.ShapeDtypeStruct((8, 6), jnp.float32) for i in range(num_leaves // 2)}
-    params |= {f"b{i}": jax.ShapeDtypeStruct((6,), jnp.float32) for i in range(num_leaves // 2)}
-
-    def step(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    opt_state = jax.eval_shape(tx.init, params)
-    return num_equations(jax.make_jaxpr(step)(params, opt_state, params).jaxpr)
+    shapes = [(8, 6), (6,)] * (num_leaves // 2)
+    params = {f"p{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+    given = params, jax.eval_shape(tx.init, params), params
+    return num_equations(jax.make_jaxpr(loops.make_step(tx))(*given).jaxpr, set())
 
 
 def test_one_more_leaf_adds_few_equations(ours):
@@ -68,14 +60,13 @@ def test_one_more_leaf_adds_few_equations(ours):
 
 
 AXIS = "replica"
-COMPRESSED = optperm.distributed.Compression(bits=4)
 STEPS = {
-    "dim_reduce": lambda: optperm.dim_reduce(n_components=2),
-    "agn": lambda: optperm.agn(optax.sgd(0.1, 0.9), every=5, combine="sequential", axis_name=AXIS),
-    "diloco": lambda: optperm.diloco(
+    "dim_reduce": optperm.dim_reduce(n_components=2),
+    "agn": optperm.agn(optax.sgd(0.1, 0.9), every=5, combine="sequential", axis_name=AXIS),
+    "diloco": optperm.diloco(
         optax.sgd(0.1, 0.9),
         every=optperm.distributed.Every(8, 2, 1),
-        compress=COMPRESSED,
+        compress=optperm.distributed.Compression(bits=4),
         axis_name=AXIS,
     ),
 }
@@ -83,34 +74,28 @@ STEPS = {
 
 def compiled_step(name, num_leaves):
     """The text of a compiled step; of methods that exchange, of three replicas."""
-    tx = STEPS[name]()
+    tx = STEPS[name]
     params = {f"p{i}": jax.ShapeDtypeStruct((8, 6), jnp.float32) for i in range(num_leaves)}
 
     def loss_fn(params, _):
         # The parts are one vector: a sum of them would be a kernel that grows.
         return jnp.sum(jnp.stack([jnp.sum(leaf**2) for leaf in params.values()]))
 
-    def step(params, opt_state):
-        evaluation = optperm.evaluate(loss_fn, params, jnp.zeros(1))
-        updates, opt_state = tx.update(evaluation.grad, opt_state, params, **evaluation.extra_args)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    init = tx.init
+    step, init = loops.make_step(tx, loops.evaluation(loss_fn)), tx.init
     if name != "dim_reduce":
         step, init = jax.vmap(step, axis_name=AXIS), jax.vmap(init, axis_name=AXIS)
         params = {k: jax.ShapeDtypeStruct((3, 8, 6), jnp.float32) for k in params}
-    return jax.jit(step).lower(params, jax.eval_shape(init, params)).compile().as_text()
+    batch = jax.ShapeDtypeStruct((3, 1), jnp.float32)
+    return jax.jit(step).lower(params, jax.eval_shape(init, params), batch).compile().as_text()
 
 
 def num_kernels(text):
     """The number of fused computations that differ by more than names."""
     found = set()
     for body in re.findall(r"^%(?:fused|wrapped)_[^\n]*\{\n(.*?)^\}", text, re.M | re.S):
+        numbers = collections.defaultdict(itertools.count().__next__)
         plain = re.sub(r", metadata=\{[^}]*\}", "", body)
-        names = {
-            name: f"%{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"%[\w.-]+", plain)))
-        }
-        found.add(re.sub(r"%[\w.-]+", lambda match, names=names: names[match[0]], plain))
+        found.add(re.sub(r"%[\w.-]+", lambda name, numbers=numbers: f"%{numbers[name[0]]}", plain))
     return len(found)
 
 
@@ -124,46 +109,37 @@ def test_leaves_of_one_shape_share_their_kernels_and_no_loop_is_one_function(nam
     assert "xla_cpu_small_call" not in few
 
 
-COMPILATIONS = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, duration, **_: (
-        COMPILATIONS.append(duration) if "backend_compile" in event else None
-    )
-)
+EVENTS = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))
 
 
-def first_call(name, params):
-    """A call outside of `jax.jit` that looks at all leaves."""
-    masks, tx = optperm.mask_elements().init(params), optperm.dim_reduce(n_components=1)
-    basis = jax.tree.map(
-        lambda p: jnp.ones((1, *p.shape)) / len(params) ** 0.5 / p.size**0.5, params
-    )
-    opt_state = tx.init(params)
-    return {
-        "prune": lambda: sparsity.prune(params, masks, 0.5),
-        "freeze": lambda: sparsity.freeze(masks, 0.5, scores=params),
-        "rigl": lambda: optperm.rigl(optax.sgd(0.1), 0.5, end=30, every=5).init(params),
-        "dim_reduce": lambda: tx.init(params),
-        "set_basis": lambda: subspace.set_basis(opt_state, basis),
-        "diloco": lambda: STEPS["diloco"]().init(params),
-    }[name]
+def basis_of(params):
+    """One row of length 1 over the params."""
+    each = (12 * len(params)) ** -0.5
+    return jax.tree.map(lambda p: np.full((1, *p.shape), each, np.float32), params)
+
+
+MASKS, DIM_REDUCE = optperm.mask_elements(), optperm.dim_reduce(n_components=1)
+# Calls outside of `jax.jit` that look at all leaves.
+FIRST_CALLS = {
+    "prune": lambda params: sparsity.prune(params, MASKS.init(params), 0.5),
+    "freeze": lambda params: sparsity.freeze(MASKS.init(params), 0.5, scores=params),
+    "rigl": optperm.rigl(optax.sgd(0.1), 0.5, end=30, every=5).init,
+    "set_basis": lambda params: subspace.set_basis(DIM_REDUCE.init(params), basis_of(params)),
+    "diloco": STEPS["diloco"].init,
+}
 
 
 @pytest.mark.parametrize(
-    "name",
-    support.every_night(
-        ["prune", "freeze", "rigl", "dim_reduce", "set_basis", "diloco"],
-        ["prune"],
-        mark=pytest.mark.entries,
-    ),
+    "name", support.every_night(FIRST_CALLS, ["prune"], mark=pytest.mark.entries)
 )
 def test_the_first_call_compiles_as_many_programs_for_any_number_of_leaves(name):
     def count(number):
-        call = first_call(name, {f"p{i}": jnp.full((4, 3), 1.0 + i) for i in range(number)})
+        params = {f"p{i}": jnp.full((4, 3), 1.0 + i) for i in range(number)}
         jax.clear_caches()
-        COMPILATIONS.clear()
-        call()
-        return len(COMPILATIONS)
+        EVENTS.clear()
+        FIRST_CALLS[name](params)
+        return sum("backend_compile" in event for event in EVENTS)
 
     few, many = count(4), count(12)
     assert 0 < many <= few

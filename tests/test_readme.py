@@ -1,8 +1,8 @@
 """README says what the kept results say, the reference lists every name, and a release agrees."""
 
-import json
 import pathlib
 import re
+import runpy
 import tomllib
 
 import jax.numpy as jnp
@@ -13,38 +13,28 @@ import optperm.training
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = runpy.run_path(str(ROOT / "docs" / "figures.py"))
 
 
-def cell(result, row, column, table=0):
-    """A cell of a kept result, without the marks of code."""
-    path = ROOT / "benchmarks" / "results" / f"{result}.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["tables"][table]
-    (line,) = (each for each in found["rows"] if each[0].replace("`", "") == row)
-    return line[found["columns"].index(column)]
-
-
-def first_number(text):
-    return float(re.match(r"[\d,]*\.?\d+", text)[0].replace(",", ""))
+def number(result, row, column, table=0):
+    """The number that a cell of a kept result begins with."""
+    found = RESULTS["cell"](result, row, column, table)
+    return float(re.match(r"[\d,]*\.?\d+", found)[0].replace(",", ""))
 
 
 # The figures in the order of README, and the cells that they round.
+TEXT, PER_PARAM = "memory_text", "words per param"
 FIGURES = [
-    ("AdamW 2.00 words", "memory_text", "AdamW", "words per param", 1),
-    ("words, 2.31 nats", "memory_text", "AdamW", "nats", 1),
-    ("`quantize_state` 0.53", "memory_text", "AdamW, 8 bits", "words per param", 1),
-    ("2.31; `apollo`", "memory_text", "AdamW, 8 bits", "nats", 1),
-    ("`apollo` 0.64", "memory_text", "apollo", "words per param", 1),
-    ("2.27; `low_rank`", "memory_text", "apollo", "nats", 1),
-    ("`low_rank` 0.71", "memory_text", "random, carried, residual", "words per param", 1),
-    ("2.22; `quantize_state(", "memory_text", "random, carried, residual", "nats", 1),
-    (
-        "`quantize_state(low_rank(...))` 0.25",
-        "memory_text",
-        "low rank, 8 bits",
-        "words per param",
-        1,
-    ),
-    ("2.23. The rank", "memory_text", "low rank, 8 bits", "nats", 1),
+    ("AdamW 2.00 words", TEXT, "AdamW", PER_PARAM, 1),
+    ("words, 2.31 nats", TEXT, "AdamW", "nats", 1),
+    ("`quantize_state` 0.53", TEXT, "AdamW, 8 bits", PER_PARAM, 1),
+    ("2.31; `apollo`", TEXT, "AdamW, 8 bits", "nats", 1),
+    ("`apollo` 0.64", TEXT, "apollo", PER_PARAM, 1),
+    ("2.27; `low_rank`", TEXT, "apollo", "nats", 1),
+    ("`low_rank` 0.71", TEXT, "random, carried, residual", PER_PARAM, 1),
+    ("2.22; `quantize_state(", TEXT, "random, carried, residual", "nats", 1),
+    ("`quantize_state(low_rank(...))` 0.25", TEXT, "low rank, 8 bits", PER_PARAM, 1),
+    ("2.23. The rank", TEXT, "low rank, 8 bits", "nats", 1),
     ("1.06 times", "low_rank_step", "AdamW, 8 bits", "ratio with a gradient of 512 tokens", 0),
     ("1.14 times", "low_rank_step", "low_rank, random", "ratio with a gradient of 512 tokens", 0),
     ("1.83 (`diloco`)", "byte_transformer", "diloco", "nats per byte", 0),
@@ -72,33 +62,30 @@ def test_readme_figure_equals_its_kept_cell(text, result, row, column, table):
     """Each rounds its cell to the last digit that README shows."""
     assert text in README
     shown = re.search(r"\d+\.(\d+)", text)
-    error = abs(float(shown[0]) - first_number(cell(result, row, column, table)))
+    error = abs(float(shown[0]) - number(result, row, column, table))
     assert error <= 0.5001 * 10.0 ** -len(shown[1])
 
 
 def test_readme_ratios_follow_from_kept_cells():
     """Traffic and steps are ratios of two cells; seconds stand behind the passes."""
     sent = [
-        first_number(cell("byte_transformer", row, "bytes per step"))
+        number("byte_transformer", row, "bytes per step")
         for row in ("in step", "diloco", "agn", "diloco, 4 bits")
     ]
     assert round(sent[0] / sent[1]) == round(sent[0] / sent[2]) == 10
     assert "at every tenth step send a tenth of the bytes" in README
     assert f"at every tenth step (1/{sent[0] / sent[3]:.0f} of the bytes), `diloco`" in README
-    steps = [first_number(cell("compare", row, "ms per step")) for row in ("sgperm", "sgd")]
+    steps = [number("compare", row, "ms per step") for row in ("sgperm", "sgd")]
     assert f"{steps[0] / steps[1]:.1f} times as long as SGD's" in README
     methods = ("katyusha, batches of 16, rate 0.193, seed 0", "optax.lbfgs")
-    seconds = [
-        float(re.search(r"([\d.]+) s", cell("svrg_convex_60000_n", row, "to 1e-06"))[1])
-        for row in methods
-    ]
+    cells = [RESULTS["cell"]("svrg_convex_60000_n", row, "to 1e-06") for row in methods]
+    seconds = [float(re.search(r"([\d.]+) s", each)[1]) for each in cells]
     assert f"in {seconds[0]:.0f} s (`optax.lbfgs` {seconds[1]:.0f} s)" in README
 
 
 def test_readme_posteriors_are_those_of_the_table():
     """Ten of twelve have deviations within 8%, and the report warns about the other two."""
-    path = ROOT / "benchmarks" / "results" / "posterior_defaults.json"
-    table = json.loads(path.read_text(encoding="utf-8"))["tables"][1]
+    table = RESULTS["result"]("posterior_defaults")["tables"][1]
     at = [table["columns"].index(name) for name in ("sd", "warnings")]
     rows = [(re.findall(r"[\d.]+", row[at[0]]), row[at[1]]) for row in table["rows"]]
     near = [all(abs(float(ratio) - 1) < 0.0801 for ratio in ratios) for ratios, _ in rows]
@@ -109,9 +96,7 @@ def test_readme_posteriors_are_those_of_the_table():
 
 @pytest.mark.usefixtures("lenient")
 def test_readme_program_prints_what_stands_below_it(capsys):
-    program, shown = re.search(
-        r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL
-    ).groups()
+    ((program, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.S)
     exec(compile(program, "README.md", "exec"), {"__name__": "program"})
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
     low_rank = optperm.memory.low_rank_adamw(3e-3, rank=1 / 8)

@@ -18,17 +18,13 @@ pytestmark = pytest.mark.usefixtures("lenient")
 STEPS, SWITCH = 7, 3
 
 
-@functools.cache
-def grads(step):
-    """Return quarters: with the rates below, sums and products are exact however they are fused."""
-    return jax.tree.map(
-        lambda g: jnp.round(4 * g) / 4, support.random_like(support.random_params(), step)
-    )
+def on_grid(tree, parts):
+    """Round: with the rates below, sums and products are exact however they are fused."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.round(parts * leaf) / parts), tree)
 
 
-def start():
-    """Return params on the same grid."""
-    return jax.tree.map(lambda p: jnp.round(64 * p) / 64, support.random_params())
+START = on_grid(support.random_params(), 64)
+GRADS = [on_grid(support.random_like(START, step), 4) for step in range(STEPS)]
 
 
 def sgd(rate=0.25):
@@ -45,26 +41,17 @@ PAIRS = ("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")
 
 def by_hand(first, then, *, track):
     """Return the params after each step, and the state of the second optimizer at the end."""
-    p, trail = start(), []
-    first_state, then_state = first.init(p), then.init(p)
-    step_first, step_then = loops.compiled(first), loops.compiled(then)
-    for index in range(STEPS):
-        if index < SWITCH:
-            if track:
-                _, then_state = step_then(p, then_state, grads(index))
-            p, first_state = step_first(p, first_state, grads(index))
-        else:
-            if index == SWITCH:
-                fresh = then.init(p)
-                then_state = replace_targets(then_state, fresh) if track else fresh
-            p, then_state = step_then(p, then_state, grads(index))
-        trail.append(p)
-    return trail, then_state
-
-
-def trained(tx, opt_state=None, how="jit"):
-    """Return params and state after each step."""
-    return loops.train(tx, start(), [grads(i) for i in range(STEPS)], how=how, opt_state=opt_state)
+    trail = loops.train(first, START, GRADS[:SWITCH])
+    at_switch = trail[-1][0]
+    then_state = then.init(at_switch)
+    if track:
+        warm = then.init(START)
+        before = [START, *(p for p, _ in trail[:-1])]
+        for p, g in zip(before, GRADS[:SWITCH], strict=True):
+            _, warm = loops.compiled(then)(p, warm, g)
+        then_state = replace_targets(warm, then_state)
+    trail += loops.train(then, at_switch, GRADS[SWITCH:], opt_state=then_state)
+    return [p for p, _ in trail], trail[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +66,7 @@ def test_switch_trains_as_the_two_by_hand(first, then, track):
     first, then = OPTIMIZERS[first], OPTIMIZERS[then]
     tx = optperm.switch_after(SWITCH, first, then, track=track)
     wanted, then_state = by_hand(first, then, track=track)
-    trail = trained(tx, how="scan")
+    trail = loops.train(tx, START, GRADS, how="scan")
     for index, ((p, opt_state), expected) in enumerate(zip(trail, wanted, strict=True)):
         support.assert_same_bits(p, expected)
         assert opt_state.count == index + 1
@@ -95,30 +82,28 @@ def test_number_of_steps_may_be_traced_zero_or_never_reached():
     first, then = sgd(), OPTIMIZERS["sgperm"]
     make = optax.inject_hyperparams(optperm.switch_after, static_args=("track",))
     tx = make(SWITCH, first, then)
-    trail = trained(tx)
+    trail = loops.train(tx, START, GRADS)
     support.assert_same_bits([p for p, _ in trail], by_hand(first, then, track=False)[0])
     for number, alone in [(0, then), (2**31 - 1, first)]:
-        opt_state = tx.init(start())
+        opt_state = tx.init(START)
         opt_state.hyperparams["num_steps"] = jnp.int32(number)
-        support.assert_same_bits(trained(tx, opt_state=opt_state)[-1][0], trained(alone)[-1][0])
+        p, _ = loops.train(tx, START, GRADS, opt_state=opt_state)[-1]
+        support.assert_same_bits(p, loops.train(alone, START, GRADS)[-1][0])
     # Lowered below the steps already taken, it switches at once; raised again, it does not go back.
     p, opt_state = trail[1]
     for index, number in ((2, 1), (3, 9)):
         opt_state.hyperparams["num_steps"] = jnp.int32(number)
-        p, opt_state = loops.compiled(tx)(p, opt_state, grads(index))
+        p, opt_state = loops.compiled(tx)(p, opt_state, GRADS[index])
         assert opt_state.inner_state.switched
 
 
 def test_inside_of_multi_steps_it_counts_steps_of_the_mean_gradient():
     """Two gradients are one step: the second optimizer takes the third step, of gradients 5 and 6."""
     tx = optax.MultiSteps(optperm.switch_after(2, optax.sgd(1.0), optax.sgd(4.0)), 2)
-    w = jnp.zeros(1)
-    state, trail = tx.init(w), []
-    for grad in jnp.arange(1.0, 9.0)[:, None]:
-        updates, state = tx.update(grad, state, w)
-        w = optax.apply_updates(w, updates)
-        trail.append(float(w[0]))
-    assert trail == [0, -1.5, -1.5, -5, -5, -27, -27, -57]
+    trail = loops.train(
+        tx.gradient_transformation(), jnp.zeros(1), list(jnp.arange(1.0, 9.0)[:, None])
+    )
+    assert [float(w[0]) for w, _ in trail] == [0, -1.5, -1.5, -5, -5, -27, -27, -57]
 
 
 @pytest.mark.parametrize("track", [False, True])
@@ -127,17 +112,14 @@ def test_only_the_optimizer_whose_turn_it_is_is_computed(track):
     calls = []
 
     def counting(name):
-        def update(updates, state, params=None):
-            del params
+        def count(updates, _):
             jax.debug.callback(lambda: calls.append(name))
-            return updates, state
+            return updates
 
-        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+        return optax.stateless(count)
 
     tx = optperm.switch_after(2, counting("first"), counting("then"), track=track)
-    opt_state, update = tx.init(start()), jax.jit(tx.update)
-    for index in range(4):
-        _, opt_state = update(grads(index), opt_state, start())
+    loops.train(tx, jnp.zeros(1), [jnp.zeros(1)] * 4)
     jax.effects_barrier()
     assert calls.count("first") == 2
     assert calls.count("then") == (4 if track else 2)
@@ -145,29 +127,26 @@ def test_only_the_optimizer_whose_turn_it_is_is_computed(track):
 
 def test_weights_are_placed_in_their_phase_alone():
     """Place those of the phase exactly, where `permuted_params` finds them."""
-    permute = optperm.sgperm(0.4)
-    tx = optperm.switch_after(SWITCH, sgd(), permute)
-    trail = trained(tx)
+    tx = optperm.switch_after(SWITCH, sgd(), optperm.sgperm(0.4))
+    trail = loops.train(tx, START, GRADS)
     at_switch = trail[SWITCH - 1][0]
     for p, opt_state in trail[SWITCH:]:
         support.assert_permutes(p, at_switch)
         support.assert_same_bits(optperm.permutation.permuted_params(opt_state), p)
-    p, opt_state = trail[-1]
     assert not np.array_equal(p["kernel"], at_switch["kernel"])
     permutation = optperm.permutation.export_permutation(at_switch, opt_state)
     support.assert_same_bits(optperm.permutation.apply_permutation(at_switch, permutation), p)
-    assert [type(state) for state in placing_states(opt_state)] == [type(opt_state)]
-    assert not placing_states(optperm.switch_after(1, sgd(), sgd()).init(start()))
 
 
 def test_targets_of_another_state_replace_those_of_both_phases():
-    """Take over the targets of both phases."""
-    one, other = start(), jax.tree.map(lambda p: p[::-1], start())
+    one, other = START, jax.tree.map(lambda p: p[::-1], START)
     tx = optperm.switch_after(1, optperm.sgperm(), optperm.sgperm(key=1))
-    states = tx.init(one), tx.init(other)
-    merged = replace_targets(*states)
+    state = tx.init(one)
+    assert [type(each) for each in placing_states(state)] == [type(state)]
+    merged = replace_targets(state, tx.init(other))
     support.assert_same_bits((merged.first[1].weights, merged.then[1].weights), (other, other))
-    support.assert_same_bits(merged.then[1].key, states[0].then[1].key)
+    support.assert_same_bits(merged.then[1].key, state.then[1].key)
+    assert not placing_states(optperm.switch_after(1, sgd(), sgd()).init(one))
 
 
 @pytest.mark.slow
@@ -180,13 +159,13 @@ def test_extra_arguments_reach_line_searches_in_both_phases():
     evaluate, batch = loops.evaluation(loss_fn), jnp.float32(3.0)
     lbfgs = optax.lbfgs(memory_size=2)
     tx = optperm.switch_after(1, lbfgs, lbfgs)
-    (before, _), (after, _) = loops.train(tx, start(), [batch] * 2, evaluate=evaluate)
+    (before, _), (after, _) = loops.train(tx, START, [batch] * 2, evaluate=evaluate)
     # The second one has no memory of the first one's step.
-    alone = start()
+    alone = START
     for _ in range(2):
         alone, _ = loops.compiled(lbfgs, evaluate)(alone, lbfgs.init(alone), batch)
     support.assert_close(after, alone, rtol=1e-5)
-    assert loss_fn(after, batch) < loss_fn(before, batch) < loss_fn(start(), batch)
+    assert loss_fn(after, batch) < loss_fn(before, batch) < loss_fn(START, batch)
 
 
 # What reads the state of a method, and a state that it reads. `apply_updates` goes by the exact entries,
@@ -205,12 +184,9 @@ def test_a_state_in_a_phase_that_does_not_run_is_refused():
     other = sgd().init(calls.PARAMS)
     both = optperm.switch_after(2, sgd(), sgd()).init(calls.PARAMS)
     for name, state in READ.items():
-
-        def read(opt_state, name=name):
-            return calls.call(name, {"opt_state": opt_state})
-
-        over = both._replace(first=state, switched=jnp.array(True))
+        read = functools.partial(lambda name, state: calls.call(name, {"opt_state": state}), name)
         yet_to_come = both._replace(then=state)
+        over = both._replace(first=state, switched=jnp.array(True))
         for opt_state in (over, yet_to_come, (other, yet_to_come)):
             with pytest.raises(ValueError, match=r"in a phase \(of .*\) that is not running"):
                 read(opt_state)
@@ -218,7 +194,7 @@ def test_a_state_in_a_phase_that_does_not_run_is_refused():
         read(in_both)
         if name != "posterior_report":
             with pytest.raises(ValueError, match=r"not known which phase"):
-                jax.jit(lambda s, read=read: jax.tree.leaves(read(s)))(in_both)
+                jax.eval_shape(lambda s, read=read: jax.tree.leaves(read(s)), in_both)
 
 
 def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():
