@@ -179,18 +179,7 @@ def simulate_agn(update, start, grads_of, steps, *, commits, combine, weights):
 
 
 def simulate_diloco(
-    inner,
-    outer,
-    start,
-    grads_of,
-    steps,
-    *,
-    sent,
-    shares,
-    parts,
-    delay=0,
-    mixing=0.0,
-    compress=None,
+    inner, outer, start, grads_of, steps, *, plan, parts, shares, mixing=0.0, compress=None
 ):
     """Simulate workers and their centers as the papers of DiLoCo, Streaming DiLoCo and NoLoCo do.
 
@@ -200,38 +189,41 @@ def simulate_diloco(
       start: The params with which all begin, a vector.
       grads_of: From the params of all, in rows, and the number of a step to their gradients.
       steps: The number of steps.
-      sent: From the number of a step to the fragments that are sent at its end.
+      plan: The period, the number of fragments, and the steps from sending to receiving.
+      parts: For each fragment the places of its params, in arrays that are compressed one by one.
       shares: From the number of a step to a matrix, whose row i has the share of each worker in the mean
         that worker i gets.
-      parts: For each fragment the places of its params, in arrays that are compressed one by one.
-      delay: The number of steps from sending to receiving.
       mixing: The fraction of its own params that a worker keeps.
-      compress: From a vector to what of it is sent, with its `decay`; None for all of it.
+      compress: The decay, and from a vector to what of it is sent; None for all of it.
 
     Yields:
       The params and the centers after each step, in rows, and how many exchanges each one missed.
     """
-    size = len(shares(1))
+    size, (period, fragments, delay) = len(shares(1)), plan
     workers = Workers(inner, start, size)
     center, outer_states, in_flight = workers.params.copy(), {}, {}
     held = np.zeros_like(center)
+
+    def sent(step):
+        is_sent = [(step - p * period // fragments) % period == 0 for p in range(fragments)]
+        return [(p, k) for p in range(fragments) if is_sent[p] for k in range(len(parts[p]))]
+
     for step in range(1, steps + 1):
         workers.take_step(grads_of(workers.params, step))
         theta = workers.params
-        for fragment in sent(step):
-            for k, at in enumerate(parts[fragment]):
-                if compress is None:
-                    delta = center[:, at] - shares(step) @ theta[:, at]
-                else:
-                    e = compress.decay * held[:, at] + center[:, at] - theta[:, at]
-                    rows = np.stack([compress(row) for row in e])
-                    held[:, at] = e - rows
-                    delta = shares(step) @ rows
-                in_flight[fragment, k] = delta
-        for fragment in sent(step - delay) if step > delay else ():
-            for k, at in enumerate(parts[fragment]):
-                place = fragment, k
-                move, outer_states[place] = outer(outer_states.get(place), in_flight[place])
-                center[:, at] += move
-                theta[:, at] = mixing * theta[:, at] + (1 - mixing) * center[:, at]
+        for p, k in sent(step):
+            at = parts[p][k]
+            if compress is None:
+                in_flight[p, k] = center[:, at] - shares(step) @ theta[:, at]
+            else:
+                decay, encode = compress
+                e = decay * held[:, at] + center[:, at] - theta[:, at]
+                rows = np.stack([encode(row) for row in e])
+                held[:, at] = e - rows
+                in_flight[p, k] = shares(step) @ rows
+        for p, k in sent(step - delay) if step > delay else ():
+            at = parts[p][k]
+            move, outer_states[p, k] = outer(outer_states.get((p, k)), in_flight[p, k])
+            center[:, at] += move
+            theta[:, at] = mixing * theta[:, at] + (1 - mixing) * center[:, at]
         yield theta.copy(), center.copy(), np.zeros(size, int)

@@ -16,8 +16,6 @@ from optperm.distributed import Compression
 from optperm.distributed import _compression as compression
 from optperm.distributed._replicas import Replicas
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 
 @functools.partial(jax.jit, static_argnums=0)
 def sent_of(compress, leaf):

@@ -11,8 +11,6 @@ import support
 
 import optperm
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 SIZE = 4
 START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
 
@@ -97,7 +95,7 @@ def test_a_value_without_its_function_is_averaged_over_the_replicas():
     np.testing.assert_allclose(moves, [-0.1 * (SIZE - 1) / 2] * SIZE, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64", "lenient")
 def test_leaves_of_all_dtypes_travel_in_one_vector():
     """Each keeps its dtype and its precision; float64 ones make the collective float64."""
     start = {name: np.zeros(3, dtype) for name, dtype in support.DTYPES.items()}

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import loops
 import numpy as np
 import optax
-import pytest
 import replicas
 
 import optperm
-
-pytestmark = pytest.mark.usefixtures("lenient")
 
 AXIS, PERIOD = replicas.AXIS, 3
 

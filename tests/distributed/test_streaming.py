@@ -15,8 +15,6 @@ import optperm
 from optperm.distributed import Compression, Every, center_params
 from optperm.distributed import _plans as plans
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 SGD = optax.sgd(1.0)
 
 
