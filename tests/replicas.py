@@ -30,12 +30,6 @@ def take(tree, index):
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def own(array):
-    """Return the part of a stacked array that lies on the devices of this process."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
-    return np.concatenate([shard.data for shard in shards])
-
-
 def map_over(mesh, step, *, check_vma):
     """Compile a step of one replica for replicas that are spread over all axes of a mesh."""
 
