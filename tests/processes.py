@@ -13,8 +13,6 @@ import pytest
 import optperm
 
 PROCESSES, DEVICES = 2, 2  # devices of each process
-# Seconds until workers count as hanging, and characters that are shown of what one wrote at its end.
-_LIMIT, _SHOWN = 180, 6000
 
 
 def run_workers(script, *arguments):
@@ -38,7 +36,7 @@ def run_workers(script, *arguments):
         "PYTHONUNBUFFERED": "1",
         "XLA_FLAGS": xla_flags(),
     }
-    workers, codes, deadline = [], [None], time.monotonic() + _LIMIT
+    workers, codes, deadline = [], [None], time.monotonic() + 180
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, str(index)) for index in range(PROCESSES)]
         try:
@@ -57,7 +55,7 @@ def run_workers(script, *arguments):
         wrote = [log.read_text() for log in logs]
     if any(code != 0 for code in codes):
         ends = zip(codes, wrote, strict=True)
-        says = [f"A worker of {script}: exit code {code}\n{said[-_SHOWN:]}" for code, said in ends]
+        says = [f"A worker of {script}: exit code {code}\n{said[-6000:]}" for code, said in ends]
         pytest.fail("\n".join(says), pytrace=False)
     return wrote
 

@@ -180,9 +180,7 @@ def simulate_diloco(
     Args:
       inner: The optimizer of the workers.
       outer: The optimizer of the centers.
-      start: The params with which all begin, a vector.
-      grads_of: From the params of all, in rows, and the number of a step to their gradients.
-      steps: The number of steps.
+      start, grads_of, steps: As above.
       plan: The period, the number of fragments, and the steps from sending to receiving.
       parts: For each fragment the places of its params, in arrays that are compressed one by one.
       shares: From the number of a step to a matrix, whose row i has the share of each worker in the mean
@@ -191,7 +189,7 @@ def simulate_diloco(
       compress: The decay, and from a vector to what of it is sent; None for all of it.
 
     Yields:
-      The params and the centers after each step, in rows, and how many exchanges each one missed.
+      What is yielded above: nobody misses an exchange.
     """
     size, (period, fragments, delay) = len(shares(1)), plan
     workers = Workers(inner, start, size)

@@ -128,16 +128,13 @@ def test_contributions_that_overflow_together_are_no_exchange(factory, rule, dty
 def test_a_replica_whose_params_are_not_finite_is_put_on_the_center(mixing):
     """It sits out an exchange, in which the center moves by the others, and takes part in the next."""
     tx = optperm.diloco(optax.sgd(0.1), SGD, every=2, axis_name=AXIS, mixing=mixing)
-    params = np.zeros((2, 2), np.float32)
-    opt_state = jax.vmap(tx.init)(params)
+    params, grads = np.zeros((2, 2), np.float32), [np.ones((2, 2), np.float32)] * 4
+    options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(params)}
     params[1, 0] = np.nan
-    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
-    for number in range(4):
-        params, opt_state = step(params, opt_state, np.ones((2, 2), np.float32))
-        if number == 1:
-            np.testing.assert_allclose(center_params(opt_state), np.full((2, 2), -0.2), rtol=1e-6)
+    _, (_, second), _, (params, last) = loops.train(tx, params, grads, **options)
+    np.testing.assert_allclose(center_params(second), np.full((2, 2), -0.2), rtol=1e-6)
     assert jnp.isfinite(params).all()
-    assert opt_state.skipped.tolist() == [0, 1]
+    assert last.skipped.tolist() == [0, 1]
 
 
 def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
@@ -149,41 +146,25 @@ def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
     assert params.tolist() == [-1.0, -1.0]
 
 
-BEGUN = {
-    "agn": functools.partial(optperm.agn, optax.sgd(0.1, 0.9), every=2),
-    "pairs": functools.partial(optperm.diloco, optax.sgd(0.1), every=2, combine="pairs"),
-    "fragments": functools.partial(
-        optperm.diloco, optax.sgd(0.1), every=Every(2, 2), center_dtype="float32"
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "how"), [("agn", "shard_map"), ("pairs", "pmap"), ("fragments", "vmap")]
+    ("factory", "options", "how"),
+    [
+        (optperm.agn, {"every": 2}, "shard_map"),
+        (optperm.diloco, {"every": 2, "combine": "pairs"}, "pmap"),
+        (optperm.diloco, {"every": Every(2, 2), "center_dtype": "float32"}, "vmap"),
+    ],
 )
-def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(name, how):
+def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(
+    factory, options, how
+):
     """One replica is not finite, and is left out; a mean of numbers near the largest is finite."""
     # Numbers whose bits a sum loses, or that a sum of four overflows.
     tricky = np.array([-0.0, 0.0, 1e-40, 1 / 3, 6e4, -6e4], np.float32)
     dtypes = [dtype for each, dtype in support.DTYPES.items() if each != "float64"]
     alike = replicas.stack([[tricky.astype(dtype) for dtype in dtypes]] * SIZE)
     apart = np.float32([[3e38, 1.0], [3e38, 2.0], [np.nan, 7.0], [3e38, 6.0]])
-    tx = BEGUN[name](axis_name=AXIS)
+    tx = factory(optax.sgd(0.1, 0.9), axis_name=AXIS, **options)
     state = jax.device_get(replicas.MAPPINGS[how](tx.init, SIZE)([*alike, apart]))
     np.testing.assert_allclose(state.center[-1], [[3e38, 3.0]] * SIZE, rtol=1e-6)
     for leaf, found in zip(alike, state.center[:-1], strict=True):
         support.assert_same_bits(found, leaf.astype(found.dtype))
-
-
-@pytest.mark.slow
-def test_after_a_switch_the_replicas_have_one_center():
-    """SGD takes the replicas apart; from the switch on each commit ends with the same bits on all."""
-    tx = optperm.switch_after(2, optax.sgd(0.1), BEGUN["fragments"](axis_name=AXIS))
-    batches = [np.float32(np.random.default_rng(i).normal(size=(SIZE, 3))) for i in range(5)]
-    options = {"evaluate": lambda p, t: (p - t, {}), "how": "shard_map", "size": SIZE}
-    trail = loops.train(tx, np.zeros(3, np.float32), batches, **options)
-    assert not (trail[1][0] == trail[1][0][:1]).all()
-    for _, state in trail[2:]:
-        center = np.asarray(state.then.center)
-        np.testing.assert_array_equal(center, center[:1].repeat(SIZE, axis=0))
-    assert trail[-1][1].then.count.tolist() == [3] * SIZE

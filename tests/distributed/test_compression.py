@@ -94,10 +94,9 @@ def test_a_residual_that_overflows_begins_again():
     tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), every=2, **options)
     opt_state = jax.vmap(tx.init)(np.zeros((2, 1), np.float32))
     opt_state = opt_state._replace(residual=np.float32([[0.0], [3e38]]))
-    params = np.float32([[0.0], [-3e38]])
-    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
-    for _ in range(8):
-        params, opt_state = step(params, opt_state, np.ones((2, 1), np.float32))
+    start, grads = np.float32([[0.0], [-3e38]]), [np.ones((2, 1), np.float32)] * 8
+    trail = loops.train(tx, start, grads, how="vmap", size=2, opt_state=opt_state)
+    params, opt_state = trail[-1]
     assert jnp.isfinite(opt_state.residual).all()
     assert opt_state.skipped.tolist() == [0, 1]
     np.testing.assert_allclose(params, -0.8, atol=0.05)

@@ -25,11 +25,6 @@ def rate(count):
     return 0.2 / (1.0 + jnp.asarray(count, jnp.float32))
 
 
-def labelled(learning_rate):
-    parts = {"a": optax.adam(learning_rate), "b": optax.sgd(learning_rate, momentum=0.9)}
-    return optax.partition(parts, {"w": "a", "b": "b"})
-
-
 NAMES = [
     *("adabelief", "adadelta", "adagrad", "adafactor", "adam", "adamax", "adamaxw"),
     *("adamw", "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam"),
@@ -44,7 +39,9 @@ RIGHT = {name: getattr(optax, name) for name in NAMES} | {
     "ademamix whose alpha is scheduled": lambda r: contrib.ademamix(0.1, alpha=r),
     "bias-corrected rmsprop": lambda r: optax.rmsprop(r, bias_correction=True),
     "injected": optax.inject_hyperparams(optax.adam),
-    "partition": labelled,
+    "partition": lambda r: optax.partition(
+        {"w": optax.adam(r), "b": optax.sgd(r, momentum=0.9)}, {"w": "w", "b": "b"}
+    ),
     "masked": lambda r: optax.chain(
         optax.masked(optax.scale_by_adam(), {"w": True, "b": False}),
         optax.scale_by_learning_rate(r),

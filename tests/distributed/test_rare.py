@@ -114,11 +114,9 @@ def test_a_flag_leaves_no_collective_in_a_local_step_and_one_in_a_commit(method)
 @pytest.mark.slow
 def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
     """Where they are encoded, nothing but their bytes leaves a device."""
-    for name, compress, per_entry in (
-        ("spmd explicit", Compression(bits=4), 0.52),
-        ("spmd auto", Compression(1 / 32, bits=2), 0.08),
-    ):
-        tx = optperm.diloco(optax.sgd(0.1), every=2, axis_name=AXIS, compress=compress)
+    four, largest = Compression(bits=4), Compression(1 / 32, bits=2)
+    for name, compress, per_entry in (("spmd explicit", four, 0.52), ("spmd auto", largest, 0.08)):
+        tx = DILOCO(optax.sgd(0.1), axis_name=AXIS, compress=compress)
         mapped, mesh = layout(name, lambda p, s, tx=tx: tx.update(p, s, p, commit=True)[0])
         params = {"w": np.ones((64, 128), np.float32)}
         given = (replicas.stack([tree] * SIZE) for tree in (params, tx.init(params)))
@@ -174,15 +172,13 @@ def test_what_differs_or_was_summed_between_replicas_is_refused_by_its_type(fact
 
 def test_replicas_that_skipped_a_step_commit_with_the_furthest():
     """Under vmap one clock counts for all, and each divides by the steps that it has made."""
-    tx = optperm.agn(optax.sgd(1.0), every=3, axis_name=AXIS)
-    params = np.zeros((2, 1), np.float32)
-    opt_state = jax.vmap(tx.init)(params)
-    opt_state = opt_state._replace(
+    tx, params = AGN(optax.sgd(1.0), axis_name=AXIS), np.zeros((2, 1), np.float32)
+    opt_state = jax.vmap(tx.init)(params)._replace(
         since_commit=np.int32([0, 1]), accumulator=np.float32([[0.0], [1.0]])
     )
-    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
-    for _ in range(2):
-        params, opt_state = step(params, opt_state, np.float32([[2.0], [1.0]]))
+    grads = [np.float32([[2.0], [1.0]])] * 2
+    trail = loops.train(tx, params, grads, how="vmap", size=2, opt_state=opt_state)
+    params, opt_state = trail[-1]
     np.testing.assert_allclose(params, [[-1.5]] * 2)
     assert opt_state.commits.tolist() == [1, 1]
 

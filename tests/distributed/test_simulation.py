@@ -60,22 +60,13 @@ def levels(e):
 
 
 class Case(NamedTuple):
-    """A method on some replicas.
-
-    Attributes:
-      tx: The method.
-      simulate: What simulates it.
-      size: The number of replicas.
-      flags: From the number of a step to `commit=`; None counts the steps.
-      bad: The step in which a gradient of the last replica has a NaN, if there is one.
-      atol: How near the two are.
-    """
+    """A method on some replicas, and what simulates it."""
 
     tx: Any
     simulate: Callable[..., Any]
     size: int = SIZE
-    flags: Callable[[int], Any] = lambda step: None
-    bad: int | None = None
+    flags: Callable[[int], Any] = lambda step: None  # from the number of a step to `commit=`
+    bad: int | None = None  # the step in which a gradient of the last replica has a NaN
     atol: float = 1e-12
 
 
@@ -110,10 +101,8 @@ SLICES = [whole("a", "b", "d"), layers(0, 2, 4), layers(1, 3, 5)]
 OF_SLICES = {"a": 0, "b": 0, "c": [1, 2, 1, 2, 1, 2], "d": 0}
 FLAGGED = {2, 3, 7, 14}
 DEFAULT = None, replicas.sgd(0.8, 0.5, nesterov=True)
-LARGEST, FOUR_BITS = (
-    (Compression(0.25), (0.95, largest)),
-    (Compression(bits=4), (1.0, levels)),
-)
+LARGEST = Compression(0.25), (0.95, largest)
+FOUR_BITS = Compression(bits=4), (1.0, levels)
 ROUNDED, PAIRS = {"atol": 1e-6}, {"combine": "pairs"}
 CASES = {
     "agn mean": agn(ADAM, "mean", {3, 6, 9, 12}, every=3, bad=4),
