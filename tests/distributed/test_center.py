@@ -168,3 +168,17 @@ def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(
     np.testing.assert_allclose(state.center[-1], [[3e38, 3.0]] * SIZE, rtol=1e-6)
     for leaf, found in zip(alike, state.center[:-1], strict=True):
         support.assert_same_bits(found, leaf.astype(found.dtype))
+
+
+@pytest.mark.slow
+def test_after_a_switch_the_replicas_have_one_center():
+    """SGD takes the replicas apart; from the switch on each commit ends with the same bits on all."""
+    diloco = optperm.diloco(SGD, every=Every(2, 2), axis_name=AXIS, center_dtype="float32")
+    tx, targets = optperm.switch_after(2, optax.sgd(0.1), diloco), support.normal((5, SIZE, 3))
+    options = {"evaluate": lambda p, t: (p - t, {}), "how": "shard_map", "size": SIZE}
+    trail = loops.train(tx, np.zeros(3, np.float32), list(targets), **options)
+    assert not (trail[1][0] == trail[1][0][:1]).all()
+    for _, state in trail[2:]:
+        center = np.asarray(state.then.center)
+        np.testing.assert_array_equal(center, center[:1].repeat(SIZE, axis=0))
+    assert trail[-1][1].then.count.tolist() == [3] * SIZE
