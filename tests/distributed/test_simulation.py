@@ -29,14 +29,6 @@ MOMENTUM = optax.sgd(0.05, 0.9), replicas.sgd(0.05, 0.9)
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True), replicas.sgd(0.7, 0.9, nesterov=True)
 
 
-def shares_of(size, is_paired, step):
-    """Return how much each one's mean has of each, by weight: of all, or of itself and its partner."""
-    shares = np.tile(WEIGHTS[:size], (size, 1))
-    if is_paired:
-        shares *= (np.eye(size) + np.eye(size)[replicas.partners(size, step - 1)]) > 0
-    return shares / shares.sum(axis=1, keepdims=True)
-
-
 def whole(*names):
     """Return the places of whole leaves."""
     return [PLACES[name] for name in names]
@@ -70,64 +62,50 @@ class Case(NamedTuple):
     atol: float = 1e-12
 
 
-def agn(optimizer, combine, commits, every, size=SIZE, **case):
+def agn(optimizer, combine, commits, every):
     """Make a case of AGN."""
     tx = optperm.agn(optimizer[0], every=every, combine=combine, axis_name=replicas.AXIS)
-    options = {"commits": commits, "combine": combine, "weights": WEIGHTS[:size]}
-    simulate = functools.partial(replicas.simulate_agn, optimizer[1], **options)
-    return Case(tx, simulate, size, **case)
+    options = {"commits": commits, "combine": combine}
+    return Case(tx, functools.partial(replicas.simulate_agn, optimizer[1], **options))
 
 
-def diloco(inner, outer, plan, parts, compress=(None, None), mixing=0.0, case=None, **options):
+def diloco(inner, outer, plan, parts, compress=(None, None), fragment_of=None, **options):
     """Make a case of DiLoCo."""
-    case, is_paired = case or {}, "combine" in options
-    options |= {"compress": compress[0], "mixing": mixing, "axis_name": replicas.AXIS}
-    simulate = functools.partial(
-        replicas.simulate_diloco,
-        inner[1],
-        outer[1],
-        plan=dataclasses.astuple(plan),
-        parts=parts,
-        shares=functools.partial(shares_of, case.get("size", SIZE), is_paired),
-        mixing=mixing,
-        compress=compress[1],
-    )
-    return Case(optperm.diloco(inner[0], outer[0], every=plan, **options), simulate, **case)
+    plain = {"every": plan, "axis_name": replicas.AXIS, "compress": compress[0]}
+    tx = optperm.diloco(inner[0], outer[0], fragment_of=fragment_of, **plain, **options)
+    options |= {"plan": dataclasses.astuple(plan), "parts": parts, "compress": compress[1]}
+    return Case(tx, functools.partial(replicas.simulate_diloco, (inner[1], outer[1]), **options))
 
 
 ALL = [whole(*SHAPES)]
 TWO, THREE = [whole("a"), whole("b", "c", "d")], [whole("a"), whole("b"), whole("c", "d")]
 SLICES = [whole("a", "b", "d"), layers(0, 2, 4), layers(1, 3, 5)]
 OF_SLICES = {"a": 0, "b": 0, "c": [1, 2, 1, 2, 1, 2], "d": 0}
-FLAGGED = {2, 3, 7, 14}
 DEFAULT = None, replicas.sgd(0.8, 0.5, nesterov=True)
 LARGEST = Compression(0.25), (0.95, largest)
 FOUR_BITS = Compression(bits=4), (1.0, levels)
-ROUNDED, PAIRS = {"atol": 1e-6}, {"combine": "pairs"}
+PAIRS = {"combine": "pairs"}
+FLAGGED, DELAYED = {2, 3, 7, 14}, Every(4, 2, 1)
 CASES = {
-    "agn mean": agn(ADAM, "mean", {3, 6, 9, 12}, every=3, bad=4),
+    "agn mean": agn(ADAM, "mean", {3, 6, 9, 12}, every=3)._replace(bad=4),
     "agn sum by a schedule": agn(MOMENTUM, "sum", {1, 3, 6, 10}, every=lambda commits: commits + 1),
-    "agn sequential by flags": agn(
-        MOMENTUM, "sequential", FLAGGED, every=99, flags=lambda step: step in FLAGGED, bad=5
+    "agn sequential by flags": agn(MOMENTUM, "sequential", FLAGGED, every=99)._replace(
+        flags=lambda step: step in FLAGGED, bad=5
     ),
-    "agn of one replica": agn(MOMENTUM, "mean", {4, 8, 12}, every=4, size=1, bad=6),
-    "diloco": diloco(ADAM, DEFAULT, Every(3), ALL, case={"bad": 4}),
-    "diloco by flags of the device": diloco(
-        SGD, ADAM, Every(4), ALL, case={"flags": lambda step: jnp.array(step % 4 == 0)}
+    "agn of one replica": agn(MOMENTUM, "mean", {4, 8, 12}, every=4)._replace(size=1, bad=6),
+    "diloco": diloco(ADAM, DEFAULT, Every(3), ALL)._replace(bad=4),
+    "diloco by flags of the device": diloco(SGD, ADAM, Every(4), ALL)._replace(
+        flags=lambda step: jnp.array(step % 4 == 0)
     ),
     "three fragments": diloco(SGD, OUTER, Every(5, 3), THREE),
-    "a delay by flags": diloco(
-        SGD, OUTER, Every(4, 2, 1), TWO, mixing=0.25, case={"flags": Every(4, 2, 1).at}
-    ),
+    "a delay by flags": diloco(SGD, OUTER, DELAYED, TWO, mixing=0.25)._replace(flags=DELAYED.at),
     "layers with a delay beyond the next": diloco(
         SGD, OUTER, Every(9, 3, 4), SLICES, mixing=0.5, fragment_of=OF_SLICES
     ),
     "pairs": diloco(SGD, OUTER, Every(3), ALL, **PAIRS),
-    "pairs of three": diloco(
-        SGD, OUTER, Every(3, 2, 2), TWO, mixing=0.5, case={"size": 3}, **PAIRS
-    ),
-    "the largest": diloco(SGD, OUTER, Every(3, 2, 1), TWO, LARGEST, mixing=0.25, case=ROUNDED),
-    "four bits": diloco(SGD, OUTER, Every(3), ALL, FOUR_BITS, case=ROUNDED),
+    "pairs of three": diloco(SGD, OUTER, Every(3, 2, 2), TWO, **PAIRS, mixing=0.5)._replace(size=3),
+    "largest": diloco(SGD, OUTER, Every(3, 2, 1), TWO, LARGEST, mixing=0.25)._replace(atol=1e-6),
+    "four bits": diloco(SGD, OUTER, Every(3), ALL, FOUR_BITS)._replace(atol=1e-6),
 }
 
 
@@ -154,16 +132,17 @@ def test_steps_of_any_method_are_those_of_a_simulation(name):
     start, targets = rng.normal(size=NUMBERS), rng.normal(size=(STEPS, case.size, NUMBERS))
     if case.bad is not None:
         targets[case.bad - 1, -1, 7] = np.nan
-    simulated = case.simulate(start, lambda rows, step: rows - targets[step - 1], STEPS)
+    start, weights = np.stack([start] * case.size), WEIGHTS[: case.size]
+    simulated = case.simulate(start, weights, lambda rows, step: rows - targets[step - 1], STEPS)
 
     def evaluate(flag, params, batch):
         given = {"commit": batch.get("flag", flag), "weight": batch["weight"]}
         return jax.tree.map(jnp.subtract, params, batch["target"]), given
 
-    params = unflat(np.stack([start] * case.size))
+    params = unflat(start)
     opt_state, compiled = jax.jit(jax.vmap(case.tx.init))(params), {}
     for step, (wanted, center, missed) in enumerate(simulated, start=1):
-        batch = {"target": unflat(targets[step - 1]), "weight": WEIGHTS[: case.size]}
+        batch = {"target": unflat(targets[step - 1]), "weight": weights}
         flag = case.flags(step)
         if isinstance(flag, jax.Array):
             batch["flag"], flag = np.stack([flag] * case.size), None
