@@ -55,8 +55,8 @@ def run_workers(script, *arguments):
         wrote = [log.read_text() for log in logs]
     if any(code != 0 for code in codes):
         ends = zip(codes, wrote, strict=True)
-        says = [f"A worker of {script}: exit code {code}\n{said[-6000:]}" for code, said in ends]
-        pytest.fail("\n".join(says), pytrace=False)
+        says = [f"exit code {code} (None if it still ran):\n{said[-6000:]}" for code, said in ends]
+        pytest.fail("\n".join(f"A worker of {script}: {each}" for each in says), pytrace=False)
     return wrote
 
 
