@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec as P
 import optperm
 from optperm.distributed import Compression, Every, center_params
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 SIZE, AXIS = 4, replicas.AXIS
 START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
 
@@ -57,6 +55,7 @@ def test_a_counted_step_copies_nothing():
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: optax.chain(optax.clip(1.0), tx), None])
+@pytest.mark.usefixtures("lenient")
 def test_a_flag_travels_through_chain_and_multi_steps(wrap):
     """Under jit; a micro-step of MultiSteps that only accumulates commits nothing."""
     inner = optperm.agn(optax.sgd(0.1), every=1000)
@@ -165,6 +164,7 @@ COMMITTED_ALONE = METHODS | {
 @pytest.mark.parametrize(
     "method", support.every_night(COMMITTED_ALONE, ["agn mean"], slow=["delayed"])
 )
+@pytest.mark.usefixtures("lenient")
 def test_a_commit_alone_equals_a_commit_with_the_last_step(method):
     """The params and the center, by a schedule of the center at the last step; a second one is none."""
     optimizer = optax.sgd(lambda count: 0.1 / (1 + count), momentum=0.9)
@@ -186,8 +186,9 @@ def test_a_commit_alone_equals_a_commit_with_the_last_step(method):
     support.assert_same_bits(again, alone)
 
 
-def test_a_commit_alone_in_an_unnamed_vmap_over_seeds_is_of_those_that_made_a_step():
-    tx = optperm.agn(optax.sgd(0.1, momentum=0.9), every=9, axis_name=AXIS)
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_a_commit_alone_in_an_unnamed_vmap_over_seeds_is_of_those_that_made_a_step(factory):
+    tx = factory(optax.sgd(0.1, momentum=0.9), every=9, axis_name=AXIS)
     fresh, moved = run_flagged(tx, grads_of(1), [False])
     run = jax.vmap(jax.vmap(flagged_step(tx, "only"), axis_name=AXIS))
     params, state = jax.jit(run)(*replicas.stack([moved, fresh]), replicas.stack([moved, fresh])[0])
@@ -197,6 +198,7 @@ def test_a_commit_alone_in_an_unnamed_vmap_over_seeds_is_of_those_that_made_a_st
 
 
 @pytest.mark.parametrize("name", support.every_night(["agn mean", "diloco"], ["agn mean"]))
+@pytest.mark.usefixtures("lenient")
 def test_a_method_that_places_params_follows_the_pull(name):
     """Each replica permutes its weights, exactly, and goes on from the center's permutation."""
     sgperm, start = optperm.sgperm(0.1), {"kernel": np.asarray(support.random_params()["kernel"])}
