@@ -13,8 +13,6 @@ import pytest
 import optperm
 
 PROCESSES, DEVICES = 2, 2  # devices of each process
-# Seconds until workers count as hanging, and characters that are shown of what one wrote at its end.
-_LIMIT, _SHOWN = 180, 6000
 
 
 def run_workers(script, *arguments):
@@ -38,26 +36,27 @@ def run_workers(script, *arguments):
         "PYTHONUNBUFFERED": "1",
         "XLA_FLAGS": xla_flags(),
     }
-    workers = []
+    workers, codes, deadline = [], [None], time.monotonic() + 180
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, str(index)) for index in range(PROCESSES)]
         try:
             for index, log in enumerate(logs):
                 given = map(str, (script, address, PROCESSES, index, *arguments))
                 with log.open("w") as stream:
-                    command = [sys.executable, *given]
                     out = {"stdout": stream, "stderr": stream}
-                    workers.append(subprocess.Popen(command, env=settings, **out))
-            codes = _wait(workers)
+                    workers.append(subprocess.Popen([sys.executable, *given], env=settings, **out))
+            while None in codes and not any(codes) and time.monotonic() < deadline:
+                time.sleep(0.05)
+                codes = [worker.poll() for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
         wrote = [log.read_text() for log in logs]
     if any(code != 0 for code in codes):
-        states = ["still ran" if code is None else f"exit code {code}" for code in codes]
-        ends = [f"{state}\n{said[-_SHOWN:]}" for state, said in zip(states, wrote, strict=True)]
-        pytest.fail("\n".join(f"A worker of {script}: {end}" for end in ends), pytrace=False)
+        ends = zip(codes, wrote, strict=True)
+        says = [f"exit code {code} (None if it still ran):\n{said[-6000:]}" for code, said in ends]
+        pytest.fail("\n".join(f"A worker of {script}: {each}" for each in says), pytrace=False)
     return wrote
 
 
@@ -65,13 +64,3 @@ def xla_flags():
     """Return the flags that the tests were started with, without the devices of their own process."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return " ".join(f for f in flags if "xla_force_host_platform_device_count" not in f)
-
-
-def _wait(workers):
-    """Wait until all have ended, one has failed, or the time is over; return the exit codes, or None."""
-    deadline = time.monotonic() + _LIMIT
-    while True:
-        codes = [worker.poll() for worker in workers]
-        if None not in codes or any(codes) or time.monotonic() > deadline:
-            return codes
-        time.sleep(0.05)

@@ -30,12 +30,6 @@ def take(tree, index):
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def own(array):
-    """Return the part of a stacked array that lies on the devices of this process."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
-    return np.concatenate([shard.data for shard in shards])
-
-
 def map_over(mesh, step, *, check_vma):
     """Compile a step of one replica for replicas that are spread over all axes of a mesh."""
 
@@ -132,10 +126,9 @@ def adam(rate, b1=0.9, b2=0.999, eps=1e-8):
 class Workers:
     """The replicas of a simulation: a row for each of its params, and of its summed gradients."""
 
-    def __init__(self, update, start, size):
-        self.update, self.states = update, [None] * size
-        self.params = np.stack([start] * size)
-        self.sums = np.zeros_like(self.params)
+    def __init__(self, update, start):
+        self.update, self.states = update, [None] * len(start)
+        self.params, self.sums = start.copy(), np.zeros_like(start)
 
     def take_step(self, grads):
         """Take a local step of each; what is not finite counts as zero in it."""
@@ -145,23 +138,23 @@ class Workers:
             self.params[i] += move
 
 
-def simulate_agn(update, start, grads_of, steps, *, commits, combine, weights):
+def simulate_agn(update, start, weights, grads_of, steps, *, commits, combine):
     """Simulate workers and a center as the AGN paper has them.
 
     Args:
       update: The optimizer of all.
-      start: The params with which all begin, a vector.
+      start: The params with which all begin, in rows that are the same.
+      weights: A weight for each worker.
       grads_of: From the params of all, in rows, and the number of a step to their gradients.
       steps: The number of steps.
       commits: The numbers of the steps that end in a commit; the first step is step 1.
       combine: As in `optperm.agn`.
-      weights: A weight for each worker.
 
     Yields:
       The params and the center after each step, in rows, and how many commits each one missed.
     """
-    workers = Workers(update, start, len(weights))
-    center, state, last, missed = start, None, 0, np.zeros(len(weights), int)
+    workers = Workers(update, start)
+    center, state, last, missed = start[0], None, 0, np.zeros(len(start), int)
     for step in range(1, steps + 1):
         workers.take_step(grads_of(workers.params, step))
         if step in commits:
@@ -175,63 +168,57 @@ def simulate_agn(update, start, grads_of, steps, *, commits, combine, weights):
                 center = center + move
             workers.params[:], workers.sums[:] = center, 0.0
             last, missed = step, missed + ~is_finite
-        yield workers.params.copy(), np.stack([center] * len(weights)), missed
+        yield workers.params.copy(), np.stack([center] * len(start)), missed
 
 
 def simulate_diloco(
-    inner,
-    outer,
-    start,
-    grads_of,
-    steps,
-    *,
-    sent,
-    shares,
-    parts,
-    delay=0,
-    mixing=0.0,
-    compress=None,
+    updates, start, weights, grads_of, steps, plan, parts, combine="mean", mixing=0.0, compress=None
 ):
     """Simulate workers and their centers as the papers of DiLoCo, Streaming DiLoCo and NoLoCo do.
 
     Args:
-      inner: The optimizer of the workers.
-      outer: The optimizer of the centers.
-      start: The params with which all begin, a vector.
-      grads_of: From the params of all, in rows, and the number of a step to their gradients.
-      steps: The number of steps.
-      sent: From the number of a step to the fragments that are sent at its end.
-      shares: From the number of a step to a matrix, whose row i has the share of each worker in the mean
-        that worker i gets.
+      updates: The optimizer of the workers, and the optimizer of the centers.
+      start, weights, grads_of, steps: As above.
+      plan: The period, the number of fragments, and the steps from sending to receiving.
       parts: For each fragment the places of its params, in arrays that are compressed one by one.
-      delay: The number of steps from sending to receiving.
+      combine: As in `optperm.diloco`.
       mixing: The fraction of its own params that a worker keeps.
-      compress: From a vector to what of it is sent, with its `decay`; None for all of it.
+      compress: The decay, and from a vector to what of it is sent; None for all of it.
 
     Yields:
-      The params and the centers after each step, in rows, and how many exchanges each one missed.
+      What is yielded above: nobody misses an exchange.
     """
-    size = len(shares(1))
-    workers = Workers(inner, start, size)
-    center, outer_states, in_flight = workers.params.copy(), {}, {}
-    held = np.zeros_like(center)
+    (inner, outer), (period, fragments, delay), size = updates, plan, len(start)
+    workers = Workers(inner, start)
+    center, outer_states, in_flight, held = start.copy(), {}, {}, np.zeros_like(start)
+
+    def sent(step):
+        is_sent = [(step - p * period // fragments) % period == 0 for p in range(fragments)]
+        return [(p, k) for p in range(fragments) if is_sent[p] for k in range(len(parts[p]))]
+
+    def shares(step):
+        # In row i the share of each worker in the mean that worker i gets: of all, or of two
+        rows = np.tile(weights, (size, 1))
+        if combine == "pairs":
+            rows *= (np.eye(size) + np.eye(size)[partners(size, step - 1)]) > 0
+        return rows / rows.sum(axis=1, keepdims=True)
+
     for step in range(1, steps + 1):
         workers.take_step(grads_of(workers.params, step))
         theta = workers.params
-        for fragment in sent(step):
-            for k, at in enumerate(parts[fragment]):
-                if compress is None:
-                    delta = center[:, at] - shares(step) @ theta[:, at]
-                else:
-                    e = compress.decay * held[:, at] + center[:, at] - theta[:, at]
-                    rows = np.stack([compress(row) for row in e])
-                    held[:, at] = e - rows
-                    delta = shares(step) @ rows
-                in_flight[fragment, k] = delta
-        for fragment in sent(step - delay) if step > delay else ():
-            for k, at in enumerate(parts[fragment]):
-                place = fragment, k
-                move, outer_states[place] = outer(outer_states.get(place), in_flight[place])
-                center[:, at] += move
-                theta[:, at] = mixing * theta[:, at] + (1 - mixing) * center[:, at]
+        for p, k in sent(step):
+            at = parts[p][k]
+            if compress is None:
+                in_flight[p, k] = center[:, at] - shares(step) @ theta[:, at]
+            else:
+                decay, encode = compress
+                e = decay * held[:, at] + center[:, at] - theta[:, at]
+                rows = np.stack([encode(row) for row in e])
+                held[:, at] = e - rows
+                in_flight[p, k] = shares(step) @ rows
+        for p, k in sent(step - delay) if step > delay else ():
+            at = parts[p][k]
+            move, outer_states[p, k] = outer(outer_states.get((p, k)), in_flight[p, k])
+            center[:, at] += move
+            theta[:, at] = mixing * theta[:, at] + (1 - mixing) * center[:, at]
         yield theta.copy(), center.copy(), np.zeros(size, int)

@@ -3,10 +3,7 @@
 import collectives
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 pytestmark = pytest.mark.programs
 
@@ -17,17 +14,14 @@ def test_traffic_is_read_from_the_compiled_program():
     def on_replica(params, a, b):
         def commit():
             total = jax.lax.cond(params[1] > 0, lambda: jax.lax.psum(a, "replica"), lambda: a)
-            return total, jax.lax.all_gather(b, "replica", tiled=True)
+            return total, jax.lax.all_gather(b, "replica")
 
-        rare = jax.lax.cond(params[0] > 0, commit, lambda: (a, jnp.tile(b, (4, 1))))
+        rare = jax.lax.cond(params[0] > 0, commit, lambda: (a, jnp.stack([b] * 4)))
         return jax.lax.psum(params, "replica"), rare
 
-    mesh = Mesh(np.array(jax.devices()[:4]), "replica")
-    mapped = jax.shard_map(
-        on_replica, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), check_vma=False
-    )
-    arguments = jnp.ones(8), jnp.ones((4, 5)), jnp.ones((4, 3), jnp.int8)
-    hlo = jax.jit(mapped).lower(*arguments).compile().as_text()
+    mapped = jax.pmap(on_replica, axis_name="replica", devices=jax.devices()[:4])
+    arguments = jnp.ones((4, 2)), jnp.ones((4, 5)), jnp.ones((4, 3), jnp.int8)
+    hlo = mapped.lower(*arguments).compile().as_text()
     found = set(map(tuple, collectives.find_collectives(hlo)))
     assert found == {
         ("all-reduce", 2 * 4, False),

@@ -14,8 +14,6 @@ import support
 import optperm
 from optperm.distributed import Compression, Every, center_params
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 SIZE, AXIS = 4, replicas.AXIS
 SGD = optax.sgd(1.0)
 
@@ -47,8 +45,7 @@ def test_the_center_has_what_is_not_trained():
     """Leaves that another transformation of a partition holds are taken from the params."""
     params = {"w": jnp.ones(2), "frozen": jnp.full(3, 7.0)}
     diloco = optperm.diloco(optax.sgd(0.1), optax.sgd(0.7), every=1)
-    parts = {"train": diloco, "hold": optax.set_to_zero()}
-    tx = optax.partition(parts, {"w": "train", "frozen": "hold"})
+    tx = optax.partition({"w": diloco, "frozen": optax.set_to_zero()}, {k: k for k in params})
     _, opt_state = tx.update(params, tx.init(params), params)
     assert isinstance(center_params(opt_state)["frozen"], optax.MaskedNode)
     whole = center_params(opt_state, params)
@@ -58,22 +55,17 @@ def test_the_center_has_what_is_not_trained():
 
 def test_a_final_center_holds_all_local_steps():
     """With any plan an explicit commit brings them in; without it `final=True` raises."""
+    grads = [np.float32(-2.5)] * 2
     for plan in (Every(5, 2), Every(5, 2, 3)):
         tx = optperm.diloco(optax.sgd(0.1), SGD, every=plan)
-        params = [np.float32(0.0)] * 2
-        trail = loops.train(tx, params, [[p - 2.5 for p in params]] * 8)
+        trail = loops.train(tx, [np.float32(0.0)] * 2, [grads] * 8)
         with pytest.raises(ValueError, match="commit=True"):
             center_params(trail[-1][1], final=True)
-        step = loops.compiled(tx, commit_at_once)
-        params, opt_state = step(*trail[-1], trail[-1][0])
+        step = jax.jit(loops.make_step(tx, lambda p, batch: (batch, {"commit": True})))
+        params, opt_state = step(*trail[-1], grads)
         support.assert_same_bits(center_params(opt_state, final=True), params)
         if not plan.delay:  # which discards the local steps made meanwhile
             np.testing.assert_allclose(params, [9 * 0.25] * 2, rtol=1e-5)
-
-
-def commit_at_once(params, batch):
-    del params
-    return [jnp.full_like(leaf, -2.5) for leaf in batch], {"commit": True}
 
 
 WEIGHED = {
@@ -103,48 +95,46 @@ def test_replicas_count_by_their_weights(name):
         assert s.skipped.tolist()[:3] == skipped
 
 
-@pytest.mark.parametrize(("factory", "rule"), [(optperm.agn, "mean"), (optperm.diloco, "pairs")])
-def test_contributions_whose_weights_overflow_are_no_exchange(factory, rule):
-    """The center stays, and all count it; a small sum, divided by infinity, would pass for zero."""
-    tx = factory(SGD, every=1, axis_name=AXIS, combine=rule)
-    evaluate = lambda p, batch: (batch, {"weight": jnp.float32(3e38)})  # noqa: E731
-    step = replicas.MAPPINGS["vmap"](loops.make_step(tx, evaluate), SIZE)
-    start = np.ones((SIZE, 1), np.float32)
-    for size in np.float32([1e-3, 1.0]):
-        params, opt_state = step(start, jax.vmap(tx.init)(start), size * start)
-        np.testing.assert_array_equal(params, start)
-        assert opt_state.skipped.tolist() == [1] * SIZE
+# The gradients and the weights of some exchanges, of which only the last one does not overflow. A small
+# sum, divided by infinity, would pass for zero.
+WEIGHTS = [(1e-3, 3e38), (1.0, 3e38), (1.0, 1.0)]
+SUMS = {d: [(x * float(jnp.finfo(d).max), 1.0) for x in (0.4, 0.2)] for d in ("float16", "float32")}
 
 
-@pytest.mark.parametrize("dtype", [support.FLOAT16, "float32"])
-def test_contributions_that_overflow_together_leave_the_center(dtype):
-    """Each is finite, their sum is not: the center stays, and all replicas count it."""
-    tx = optperm.agn(optax.sgd(1e-8), every=1, axis_name=AXIS, combine="sum")
-    start = np.ones((SIZE, 2), dtype)
-    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), SIZE)
+@pytest.mark.parametrize(
+    ("factory", "rule", "dtype", "exchanges"),
+    [
+        (optperm.agn, "mean", "float32", WEIGHTS),
+        (optperm.diloco, "pairs", "float32", WEIGHTS),
+        (optperm.agn, "sum", "float32", SUMS["float32"]),
+        pytest.param(optperm.agn, "sum", "float16", SUMS["float16"], marks=support.needs_float16),
+    ],
+)
+def test_contributions_that_overflow_together_are_no_exchange(factory, rule, dtype, exchanges):
+    """Each is finite: the center stays, and all replicas count it, and take part in the next."""
+    tx, start = factory(SGD, every=1, axis_name=AXIS, combine=rule), np.ones((SIZE, 2), dtype)
+    step = loops.make_step(tx, lambda p, batch: (batch[0], {"weight": batch[1]}))
+    step = replicas.MAPPINGS["vmap"](step, SIZE)
     params, opt_state = start, jax.vmap(tx.init)(start)
-    for fraction in (0.4, 0.2):
-        grads = np.full_like(start, fraction * float(jnp.finfo(dtype).max))
-        params, opt_state = step(params, opt_state, grads)
-        assert opt_state.skipped.tolist() == [1] * SIZE
-        if fraction == 0.4:
-            support.assert_same_bits(center_params(opt_state), jnp.asarray(start))
+    for number, (size, weight) in enumerate(exchanges, start=1):
+        batch = np.full_like(start, size), np.full(SIZE, weight, np.float32)
+        params, opt_state = step(params, opt_state, batch)
+        assert opt_state.skipped.tolist() == [min(number, len(exchanges) - 1)] * SIZE
+        is_same = center_params(opt_state) == start
+        assert (is_same == (number < len(exchanges))).all()
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.5])
 def test_a_replica_whose_params_are_not_finite_is_put_on_the_center(mixing):
     """It sits out an exchange, in which the center moves by the others, and takes part in the next."""
     tx = optperm.diloco(optax.sgd(0.1), SGD, every=2, axis_name=AXIS, mixing=mixing)
-    params = np.zeros((2, 2), np.float32)
-    opt_state = jax.vmap(tx.init)(params)
+    params, grads = np.zeros((2, 2), np.float32), [np.ones((2, 2), np.float32)] * 4
+    options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(params)}
     params[1, 0] = np.nan
-    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
-    for number in range(4):
-        params, opt_state = step(params, opt_state, np.ones((2, 2), np.float32))
-        if number == 1:
-            np.testing.assert_allclose(center_params(opt_state), np.full((2, 2), -0.2), rtol=1e-6)
+    _, (_, second), _, (params, last) = loops.train(tx, params, grads, **options)
+    np.testing.assert_allclose(center_params(second), np.full((2, 2), -0.2), rtol=1e-6)
     assert jnp.isfinite(params).all()
-    assert opt_state.skipped.tolist() == [0, 1]
+    assert last.skipped.tolist() == [0, 1]
 
 
 def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
@@ -156,26 +146,24 @@ def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
     assert params.tolist() == [-1.0, -1.0]
 
 
-BEGUN = {
-    "agn": functools.partial(optperm.agn, optax.sgd(0.1, 0.9), every=2),
-    "pairs": functools.partial(optperm.diloco, optax.sgd(0.1), every=2, combine="pairs"),
-    "fragments": functools.partial(
-        optperm.diloco, optax.sgd(0.1), every=Every(2, 2), center_dtype="float32"
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "how"), [("agn", "shard_map"), ("pairs", "pmap"), ("fragments", "vmap")]
+    ("factory", "options", "how"),
+    [
+        (optperm.agn, {"every": 2}, "shard_map"),
+        (optperm.diloco, {"every": 2, "combine": "pairs"}, "pmap"),
+        (optperm.diloco, {"every": Every(2, 2), "center_dtype": "float32"}, "vmap"),
+    ],
 )
-def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(name, how):
+def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(
+    factory, options, how
+):
     """One replica is not finite, and is left out; a mean of numbers near the largest is finite."""
     # Numbers whose bits a sum loses, or that a sum of four overflows.
     tricky = np.array([-0.0, 0.0, 1e-40, 1 / 3, 6e4, -6e4], np.float32)
     dtypes = [dtype for each, dtype in support.DTYPES.items() if each != "float64"]
     alike = replicas.stack([[tricky.astype(dtype) for dtype in dtypes]] * SIZE)
     apart = np.float32([[3e38, 1.0], [3e38, 2.0], [np.nan, 7.0], [3e38, 6.0]])
-    tx = BEGUN[name](axis_name=AXIS)
+    tx = factory(optax.sgd(0.1, 0.9), axis_name=AXIS, **options)
     state = jax.device_get(replicas.MAPPINGS[how](tx.init, SIZE)([*alike, apart]))
     np.testing.assert_allclose(state.center[-1], [[3e38, 3.0]] * SIZE, rtol=1e-6)
     for leaf, found in zip(alike, state.center[:-1], strict=True):
@@ -185,32 +173,12 @@ def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(n
 @pytest.mark.slow
 def test_after_a_switch_the_replicas_have_one_center():
     """SGD takes the replicas apart; from the switch on each commit ends with the same bits on all."""
-    tx = optperm.switch_after(2, optax.sgd(0.1), BEGUN["fragments"](axis_name=AXIS))
-    batches = [np.float32(np.random.default_rng(i).normal(size=(SIZE, 3))) for i in range(5)]
+    diloco = optperm.diloco(SGD, every=Every(2, 2), axis_name=AXIS, center_dtype="float32")
+    tx, targets = optperm.switch_after(2, optax.sgd(0.1), diloco), support.normal((5, SIZE, 3))
     options = {"evaluate": lambda p, t: (p - t, {}), "how": "shard_map", "size": SIZE}
-    trail = loops.train(tx, np.zeros(3, np.float32), batches, **options)
+    trail = loops.train(tx, np.zeros(3, np.float32), list(targets), **options)
     assert not (trail[1][0] == trail[1][0][:1]).all()
     for _, state in trail[2:]:
         center = np.asarray(state.then.center)
         np.testing.assert_array_equal(center, center[:1].repeat(SIZE, axis=0))
     assert trail[-1][1].then.count.tolist() == [3] * SIZE
-
-
-@pytest.mark.parametrize("name", ["agn", "fragments"])
-def test_a_run_under_strict_promotion_mixes_no_types_or_ranks(name):
-    """From an init on the mapped axis to a commit alone, with weights."""
-    tx = BEGUN[name](axis_name=AXIS)
-
-    def train(params, weight):
-        state = tx.init(params)
-        for flag in (False, True, False, "only"):
-            updates, state = tx.update(params, state, params, commit=flag, weight=weight)
-            params = optperm.apply_updates(params, updates, state)
-        return params, state
-
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        weights = jnp.arange(1.0, 1.0 + SIZE)
-        run = jax.jit(jax.vmap(train, axis_name=AXIS))
-        params, state = run(np.ones((SIZE, 3), np.float32), weights)
-    assert state.since_commit.tolist() == [0] * SIZE
-    np.testing.assert_allclose(params, state.center, rtol=1e-6)

@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec as P
 import optperm
 from optperm.distributed import Compression, Every, center_params
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 SIZE, AXIS = 4, replicas.AXIS
 START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
 
@@ -28,17 +26,15 @@ def flagged_step(tx, flag):
 
 
 @functools.lru_cache(maxsize=8)
-def mapped_step(tx, flag):
-    return replicas.MAPPINGS["vmap"](flagged_step(tx, flag), SIZE)
+def mapped_step(tx, flag, size=SIZE):
+    return replicas.MAPPINGS["vmap"](flagged_step(tx, flag), size)
 
 
 def run_flagged(tx, grads, flags):
     """Return params and state of four replicas after each step, by one program for each kind of flag."""
-    params, opt_state = (replicas.stack([tree] * SIZE) for tree in (START, tx.init(START)))
-    trail = []
+    trail = [tuple(replicas.stack([tree] * SIZE) for tree in (START, tx.init(START)))]
     for flag, each in zip(flags, grads, strict=True):
-        params, opt_state = mapped_step(tx, flag)(params, opt_state, each)
-        trail.append((params, opt_state))
+        trail.append(mapped_step(tx, flag)(*trail[-1], each))
     return trail
 
 
@@ -59,6 +55,7 @@ def test_a_counted_step_copies_nothing():
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: optax.chain(optax.clip(1.0), tx), None])
+@pytest.mark.usefixtures("lenient")
 def test_a_flag_travels_through_chain_and_multi_steps(wrap):
     """Under jit; a micro-step of MultiSteps that only accumulates commits nothing."""
     inner = optperm.agn(optax.sgd(0.1), every=1000)
@@ -90,11 +87,10 @@ def test_a_bad_batch_does_not_lose_a_replica():
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state.local_state))
 
 
-AGN, DILOCO = (functools.partial(f, optax.sgd(0.1), every=1) for f in (optperm.agn, optperm.diloco))
 METHODS = {
-    "mean": AGN,
-    "sequential": functools.partial(AGN, combine="sequential"),
-    "diloco": DILOCO,
+    "agn mean": optperm.agn,
+    "agn sequential": functools.partial(optperm.agn, combine="sequential"),
+    "diloco": optperm.diloco,
 }
 SHARDED = {"kernel": P(AXIS, None, "model"), "bias": P(AXIS, "model"), "scale": P(AXIS)}
 
@@ -107,46 +103,41 @@ SHARDED = {"kernel": P(AXIS, None, "model"), "bias": P(AXIS, "model"), "scale": 
 )
 def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes, checked):
     """One collective over two replicas; their four shards agree on who takes part, by a number each."""
-    manual, flag = axes == "manual", True if checked else None
+    manual, flag, rng = axes == "manual", True if checked else None, np.random.default_rng(0)
     options = {"shard_axes": "model"} if manual and not checked else {}
-    tx, alone = METHODS[method](axis_name=AXIS, **options), METHODS[method]()
-    mesh, rng = (
-        jax.make_mesh((2, 4), (AXIS, "model"), axis_types=(types,) * 2),
-        np.random.default_rng(0),
-    )
+    make = functools.partial(METHODS[method], optax.sgd(0.1), every=1)
+    tx, alone = make(axis_name=AXIS, **options), make()
+    mesh = jax.make_mesh((2, 4), (AXIS, "model"), axis_types=(types,) * 2)
     shapes = {"kernel": (16, 8), "bias": (8,), "scale": (8,)}
     start, pulls = (
         {k: rng.normal(size=v).astype("f") for k, v in shapes.items()} for _ in range(2)
     )
-    params, opt_state, grads = (replicas.stack([t] * 2) for t in (start, alone.init(start), pulls))
+    given = [replicas.stack([tree] * 2) for tree in (start, alone.init(start), pulls)]
     # Not finite on one shard of the second replica alone.
-    (params if method == "diloco" else grads)["kernel"][1, 3, 5] = np.nan
+    given[0 if method == "diloco" else 2]["kernel"][1, 3, 5] = np.nan
 
-    def step(params, opt_state, grads):
-        one = flagged_step(tx, flag)(*replicas.take((params, opt_state, grads), 0))
+    def step(*given):
+        one = flagged_step(tx, flag)(*replicas.take(given, 0))
         return jax.tree.map(lambda leaf: leaf[None], one)
 
-    of_state = jax.tree_util.tree_map_with_path(
-        lambda path, _: SHARDED.get(getattr(path[-1], "key", None), P(AXIS)), opt_state
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: SHARDED.get(getattr(path[-1], "key", None), P(AXIS)), tuple(given)
     )
-    outer = SHARDED, of_state, SHARDED
-    given = jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)),
-        (params, opt_state, grads),
-        outer,
+    placed = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), tuple(given), specs
     )
-    within = outer if manual else jax.tree.map(lambda _: P(AXIS), outer)
-    names = {"axis_names": {AXIS}} if not manual else {}
+    within = specs if manual else jax.tree.map(lambda _: P(AXIS), specs)
+    names = {} if manual else {"axis_names": {AXIS}}
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=within, out_specs=within[:2], check_vma=checked, **names
     )
     with jax.set_mesh(mesh):
-        compiled = jax.jit(mapped).lower(*given).compile()
-        after, opt_state = jax.device_get(compiled(*given))
+        compiled = jax.jit(mapped).lower(*placed).compile()
+        after, opt_state = jax.device_get(compiled(*placed))
     # In a partially manual shard_map jax 0.10 itself gathers what is summed on explicit axes.
     if manual or types == AxisType.Auto or jax.__version_info__ >= (0, 11):
         found = replicas.collectives(compiled.as_text())
-        size = 4 * (16 * 8 // 4 + 8 // 4 + 8 + 1) * (2 if method == "sequential" else 1)
+        size = 4 * (16 * 8 // 4 + 8 // 4 + 8 + 1) * (2 if method == "agn sequential" else 1)
         large = [(each.operation, each.bytes) for each in found if each.bytes > 8]
         assert large == [("all-reduce", size)]
     assert opt_state.skipped.tolist() == [0, 1]
@@ -163,66 +154,60 @@ def grads_of(steps):
     ]
 
 
-COMMITTED_ALONE = {
-    "agn mean": functools.partial(optperm.agn, every=100),
-    "agn sequential": functools.partial(optperm.agn, every=100, combine="sequential"),
-    "diloco": functools.partial(optperm.diloco, every=100),
-    "pairs": functools.partial(optperm.diloco, every=100, combine="pairs"),
+COMMITTED_ALONE = METHODS | {
+    "pairs": functools.partial(optperm.diloco, combine="pairs"),
     "delayed": functools.partial(optperm.diloco, every=Every(4, 2, 2), mixing=0.25),
-    "compressed": functools.partial(optperm.diloco, every=100, compress=Compression(0.5, bits=4)),
+    "compressed": functools.partial(optperm.diloco, compress=Compression(0.5, bits=4)),
 }
 
 
 @pytest.mark.parametrize(
     "method", support.every_night(COMMITTED_ALONE, ["agn mean"], slow=["delayed"])
 )
+@pytest.mark.usefixtures("lenient")
 def test_a_commit_alone_equals_a_commit_with_the_last_step(method):
     """The params and the center, by a schedule of the center at the last step; a second one is none."""
     optimizer = optax.sgd(lambda count: 0.1 / (1 + count), momentum=0.9)
-    tx, grads = COMMITTED_ALONE[method](optimizer, axis_name=AXIS), grads_of(5)
+    options = {} if method == "delayed" else {"every": 100}
+    tx, grads = COMMITTED_ALONE[method](optimizer, axis_name=AXIS, **options), grads_of(5)
     wanted = run_flagged(tx, grads, [None] * 4 + [True])[-1]
     nan = jax.tree.map(lambda g: np.full_like(g, np.nan), grads[0])
-    trail = run_flagged(tx, [*grads, nan, nan], [None] * 5 + ["only", "only"])
-    params, state = trail[5]
+    *_, last, alone, again = run_flagged(tx, [*grads, nan, nan], [None] * 5 + ["only", "only"])
     # Pairs are drawn from the number of the step, which is the next one.
     if method != "pairs":
-        support.assert_close(trail[5], wanted, atol=1e-6)
+        support.assert_close(alone, wanted, atol=1e-6)
+    params, state = alone
     assert state.since_commit.tolist() == [0] * SIZE
     assert state.count.tolist() == [5] * SIZE
-    support.assert_same_bits(state.local_state, trail[4][1].local_state)
+    support.assert_same_bits(state.local_state, last[1].local_state)
     if method != "delayed":  # whose mixing keeps a part of the local params
         support.assert_same_bits(params, center_params(state, final=True))
     # The outer momentum makes no step without a gradient.
-    support.assert_same_bits(trail[6], trail[5])
+    support.assert_same_bits(again, alone)
 
 
-def test_a_commit_alone_in_an_unnamed_vmap_over_seeds_is_of_those_that_made_a_step():
-    tx = optperm.agn(optax.sgd(0.1, momentum=0.9), every=9, axis_name=AXIS)
-    params, opt_state = (replicas.stack([tree] * SIZE) for tree in (START, tx.init(START)))
-    moved = mapped_step(tx, False)(params, opt_state, grads_of(1)[0])
-    both = replicas.stack([moved, (params, opt_state)])
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_a_commit_alone_in_an_unnamed_vmap_over_seeds_is_of_those_that_made_a_step(factory):
+    tx = factory(optax.sgd(0.1, momentum=0.9), every=9, axis_name=AXIS)
+    fresh, moved = run_flagged(tx, grads_of(1), [False])
     run = jax.vmap(jax.vmap(flagged_step(tx, "only"), axis_name=AXIS))
-    found = jax.jit(run)(*both, jax.tree.map(np.zeros_like, both[0]))
-    assert found[1].commits.tolist() == [[1] * SIZE, [0] * SIZE]
-    support.assert_same_bits(replicas.take(found, 1), (params, opt_state))
-    support.assert_same_bits(found[0], found[1].center)
+    params, state = jax.jit(run)(*replicas.stack([moved, fresh]), replicas.stack([moved, fresh])[0])
+    assert state.commits.tolist() == [[1] * SIZE, [0] * SIZE]
+    support.assert_same_bits(replicas.take((params, state), 1), fresh)
+    support.assert_same_bits(params, state.center)
 
 
-@pytest.mark.parametrize("name", support.every_night(["agn", "diloco"], ["agn"]))
+@pytest.mark.parametrize("name", support.every_night(["agn mean", "diloco"], ["agn mean"]))
+@pytest.mark.usefixtures("lenient")
 def test_a_method_that_places_params_follows_the_pull(name):
     """Each replica permutes its weights, exactly, and goes on from the center's permutation."""
     sgperm, start = optperm.sgperm(0.1), {"kernel": np.asarray(support.random_params()["kernel"])}
-    makers = {"agn": optperm.agn, "diloco": functools.partial(optperm.diloco, outer=sgperm)}
-    tx = makers[name](sgperm, every=6, axis_name=AXIS)
-
-    def evaluate(params, batch):
-        return jax.tree.map(
-            lambda p: jnp.sin(batch * jnp.reshape(jnp.arange(60), (12, 5))), params
-        ), {}
-
-    data = list(np.arange(1.0, 15.0, dtype=np.float32).reshape(7, 2))
-    trail = loops.train(tx, start, data, evaluate=evaluate, how="vmap", size=2)
-    only = replicas.MAPPINGS["vmap"](flagged_step(tx, "only"), 2)(*trail[-1], trail[-1][0])
+    outer = {"outer": sgperm} if name == "diloco" else {}
+    tx = METHODS[name](sgperm, every=6, axis_name=AXIS, **outer)
+    grads = np.sin(np.arange(1.0, 15.0).reshape(7, 2, 1, 1) * np.arange(60.0).reshape(12, 5))
+    batches = [{"kernel": each} for each in np.float32(grads)]
+    trail = loops.train(tx, start, batches, how="vmap", size=2)
+    only = mapped_step(tx, "only", 2)(*trail[-1], trail[-1][0])
     for step, (params, opt_state) in enumerate([*trail, only], start=1):
         for index in range(2):
             support.assert_permutes(replicas.take(params, index), start)

@@ -1,6 +1,6 @@
 """Which counts of the center's optimizer are of local steps: those that schedules read, no others."""
 
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +25,23 @@ def rate(count):
     return 0.2 / (1.0 + jnp.asarray(count, jnp.float32))
 
 
-def labelled(learning_rate):
-    parts = {"a": optax.adam(learning_rate), "b": optax.sgd(learning_rate, momentum=0.9)}
-    return optax.partition(parts, {"w": "a", "b": "b"})
-
-
 NAMES = [
     *("adabelief", "adadelta", "adagrad", "adafactor", "adam", "adamax", "adamaxw"),
     *("adamw", "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam"),
     *("nadamw", "novograd", "optimistic_adam_v2", "optimistic_gradient_descent"),
     *("radam", "rmsprop", "sgd", "sign_sgd", "yogi"),
 ]
+CONTRIBUTED = ["acprop", "ademamix", "adopt", "dog", "galore", "muon"]
 # From a schedule to an optimizer: all of Optax that take one, and compositions.
 RIGHT = {name: getattr(optax, name) for name in NAMES} | {
-    "acprop": contrib.acprop,
-    "ademamix": contrib.ademamix,
-    "adopt": contrib.adopt,
-    "dog": contrib.dog,
-    "galore": contrib.galore,
-    "muon": contrib.muon,
+    **{each: getattr(contrib, each) for each in CONTRIBUTED},
     "adamw whose decay is scheduled": lambda r: optax.adamw(0.1, weight_decay=r),
     "ademamix whose alpha is scheduled": lambda r: contrib.ademamix(0.1, alpha=r),
     "bias-corrected rmsprop": lambda r: optax.rmsprop(r, bias_correction=True),
     "injected": optax.inject_hyperparams(optax.adam),
-    "partition": labelled,
+    "partition": lambda r: optax.partition(
+        {"w": optax.adam(r), "b": optax.sgd(r, momentum=0.9)}, {"w": "w", "b": "b"}
+    ),
     "masked": lambda r: optax.chain(
         optax.masked(optax.scale_by_adam(), {"w": True, "b": False}),
         optax.scale_by_learning_rate(r),
@@ -62,10 +55,7 @@ RIGHT = {name: getattr(optax, name) for name in NAMES} | {
     "low_rank": lambda r: optperm.low_rank(optax.adam(r), 1, every=2),
 }
 USUAL = {"adamw whose decay is scheduled", "mars", "injected"}
-
-
-def gradients():
-    return [jax.tree.map(lambda p, i=i: np.cos(p * (i + 1.0)), START) for i in range(STEPS)]
+GRADS = [{k: np.cos(p * (i + 1.0)) for k, p in START.items()} for i in range(STEPS)]
 
 
 @pytest.mark.parametrize("name", support.every_night([*RIGHT], USUAL))
@@ -73,7 +63,7 @@ def test_a_schedule_of_the_center_is_read_at_the_local_step(name):
     """The center makes the steps of an optimizer whose rate is, at each commit, that of the step."""
     make = RIGHT[name]
     tx = optperm.agn(make(rate), every=PERIOD)
-    trail = loops.train(tx, START, gradients())
+    trail = loops.train(tx, START, GRADS)
     center, state = START, make(rate).init(START)
 
     @jax.jit
@@ -83,38 +73,34 @@ def test_a_schedule_of_the_center_is_read_at_the_local_step(name):
         return optax.apply_updates(center, moves), state
 
     for t in range(PERIOD - 1, STEPS, PERIOD):
-        parts = gradients()[t - PERIOD + 1 : t + 1]
+        parts = GRADS[t - PERIOD + 1 : t + 1]
         n = jax.tree.map(lambda *gs: np.float32(sum(gs) / PERIOD), *parts)
         center, state = commit(t, n, center, state)
         found = optperm.distributed.center_params(trail[t][1])
         support.assert_close(found, center, atol=2e-5, rtol=1e-5)
 
 
-class Mixed(NamedTuple):
-    """A count of which nobody can say what reads it."""
+def custom(schedule, *numbers):
+    """Make an optimizer whose state no one knows: a count, perhaps with numbers beside it."""
 
-    count: jax.Array
-    mu: jax.Array
-
-
-def unknown(learning_rate):
     def update(updates, state, params=None):
         del params
-        moves = jax.tree.map(lambda g: -learning_rate(state.count) * g, updates)
-        return moves, Mixed(state.count + 1, state.mu)
+        moves = jax.tree.map(lambda g: -schedule(state[0]) * g, updates)
+        return moves, (state[0] + 1, *state[1:])
 
-    return optax.GradientTransformation(lambda p: Mixed(jnp.int32(0), jnp.float32(0.0)), update)
+    return optax.GradientTransformation(lambda p: (jnp.int32(0), *numbers), update)
 
 
+def unclear(schedule):
+    return custom(schedule, jnp.float32(0.0))
+
+
+TWOFOLD = ["prodigy", "dadapt_adamw", "momo", "momo_adam", "simplified_ademamix"]
 REFUSED = {
-    "prodigy": contrib.prodigy,
-    "dadapt_adamw": contrib.dadapt_adamw,
-    "momo": contrib.momo,
-    "momo_adam": contrib.momo_adam,
-    "simplified_ademamix": contrib.simplified_ademamix,
+    **{each: getattr(contrib, each) for each in TWOFOLD},
     "apply_every": lambda r: optax.chain(optax.apply_every(2), optax.sgd(r)),
-    "unknown": unknown,
-    "in a mapping": lambda r: optax.chain(optax.named_chain(("own", unknown(r)))),
+    "unknown": unclear,
+    "in a mapping": lambda r: optax.chain(optax.named_chain(("own", unclear(r)))),
 }
 
 
@@ -140,46 +126,25 @@ def test_schedules_within_a_switch_are_refused():
     np.testing.assert_allclose(np.diff(np.stack(centers), axis=0)[:, 0], [-0.1, -1.0], atol=1e-6)
 
 
-def count_of(state):
-    """Return the counts in a state, without repeats."""
-    return {int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32}
-
-
-def own(schedule):
-    """Make an optimizer with a state that no one knows."""
-
-    def update(updates, state, params=None):
-        del params
-        return jax.tree.map(lambda g: -schedule(state[0]) * g, updates), (state[0] + 1,)
-
-    return optax.GradientTransformation(lambda p: (jnp.int32(0),), update)
-
-
-def test_counts_of_a_pure_schedule_are_those_of_the_local_state():
-    """By structure, of a state that no one knows; noise is annealed by local steps too."""
-    for inner in (
-        own(rate),
-        optax.noisy_sgd(rate, key=0),
-        optax.inject_hyperparams(optax.sgd)(rate),
-    ):
-        state = loops.train(optperm.agn(inner, every=PERIOD), START, gradients())[-1][1]
-        assert count_of(state.center_state) == count_of(state.local_state) == {STEPS}
-
-
-def test_a_schedule_goes_on_where_nobody_took_part():
-    tx = optperm.agn(optax.sgd(rate), every=3)
-    grads = [jnp.full(1, jnp.nan if step == 0 else 1.0) for step in range(6)]
-    opt_state = loops.train(tx, jnp.zeros(1), grads)[-1][1]
-    assert count_of(opt_state.center_state) == count_of(opt_state.local_state) == {6}
-
-
-def test_a_schedule_advances_by_one_period_for_all_replicas_that_commit_in_turn():
-    tx = optperm.agn(optax.sgd(rate), every=2, axis_name=replicas.AXIS, combine="sequential")
-    grads = [np.ones((4, 1), np.float32)] * 4
-    trail = loops.train(tx, np.zeros(1, np.float32), grads, how="vmap", size=4)
-    assert (
-        optax.tree.get_all_with_path(trail[-1][1].center_state, "count")[0][1].tolist() == [4] * 4
-    )
+@pytest.mark.parametrize(
+    "make",
+    [
+        custom,  # by the structure of its state
+        functools.partial(optax.noisy_sgd, key=0),  # whose noise is annealed by local steps too
+        optax.inject_hyperparams(optax.sgd),
+    ],
+)
+def test_counts_of_a_pure_schedule_are_those_of_the_local_state(make):
+    """Replicas that commit in turn advance it by one period, also where nobody took part."""
+    tx = optperm.agn(make(rate), every=PERIOD, axis_name=replicas.AXIS, combine="sequential")
+    params, grads = np.zeros((4, 1), np.float32), np.ones((STEPS, 4, 1), np.float32)
+    grads[0] = np.nan
+    options = {"how": "vmap", "size": 4, "opt_state": jax.vmap(tx.init)(params)}
+    _, state = loops.train(tx, params, list(grads), **options)[-1]
+    assert state.skipped.tolist() == [1] * 4
+    for each in (state.center_state, state.local_state):
+        counts = [leaf for leaf in jax.tree.leaves(each) if leaf.dtype == jnp.int32]
+        assert np.unique(counts).tolist() == [STEPS]
 
 
 def test_schedules_of_an_outer_optimizer_count_its_own_steps():

@@ -11,8 +11,6 @@ import support
 
 import optperm
 
-pytestmark = pytest.mark.usefixtures("lenient")
-
 SIZE = 4
 START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
 
@@ -26,41 +24,24 @@ def spy(reading):
     """Make an optimizer whose step is 0.1 times what it reads from the extra arguments."""
 
     def update(updates, state, params=None, **extras):
-        return jax.tree.map(lambda x: -0.1 * x, reading(params, updates, extras)), state
+        return optax.tree.scale(-0.1, reading(params, updates, extras)), state
 
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
 
-def _largest(tree):
-    return jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), tree)
+def read_value(params, updates, extras):
+    return jax.tree.map(lambda p: jnp.full_like(p, extras["value"]), params)
 
 
-def _full(params, value):
-    return jax.tree.map(lambda p: jnp.full_like(p, value), params)
-
-
-# What is read, and what one batch of all examples would give there.
-READINGS = {
-    "grad_fn": (lambda params, updates, extras: extras["grad_fn"](params), jax.grad(loss_fn)),
-    "gradient of value_fn": (
-        lambda params, updates, extras: jax.grad(extras["value_fn"])(params),
-        jax.grad(loss_fn),
+READINGS = [
+    lambda params, updates, extras: extras["grad_fn"](params),
+    lambda params, updates, extras: jax.grad(extras["value_fn"])(params),
+    lambda params, updates, extras: jax.tree.map(
+        lambda leaf: jnp.max(leaf, axis=0), extras["per_example_grad_fn"](params)
     ),
-    "per_example_grad_fn": (
-        lambda params, updates, extras: _largest(extras["per_example_grad_fn"](params)),
-        lambda params, batch: _largest(
-            jax.vmap(lambda x, y: jax.grad(loss_fn)(params, (x[None], y[None])))(*batch)
-        ),
-    ),
-    "value": (
-        lambda params, updates, extras: _full(params, extras["value"]),
-        lambda params, batch: _full(params, loss_fn(params, batch)),
-    ),
-    "grad": (
-        lambda params, updates, extras: jax.tree.map(jnp.add, updates, extras["grad"]),
-        lambda params, batch: jax.tree.map(lambda g: 2 * g, jax.grad(loss_fn)(params, batch)),
-    ),
-}
+    lambda params, updates, extras: optax.tree.add(updates, extras["grad"]),
+    read_value,
+]
 
 
 @pytest.mark.slow
@@ -69,7 +50,7 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
     """At a commit the optimizer reads at the center what one batch of all examples would give."""
 
     def first_steps(params, batch):
-        for read, _ in READINGS.values():
+        for read in READINGS:
             tx = optperm.agn(spy(read), every=1, axis_name=replicas.AXIS)
             yield loops.make_step(tx, loops.evaluation(loss_fn))(params, tx.init(params), batch)[0]
 
@@ -77,27 +58,29 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
     batch = support.normal((SIZE, 5, 2)), support.normal((SIZE, 5), seed=1)
     found = run_all(replicas.stack([START] * SIZE), batch)
 
-    @jax.jit
-    def wanted(batch):
-        steps = [of_all(START, batch) for _, of_all in READINGS.values()]
-        return [jax.tree.map(lambda start, step: start - 0.1 * step, START, s) for s in steps]
-
-    of_one = wanted((batch[0].reshape(-1, 2), batch[1].reshape(-1)))
+    whole = batch[0].reshape(-1, 2), batch[1].reshape(-1)
+    value_fn = lambda params: loss_fn(params, whole)  # noqa: E731
+    of_one = jax.grad(lambda params, x, y: loss_fn(params, (x[None], y[None])))
+    extras = {"value": value_fn(START), "grad": jax.grad(value_fn)(START), "value_fn": value_fn}
+    extras["grad_fn"] = jax.grad(value_fn)
+    extras["per_example_grad_fn"] = lambda params: jax.vmap(of_one, (None, 0, 0))(params, *whole)
+    steps = [read(START, extras["grad"], extras) for read in READINGS]
+    wanted = [optax.tree.add_scale(START, -0.1, step) for step in steps]
     for index in range(SIZE):
-        support.assert_close(replicas.take(found, index), of_one, atol=1e-6, rtol=1e-7)
+        support.assert_close(replicas.take(found, index), wanted, atol=1e-6, rtol=1e-7)
 
 
 def test_a_value_without_its_function_is_averaged_over_the_replicas():
-    tx = optperm.agn(spy(READINGS["value"][0]), every=1, axis_name=replicas.AXIS)
+    tx = optperm.agn(spy(read_value), every=1, axis_name=replicas.AXIS)
 
     def step(value):
         return tx.update(START, tx.init(START), START, value=value)[0]["b"]
 
-    moves = jax.jit(jax.vmap(step, axis_name=replicas.AXIS))(np.arange(SIZE, dtype=np.float32))
+    moves = replicas.MAPPINGS["vmap"](step, SIZE)(np.arange(SIZE, dtype=np.float32))
     np.testing.assert_allclose(moves, [-0.1 * (SIZE - 1) / 2] * SIZE, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64", "lenient")
 def test_leaves_of_all_dtypes_travel_in_one_vector():
     """Each keeps its dtype and its precision; float64 ones make the collective float64."""
     start = {name: np.zeros(3, dtype) for name, dtype in support.DTYPES.items()}
@@ -108,20 +91,21 @@ def test_leaves_of_all_dtypes_travel_in_one_vector():
     support.assert_same_bits(params, targets)
 
 
-OWN_POINTS = {
-    "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
-    "mechanize": optax.contrib.mechanize(optax.sgd(0.1)),
-    "madgrad": optax.contrib.madgrad(0.1),
-    "cocob": optax.contrib.cocob(),
-    "katyusha": optperm.katyusha(0.1, 0.1, 0.1),
-}
-
-
-@pytest.mark.parametrize("name", OWN_POINTS)
-def test_optimizers_whose_points_a_pull_does_not_move_are_refused(name):
+@pytest.mark.parametrize(
+    "points",
+    [
+        optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+        optax.contrib.mechanize(optax.sgd(0.1)),
+        optax.contrib.madgrad(0.1),
+        optax.contrib.cocob(),
+        optperm.katyusha(0.1, 0.1, 0.1),
+    ],
+    ids=["schedule_free", "mechanize", "madgrad", "cocob", "katyusha"],
+)
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_optimizers_whose_points_a_pull_does_not_move_are_refused(factory, points):
     """Each replica's points would drift away from the center; the center's may have points."""
-    for factory in (optperm.agn, optperm.diloco):
-        tx = factory(optax.chain(optax.clip(1.0), OWN_POINTS[name]), every=9)
-        with pytest.raises(ValueError, match="Use another optimizer for the local steps"):
-            jax.eval_shape(tx.init, START)
-        jax.eval_shape(factory(optax.sgd(0.1), OWN_POINTS[name], every=9).init, START)
+    tx = factory(optax.chain(optax.clip(1.0), points), every=9)
+    with pytest.raises(ValueError, match="Use another optimizer for the local steps"):
+        jax.eval_shape(tx.init, START)
+    jax.eval_shape(factory(optax.sgd(0.1), points, every=9).init, START)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +29,6 @@ MOMENTUM = optax.sgd(0.05, 0.9), replicas.sgd(0.05, 0.9)
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True), replicas.sgd(0.7, 0.9, nesterov=True)
 
 
-def mean(step):
-    """Give all the weighted mean."""
-    del step
-    return np.stack([WEIGHTS / WEIGHTS.sum()] * SIZE)
-
-
-def pair(size, step):
-    """Give each the weighted mean of itself and its partner."""
-    shares = np.zeros((size, size))
-    for i, j in enumerate(replicas.partners(size, step - 1)):
-        shares[i, i] += WEIGHTS[i]
-        shares[i, j] += WEIGHTS[j]
-    return shares / shares.sum(axis=1, keepdims=True)
-
-
-def in_turn(period, fragments, step):
-    """Return the fragments that a plan sends at the end of a step."""
-    offsets = [p * period // fragments for p in range(fragments)]
-    return [p for p, offset in enumerate(offsets) if (step - offset) % period == 0]
-
-
 def whole(*names):
     """Return the places of whole leaves."""
     return [PLACES[name] for name in names]
@@ -60,74 +39,42 @@ def layers(*chosen):
     return [PLACES["c"].reshape(6, 2)[list(chosen)].reshape(-1)]
 
 
-class Largest:
-    """The eight largest numbers of a leaf, not rounded."""
-
-    decay = 0.95
-
-    def __call__(self, e):
-        kept = np.argsort(-np.abs(e), kind="stable")[:8]
-        return np.where(np.isin(np.arange(e.size), kept), np.float32(e), 0.0)
+def largest(e):
+    """Return the eight largest numbers of a leaf, not rounded."""
+    kept = np.argsort(-np.abs(e), kind="stable")[:8]
+    return np.where(np.isin(np.arange(e.size), kept), np.float32(e), 0.0)
 
 
-class Levels:
-    """A leaf on 15 evenly spaced levels between minus and plus its largest magnitude."""
-
-    decay = 1.0
-
-    def __call__(self, e):
-        scale = np.abs(np.float32(e)).max()
-        return np.round(np.float32(e) / scale * 7) / 7 * scale
+def levels(e):
+    """Return a leaf on 15 evenly spaced levels between minus and plus its largest magnitude."""
+    scale = np.abs(np.float32(e)).max()
+    return np.round(np.float32(e) / scale * 7) / 7 * scale
 
 
-def agn(optimizer, combine, commits, every, size=SIZE):
-    """Make AGN, and what simulates it."""
-    tx = optperm.agn(optimizer[0], every=every, combine=combine, axis_name=replicas.AXIS)
-    options = {"commits": commits, "combine": combine, "weights": WEIGHTS[:size]}
-    return tx, functools.partial(replicas.simulate_agn, optimizer[1], **options)
+class Case(NamedTuple):
+    """A method on some replicas, and what simulates it."""
 
-
-def diloco(inner, outer, plan, parts, shares=mean, compress=(None, None), **options):
-    """Make DiLoCo, and what simulates it."""
-    tx = optperm.diloco(
-        inner[0],
-        outer[0],
-        every=plan,
-        axis_name=replicas.AXIS,
-        compress=compress[0],
-        **options,
-    )
-    simulate = functools.partial(
-        replicas.simulate_diloco,
-        inner[1],
-        outer[1],
-        sent=functools.partial(in_turn, plan.period, plan.fragments),
-        shares=shares,
-        parts=parts,
-        delay=plan.delay,
-        mixing=options.get("mixing", 0.0),
-        compress=compress[1],
-    )
-    return tx, simulate
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A method on some replicas.
-
-    Attributes:
-      method: The method, and what simulates it.
-      size: The number of replicas.
-      flags: From the number of a step to `commit=`; None counts the steps.
-      bad: The step in which a gradient of the last replica has a NaN, if there is one.
-      atol: How near the two are.
-    """
-
-    method: tuple[Any, Callable[..., Any]]
+    tx: Any
+    simulate: Callable[..., Any]
     size: int = SIZE
-    flags: Callable[[int], Any] = lambda step: None
-    bad: int | None = None
+    flags: Callable[[int], Any] = lambda step: None  # from the number of a step to `commit=`
+    bad: int | None = None  # the step in which a gradient of the last replica has a NaN
     atol: float = 1e-12
+
+
+def agn(optimizer, combine, commits, every):
+    """Make a case of AGN."""
+    tx = optperm.agn(optimizer[0], every=every, combine=combine, axis_name=replicas.AXIS)
+    options = {"commits": commits, "combine": combine}
+    return Case(tx, functools.partial(replicas.simulate_agn, optimizer[1], **options))
+
+
+def diloco(inner, outer, plan, parts, compress=(None, None), fragment_of=None, **options):
+    """Make a case of DiLoCo."""
+    plain = {"every": plan, "axis_name": replicas.AXIS, "compress": compress[0]}
+    tx = optperm.diloco(inner[0], outer[0], fragment_of=fragment_of, **plain, **options)
+    options |= {"plan": dataclasses.astuple(plan), "parts": parts, "compress": compress[1]}
+    return Case(tx, functools.partial(replicas.simulate_diloco, (inner[1], outer[1]), **options))
 
 
 ALL = [whole(*SHAPES)]
@@ -135,47 +82,30 @@ TWO, THREE = [whole("a"), whole("b", "c", "d")], [whole("a"), whole("b"), whole(
 SLICES = [whole("a", "b", "d"), layers(0, 2, 4), layers(1, 3, 5)]
 OF_SLICES = {"a": 0, "b": 0, "c": [1, 2, 1, 2, 1, 2], "d": 0}
 DEFAULT = None, replicas.sgd(0.8, 0.5, nesterov=True)
-LARGEST, FOUR_BITS = (Compression(0.25), Largest()), (Compression(bits=4), Levels())
-PAIRS = functools.partial(pair, SIZE)
+LARGEST = Compression(0.25), (0.95, largest)
+FOUR_BITS = Compression(bits=4), (1.0, levels)
+PAIRS = {"combine": "pairs"}
+FLAGGED, DELAYED = {2, 3, 7, 14}, Every(4, 2, 1)
 CASES = {
-    "agn mean": Case(agn(ADAM, "mean", {3, 6, 9, 12}, every=3), bad=4),
-    "agn sum by a schedule": Case(
-        agn(MOMENTUM, "sum", {1, 3, 6, 10}, every=lambda commits: commits + 1)
+    "agn mean": agn(ADAM, "mean", {3, 6, 9, 12}, every=3)._replace(bad=4),
+    "agn sum by a schedule": agn(MOMENTUM, "sum", {1, 3, 6, 10}, every=lambda commits: commits + 1),
+    "agn sequential by flags": agn(MOMENTUM, "sequential", FLAGGED, every=99)._replace(
+        flags=lambda step: step in FLAGGED, bad=5
     ),
-    "agn sequential by flags": Case(
-        agn(MOMENTUM, "sequential", {2, 3, 7, 14}, every=99),
-        flags=lambda step: step in (2, 3, 7, 14),
-        bad=5,
+    "agn of one replica": agn(MOMENTUM, "mean", {4, 8, 12}, every=4)._replace(size=1, bad=6),
+    "diloco": diloco(ADAM, DEFAULT, Every(3), ALL)._replace(bad=4),
+    "diloco by flags of the device": diloco(SGD, ADAM, Every(4), ALL)._replace(
+        flags=lambda step: jnp.array(step % 4 == 0)
     ),
-    "agn of one replica": Case(agn(MOMENTUM, "mean", {4, 8, 12}, every=4, size=1), size=1, bad=6),
-    "diloco": Case(diloco(ADAM, DEFAULT, Every(3), ALL), bad=4),
-    "diloco by flags of the device": Case(
-        diloco(SGD, ADAM, Every(4), ALL), flags=lambda step: jnp.array(step % 4 == 0)
+    "three fragments": diloco(SGD, OUTER, Every(5, 3), THREE),
+    "a delay by flags": diloco(SGD, OUTER, DELAYED, TWO, mixing=0.25)._replace(flags=DELAYED.at),
+    "layers with a delay beyond the next": diloco(
+        SGD, OUTER, Every(9, 3, 4), SLICES, mixing=0.5, fragment_of=OF_SLICES
     ),
-    "three fragments": Case(diloco(SGD, OUTER, Every(5, 3), THREE)),
-    "a delay by flags": Case(
-        diloco(SGD, OUTER, Every(4, 2, 1), TWO, mixing=0.25), flags=Every(4, 2, 1).at
-    ),
-    "layers with a delay beyond the next": Case(
-        diloco(SGD, OUTER, Every(9, 3, 4), SLICES, mixing=0.5, fragment_of=OF_SLICES)
-    ),
-    "pairs": Case(diloco(SGD, OUTER, Every(3), ALL, shares=PAIRS, combine="pairs")),
-    "pairs of three": Case(
-        diloco(
-            SGD,
-            OUTER,
-            Every(3, 2, 2),
-            TWO,
-            shares=functools.partial(pair, 3),
-            combine="pairs",
-            mixing=0.5,
-        ),
-        size=3,
-    ),
-    "the largest": Case(
-        diloco(SGD, OUTER, Every(3, 2, 1), TWO, compress=LARGEST, mixing=0.25), atol=1e-6
-    ),
-    "four bits": Case(diloco(SGD, OUTER, Every(3), ALL, compress=FOUR_BITS), atol=1e-6),
+    "pairs": diloco(SGD, OUTER, Every(3), ALL, **PAIRS),
+    "pairs of three": diloco(SGD, OUTER, Every(3, 2, 2), TWO, **PAIRS, mixing=0.5)._replace(size=3),
+    "largest": diloco(SGD, OUTER, Every(3, 2, 1), TWO, LARGEST, mixing=0.25)._replace(atol=1e-6),
+    "four bits": diloco(SGD, OUTER, Every(3), ALL, FOUR_BITS)._replace(atol=1e-6),
 }
 
 
@@ -202,22 +132,22 @@ def test_steps_of_any_method_are_those_of_a_simulation(name):
     start, targets = rng.normal(size=NUMBERS), rng.normal(size=(STEPS, case.size, NUMBERS))
     if case.bad is not None:
         targets[case.bad - 1, -1, 7] = np.nan
-    tx, simulate = case.method
-    simulated = simulate(start, lambda rows, step: rows - targets[step - 1], STEPS)
+    start, weights = np.stack([start] * case.size), WEIGHTS[: case.size]
+    simulated = case.simulate(start, weights, lambda rows, step: rows - targets[step - 1], STEPS)
 
     def evaluate(flag, params, batch):
         given = {"commit": batch.get("flag", flag), "weight": batch["weight"]}
         return jax.tree.map(jnp.subtract, params, batch["target"]), given
 
-    params = unflat(np.stack([start] * case.size))
-    opt_state, compiled = jax.jit(jax.vmap(tx.init))(params), {}
+    params = unflat(start)
+    opt_state, compiled = jax.jit(jax.vmap(case.tx.init))(params), {}
     for step, (wanted, center, missed) in enumerate(simulated, start=1):
-        batch = {"target": unflat(targets[step - 1]), "weight": WEIGHTS[: case.size]}
+        batch = {"target": unflat(targets[step - 1]), "weight": weights}
         flag = case.flags(step)
         if isinstance(flag, jax.Array):
             batch["flag"], flag = np.stack([flag] * case.size), None
         if flag not in compiled:
-            one = loops.make_step(tx, functools.partial(evaluate, flag))
+            one = loops.make_step(case.tx, functools.partial(evaluate, flag))
             compiled[flag] = replicas.MAPPINGS["vmap"](one, case.size)
         params, opt_state = compiled[flag](params, opt_state, batch)
         np.testing.assert_allclose(flat(params), wanted, rtol=0, atol=case.atol)

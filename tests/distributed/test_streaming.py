@@ -13,9 +13,7 @@ import support
 
 import optperm
 from optperm.distributed import Compression, Every, center_params
-from optperm.distributed import _plans as plans
-
-pytestmark = pytest.mark.usefixtures("lenient")
+from optperm.distributed._plans import Exchange
 
 SGD = optax.sgd(1.0)
 
@@ -24,10 +22,7 @@ def test_fragments_are_sent_at_even_distances():
     """Fragment p of 4 at the steps that are floor(10 p / 4) modulo 10, and received a step later."""
     plan = Every(10, fragments=4, delay=1)
     sent = {step: plan.at(step).send for step in range(1, 21) if plan.at(step).send}
-    assert sent == {
-        **{2: (1,), 5: (2,), 7: (3,), 10: (0,)},
-        **{12: (1,), 15: (2,), 17: (3,), 20: (0,)},
-    }
+    assert sent == {2: (1,), 5: (2,), 7: (3,), 10: (0,), 12: (1,), 15: (2,), 17: (3,), 20: (0,)}
     assert all(plan.at(step + 1).receive == fragments for step, fragments in sent.items())
 
 
@@ -43,14 +38,12 @@ def test_a_plan_sends_a_fragment_as_maxtext_does():
 
 def test_exchanges_and_states_of_another_plan_are_refused():
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
-    state = optperm.diloco(SGD, every=Every(4, 2)).init(params)
+    tx = optperm.diloco(SGD, every=Every(4, 2))
+    state, message = tx.init(params), "belongs to a plan with fragments=2 and no delay, not to"
     for other in (Every(4, 3), Every(4, 2, 1), 4):
-        tx = optperm.diloco(SGD, every=other)
-        message = "belongs to a plan with fragments=2 and no delay, not to"
         with pytest.raises(ValueError, match=message):
-            tx.update(params, state, params)
-    for wrong in (plans.Exchange((3,), (3,)), plans.Exchange((1,), ()), 3):
-        tx = optperm.diloco(SGD, every=Every(4, 2))
+            optperm.diloco(SGD, every=other).update(params, state, params)
+    for wrong in (Exchange((3,), (3,)), Exchange((1,), ()), 3):
         with pytest.raises((ValueError, TypeError), match="plan"):
             tx.update(params, state, params, commit=wrong)
     for options in ({"fragments": 4}, {"delay": 3}):
@@ -68,7 +61,7 @@ def test_slices_land_exactly_and_on_stacked_states():
         updates, s = tx.update(jax.tree.map(lambda p: p - target, p), s, p)
         return updates, s, optperm.apply_updates(p, updates, s)
 
-    step = jax.jit(jax.vmap(update, axis_name=replicas.AXIS))
+    step = replicas.MAPPINGS["vmap"](update, 2)
     p, s = (replicas.stack([tree] * 2) for tree in (params, tx.init(params)))
     for number, rows in ((1, []), (2, [1, 2]), (3, []), (4, [0, 3])):
         updates, s, within = step(p, s, np.float32([1.0, 2.0]))
@@ -78,54 +71,38 @@ def test_slices_land_exactly_and_on_stacked_states():
         assert np.flatnonzero(is_same).tolist() == rows, number
 
 
-@functools.cache
-def of_flag(commit):
+def test_an_exchange_is_received_once_and_only_if_it_was_sent():
     """Push one replica down by 1 a step; it is averaged with itself, by a plan with a delay."""
-    tx = optperm.diloco(SGD, SGD, every=Every(4, 1, 2))
-    return tx, loops.compiled(tx, lambda p, _: (jnp.ones_like(p), {"commit": commit}))
+    plan = Every(4, 1, 2)
+    tx = optperm.diloco(SGD, SGD, every=plan)
 
+    @functools.partial(jax.jit, static_argnames="commit")
+    def step(params, opt_state, commit):
+        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
 
-def run_alone(flags):
-    params = jnp.zeros(1)
-    opt_state = of_flag(None)[0].init(params)
-    for commit in flags:
-        params, opt_state = of_flag(commit)[1](params, opt_state, ())
-        yield float(params[0])
+    def run(flags):
+        params, opt_state = jnp.zeros(1), tx.init(jnp.zeros(1))
+        for commit in flags:
+            params, opt_state = step(params, opt_state, commit)
+            yield float(params[0])
 
-
-def test_what_has_arrived_is_not_applied_again():
-    """Told to exchange all between sending and arrival, a replica goes no further than its own steps."""
+    # Told to exchange all between sending and arrival, it goes no further than its own steps.
     for number in (5, 6):
-        at = Every(4, 1, 2).at
-        trail = run_alone([True if step == number else at(step) for step in range(1, 10)])
-        assert all(params >= -step for step, params in enumerate(trail, start=1))
-
-
-def test_where_nothing_was_sent_nothing_is_pulled():
-    """A fresh state that is given the exchanges of later steps keeps its own params."""
-    assert list(run_alone(map(Every(4, 1, 2).at, (5, 6, 7, 8)))) == [-1, -2, -3, -4]
+        flags = [True if step == number else plan.at(step) for step in range(1, 10)]
+        assert all(params >= -step for step, params in enumerate(run(flags), start=1))
+    # A fresh state that is given the exchanges of later steps keeps its own params.
+    assert list(run(map(plan.at, (5, 6, 7, 8)))) == [-1, -2, -3, -4]
 
 
 def test_a_center_in_float32_under_bfloat16_params():
-    """Outer steps too small for bfloat16 add up in the center; params are the center, rounded."""
+    """Outer steps too small for bfloat16 add up in it, and the rounding of the params adds nothing."""
     tx = optperm.diloco(SGD, optax.sgd(2**-6), every=1, center_dtype=jnp.float32)
-    grads = [jnp.full(3, 2**-4, jnp.bfloat16)] * 8
-    params, opt_state = loops.train(tx, jnp.ones(3, jnp.bfloat16), grads)[-1]
-    center = center_params(opt_state)
-    assert center.dtype == jnp.float32
-    assert float(center[0]) < 1 - 7 * 2**-10
-    support.assert_same_bits(params, center.astype(jnp.bfloat16))
-
-
-def test_params_that_do_not_move_leave_a_center_of_more_digits():
-    """The rounding of the params to their dtype is no displacement."""
-    tx = optperm.diloco(SGD, optax.sgd(0.3), every=1, center_dtype=jnp.float32)
-    grads = [jnp.full(3, size, jnp.bfloat16) for size in (2**-6, 0.0, 0.0)]
-    trail = loops.train(tx, jnp.ones(3, jnp.bfloat16), grads)
-    first, *others = (center_params(opt_state) for _, opt_state in trail)
-    assert np.all(first != first.astype(jnp.bfloat16).astype(jnp.float32))
-    for center in others:
-        support.assert_same_bits(center, first)
+    grads = [jnp.full(3, size, jnp.bfloat16) for size in [2**-4] * 7 + [0.0, 0.0]]
+    center = np.full(3, 1 - 7 * 2**-10, np.float32)
+    for params, opt_state in loops.train(tx, jnp.ones(3, jnp.bfloat16), grads)[6:]:
+        support.assert_same_bits(center_params(opt_state), center)
+        support.assert_same_bits(params, center.astype(jnp.bfloat16))
 
 
 def test_gradients_of_fewer_digits_do_not_round_the_displacement():
@@ -155,13 +132,8 @@ def test_options_of_one_fragment_go_together():
         return jax.tree.map(lambda p: jnp.full_like(p, -value), params), state
 
     reads_value = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    tx = optperm.diloco(
-        optax.sgd(0.1),
-        reads_value,
-        every=lambda commits: commits + 1,
-        compress=Compression(bits=8),
-        center_dtype="float32",
-    )
+    options = {"compress": Compression(bits=8), "center_dtype": "float32"}
+    tx = optperm.diloco(SGD, reads_value, every=lambda commits: commits + 1, **options)
     evaluate = lambda p, value: (jnp.ones_like(p), {"value": value})  # noqa: E731
     values = list(np.arange(1.0, 7.0, dtype=np.float32))
     trail = loops.train(tx, jnp.ones(3, jnp.bfloat16), values, evaluate=evaluate)

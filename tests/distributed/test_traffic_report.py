@@ -1,5 +1,7 @@
 """traffic_report against closed forms, and against the collectives of compiled programs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,21 +22,19 @@ PARAMS = {
     "output": {"kernel": np.zeros((128, 10), "f"), "bias": np.zeros(10, "f")},
 }
 NUMBERS = 101_770
-PLAIN = optperm.diloco(SGD, every=PERIOD, axis_name=AXIS)
+DILOCO = functools.partial(optperm.diloco, SGD, every=PERIOD, axis_name=AXIS)
+AGN = functools.partial(optperm.agn, SGD, every=PERIOD, axis_name=AXIS)
+PLAIN = DILOCO()
 METHODS = {
     "diloco": PLAIN,
-    "agn": optperm.agn(SGD, every=PERIOD, axis_name=AXIS),
-    "sequential": optperm.agn(SGD, every=PERIOD, axis_name=AXIS, combine="sequential"),
-    "fragments": optperm.diloco(SGD, every=Every(PERIOD, 4), axis_name=AXIS),
-    "delay": optperm.diloco(SGD, every=Every(PERIOD, 2, 3), axis_name=AXIS),
-    "4 bits": optperm.diloco(SGD, every=PERIOD, axis_name=AXIS, compress=Compression(bits=4)),
-    "top k": optperm.diloco(
-        SGD, every=PERIOD, axis_name=AXIS, compress=Compression(1 / 32, bits=2)
-    ),
-    "pairs": optperm.diloco(SGD, every=PERIOD, axis_name=AXIS, combine="pairs"),
-    "dtype of the center": optperm.diloco(
-        SGD, every=PERIOD, axis_name=AXIS, center_dtype=jnp.float32
-    ),
+    "agn": AGN(),
+    "sequential": AGN(combine="sequential"),
+    "fragments": DILOCO(every=Every(PERIOD, 4)),
+    "delay": DILOCO(every=Every(PERIOD, 2, 3)),
+    "4 bits": DILOCO(compress=Compression(bits=4)),
+    "top k": DILOCO(compress=Compression(1 / 32, bits=2)),
+    "pairs": DILOCO(combine="pairs"),
+    "dtype of the center": DILOCO(center_dtype=jnp.float32),
 }
 
 
@@ -58,16 +58,13 @@ def test_traffic_of_each_option_is_what_the_compiled_program_sends(name):
     assert report(tx, PARAMS, replicas=REPLICAS).all.bytes_per_step == pytest.approx(expected)
 
 
-def test_traffic_of_all_params_is_four_bytes_each_and_a_weight():
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
+def test_traffic_of_all_params_is_four_bytes_each_and_a_weight(dtype, size):
     """32 bits of each number, also of bfloat16, and of the weight of each fragment."""
-    found = report(PLAIN, PARAMS)
-    assert found.synchronous.bytes_per_step == 4 * NUMBERS
+    found = report(PLAIN, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), PARAMS))
+    assert found.synchronous.bytes_per_step == size * NUMBERS
     assert found.all.bytes_per_commit == 4 * NUMBERS + 4
     assert found.all.bytes_per_step == (4 * NUMBERS + 4) / PERIOD
-    half = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), PARAMS)
-    found = report(PLAIN, half)
-    assert found.synchronous.bytes_per_step == 2 * NUMBERS
-    assert found.all.bytes_per_commit == 4 * NUMBERS + 4
 
 
 def test_traffic_of_a_plan_is_a_line_for_each_fragment():
@@ -95,31 +92,29 @@ def test_seconds_are_the_bits_of_a_ring_over_the_bandwidth():
         assert found.synchronous.seconds_per_step == pytest.approx(ring)
 
 
-def test_traffic_in_any_nesting_is_of_the_params_that_the_method_trains():
-    bias = {"hidden": {"kernel": "rest", "bias": "own"}, "output": "rest"}
-    outside = {
-        "chain": (optax.chain(optax.clip(1.0), PLAIN), NUMBERS),
-        "MultiSteps": (optax.MultiSteps(PLAIN, 3).gradient_transformation(), NUMBERS),
-        "switch_after": (optperm.switch_after(5, SGD, PLAIN), NUMBERS),
-        "partition": (optax.partition({"own": PLAIN, "rest": SGD}, bias), 128),
-        "inject": (
-            optax.inject_hyperparams(optperm.diloco)(SGD, every=PERIOD, axis_name=AXIS),
-            NUMBERS,
-        ),
-    }
-    for name, (tx, numbers) in outside.items():
-        every = PERIOD if name == "inject" else None  # a number of the state
-        found = report(tx, PARAMS, every=every)
-        assert found.all.bytes_per_step == (4 * numbers + 4) / PERIOD, name
-        assert found.synchronous.bytes_per_step == 4 * NUMBERS, name
+NAMES = {"hidden": {"kernel": "rest", "bias": "own"}, "output": "rest"}
+INJECTED = optax.inject_hyperparams(optperm.diloco)(SGD, every=PERIOD, axis_name=AXIS)
+
+
+@pytest.mark.parametrize(
+    ("tx", "numbers", "every"),
+    [
+        (optax.chain(optax.clip(1.0), PLAIN), NUMBERS, None),
+        (optax.MultiSteps(PLAIN, 3).gradient_transformation(), NUMBERS, None),
+        (optperm.switch_after(5, SGD, PLAIN), NUMBERS, None),
+        (optax.partition({"own": PLAIN, "rest": SGD}, NAMES), 128, None),
+        (INJECTED, NUMBERS, PERIOD),  # which is a number of the state
+        (AGN(every=lambda commits: 5 + commits), NUMBERS, 7.5),
+    ],
+)
+def test_traffic_in_any_nesting_is_of_the_params_that_the_method_trains(tx, numbers, every):
+    """By the mean period, where a program or a schedule chooses the period."""
+    found = report(tx, PARAMS, every=every)
+    assert found.all.bytes_per_step == (4 * numbers + 4) / (every or PERIOD)
+    assert found.synchronous.bytes_per_step == 4 * NUMBERS
 
 
 def test_traffic_over_two_axes_and_sharded_replicas_is_that_of_one_axis():
-    for options in ({"axis_name": ("slice", "host")}, {"axis_name": AXIS, "shard_axes": "model"}):
-        tx = optperm.diloco(SGD, every=PERIOD, **options)
-        assert report(tx, PARAMS, 1e6, replicas=4) == report(PLAIN, PARAMS, 1e6, replicas=4)
-
-
-def test_traffic_of_a_schedule_is_by_its_mean_period():
-    tx = optperm.agn(SGD, every=lambda commits: 5 + commits, axis_name=AXIS)
-    assert report(tx, PARAMS, every=7.5).all.bytes_per_step == (4 * NUMBERS + 4) / 7.5
+    for options in ({"axis_name": ("slice", "host")}, {"shard_axes": "model"}):
+        found = report(DILOCO(**options), PARAMS, 1e6, replicas=4)
+        assert found == report(PLAIN, PARAMS, 1e6, replicas=4)

@@ -21,19 +21,10 @@ def write_program(folder, epochs=8):
     """Write train.py as the guide has it, or with fewer epochs."""
     text = GUIDE.read_text(encoding="utf-8")
     (program,) = re.findall(r":caption: train.py\n(.*?)^```$", text, re.M | re.S)
-    head, constants, rest = program.partition("EPOCHS, EVERY = 64, 8, 20")
-    assert constants
-    changed = f"EPOCHS, EVERY = 64, {epochs}, 20"
-    (folder / "train.py").write_text(head + changed + rest, encoding="utf-8")
-
-
-def write_data(folder):
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(y))
-    data = {"x": np.float32(x / 16)[order], "y": np.int32(y)[order]}
-    names = ["train-0", "train-1", "test"]
-    for name, start, end in zip(names, (0, 700, 1400), (700, 1400, len(y)), strict=True):
-        np.savez(folder / f"{name}.npz", **{key: each[start:end] for key, each in data.items()})
+    constants = "EPOCHS, EVERY = 64, {}, 20"
+    assert constants.format(8) in program
+    changed = program.replace(constants.format(8), constants.format(epochs))
+    (folder / "train.py").write_text(changed, encoding="utf-8")
 
 
 def train_on_hosts(folder):
@@ -45,7 +36,11 @@ def train_on_hosts(folder):
 
 def test_two_hosts_that_resume_train_as_one_process(lenient, tmp_path, monkeypatch):
     """Cut off after 3 of 8 epochs, between two commits."""
-    write_data(tmp_path)
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(y))
+    parts = {"train-0": order[:700], "train-1": order[700:1400], "test": order[1400:]}
+    for name, part in parts.items():
+        np.savez(tmp_path / f"{name}.npz", x=np.float32(x / 16)[part], y=np.int32(y)[part])
     monkeypatch.chdir(tmp_path)
     write_program(tmp_path)
     program = runpy.run_path(str(tmp_path / "train.py"))

@@ -21,51 +21,47 @@ import optperm
 SIZE = 4
 
 
-def loss_fn(params, batch):
-    error = batch["x"] @ params["kernel"] + params["bias"] - batch["y"]
-    return jnp.mean(error**2)
+def own(array):
+    """Return the part of a stacked array that lies on the devices of this process."""
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
+    return np.concatenate([shard.data for shard in shards])
 
 
 # AGN and DiLoCo: replicas are mapped over the devices.
 
 PERIOD, STEPS = 2, 6
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
+OPTIONS = {"every": PERIOD, "axis_name": replicas.AXIS}
 METHODS = {
-    **{
-        f"agn {commit}": optperm.agn(
-            OPTIMIZER, every=PERIOD, axis_name=replicas.AXIS, combine=commit
-        )
-        for commit in ("mean", "sum", "sequential")
-    },
-    "diloco": optperm.diloco(OPTIMIZER, every=PERIOD, axis_name=replicas.AXIS),
-}
+    f"agn {rule}": optperm.agn(OPTIMIZER, combine=rule, **OPTIONS)
+    for rule in ("mean", "sum", "sequential")
+} | {"diloco": optperm.diloco(OPTIMIZER, **OPTIONS)}
 
 
-def make_batches():
-    """For each step a batch for each replica. In the second period one of the last replica's is bad."""
+def make_targets():
+    """For each step a target for each replica. In the second period one of the last replica's is bad."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(STEPS, SIZE, 5, 3)).astype(np.float32)
-    y = x @ np.arange(1, 4, dtype=np.float32) + np.arange(SIZE, dtype=np.float32)[:, None]
-    y[PERIOD, -1, 0] = np.nan
-    return [{"x": x[t], "y": y[t]} for t in range(STEPS)]
+    kernel, bias = (np.float32(rng.normal(size=(STEPS, SIZE, *shape))) for shape in ((3,), ()))
+    kernel[PERIOD, -1, 0] = np.nan
+    return [{"kernel": kernel[t], "bias": bias[t]} for t in range(STEPS)]
+
+
+def evaluate(params, target):
+    """Return the gradient of half the squared distance to a target."""
+    return jax.tree.map(jnp.subtract, params, target), {}
 
 
 def trajectories(mapping, collect):
     """For each method and step: the params, the center and the skipped commits of the replicas."""
     start = {"kernel": np.zeros(3, np.float32), "bias": np.ones((), np.float32)}
+    options = {"evaluate": evaluate, "how": mapping, "size": SIZE}
     for method, tx in METHODS.items():
-        evaluate = loops.gradient(loss_fn)
-        steps = loops.train(tx, start, make_batches(), evaluate=evaluate, how=mapping, size=SIZE)
-        for t, (params, opt_state) in enumerate(steps):
+        for t, (params, opt_state) in enumerate(loops.train(tx, start, make_targets(), **options)):
             center = optperm.distributed.center_params(opt_state, final=(t + 1) % PERIOD == 0)
             for name in start:
                 yield f"{method}/{t}/params/{name}", collect(params[name])
                 yield f"{method}/{t}/center/{name}", collect(center[name])
             yield f"{method}/{t}/skipped", collect(opt_state.skipped)
-
-
-def local_steps():
-    return dict(trajectories("shard_map", replicas.own))
 
 
 def dim_reduce():
@@ -80,18 +76,19 @@ def dim_reduce():
         step = mapped(loops.make_step(tx, loops.evaluation(golden.loss_of(data))), SIZE)
         for noise in data["noise"]:
             params, opt_state = step(params, opt_state, np.stack([noise] * SIZE))
-            held["params"].append(golden.join(jax.tree.map(replicas.own, params)))
-            held["lengths"].append(replicas.own(opt_state.step_length))
-        return held | {"rows": replicas.own(opt_state.subspace.rows["v"])}
+            held["params"].append(golden.join(jax.tree.map(own, params)))
+            held["lengths"].append(own(opt_state.step_length))
+        return held | {"rows": own(opt_state.subspace.rows["v"])}
 
 
 def main(address, processes, index, folder):
     jax.distributed.initialize(address, int(processes), int(index))
     assert (jax.device_count(), jax.local_device_count()) == (SIZE, SIZE // int(processes))
-    for train in (local_steps, dim_reduce):
-        np.savez(pathlib.Path(folder) / f"{train.__name__}-{index}", **train())
+    folder = pathlib.Path(folder)
+    np.savez(folder / f"local_steps-{index}", **dict(trajectories("shard_map", own)))
+    np.savez(folder / f"dim_reduce-{index}", **dim_reduce())
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        fitting_together.main(index, pathlib.Path(folder))
+        fitting_together.main(index, folder)
 
 
 if __name__ == "__main__":
