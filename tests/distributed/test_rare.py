@@ -82,8 +82,10 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
         placed = given if name == "pmap" else jax.device_put(given, sharding)
         compiled = mapped.lower(*placed).compile()
         params, state = compiled(*placed)
-    large = [each for each in replicas.collectives(compiled.as_text()) if each.bytes > 16]
-    assert large
+    found = replicas.collectives(compiled.as_text())
+    large = [each for each in found if each.bytes > 16]
+    # Four bits of a number of these leaves may take no more bytes than a count.
+    assert large or (method == "compressed" and any(each.is_conditional for each in found))
     assert all(each.is_conditional for each in large)
     if method == "pairs":
         assert {each.operation for each in large} == {"collective-permute"}
