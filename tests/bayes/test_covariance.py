@@ -32,18 +32,13 @@ def problem():
 
 def some(data, *index):
     """A part of the examples."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[slice(*index)], data)
-
-
-def in_parts(batch, size):
-    """A batch as those of four replicas."""
-    return jax.tree.map(lambda leaf: leaf.reshape(4, size, *leaf.shape[1:]), batch)
+    return {name: jnp.asarray(leaf)[slice(*index)] for name, leaf in data.items()}
 
 
 def example_gradients(params, batch):
-    """The gradients of a batch's examples as rows, one call each."""
-    single = [some(batch, n, n + 1) for n in range(len(batch["x"]))]
-    return np.stack([ravel_pytree(jax.grad(loss_fn)(params, one))[0] for one in single])
+    """The gradients of a batch's examples as rows, in the order of the flattened params."""
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return 2 * np.asarray(error)[:, None] * np.c_[np.ones(len(error)), batch["x"]]
 
 
 def noise_of(opt_state):
@@ -57,12 +52,10 @@ def kept(matrix, preconditioner):
     return forms[preconditioner]
 
 
-def estimate(params, batch, preconditioner, estimator, **options):
+def estimate(params, batch, preconditioner, estimator, example=None, chunk_size=None):
     """One estimate, from a first step."""
-    example = options.pop("example", None)
-    tx = optperm.mandt_sgd(
-        1000, len(batch["x"]), preconditioner=preconditioner, estimator=estimator, **options
-    )
+    options = {"preconditioner": preconditioner, "estimator": estimator, "chunk_size": chunk_size}
+    tx = optperm.mandt_sgd(1000, len(batch["x"]), **options)
 
     @jax.jit
     def first(params, batch, example):
@@ -91,25 +84,22 @@ def test_per_example_is_the_unbiased_covariance_of_the_batch(preconditioner, chu
 def test_mean_of_many_estimates_is_the_exact_covariance(preconditioner, estimator):
     """With batches that do not halve evenly."""
     data, params = problem()
-    batch_size = 5
     exact = np.cov(example_gradients(params, data).T, ddof=0)  # of an example drawn at random
 
     @jax.jit
     @jax.vmap
     def draw(key):
-        chosen = jax.random.choice(key, SIZE, (batch_size + 1,))
-        batch, example = (
-            jax.tree.map(lambda leaf, rows=rows: jnp.asarray(leaf)[rows], data)
-            for rows in (chosen[:-1], chosen[-1:])
-        )
+        rows = jax.random.choice(key, SIZE, (6,))
+        drawn = {name: jnp.asarray(leaf)[rows] for name, leaf in data.items()}
+        batch, example = some(drawn, 5), some(drawn, 5, 6)
         return estimate(params, batch, preconditioner, estimator, example=example)
 
     count = 20_000
     draws = np.asarray(draw(jax.random.split(jax.random.key(0), count)), np.float64)
-    error = draws.mean(axis=0) - kept(exact, preconditioner)
-    assert np.all(np.abs(error) < 4.5 * draws.std(axis=0) / np.sqrt(count))
+    limit = 4.5 * draws.std(axis=0) / np.sqrt(count)
+    assert np.all(np.abs(draws.mean(axis=0) - kept(exact, preconditioner)) < limit)
     # That far off the figure would be without the corrections for the size of the batch.
-    assert np.all(4.5 * draws.std(axis=0) / np.sqrt(count) < 0.15 * np.abs(exact).max())
+    assert np.all(limit < 0.15 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize(
@@ -124,8 +114,8 @@ def test_replicas_estimate_the_covariance_of_the_whole_batch(preconditioner, est
     """From the examples of all; of the other estimators each replica's estimate, averaged."""
     data, params = problem()
     batch, examples = some(data, 12), some(data, 20, 24)
-    forms = {"preconditioner": preconditioner, "estimator": estimator}
-    tx = optperm.mandt_sgd(1000, 12, axis_name=replicas.AXIS, chunk_size=2, **forms)
+    options = {"preconditioner": preconditioner, "estimator": estimator, "chunk_size": 2}
+    tx = optperm.mandt_sgd(1000, 12, axis_name=replicas.AXIS, **options)
     state = tx.init(params)
 
     def step(part, example):
@@ -133,7 +123,8 @@ def test_replicas_estimate_the_covariance_of_the_whole_batch(preconditioner, est
         _, new = tx.update(e.grad, state, params, **e.extra_args)
         return noise_of(new)
 
-    found = replicas.MAPPINGS[mapping](step, 4)(in_parts(batch, 3), in_parts(examples, 1))
+    parts = jax.tree.map(lambda leaf: leaf.reshape(4, -1, *leaf.shape[1:]), (batch, examples))
+    found = replicas.MAPPINGS[mapping](step, 4)(*parts)
     rows, apart = (example_gradients(params, each) for each in (batch, examples))
     mean = rows.mean(axis=0)
     half = rows[::3].mean(axis=0)  # the first example of each three
@@ -154,20 +145,14 @@ def test_estimate_under_a_mask_is_of_what_it_sees(estimator):
     """As alone on that part of the params; without any part it hands on what comes."""
     data, params = problem()
     batch, example = some(data, 12), some(data, 20, 21)
-    e = optperm.evaluate(loss_fn, params, batch, example=example)
-    tx = optperm.mandt_sgd(1000, 12, estimator=estimator)
-    masked = optax.masked(tx, {"w": True, "b": False})
-    _, state = masked.update(e.grad, masked.init(params), params, **e.extra_args)
+    tx, alone = optperm.mandt_sgd(1000, 12, estimator=estimator), {"w": params["w"]}
 
-    def loss_of_w(w, batch):
-        return loss_fn({"w": w["w"], "b": params["b"]}, batch)
+    def first(tx, params, loss_fn):
+        e = optperm.evaluate(loss_fn, params, batch, example=example)
+        return e.grad, *tx.update(e.grad, tx.init(params), params, **e.extra_args)
 
-    alone = {"w": params["w"]}
-    e_alone = optperm.evaluate(loss_of_w, alone, batch, example=example)
-    _, expected = tx.update(e_alone.grad, tx.init(alone), alone, **e_alone.extra_args)
-    for found, wanted in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-    nothing = optax.masked(tx, {"w": False, "b": False})
-    updates, _ = nothing.update(e.grad, nothing.init(params), params, **e.extra_args)
-    support.assert_same_bits(updates, e.grad)
+    state = first(optax.masked(tx, {"w": True, "b": False}), params, loss_fn)[2]
+    expected = first(tx, alone, lambda w, batch: loss_fn(params | w, batch))[2]
+    support.assert_close(jax.tree.leaves(state), jax.tree.leaves(expected), rtol=1e-6)
+    grads, updates, _ = first(optax.masked(tx, {"w": False, "b": False}), params, loss_fn)
+    support.assert_same_bits(updates, grads)
