@@ -59,20 +59,17 @@ def test_updates_are_those_of_the_equations():
     def schedule(count):
         return jnp.where(count < 1, 0.1, 0.05)
 
-    tx = optperm.sgld(schedule, 10, temperature=0.0)
-    state = tx.init(w)
-    for epsilon in (0.1, 0.05):
-        updates, state = tx.update(g, state, w)
-        np.testing.assert_allclose(updates, [-epsilon * 5 * 0.5, epsilon * 5, 0.0], rtol=1e-6)
-    assert int(state.left_out) == 2
-    tx = optperm.sghmc(schedule, 10, 0.25, temperature=0.0)
-    state, v = tx.init(w), np.zeros(2)
-    for eta in (0.1, 0.05):
-        updates, state = tx.update(g, state, w)
-        v = 0.75 * v - eta * 10 * np.array([0.5, -1.0])
-        np.testing.assert_allclose(updates, [*v, 0.0], rtol=1e-6)
+    for tx, decay, factor in (
+        (optperm.sgld(schedule, 10, temperature=0.0), 0.0, 10 / 2),
+        (optperm.sghmc(schedule, 10, 0.25, temperature=0.0), 1 - 0.25, 10),
+    ):
+        state, v = tx.init(w), np.zeros(2)
+        for size in (0.1, 0.05):
+            updates, state = tx.update(g, state, w)
+            v = decay * v - factor * size * np.array([0.5, -1.0])
+            np.testing.assert_allclose(updates, [*v, 0.0], rtol=1e-6)
+        assert int(state.left_out) == 2
     np.testing.assert_allclose(state.velocity, [*v, 0.0], rtol=1e-6)
-    assert int(state.left_out) == 2
 
 
 def test_injected_noise_is_of_the_size_of_the_equations():

@@ -143,15 +143,14 @@ def test_arguments_that_do_not_fit_are_refused():
 @pytest.mark.slow
 def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    sampler = functools.partial(
-        optperm.constant_sgd, preconditioner="diagonal", burn_in=20, freeze_after=40
-    )
+    options = {"preconditioner": "diagonal", "burn_in": 20, "freeze_after": 40}
     x = support.normal((N, 8))
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.zeros(8), jax.NamedSharding(mesh, jax.P("d")))
-        samples = optperm.bayes.sample(
-            lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, x, w,
-            jax.random.key(1), sampler=sampler, starts=jnp.stack([w, w]), **QUICK,
+        samples = draw(
+            loss_fn=lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, data=x, params=w,
+            sampler=functools.partial(optperm.constant_sgd, **options), starts=jnp.stack([w, w]),
+            burn_in=None,
         )  # fmt: skip
     draws = np.asarray(samples.params)
     assert np.abs(draws - np.mean(np.asarray(x), axis=0)).max() < 5 / np.sqrt(N)
@@ -179,14 +178,10 @@ def test_equal_examples_are_sampled_with_injected_noise_alone():
 @pytest.mark.slow
 def test_both_modes_are_found_and_said():
     """y ~ N(w^2, 1) from one side: the chains are in both, and the report says that they disagree."""
-    y = 1 + jax.random.normal(jax.random.key(0), (200,))
-
-    def loss(w, batch):
-        return jnp.mean((batch - w**2) ** 2) / 2
-
     samples = optperm.bayes.sample(
-        loss, y, jnp.float32(0.5), jax.random.key(1), batch_size=16, num_draws=100,
-        log_prior=lambda w: -(w**2) / 2, sampler=functools.partial(optperm.constant_sgd, burn_in=500),
+        lambda w, y: loss_fn(w**2, y), 1 + support.normal((200,)), jnp.float32(0.5), 1, batch_size=16,
+        num_draws=100, log_prior=lambda w: -(w**2) / 2,
+        sampler=functools.partial(optperm.constant_sgd, burn_in=500),
     )  # fmt: skip
     means = np.asarray(samples.params).mean(axis=1)
     assert set(np.sign(means)) == {-1, 1}
@@ -231,10 +226,5 @@ def test_normal_prior_is_the_fraction_of_one_example():
 
 def test_log_prior_counts_once_among_all_examples():
     """N times the loss over all examples is the sum of their losses less the log prior."""
-    data, w = jnp.arange(5.0), jnp.float32(2.0)
-
-    def loss_fn(w, batch):
-        return jnp.mean((batch - w) ** 2)
-
-    total = 5 * _add_prior(loss_fn, lambda w: -3.0 * w, 5)(w, data)
-    np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) + 6.0, rtol=1e-6)
+    total = 5 * _add_prior(loss_fn, lambda w: -3.0 * w, 5)(jnp.float32(2.0), jnp.arange(5.0))
+    np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) / 2 + 6.0, rtol=1e-6)

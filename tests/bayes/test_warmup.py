@@ -22,8 +22,6 @@ N, S, D = 500, 8, 3
 NUMBERS = {"noise_ratio": 10.0, "num_data": N, "batch_size": S, "momentum": 0.0}
 HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
 NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
-
-
 # What a warm-up hands over of a window: from a kernel, the window, steps and their scale.
 handed_over = jax.jit(
     functools.partial(hand_over, limit=jnp.float32(0.2), rate=jnp.float32(1), noise_ratio=10.0)
@@ -38,10 +36,8 @@ def run(tx, steps, sizes=None, parts=1):
 
     def evaluate(w, key):
         rows = jax.random.normal(key, (S, D)) @ root.T + (hessian @ w)[None]
-        return rows.mean(0), {
-            "per_example_grad_fn": lambda w: rows,
-            "grad_fn": lambda w: hessian @ w,
-        }
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: hessian @ w}
+        return rows.mean(0), extras
 
     train = jax.jit(functools.partial(loops.carry, loops.make_step(tx, evaluate)))
     w, state, trail = jnp.zeros(D), tx.init(jnp.zeros(D)), []
