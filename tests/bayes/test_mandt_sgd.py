@@ -15,10 +15,10 @@ N, S, D = 1000, 10, 3
 FORMS = ("scalar", "diagonal", "full")
 
 
-def batch_gradients(seed, scale=1.0):
+def batch_gradients(seed):
     """The gradients of a batch's examples, (S, D), correlated."""
     mix = np.array([[1.0, 0.5, 0.0], [0.0, 0.7, 0.2], [0.0, 0.0, 0.3]])
-    rows = np.random.default_rng(seed).normal(size=(S, D)) @ mix * scale + [0.3, -0.2, 0.1]
+    rows = np.random.default_rng(seed).normal(size=(S, D)) @ mix + [0.3, -0.2, 0.1]
     return rows.astype(np.float32)
 
 

@@ -103,7 +103,8 @@ def test_small_steps_keep_their_digits_in_float32():
 def test_up_to_the_edge_of_stability(momentum):
     """In one dimension theta is an AR(2) process, stable below h a = 2 (1 + mu); an error above."""
     a, r = np.array([[2.0]]), np.array([[3.0]])
-    plus = edge = 1 + momentum
+    plus = 1 + momentum
+    edge = 2 * plus / 2.0
     compute = jax.jit(
         lambda h: optperm.bayes.stationary_covariance(h, a, r, momentum=momentum)[0, 0]
     )
