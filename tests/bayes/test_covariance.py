@@ -10,7 +10,6 @@ import support
 from jax.flatten_util import ravel_pytree
 
 import optperm
-from optperm.core.states import find_state
 
 SIZE = 40
 X = support.normal((SIZE, 3)) * jnp.float32([[1.0, 0.3, 2.0]])
@@ -34,11 +33,6 @@ def example_gradients(batch):
     return 2 * np.asarray(error)[:, None] * np.c_[np.ones(len(error)), batch["x"]]
 
 
-def noise_of(opt_state):
-    """What has been estimated of C."""
-    return find_state(opt_state, optperm.bayes.MandtSgdState, method="mandt_sgd").covariance
-
-
 def kept(matrix, preconditioner):
     """What is kept of a covariance, as one vector or matrix in the order of the flattened params."""
     forms = {"scalar": np.trace(matrix) / len(matrix), "diagonal": np.diag(matrix), "full": matrix}
@@ -55,7 +49,7 @@ def estimate(batch, preconditioner, estimator, example=None, chunk_size=None):
         e = optperm.evaluate(loss_fn, PARAMS, batch, example=example)
         return tx.update(e.grad, tx.init(PARAMS), PARAMS, **e.extra_args)[1]
 
-    found = noise_of(first(batch, example))
+    found = optax.tree.get(first(batch, example), "covariance")
     return ravel_pytree(found)[0] if preconditioner == "diagonal" else found
 
 
@@ -110,7 +104,7 @@ def test_replicas_estimate_the_covariance_of_the_whole_batch(preconditioner, est
     def step(part, example):
         e = optperm.evaluate(loss_fn, PARAMS, part, axis_name=replicas.AXIS, example=example)
         _, new = tx.update(e.grad, state, PARAMS, **e.extra_args)
-        return noise_of(new)
+        return optax.tree.get(new, "covariance")
 
     parts = jax.tree.map(lambda leaf: leaf.reshape(4, -1, *leaf.shape[1:]), (batch, examples))
     found = replicas.MAPPINGS[mapping](step, 4)(*parts)

@@ -31,8 +31,7 @@ M = np.array([3.0, 0.5])
     ids=["sgld", "sghmc"],
 )
 def test_chains_have_their_exact_law(tx, temperature, h, added, momentum):
-    """That of momentum SGD to whose batches' noise a noise is added: of steps that are not small it is
-    not the posterior."""
+    """That of momentum SGD with more noise, which of steps that are not small is not the posterior."""
     noise = ROOT @ ROOT.T + added * np.eye(2)
     wanted = np.asarray(optperm.bayes.stationary_covariance(h, HESSIAN, noise, momentum=momentum))
     deviations, hessian, root = np.sqrt(np.diag(wanted)), jnp.float32(HESSIAN), jnp.float32(ROOT)
@@ -52,8 +51,7 @@ def test_chains_have_their_exact_law(tx, temperature, h, added, momentum):
 
 
 def test_updates_are_those_of_the_equations():
-    """By a schedule of the step, without noise at temperature zero; what is not finite stays, and is
-    counted."""
+    """At temperature zero, by a schedule of the step; what is not finite stays, and is counted."""
     w, g = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.5, -1.0, jnp.nan])
 
     def schedule(count):

@@ -193,8 +193,7 @@ def test_both_modes_are_found_and_said():
 
 @pytest.mark.slow
 def test_long_and_narrow_posteriors_are_sampled():
-    """By defaults, from zero: a condition of 2e11, where C in the params' own coordinates is lost in
-    float32."""
+    """By defaults, from zero: a condition of 2e11, where float32 loses C in the params' coordinates."""
     rng = np.random.default_rng(0)
     x = np.c_[np.ones(500), rng.normal(2000, 3, 500), rng.normal(size=(500, 2))]
     y = x @ rng.normal(size=x.shape[1]) * 0.3 + rng.normal(size=len(x))

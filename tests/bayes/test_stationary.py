@@ -160,10 +160,8 @@ def test_a_small_divergence_is_not_lost_in_float32():
 
 @pytest.mark.parametrize("condition", [pytest.param(1e3, marks=pytest.mark.slow), 1e10])
 def test_divergence_of_a_large_condition_number_is_right_in_float32(condition):
-    """KL(N(0, S), N(0, 1.3 S)) is the same for all S; matrices of float64 are not rounded first.
-
-    Mapped, compiled and differentiated it is the same.
-    """
+    """KL(N(0, S), N(0, 1.3 S)) is the same for all S, mapped, compiled and differentiated; matrices of
+    float64 are not rounded first."""
     q, zero = np.linalg.qr(np.random.default_rng(0).normal(size=(10, 10)))[0], np.zeros(10)
     s = q @ np.diag(np.logspace(0, -np.log10(condition), 10)) @ q.T
     s = (s + s.T) / 2
