@@ -137,7 +137,7 @@ def test_arguments_that_do_not_fit_are_refused():
         ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
     ):
         with pytest.raises(error, match=message):
-            draw(**{"starts": None} | change)
+            draw(**{"sampler": optperm.constant_sgd, "starts": None} | change)
 
 
 @pytest.mark.slow
