@@ -5,8 +5,8 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import support
 
@@ -35,15 +35,22 @@ def start():
 
 
 def run(tx, w, state, steps, first=0):
-    def step(carry, t):
-        w, state = carry
-        rows = jax.random.randint(jax.random.fold_in(jax.random.key(0), t), (S,), 0, N)
-        e = optperm.evaluate(loss_fn, w, jnp.asarray(X)[rows])
-        updates, state = tx.update(e.grad, state, w, **e.extra_args)
-        return (optperm.apply_updates(w, updates, state), state), None
+    """Params and state after so many steps."""
 
-    scan = jax.jit(lambda carry: jax.lax.scan(step, carry, first + jnp.arange(steps))[0])
-    return scan((w, state))
+    def evaluate(w, t):
+        rows = jax.random.randint(jax.random.fold_in(jax.random.key(0), t), (S,), 0, N)
+        return loops.evaluation(loss_fn)(w, jnp.asarray(X)[rows])
+
+    train = jax.jit(functools.partial(loops.carry, loops.make_step(tx, evaluate)))
+    return train(w, state, first + jnp.arange(steps))
+
+
+def draw(sampler, x=X, key=0, **options):
+    """Few samples of the posterior of some data."""
+    return optperm.bayes.sample(
+        loss_fn, jnp.asarray(x), start(), key, batch_size=S, num_chains=2, num_draws=20, thinning=2,
+        sampler=sampler, **options,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -56,8 +63,11 @@ def warmed_up(form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["full", "diagonal"])
 def test_steps_are_those_of_the_program_that_estimated_the_kernel(form):
-    """From one state: the same count, key and velocity; also of a kernel that was saved."""
+    """From one state: the same count, key and velocity; also of a kernel that was saved, which has the
+    form of one that is not ready."""
     tx, w, state, kernel = warmed_up(form)
+    like = optperm.bayes.adapted_kernel(tx.init(w))
+    assert support.signature(like) == support.signature(kernel)
     saved = pickle.loads(pickle.dumps(jax.device_get(kernel)))
     other = optperm.constant_sgd(N, S, kernel=saved, momentum=0.5)
     sampler = find_state(state, STATE, method="constant_sgd")._replace(window=())
@@ -70,56 +80,37 @@ def test_steps_are_those_of_the_program_that_estimated_the_kernel(form):
     support.assert_same_bits(optperm.bayes.adapted_kernel(last), kernel)
 
 
-@pytest.mark.slow
-def test_kernel_of_an_orbax_checkpoint_is_the_one_that_was_saved(tmp_path):
-    """Bit for bit, restored by the structure of a new state, in which no kernel is ready."""
-    kernel = warmed_up("diagonal")[3]
-    tx = optperm.constant_sgd(N, S, preconditioner="diagonal", **ARGUMENTS)
-    like = optperm.bayes.adapted_kernel(tx.init(start()))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "kernel", kernel)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "kernel", like)
-    assert jax.tree.structure(restored) == jax.tree.structure(kernel)
-    support.assert_same_bits(restored, kernel)
-    optperm.constant_sgd(N, S, kernel=restored, momentum=0.5).init(start())
-
-
 def test_sampling_from_a_kernel_takes_three_numbers_a_parameter_and_the_gradient():
     """Noise, curvature and velocity of the diagonal form; nothing of the warm-up."""
     _, w, _, kernel = warmed_up("diagonal")
     tx = optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5)
     updates, state = jax.jit(tx.update)(w, tx.init(w), w)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(updates))
-    assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.shape in ((3,), (2,))) == (
-        3 * 5 + 2 + 2  # and the key and the correlation
-    )
+    sizes = [leaf.size for leaf in jax.tree.leaves(state) if leaf.shape in ((3,), (2,))]
+    assert sum(sizes) == 3 * 5 + 2 + 2  # and the key and the correlation
 
 
 def test_kernels_that_do_not_fit_are_refused_by_what_differs():
     """Those of other params, numbers and forms, of several chains, and dicts that were restored."""
     _, w, _, kernel = warmed_up("diagonal")
     stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), kernel)
+    good = {"num_data": N, "batch_size": S, "kernel": kernel, "momentum": 0.5, "params": w}
     unready = optperm.bayes.adapted_kernel(optperm.constant_sgd(N, S).init(w))
-    for numbers, options, params, message in (
-        ((N, S), {}, {"a": jnp.zeros(4), "b": jnp.ones(2)}, r"kernel.noise\['a'\] is float32\[3\]"),
-        ((N, S), {"kernel": unready}, jnp.zeros(6), r"kernel.basis.w is .*\[5, 5\]"),
-        ((N + 1, S), {}, w, "kernel is for num_data=200, but num_data is 201"),
-        ((N, S + 1), {}, w, "kernel is for batch_size=8, but batch_size is 9"),
-        ((N, S), {"momentum": 0.9}, w, "kernel is for momentum=0.5, but momentum is 0.9"),
-        ((N, S), {"preconditioner": "full"}, w, "kernel is diagonal, but preconditioner is 'full'"),
-        ((N, S), {"kernel": unready, "momentum": None}, w, "kernel is not ready"),
-        (
-            (N, S),
-            {"kernel": stacked},
-            w,
-            r"axis of chains \(of length 3\).*jax.tree.map\(lambda a: a\[0\]",
-        ),
-        ((N, S), {"kernel": kernel._asdict()}, w, "must be a NoiseKernel, got dict"),
+    for change, message in (
+        ({"params": {"a": jnp.zeros(4), "b": jnp.ones(2)}}, r"kernel.noise\['a'\] is float32\[3\]"),
+        ({"params": jnp.zeros(6), "kernel": unready}, r"kernel.basis.w is .*\[5, 5\]"),
+        ({"num_data": N + 1}, "kernel is for num_data=200, but num_data is 201"),
+        ({"batch_size": S + 1}, "kernel is for batch_size=8, but batch_size is 9"),
+        ({"momentum": 0.9}, "kernel is for momentum=0.5, but momentum is 0.9"),
+        ({"preconditioner": "full"}, "kernel is diagonal, but preconditioner is 'full'"),
+        ({"kernel": unready, "momentum": None}, "kernel is not ready"),
+        ({"kernel": stacked}, r"axis of chains \(of length 3\).*jax.tree.map\(lambda a: a\[0\]"),
+        ({"kernel": kernel._asdict()}, "must be a NoiseKernel, got dict"),
     ):
-        tx = optperm.constant_sgd(*numbers, **{"kernel": kernel, "momentum": 0.5} | options)
+        given = good | change
+        params = given.pop("params")
         with pytest.raises((ValueError, TypeError), match=message):
-            tx.init(params)
+            optperm.constant_sgd(**given).init(params)
     # Params of 16 bits are sampled through a copy in float32
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
     optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(half)
@@ -130,18 +121,15 @@ def test_kernel_of_other_data_is_warned_of():
     """Data three times as wide have nine times the noise, and as much of it too much in the draws."""
     kernel = warmed_up("full")[3]
     for scale in (1.0, 3.0):
-        samples = optperm.bayes.sample(
-            loss_fn, jnp.asarray(scale * X), start(), 0, batch_size=S, num_chains=2, num_draws=20,
-            thinning=2, burn_in=20, starts=jax.tree.map(lambda p: jnp.stack([p, p]), start()),
-            sampler=lambda n, s: optperm.constant_sgd(n, s, kernel=kernel, momentum=0.5),
+        samples = draw(
+            lambda n, s: optperm.constant_sgd(n, s, kernel=kernel, momentum=0.5), scale * X,
+            burn_in=20, starts=jax.tree.map(lambda p: jnp.stack([p, p]), start()),
         )  # fmt: skip
         report = optperm.bayes.posterior_report(samples)
         found = [text for text in report.warnings if "differs from the kernel's" in text]
         assert len(found) == int(scale > 1)
-        assert any(
-            line.endswith("matches the curvature of this loss on these data.")
-            for line in report.not_checked
-        )
+        matched = "matches the curvature of this loss on these data."
+        assert any(line.endswith(matched) for line in report.not_checked)
     assert "too large" in found[0]
     report = optperm.bayes.posterior_report(samples._replace(batch_noise=None))
     assert "noise and curvature of this loss on these data" in " ".join(report.not_checked)
@@ -152,14 +140,8 @@ def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     """Where the sampler takes `kernel=`; the report of its draws speaks of the whole warm-up."""
     programs = {}
     monkeypatch.setattr(current, "_PROGRAMS", programs)
-
-    def draw(key, sampler=optperm.constant_sgd):
-        return optperm.bayes.sample(
-            loss_fn, jnp.asarray(X), start(), key, batch_size=S, num_chains=2, num_draws=20, thinning=2,
-            sampler=functools.partial(sampler, **ARGUMENTS),
-        )  # fmt: skip
-
-    samples = draw(0)
+    sampler = functools.partial(optperm.constant_sgd, **ARGUMENTS)
+    samples = draw(sampler)
     state = find_state(samples.last_opt_state, STATE, method="constant_sgd")
     assert state.window == ()
     assert np.all(np.asarray(state.count) == int(samples.next_step))
@@ -167,15 +149,11 @@ def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     report = optperm.bayes.posterior_report(samples)
     assert not any("warm-up was still learning" in text for text in report.warnings)
     first = len(programs)
-    draw(1)
+    draw(sampler, key=1)
     assert len(programs) == first
-    plain = draw(0, lambda n, s, **options: optperm.constant_sgd(n, s, **ARGUMENTS))
-    assert plain.params["a"].shape == samples.params["a"].shape
-    lone = optperm.bayes.sample(
-        loss_fn, jnp.asarray(X), start(), 0, batch_size=S, num_chains=2, num_draws=20, thinning=2,
-        sampler=lambda n, s: optperm.constant_sgd(n, s, **ARGUMENTS),
-    )  # fmt: skip
-    assert find_state(lone.last_opt_state, STATE, method="constant_sgd").window
+    takes_none = lambda n, s: optperm.constant_sgd(n, s, **ARGUMENTS)  # noqa: E731
+    for other in (takes_none, lambda n, s, **options: takes_none(n, s)):
+        assert find_state(draw(other).last_opt_state, STATE, method="constant_sgd").window
 
 
 def test_noise_of_the_batches_of_sgld_is_measured():

@@ -1,7 +1,5 @@
 """The kernel: its steps have the noise that samples, in any basis and whatever limits them."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,63 +7,50 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes._forms import FORMS, Full, decompose
+from optperm.bayes._forms import Full, decompose
+from optperm.bayes._warmup import begin
 
 N, S, D, T, MU = 1000, 8, 4, 1.7, 0.8
 SCALE = jnp.float32(2 * S * T / N)
-
-
-def covariance(seed=0):
-    root = np.random.default_rng(seed).normal(size=(D, D)) + 2 * np.eye(D)
-    return root @ root.T
+ROOT = np.random.default_rng(0).normal(size=(D, D)) + 2 * np.eye(D)
+C = ROOT @ ROOT.T
+CURVATURE = np.array([0.01, 5.0, 50.0, 0.3])
 
 
 def decomposed(c):
     return decompose(jnp.float32(c), jnp.diag(jnp.float32(np.diag(c))))
 
 
-def whole(noise, w):
-    return noise, Full(w)
-
-
 def kernel_of(form, c, curvature, noise_ratio=2.0):
     """A kernel of a covariance, with a curvature for each direction."""
-    noise, basis = {
-        "scalar": lambda: (jnp.float32(np.trace(c) / D), FORMS["scalar"]()),
-        "diagonal": lambda: (jnp.float32(np.diag(c)), FORMS["diagonal"]()),
-        "full": lambda: whole(*decomposed(c)),
-    }[form]()
-    one = jnp.float32(1)
-    a = jnp.float32(curvature if form != "scalar" else np.max(curvature))
-    return optperm.bayes.NoiseKernel(
-        basis=basis, noise=noise, curvature=a, noise_ratio=jnp.float32(noise_ratio), stability=one,
-        excess=one, drift=one, correlation=jnp.ones(2), estimates=jnp.int32(9),
-        is_ready=jnp.bool_(True), num_data=jnp.int32(N), batch_size=jnp.int32(S),
-        momentum=jnp.float32(0),
-    )  # fmt: skip
-
-
-def matrix(kernel, h):
-    return np.stack([kernel.precondition(row, h) for row in np.eye(D, dtype=np.float32)])
+    numbers = {"noise_ratio": noise_ratio, "num_data": N, "batch_size": S, "momentum": 0.0}
+    kernel, _ = begin(jnp.zeros(D), form, **numbers)
+    noise = jnp.float32(np.diag(c))
+    if form == "full":
+        noise, w = decomposed(c)
+        kernel = kernel._replace(basis=Full(w))
+    elif form == "scalar":
+        noise, curvature = jnp.mean(noise), np.max(curvature)
+    return kernel._replace(noise=noise, curvature=jnp.float32(curvature))
 
 
 @pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
 def test_the_noise_of_a_step_is_what_its_size_asks_for(form):
     """H (C + W^-T diag(b) W^-1) H / S = (2 T / N) H for the C that the kernel has, whatever limits h:
     the share of the batches in some directions, the curvature in others."""
-    c, curvature = covariance(), np.array([0.01, 5.0, 50.0, 0.3])
-    kernel = kernel_of(form, c, curvature)
+    kernel = kernel_of(form, C, CURVATURE)
     h = kernel.step_sizes(SCALE, jnp.float32(0.2))
     b = kernel.injected(h, SCALE)
     w = np.eye(D) if form != "full" else np.asarray(kernel.basis.w, np.float64)
     lam, size, extra = (np.broadcast_to(np.asarray(x, np.float64), D) for x in (kernel.noise, h, b))
-    by_hand = np.minimum(SCALE / (lam * 1.5), 0.2 / (curvature if form != "scalar" else 50.0))
+    by_hand = np.minimum(SCALE / (lam * 1.5), 0.2 / (CURVATURE if form != "scalar" else 50.0))
     np.testing.assert_allclose(size, by_hand, rtol=1e-5)
     held = np.linalg.inv(w).T @ np.diag(lam) @ np.linalg.inv(w)
     if form == "full":
-        np.testing.assert_allclose(held, c, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(held, C, rtol=1e-4, atol=1e-4)
     big_h = w @ np.diag(size) @ w.T
-    np.testing.assert_allclose(matrix(kernel, h), big_h, rtol=1e-4, atol=1e-6)
+    found = [kernel.precondition(row, h) for row in np.eye(D, dtype=np.float32)]
+    np.testing.assert_allclose(found, big_h, rtol=1e-4, atol=1e-6)
     # Of the injected noise: W diag(h sqrt(b / S)) z, as the update makes it.
     noise = big_h @ held @ big_h / S + w @ np.diag(size**2 * extra / S) @ w.T
     np.testing.assert_allclose(noise, 2 * T / N * big_h, rtol=1e-3, atol=1e-8)
@@ -75,7 +60,7 @@ def test_the_noise_of_a_step_is_what_its_size_asks_for(form):
 
 def test_shorter_steps_keep_the_law():
     """A learning rate divides c and rho, and b makes up for it; both limits halve."""
-    kernel = kernel_of("full", covariance(), np.array([0.01, 5.0, 50.0, 0.3]), noise_ratio=1e-3)
+    kernel = kernel_of("full", C, CURVATURE, noise_ratio=1e-3)
     whole, half = (kernel.step_sizes(SCALE, jnp.float32(0.2), rate) for rate in (1.0, 0.5))
     np.testing.assert_allclose(half, whole / 2, rtol=2e-3)
     lacking = SCALE / half - kernel.injected(half, SCALE)
@@ -83,32 +68,27 @@ def test_shorter_steps_keep_the_law():
 
 
 def test_the_decomposition_does_not_depend_on_units():
-    """Features from e^-8 to e^8, in float32; entries without noise get a direction of their own."""
-    c, units = covariance(), np.exp([-8.0, -2.0, 3.0, 8.0])
-    noise, basis = decomposed(c)
-    scaled, other = decomposed(c * np.outer(units, units))
+    """Features from e^-8 to e^8, in float32."""
+    units = np.exp([-8.0, -2.0, 3.0, 8.0])
+    noise, basis = decomposed(C)
+    scaled, other = decomposed(C * np.outer(units, units))
     np.testing.assert_allclose(scaled, noise, rtol=1e-4)
     np.testing.assert_allclose(
         np.abs(other * jnp.float32(units)[:, None]), np.abs(basis), rtol=1e-3, atol=1e-5
     )
-    c[1] = c[:, 1] = 0.0
-    noise, basis = decomposed(c)
-    assert np.sum(np.asarray(noise) == 0) == 1
-    np.testing.assert_allclose(basis.T @ jnp.float32(c) @ basis, np.diag(noise), atol=2e-5)
 
 
 def test_what_has_no_noise_is_kept_apart_to_the_last_bit():
-    """Rounding of the eigenvectors would otherwise be all the noise that the next window sees there."""
+    """It gets directions of its own: rounding would be all the noise that the next window sees there."""
     for seed in range(20):
-        c = np.zeros((9, 9))
-        is_noisy = np.random.default_rng(seed).permutation(9) < 6
-        root = np.random.default_rng(seed).normal(size=(6, 8))
+        c, rng = np.zeros((9, 9)), np.random.default_rng(seed)
+        is_noisy, root = rng.permutation(9) < 6, rng.normal(size=(6, 8))
         c[np.ix_(is_noisy, is_noisy)] = root @ root.T
-        noise, basis = decomposed(c)
-        assert int(noise.sum()) == 6
-        basis = np.asarray(basis)
-        assert not np.any(basis[np.ix_(is_noisy, np.asarray(noise) == 0)])
-        assert not np.any(basis[np.ix_(~is_noisy, np.asarray(noise) == 1)])
+        noise, basis = map(np.asarray, decomposed(c))
+        assert noise.sum() == 6
+        np.testing.assert_allclose(basis.T @ c @ basis, np.diag(noise), atol=2e-5)
+        assert not np.any(basis[np.ix_(is_noisy, noise == 0)])
+        assert not np.any(basis[np.ix_(~is_noisy, noise == 1)])
 
 
 def test_a_second_look_in_the_coordinates_of_the_first_is_precise():
@@ -135,32 +115,28 @@ def test_what_has_neither_noise_nor_curvature_takes_no_step():
     assert np.all(np.isfinite(kernel.injected(jnp.float32(h), SCALE)))
 
 
-@functools.cache
-def after_warm_up(form):
-    """A compiled step, from a gradient and a state, and the state after a warm-up on one batch."""
+@pytest.mark.parametrize("form", ["diagonal", pytest.param("full", marks=pytest.mark.slow)])
+def test_steps_are_the_preconditioned_gradient_and_noise_of_the_kernel_drawn_anew(form):
+    """Of a gradient -(1 - mu) H g, for the scale s = 2 S T / N of the noise; and W diag(h sqrt(b / S)) z
+    by each step, with z of 0 or sqrt(3), either way."""
     tx = optperm.constant_sgd(
         N, S, preconditioner=form, momentum=MU, temperature=T, burn_in=0, freeze_after=4
     )
     rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, D))), jnp.zeros(D)
     extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w, "grad": None}
-    step = jax.jit(lambda g, state: tx.update(g, state, w, **extras))
-    state = tx.init(w)
+    step, state = jax.jit(lambda g, state: tx.update(g, state, w, **extras)), tx.init(w)
     for _ in range(5):
         _, state = step(rows.mean(0), state)
-    return step, state
-
-
-@pytest.mark.parametrize("form", ["diagonal", pytest.param("full", marks=pytest.mark.slow)])
-def test_each_step_injects_the_noise_of_the_kernel_anew(form):
-    """Without gradients a step is W diag(h sqrt(b / S)) z, with z of 0 or sqrt(3), either way."""
-    step, state = after_warm_up(form)
-    sampler, moves = state.then[0], []
-    for _ in range(9):
-        move, state = step(jnp.zeros(D), state)
-        moves.append(move)
+    sampler, g, moves = state.then[0], jnp.float32([1.0, -2.0, 3.0, 0.5]), []
     kernel = sampler.kernel
     assert bool(kernel.is_ready)
     support.assert_same_bits(optperm.bayes.adapted_kernel(state), kernel)
+    np.testing.assert_allclose(sampler.scale, SCALE, rtol=1e-6)
+    moved, wanted = step(g, state)[0] - step(0 * g, state)[0], -(1 - MU) * sampler.preconditioned(g)
+    np.testing.assert_allclose(moved, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
+    for _ in range(9):
+        move, state = step(0 * g, state)
+        moves.append(move)
     h = kernel.step_sizes(sampler.scale, sampler.limit)
     deviations = np.asarray(h * jnp.sqrt(kernel.injected(h, sampler.scale) / S))
     basis = np.asarray(kernel.basis.w) if form == "full" else np.eye(D)
@@ -171,15 +147,3 @@ def test_each_step_injects_the_noise_of_the_kernel_anew(form):
     np.testing.assert_allclose(z, np.sqrt(3) * points, atol=1e-3)
     assert {*np.unique(points)} == {-1.0, 0.0, 1.0}
     assert len(np.unique(points, axis=0)) >= 4
-
-
-def test_step_of_constant_sgd_is_the_preconditioned_gradient():
-    """A gradient moves by -(1 - mu) H g, of any noise, for the scale s = 2 S T / N of the noise."""
-    step, state = after_warm_up("diagonal")
-    g = jnp.float32([1.0, -2.0, 3.0, 0.5])
-    moved = step(g, state)[0] - step(jnp.zeros(D), state)[0]
-    sampler = state.then[0]
-    wanted = -(1 - MU) * sampler.preconditioned(g)
-    np.testing.assert_allclose(moved, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
-    np.testing.assert_allclose(sampler.scale, SCALE, rtol=1e-6)
-    assert bool(sampler.kernel.is_ready)

@@ -8,40 +8,28 @@ import scipy.special
 import support
 from jax.extend.random import threefry2x32_p
 
+from optperm.core import noise
 from optperm.core.keys import key_data
-from optperm.core.noise import (
-    _normal,
-    bits,
-    fold,
-    normal,
-    normal_like,
-    signs_like,
-    three_point_like,
-    threefry,
-)
 
 
 def test_bits_are_those_of_jax():
     """Of Threefry, of a key that a number is folded into, and of arrays by their numbers."""
     data = key_data(12345)
     high, low = (jax.random.bits(jax.random.key(seed), (1000,), jnp.uint32) for seed in range(2))
-    support.assert_same_bits(
-        list(threefry(data, high, low)), list(threefry2x32_p.bind(*data, high, low))
-    )
+    wanted = threefry2x32_p.bind(*data, high, low)
+    support.assert_same_bits([*noise.threefry(data, high, low)], [*wanted])
     key = jax.random.key(5, impl="threefry2x32")
     for number in (3, -5, 2**31 - 1):
         wanted = jax.random.key_data(jax.random.fold_in(key, jnp.int32(number)))
-        support.assert_same_bits(fold(key_data(key), jnp.int32(number)), wanted)
+        support.assert_same_bits(noise.fold(key_data(key), jnp.int32(number)), wanted)
     shapes = [(5, 4), (), (5, 4), (0, 3), (7,)]
-    wanted = [
-        jax.random.bits(jax.random.fold_in(key, index), shape) for index, shape in enumerate(shapes)
-    ]
-    support.assert_same_bits(bits(key_data(key), shapes), wanted)
-    assert bits(key_data(key), []) == []
+    wanted = [jax.random.bits(jax.random.fold_in(key, i), shape) for i, shape in enumerate(shapes)]
+    support.assert_same_bits(noise.bits(key_data(key), shapes), wanted)
+    assert noise.bits(key_data(key), []) == []
 
 
 def test_signs_are_minus_one_and_one_alike():
-    ones = np.asarray(signs_like(key_data(2), {"a": jnp.zeros((300, 400))})["a"])
+    ones = np.asarray(noise.signs_like(key_data(2), {"a": jnp.zeros((300, 400))})["a"])
     assert set(np.unique(ones)) == {-1, 1}
     assert abs(ones.mean()) < 4 / np.sqrt(ones.size)
 
@@ -49,20 +37,18 @@ def test_signs_are_minus_one_and_one_alike():
 def test_normal_numbers_are_the_quantiles_of_their_places():
     """Of every 64th of the 2^24 places and the ends, to four of float32's roundings."""
     k = np.r_[0, 1, np.arange(2, 2**24 - 2, 64), 2**24 - 2, 2**24 - 1]
-    drawn = np.asarray(_normal(jnp.asarray(k << 8, jnp.uint32), jnp.float32), np.float64)
+    drawn = np.asarray(noise._normal(jnp.asarray(k << 8, jnp.uint32), jnp.float32), np.float64)
     wanted = np.sqrt(2) * scipy.special.erfinv((2 * k + 1) / 2**24 - 1)
     np.testing.assert_allclose(drawn, wanted, rtol=5e-7)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_three_points_have_the_moments_of_a_normal(dtype):
+@pytest.mark.parametrize(("dtype", "drawn_in"), [("float64", "float64"), ("bfloat16", "float32")])
+def test_three_points_have_the_moments_of_a_normal(dtype, drawn_in):
     """To the fifth, each within five of its standard errors; neighbors are not correlated."""
     with jax.enable_x64(dtype == "float64"):
         tree = {"a": jnp.zeros((500, 800), dtype), "b": jnp.zeros((400_000,), dtype)}
-        drawn = three_point_like(key_data(3), tree)
-        assert all(
-            leaf.dtype == (dtype if dtype == "float64" else "float32") for leaf in drawn.values()
-        )
+        drawn = noise.three_point_like(key_data(3), tree)
+        assert all(leaf.dtype == drawn_in for leaf in drawn.values())
         a, b = (np.asarray(leaf, np.float64).ravel() for leaf in drawn.values())
     moments = {power: (0 if power % 2 else 3 ** (power // 2 - 1)) for power in range(1, 11)}
     for x in (a, b):
@@ -79,22 +65,19 @@ def test_three_points_have_the_moments_of_a_normal(dtype):
 def test_a_cut_leaf_draws_what_a_whole_one_does_and_gathers_nothing():
     """On a mesh with automatic axes and with explicit ones."""
     whole = jnp.zeros((16, 24))
-    wanted = three_point_like(key_data(5), whole)
+    wanted = noise.three_point_like(key_data(5), whole)
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
         spec = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
         with jax.set_mesh(mesh):
             cut = jax.device_put(whole, spec)
-            program = jax.jit(
-                lambda data, leaf: leaf + three_point_like(data, leaf), out_shardings=spec
-            ).lower(key_data(5), cut)
-            compiled = program.compile()
+            draw = lambda data, leaf: leaf + noise.three_point_like(data, leaf)  # noqa: E731
+            compiled = jax.jit(draw, out_shardings=spec).lower(key_data(5), cut).compile()
             found = compiled(key_data(5), cut)
         assert found.sharding.is_equivalent_to(spec, 2)
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
-        assert not any(
-            name in compiled.as_text() for name in ("all-gather", "all-reduce", "permute(")
-        )
+        text = compiled.as_text()
+        assert not any(name in text for name in ("all-gather", "all-reduce", "permute("))
 
 
 def test_leaves_of_one_shape_share_a_kernel():
@@ -102,7 +85,7 @@ def test_leaves_of_one_shape_share_a_kernel():
 
     def constants(num_leaves):
         tree = {str(i): jnp.zeros((8, 16)) for i in range(num_leaves)}
-        program = jax.jit(normal_like).lower(key_data(0), tree)
+        program = jax.jit(noise.normal_like).lower(key_data(0), tree)
         assert program.as_text().count("func.func private @_draw") == 1
         text = program.compile().as_text()
         return text.count(" fusion("), text.count("u32[8,16]{1,0} constant(")
@@ -115,10 +98,10 @@ def test_leaves_of_one_shape_share_a_kernel():
 def test_numbers_steps_and_keys_give_independent_normal_numbers():
     """A step folds its count into the key, and each leaf has a number."""
     shape = (200, 500)
-    draws = [
-        np.asarray(normal(fold(key_data(key), step), number, shape, jnp.float32), np.float64)
-        for key, step, number in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))
-    ]
+    draws = []
+    for key, step, number in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
+        drawn = noise.normal(noise.fold(key_data(key), step), number, shape, jnp.float32)
+        draws.append(np.asarray(drawn, np.float64))
     error = 1 / np.sqrt(np.prod(shape))
     for i, one in enumerate(draws):
         moments = [np.mean(one**power) for power in (1, 2, 4)]

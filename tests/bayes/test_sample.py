@@ -19,11 +19,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The noise of the batches",
 )  # fmt: skip
 N = 300
+Y = jnp.float32(np.random.default_rng(0).normal(3, size=N))
 QUICK = {"num_chains": 2, "num_draws": 20, "thinning": 2}
-
-
-def data():
-    return 3.0 + jax.random.normal(jax.random.key(0), (N,))
 
 
 def loss_fn(mean, batch):
@@ -33,6 +30,14 @@ def loss_fn(mean, batch):
 def sgld(n, s):
     del s
     return optperm.sgld(1e-4, n)
+
+
+def draw(**options):
+    """Few draws of the mean of normal data, which are below and above 3."""
+    given = {"data": Y, "params": jnp.zeros(()), "key": 1, "sampler": sgld, "burn_in": 50}
+    return optperm.bayes.sample(
+        **{"loss_fn": loss_fn, "starts": jnp.array([2.9, 3.1]), **given, **QUICK} | options
+    )
 
 
 @pytest.mark.slow
@@ -46,10 +51,7 @@ def test_starts_draws_and_progress():
         return sgld(n, s)
 
     starts = jnp.array([2.5, 3.5])
-    run = functools.partial(
-        optperm.bayes.sample, loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=8,
-        sampler=sampler, burn_in=0, **QUICK | {"num_draws": 25},
-    )  # fmt: skip
+    run = functools.partial(draw, batch_size=8, sampler=sampler, burn_in=0, num_draws=25)
     samples = run(starts=starts, on_draws=lambda n, new: told.append((n, new.shape)))
     assert sizes == [(N, 8)]
     np.testing.assert_array_equal(samples.starts, starts)
@@ -79,49 +81,42 @@ def test_sample_warns_of_what_a_report_warns_of(sampler, says):
     """In the same sentences: biases of SGLD, too few draws, and optimizers that are no samplers."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        samples = optperm.bayes.sample(
-            loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sampler, burn_in=50, batch_size=8,
-            starts=jnp.array([2.9, 3.1]), **QUICK,
-        )  # fmt: skip
-    found = [str(warning.message) for warning in caught]
+        samples = draw(sampler=sampler, batch_size=8)
+    found = tuple(str(warning.message) for warning in caught)
     assert any(text.startswith(says) for text in found)
-    assert tuple(found) == optperm.bayes.posterior_report(samples).warnings
+    assert found == optperm.bayes.posterior_report(samples).warnings
+
+
+def steps_outside(recwarn):
+    """What is said of a log prior that was infinite."""
+    texts = [str(warning.message) for warning in recwarn]
+    return [text for text in texts if "log prior was infinite" in text]
 
 
 def test_prior_with_bounds_is_warned_of_with_the_transform(recwarn):
     """Its gradient is zero on both sides, so that draws go through it."""
-    wall = lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)  # noqa: E731
-    samples = optperm.bayes.sample(
-        loss_fn, data(), jnp.zeros(()), jax.random.key(1), log_prior=wall, sampler=sgld,
-        starts=jnp.array([2.9, 3.1]), burn_in=50, **QUICK,
-    )  # fmt: skip
-    says = [str(w.message) for w in recwarn if "log prior was infinite" in str(w.message)]
-    assert len(says) == 1
-    share = float(says[0].split(" of the steps")[0].split()[-1])
+    samples = draw(log_prior=lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf))
+    (says,) = steps_outside(recwarn)
+    share = float(says.split(" of the steps")[0].split()[-1])
     assert share == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.1)
-    assert "m = exp(u)" in says[0]
+    assert "m = exp(u)" in says
 
 
 @pytest.mark.slow
 def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
     """From -1 the wall at 0 lies on the way to 3."""
-    optperm.bayes.sample(
-        loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, starts=jnp.array([-1.0, 2.0]),
-        log_prior=lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf), burn_in=200, **QUICK,
-    )  # fmt: skip
-    assert not [w for w in recwarn if "log prior was infinite" in str(w.message)]
+    wall = lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf)  # noqa: E731
+    draw(log_prior=wall, starts=jnp.array([-1.0, 2.0]), burn_in=200)
+    assert not steps_outside(recwarn)
 
 
 @pytest.mark.slow
 def test_batches_of_one_example_are_sampled_with_another_example():
     """`sample` draws the example that "single_example" compares with each batch."""
-    samples = optperm.bayes.sample(
-        loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=1, starts=jnp.array([2.9, 3.1]),
-        sampler=functools.partial(
-            optperm.constant_sgd, estimator="single_example", burn_in=0, freeze_after=500
-        ),
-        **QUICK,
-    )  # fmt: skip
+    options = {"estimator": "single_example", "burn_in": 0, "freeze_after": 500}
+    samples = draw(
+        batch_size=1, burn_in=None, sampler=functools.partial(optperm.constant_sgd, **options)
+    )
     kernel = optperm.bayes.adapted_kernel(samples.last_opt_state)
     assert np.all(np.asarray(kernel.is_ready))
     # C = 1, and W^T C W = 1
@@ -131,7 +126,6 @@ def test_batches_of_one_example_are_sampled_with_another_example():
 def test_arguments_that_do_not_fit_are_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     on_mesh = jax.device_put(jnp.zeros(()), jax.NamedSharding(mesh, jax.P()))
-    good = {"loss_fn": loss_fn, "data": data(), "params": jnp.zeros(()), "key": jax.random.key(0)}
     for change, error, message in (
         ({"batch_size": N + 1}, ValueError, "at most the number of examples, 300, got 301"),
         ({"data": {"x": jnp.ones(3), "y": jnp.ones(4)}}, ValueError, "agree in their leading"),
@@ -143,21 +137,20 @@ def test_arguments_that_do_not_fit_are_refused():
         ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
     ):
         with pytest.raises(error, match=message):
-            optperm.bayes.sample(**good | change)
+            draw(**{"sampler": optperm.constant_sgd, "starts": None} | change)
 
 
 @pytest.mark.slow
 def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    sampler = functools.partial(
-        optperm.constant_sgd, preconditioner="diagonal", burn_in=20, freeze_after=40
-    )
-    x = jax.random.normal(jax.random.key(0), (N, 8))
+    options = {"preconditioner": "diagonal", "burn_in": 20, "freeze_after": 40}
+    x = support.normal((N, 8))
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.zeros(8), jax.NamedSharding(mesh, jax.P("d")))
-        samples = optperm.bayes.sample(
-            lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, x, w,
-            jax.random.key(1), sampler=sampler, starts=jnp.stack([w, w]), **QUICK,
+        samples = draw(
+            loss_fn=lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, data=x, params=w,
+            sampler=functools.partial(optperm.constant_sgd, **options), starts=jnp.stack([w, w]),
+            burn_in=None,
         )  # fmt: skip
     draws = np.asarray(samples.params)
     assert np.abs(draws - np.mean(np.asarray(x), axis=0)).max() < 5 / np.sqrt(N)
@@ -185,14 +178,10 @@ def test_equal_examples_are_sampled_with_injected_noise_alone():
 @pytest.mark.slow
 def test_both_modes_are_found_and_said():
     """y ~ N(w^2, 1) from one side: the chains are in both, and the report says that they disagree."""
-    y = 1 + jax.random.normal(jax.random.key(0), (200,))
-
-    def loss(w, batch):
-        return jnp.mean((batch - w**2) ** 2) / 2
-
     samples = optperm.bayes.sample(
-        loss, y, jnp.float32(0.5), jax.random.key(1), batch_size=16, num_draws=100,
-        log_prior=lambda w: -(w**2) / 2, sampler=functools.partial(optperm.constant_sgd, burn_in=500),
+        lambda w, y: loss_fn(w**2, y), 1 + support.normal((200,)), jnp.float32(0.5), 1, batch_size=16,
+        num_draws=100, log_prior=lambda w: -(w**2) / 2,
+        sampler=functools.partial(optperm.constant_sgd, burn_in=500),
     )  # fmt: skip
     means = np.asarray(samples.params).mean(axis=1)
     assert set(np.sign(means)) == {-1, 1}
@@ -204,8 +193,7 @@ def test_both_modes_are_found_and_said():
 
 @pytest.mark.slow
 def test_long_and_narrow_posteriors_are_sampled():
-    """By defaults, from zero: a condition of 2e11, where C in the params' own coordinates is lost in
-    float32."""
+    """By defaults, from zero: a condition of 2e11, where float32 loses C in the params' coordinates."""
     rng = np.random.default_rng(0)
     x = np.c_[np.ones(500), rng.normal(2000, 3, 500), rng.normal(size=(500, 2))]
     y = x @ rng.normal(size=x.shape[1]) * 0.3 + rng.normal(size=len(x))
@@ -237,10 +225,5 @@ def test_normal_prior_is_the_fraction_of_one_example():
 
 def test_log_prior_counts_once_among_all_examples():
     """N times the loss over all examples is the sum of their losses less the log prior."""
-    data, w = jnp.arange(5.0), jnp.float32(2.0)
-
-    def loss_fn(w, batch):
-        return jnp.mean((batch - w) ** 2)
-
-    total = 5 * _add_prior(loss_fn, lambda w: -3.0 * w, 5)(w, data)
-    np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) + 6.0, rtol=1e-6)
+    total = 5 * _add_prior(loss_fn, lambda w: -3.0 * w, 5)(jnp.float32(2.0), jnp.arange(5.0))
+    np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) / 2 + 6.0, rtol=1e-6)

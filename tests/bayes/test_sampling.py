@@ -1,4 +1,4 @@
-"""Draws against a plain loop over the same keys, and what is made of them."""
+"""Draws against a plain loop over the same keys, and what is made of them: names and predictions."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import scipy.special
 import support
 
@@ -31,8 +32,8 @@ def start():
 
 
 def draw(params, opt_state, **options):
-    options = {"num_chains": 3, "num_draws": 4} | options
-    return optperm.bayes.draw_samples(noisy_step, params, opt_state, KEY, **options)
+    options = {"key": KEY, "num_chains": 3, "num_draws": 4} | options
+    return optperm.bayes.draw_samples(noisy_step, params, opt_state, **options)
 
 
 def samples_of(draws):
@@ -61,29 +62,25 @@ def test_as_a_plain_loop():
             params, opt_state = step(params, opt_state, jax.random.fold_in(key, t))
             iterates.append(jax.tree.map(lambda p: np.asarray(p, np.float32), params))
         for i in range(4):
-            drawn = jax.tree.map(lambda s, c=chain, i=i: s[c, i], samples.params)
+            drawn = replicas.take(samples.params, (chain, i))
             jax.tree.map(assert_rounded_otherwise, drawn, iterates[5 + 3 * (i + 1) - 1])
-        last = jax.tree.map(lambda s, c=chain: s[c], (samples.last_params, samples.last_opt_state))
+        last = replicas.take((samples.last_params, samples.last_opt_state), chain)
         jax.tree.map(assert_rounded_otherwise, last, (params, opt_state))
     assert samples.next_step == 5 + 4 * 3
-    assert jax.tree.map(jnp.result_type, samples.params) == jax.tree.map(
-        jnp.result_type, start()[0]
-    )
+    dtypes, expected = (jax.tree.map(jnp.result_type, each) for each in (samples.params, params))
+    assert dtypes == expected
 
 
 @pytest.mark.slow
 def test_two_parts_are_one_run():
     """A run that goes on from where one ended gives the bits of the run in one."""
-    options = {"thinning": 2}
-    whole = draw(*start(), num_draws=6, burn_in=3, **options)
-    first = draw(*start(), num_draws=2, burn_in=3, **options)
-    second = draw(
-        first.last_params, first.last_opt_state, stacked=True, first_step=first.next_step, **options
-    )
+    whole, first = (draw(*start(), num_draws=n, burn_in=3, thinning=2) for n in (6, 2))
+    left = first.last_params, first.last_opt_state
+    second = draw(*left, stacked=True, first_step=first.next_step, thinning=2)
     joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), first.params, second.params)
     support.assert_same_bits(joined, whole.params)
     support.assert_same_bits(second[1:5], whole[1:5])
-    again = draw(first.last_params, first.last_opt_state, stacked=True, **options)
+    again = draw(*left, stacked=True, thinning=2)
     assert not np.array_equal(again.params["w"], second.params["w"])
 
 
@@ -93,8 +90,7 @@ def test_chains_differ_and_do_not_depend_on_their_number():
     support.assert_same_bits(jax.tree.map(lambda s: s[:2], three.params), two.params)
     assert len(np.unique(three.params["w"][:, -1, 0])) == 3
     for key in (jax.random.key_data(KEY), 3):
-        again = optperm.bayes.draw_samples(noisy_step, *start(), key, num_chains=3, num_draws=4)
-        support.assert_same_bits(again, three)
+        support.assert_same_bits(draw(*start(), key=key), three)
 
 
 def test_a_step_is_compiled_once(monkeypatch):
@@ -157,11 +153,39 @@ def test_prediction_is_the_mean_over_draws():
     assert np.abs(found.mean - of_mean).max() > 0.05
 
 
+def predict(draws):
+    """Predictions of models that are their own predictions."""
+    return optperm.bayes.posterior_predictive(lambda w, x: w, optperm.bayes.Ensemble(draws), ())
+
+
 def test_predictions_in_16_bits_are_added_up_in_32():
-    """A thousand draws, of which each alone would no longer change a sum in 16 bits."""
-    draws = jnp.full((4, 1000), 0.7, jnp.bfloat16)
-    found = optperm.bayes.posterior_predictive(
-        lambda w, x: w * x, samples_of(draws), jnp.ones(3, jnp.bfloat16)
-    ).mean
+    """Thousands of draws, of which each alone would no longer change a sum in 16 bits."""
+    found = predict(jnp.full(4000, 0.7, jnp.bfloat16)).mean
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, float(draws[0, 0]), rtol=1e-5)
+    np.testing.assert_allclose(found, float(jnp.bfloat16(0.7)), rtol=1e-5)
+
+
+def test_an_entropy_is_of_probabilities():
+    """Logits, log-probabilities and sigmoids are refused; 16 bits may sum to one by their rounding."""
+    p = jax.nn.softmax(support.normal((3, 5, 4), seed=1))
+    mean = np.asarray(p, np.float64).mean(axis=0)
+    for draws, tolerance in ((p, 1e-5), (p.astype("bfloat16"), 0.02)):
+        found = predict(draws)
+        expected = -(mean * np.log(mean)).sum(axis=-1)
+        np.testing.assert_allclose(found.entropy(), expected, rtol=tolerance)
+        assert (found.mutual_information() > 0).all()
+    for draws in (5 * p, jnp.log(p), p[..., 0], p[..., :1], p.at[0, 0, 0].set(jnp.nan)):
+        for call in (predict(draws).entropy, predict(draws).mutual_information):
+            with pytest.raises(ValueError, match=r"probabilities .*two classes|sum to one"):
+                call()
+
+
+def test_entropy_and_mutual_information_of_two_draws():
+    """Sure draws that disagree have log 2 of both, draws that agree on 0.5 of the first alone."""
+    draws = jnp.array([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])
+    found = predict(draws)
+    np.testing.assert_allclose(found.entropy(), np.log([2, 2]), rtol=1e-6)
+    np.testing.assert_allclose(found.mutual_information(), [np.log(2), 0.0], atol=1e-6)
+    for params in (jnp.ones(()), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}):
+        with pytest.raises(ValueError, match="stacked along a leading axis"):
+            predict(params)

@@ -11,22 +11,17 @@ import optperm
 N, S, D = 1000, 10, 3
 M = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.5]])
 C1 = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
-PRECONDITIONERS = {
-    "scalar": 2 * S * D / (N * np.trace(C1)),
-    "diagonal": 2 * S / (N * np.diag(C1)),
-    "full": 2 * S / N * np.linalg.inv(C1),
-}
-# The divergence from the posterior, in the limit of small steps and for the steps as they are.
-DIVERGENCES = {
-    "scalar": (0.657710, 0.660328),
-    "diagonal": (0.053221, 0.055051),
-    "full": (0.0, 0.000830),
+# A preconditioner, and its divergence from the posterior: in the limit of small steps, and of the steps
+# as they are.
+PUBLISHED = {
+    "scalar": (2 * S * D / (N * np.trace(C1)), 0.657710, 0.660328),
+    "diagonal": (2 * S / (N * np.diag(C1)), 0.053221, 0.055051),
+    "full": (2 * S / N * np.linalg.inv(C1), 0.0, 0.000830),
 }
 
 
 def spd(seed, d=4):
-    rng = np.random.default_rng(seed)
-    root = rng.normal(size=(d, d))
+    root = np.random.default_rng(seed).normal(size=(d, d))
     return root @ root.T / d + 0.1 * np.eye(d)
 
 
@@ -37,27 +32,25 @@ def step_size(drift):
 
 def iterated(h, a, r, momentum, steps=4000):
     """The covariance of theta after many steps of the recursion of (theta, v), as it is written."""
-    d = len(a)
-    identity, zero = np.eye(d), np.zeros((d, d))
+    identity, zero = np.eye(len(a)), 0 * a
     to_v = np.block([[identity, zero], [a, momentum * identity]])  # v' = mu v + A theta + eps
     to_theta = np.block([[identity, -h], [zero, identity]])  # theta' = theta - H v'
     noise = np.block([[zero, zero], [zero, r]])
-    covariance = np.zeros((2 * d, 2 * d))
+    covariance = 0 * noise
     for _ in range(steps):
         covariance = to_theta @ (to_v @ covariance @ to_v.T + noise) @ to_theta.T
-    return covariance[:d, :d]
+    return covariance[: len(a), : len(a)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("float32", 2e-6)])
-@pytest.mark.parametrize("name", PRECONDITIONERS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_divergences_from_the_posterior(name, dtype, tolerance):
     """The specification's figures, for Hessian M and covariance C1 of the gradients."""
-    h, hessian, noise, posterior, zero = (
-        np.asarray(x, dtype)
-        for x in (PRECONDITIONERS[name], M, C1 / S, np.linalg.inv(N * M), np.zeros(D))
-    )
+    h, *figures = PUBLISHED[name]
+    given = (h, M, C1 / S, np.linalg.inv(N * M), np.zeros(D))
+    h, hessian, noise, posterior, zero = (np.asarray(x, dtype) for x in given)
     with jax.enable_x64(dtype == "float64"):
-        for continuous, wanted in zip((True, False), DIVERGENCES[name], strict=True):
+        for continuous, wanted in zip((True, False), figures, strict=True):
             found = optperm.bayes.stationary_covariance(h, hessian, noise, continuous=continuous)
             divergence = optperm.bayes.gaussian_kl(zero, found, zero, posterior)
             assert found.dtype == divergence.dtype == dtype
@@ -110,12 +103,12 @@ def test_small_steps_keep_their_digits_in_float32():
 def test_up_to_the_edge_of_stability(momentum):
     """In one dimension theta is an AR(2) process, stable below h a = 2 (1 + mu); an error above."""
     a, r = np.array([[2.0]]), np.array([[3.0]])
-    edge = 2 * (1 + momentum) / 2.0
+    plus = 1 + momentum
+    edge = 2 * plus / 2.0
     compute = jax.jit(
         lambda h: optperm.bayes.stationary_covariance(h, a, r, momentum=momentum)[0, 0]
     )
     for h in (1e-4 * edge, 0.5 * edge, 0.999 * edge):
-        plus = 1 + momentum
         wanted = h**2 * 3.0 * plus / ((1 - momentum) * (plus**2 - (plus - h * 2.0) ** 2))
         assert float(compute(h)) == pytest.approx(wanted, rel=1e-4)
     assert np.isnan(compute(1.001 * edge))
@@ -127,53 +120,51 @@ def test_up_to_the_edge_of_stability(momentum):
 def test_no_curvature_no_stationary_distribution(continuous):
     """A flat direction, or one that curves down, is an error, and NaN where it is traced or mapped."""
     r = np.eye(2)
-    compute = jax.jit(
-        lambda a: optperm.bayes.stationary_covariance(0.1, a, r, continuous=continuous)
-    )
-    for flat in (np.array([[1.0, 1.0], [1.0, 1.0]]), np.diag([1.0, -1.0]), np.zeros((2, 2))):
+
+    def compute(a):
+        return optperm.bayes.stationary_covariance(0.1, a, r, continuous=continuous)
+
+    flats = np.ones((2, 2)), np.diag([1.0, -1.0]), np.zeros((2, 2))
+    for flat in flats:
         with pytest.raises(ValueError, match=r"No stationary distribution.*prior"):
-            optperm.bayes.stationary_covariance(0.1, flat, r, continuous=continuous)
-        assert np.all(np.isnan(compute(flat)))
-    mapped = jax.vmap(compute)(np.stack([np.zeros((2, 2)), np.eye(2)]))
-    assert np.isnan(mapped[0]).all()
-    assert np.isfinite(mapped[1]).all()
+            compute(flat)
+        assert np.all(np.isnan(jax.jit(compute)(flat)))
+    mapped = jax.jit(jax.vmap(compute))(np.stack([*flats, np.eye(2)]))
+    np.testing.assert_array_equal(np.isnan(mapped).all(axis=(1, 2)), [True, True, True, False])
+    assert np.isfinite(mapped[3]).all()
 
 
 @pytest.mark.usefixtures("x64")
 def test_divergence_of_gaussians():
     """Against its formula, and by hand; the two directions differ."""
-    rng = np.random.default_rng(0)
-    m, other_m, sigma, other = rng.normal(size=4), rng.normal(size=4), spd(3), spd(4)
-    inverse = np.linalg.inv(other)
-    shift = other_m - m
+    (m, other_m), sigma, other = np.random.default_rng(0).normal(size=(2, 4)), spd(3), spd(4)
+    inverse, shift = np.linalg.inv(other), other_m - m
     wanted = np.trace(inverse @ sigma) - 4 + shift @ inverse @ shift
     wanted += np.linalg.slogdet(other)[1] - np.linalg.slogdet(sigma)[1]
-    found = optperm.bayes.gaussian_kl(m, sigma, other_m, other)
-    assert float(found) == pytest.approx(wanted / 2, rel=1e-10)
     zero, one, four = np.zeros(1), np.eye(1), 4 * np.eye(1)
-    narrow, wide = 0.5 * (0.25 - 1 + np.log(4)), 0.5 * (4 - 1 - np.log(4))
-    assert float(optperm.bayes.gaussian_kl(zero, one, zero, four)) == pytest.approx(narrow)
-    assert float(optperm.bayes.gaussian_kl(zero, four, zero, one)) == pytest.approx(wide)
+    for arguments, known in (
+        ((m, sigma, other_m, other), wanted / 2),
+        ((zero, one, zero, four), (0.25 - 1 + np.log(4)) / 2),
+        ((zero, four, zero, one), (4 - 1 - np.log(4)) / 2),
+    ):
+        assert float(optperm.bayes.gaussian_kl(*arguments)) == pytest.approx(known, rel=1e-10)
 
 
 def test_a_small_divergence_is_not_lost_in_float32():
     """Of covariances 0.1 % apart, where trace less D alone rounds by more than the divergence."""
-    d, excess = 100, 1e-3
-    one = np.eye(d, dtype=np.float32)
-    found = optperm.bayes.gaussian_kl(np.zeros(d), np.float32(1 + excess) * one, np.zeros(d), one)
-    assert float(found) == pytest.approx(0.5 * d * (excess - np.log1p(excess)), rel=1e-2)
-    assert float(optperm.bayes.gaussian_kl(np.ones(d), 3 * one, np.ones(d), 3 * one)) < 1e-11
+    excess, m, one = 1e-3, np.ones(100), np.eye(100, dtype=np.float32)
+    found = optperm.bayes.gaussian_kl(m, np.float32(1 + excess) * one, m, one)
+    assert float(found) == pytest.approx(50 * (excess - np.log1p(excess)), rel=1e-2)
+    assert float(optperm.bayes.gaussian_kl(m, 3 * one, m, 3 * one)) < 1e-11
 
 
 @pytest.mark.parametrize("condition", [pytest.param(1e3, marks=pytest.mark.slow), 1e10])
 def test_divergence_of_a_large_condition_number_is_right_in_float32(condition):
-    """KL(N(0, S), N(0, 1.3 S)) is the same for all S; matrices of float64 are not rounded first.
-
-    Mapped, compiled and differentiated it is the same.
-    """
-    q = np.linalg.qr(np.random.default_rng(0).normal(size=(10, 10)))[0]
+    """KL(N(0, S), N(0, 1.3 S)) is the same for all S, mapped, compiled and differentiated; matrices of
+    float64 are not rounded first."""
+    q, zero = np.linalg.qr(np.random.default_rng(0).normal(size=(10, 10)))[0], np.zeros(10)
     s = q @ np.diag(np.logspace(0, -np.log10(condition), 10)) @ q.T
-    s, zero = (s + s.T) / 2, np.zeros(10)
+    s = (s + s.T) / 2
     wanted = 5 * (1 / 1.3 - 1 + np.log(1.3))
     found = optperm.bayes.gaussian_kl(zero, s, zero, 1.3 * s)
     assert found.dtype == np.float32
@@ -181,11 +172,12 @@ def test_divergence_of_a_large_condition_number_is_right_in_float32(condition):
     if condition > 1e3:  # traced arguments are in float32
         return
     means = np.float32([zero, zero + 1])
-    mapped = jax.vmap(lambda m: optperm.bayes.gaussian_kl(m, s, np.float32(zero), 1.3 * s))
+    divergence = lambda m: optperm.bayes.gaussian_kl(m, s, np.float32(zero), 1.3 * s)  # noqa: E731
+    mapped = jax.vmap(divergence)
     half = float(np.ones(10) @ np.linalg.inv(1.3 * s) @ np.ones(10)) / 2
     for run in (mapped, jax.jit(mapped)):
         np.testing.assert_allclose(run(means), [wanted, wanted + half], rtol=1e-4)
-    slope = jax.grad(lambda m: optperm.bayes.gaussian_kl(m, s, np.float32(zero), 1.3 * s))(means[1])
+    slope = jax.grad(divergence)(means[1])
     np.testing.assert_allclose(slope, np.linalg.solve(1.3 * s, np.ones(10)), rtol=1e-3, atol=1e-2)
 
 

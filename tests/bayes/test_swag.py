@@ -11,54 +11,45 @@ import pytest
 import optperm
 
 
-def collected(rank, start=2, every=3, steps=25):
-    """A random walk, what SWAG collected of it, and its state."""
-    walk = 1e3 + np.cumsum(np.random.default_rng(0).normal(size=(steps, 4)), axis=0)
-    tx = optax.chain(optax.sgd(0.1), optperm.swag(every, rank=rank, start=start))
+def collected(rank):
+    """What SWAG collected of a random walk, how far that was from the mean so far, and its state."""
+    walk = 1e3 + np.cumsum(np.random.default_rng(0).normal(size=(25, 4)), axis=0)
+    tx = optax.chain(optax.sgd(0.1), optperm.swag(3, rank=rank, start=2))
     params = [{"a": jnp.array(w[:1]), "b": jnp.array(w[1:].reshape(1, 3))} for w in walk]
-    state = tx.init(params[0])
-    update = jax.jit(tx.update)
+    state, update = tx.init(params[0]), jax.jit(tx.update)
     for p in params:
         _, state = update(p, state, p)
-    return walk[start::every].astype(np.float32).astype(np.float64), state
+    seen = walk[2::3].astype(np.float32).astype(np.float64)
+    return seen, seen - np.cumsum(seen, axis=0) / np.arange(1, len(seen) + 1)[:, None], state
 
 
-def flat(tree):
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+def rows(tree, size=1):
+    """Trees that are stacked, as rows."""
+    return np.concatenate([np.reshape(leaf, (size, -1)) for leaf in jax.tree.leaves(tree)], axis=1)
 
 
 def test_mean_variance_and_deviations_are_those_of_numpy():
-    seen, state = collected(rank=3)
-    np.testing.assert_allclose(
-        flat(optperm.bayes.posterior_mean(state)), seen.mean(axis=0), rtol=1e-6
-    )
-    variances = flat(state[1].squares) / len(seen)
+    seen, deviations, state = collected(rank=3)
+    mean = rows(optperm.bayes.posterior_mean(state))[0]
+    np.testing.assert_allclose(mean, seen.mean(axis=0), rtol=1e-6)
+    variances = rows(state[1].squares)[0] / len(seen)
     np.testing.assert_allclose(variances, seen.var(axis=0), rtol=2e-3)  # |theta| is 1e3
-    running = np.cumsum(seen, axis=0) / np.arange(1, len(seen) + 1)[:, None]
-    rows = np.stack(
-        [flat(jax.tree.map(lambda leaf, i=i: leaf[i], state[1].deviations)) for i in range(3)]
-    )
+    found = rows(state[1].deviations, 3)
     for i in range(len(seen) - 3, len(seen)):
-        np.testing.assert_allclose(rows[i % 3], (seen - running)[i], atol=2e-3)
+        np.testing.assert_allclose(found[i % 3], deviations[i], atol=2e-3)
 
 
-def test_draws_have_the_covariance_of_the_paper():
-    for rank in (0, 3):
-        seen, state = collected(rank)
-        params = optperm.bayes.posterior_mean(state)
-        draws = jax.jit(lambda s, p, k: optperm.bayes.sample_params(s, p, k, num_draws=40_000))(
-            state, params, jax.random.key(0)
-        )
-        draws = np.concatenate(
-            [np.reshape(leaf, (40_000, -1)) for leaf in jax.tree.leaves(draws)], 1
-        )
-        expected = np.diag(seen.var(axis=0))
-        if rank:
-            running = np.cumsum(seen, axis=0) / np.arange(1, len(seen) + 1)[:, None]
-            last = (seen - running)[-rank:]
-            expected = expected / 2 + last.T @ last / (2 * (rank - 1))
-        np.testing.assert_allclose(draws.mean(axis=0), seen.mean(axis=0), atol=0.15)
-        np.testing.assert_allclose(np.cov(draws.T), expected, atol=0.03 * np.abs(expected).max())
+@pytest.mark.parametrize("rank", [0, 3])
+def test_draws_have_the_covariance_of_the_paper(rank):
+    seen, deviations, state = collected(rank)
+    draw = jax.jit(functools.partial(optperm.bayes.sample_params, num_draws=40_000))
+    draws = rows(draw(state, optperm.bayes.posterior_mean(state), jax.random.key(0)), 40_000)
+    expected = np.diag(seen.var(axis=0))
+    if rank:
+        last = deviations[-rank:]
+        expected = expected / 2 + last.T @ last / (2 * (rank - 1))
+    np.testing.assert_allclose(draws.mean(axis=0), seen.mean(axis=0), atol=0.15)
+    np.testing.assert_allclose(np.cov(draws.T), expected, atol=0.03 * np.abs(expected).max())
 
 
 @pytest.mark.slow
