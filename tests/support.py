@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 
 import optperm
@@ -148,8 +147,3 @@ def random_like(params, seed):
     return jax.tree.map(
         lambda p: jnp.asarray(rng.normal(size=jnp.shape(p)).astype(jnp.result_type(p))), params
     )
-
-
-def random_like_from_key(params, key):
-    """Return a tree of normal numbers like params."""
-    return optax.tree.random_like(key, params)

@@ -18,7 +18,7 @@ KEY = jax.random.key(3)
 
 def noisy_slope(params, key):
     """The gradient of a parabola, with unit noise."""
-    noise = support.random_like_from_key(params, key)
+    noise = optax.tree.random_like(key, params)
     return jax.tree.map(lambda p, e: p + e.astype(p.dtype), params, noise), {}
 
 
