@@ -180,15 +180,15 @@ def test_weighted_examples_draw_dropout_masks_of_their_own():
     params, data, key = support.random_params(), make_data(), jax.random.key(3)
 
     def dropped(params, batch):
-        keep = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape).astype(jnp.float32)
-        return loss_fn(params, batch | {"x": batch["x"] * keep})
+        keep = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape)
+        return loss_fn(params, batch | {"x": jnp.where(keep, batch["x"], 0.0)})
 
-    keys = [jax.random.fold_in(key, i) for i in range(SIZE)]
-    masks = np.stack([jax.random.bernoulli(k, 0.5, (1, 12))[0] for k in keys])
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(SIZE))
+    masks = np.stack([jax.random.bernoulli(k, 0.5, (12,)) for k in keys])
     assert len(np.unique(masks, axis=0)) == SIZE
     masked = data | {"x": data["x"] * masks[np.arange(N) % SIZE]}
     batches = [b | {"key": key} for b in ragged(data)]
-    weights = [np.ones(len(b["y"])) for b in ragged(data)]
+    weights = [np.ones(len(b["y"])) for b in batches]
     got = full_gradient(dropped, params, batches, weights=weights)
     assert_rounds_to(got, mean_of_single_gradients(params, masked))
 
@@ -200,13 +200,9 @@ def test_weighted_examples_draw_dropout_masks_of_their_own():
 def test_weights_in_half_precision_are_not_rounded(dtype, heavier):
     """No sum over examples overflows, and weights are not rounded: the sum of a batch is, once; equal
     weights that the dtype of the loss would round give the plain mean."""
-    rng = np.random.default_rng(0)
+    rng, loss = np.random.default_rng(0), lambda params, batch: jnp.mean(batch @ params)
     x, weights = rng.integers(50, 128, (9, 512, 3)), rng.random((9, 512)).astype(np.float32)
     weights = np.where(weights < 0.1, 0.0, 3 * weights)
-
-    def loss(params, batch):
-        return jnp.mean(batch @ params)
-
     batches = jnp.asarray(x, dtype)
     got = full_gradient(loss, jnp.zeros(3, dtype), batches, weights=weights)
     exact = np.average(x.reshape(-1, 3), axis=0, weights=weights.reshape(-1))
