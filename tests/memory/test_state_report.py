@@ -75,8 +75,6 @@ def test_what_belongs_to_no_leaf():
     """Counts, keys and arrays of a tree of their own, also beside params that are a single array."""
     for tx, params, words in (
         (optax.add_noise(0.1, 0.55, key=jax.random.key(0)), PARAMS, 3.0),
-        (optax.flatten(optax.scale_by_adam()), PARAMS, 1.0 + 2 * SIZE),
-        (optax.identity(), PARAMS, 0.0),
         (optax.adam(0.1), PARAMS["kernel"], 1.0),
         (optperm.svrg(), PARAMS["kernel"], 3.25),
     ):

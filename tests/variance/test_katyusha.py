@@ -45,18 +45,17 @@ def test_params_are_those_of_the_paper():
 
 def test_params_of_16_bits_lose_no_small_steps():
     """They come within two units of their last digit, where a step of SGD is far below one unit."""
-    target = jnp.array([300.0, -1.0, 0.3])
-    tx, p = optperm.katyusha(0.01, 0.1, 0.1), jnp.zeros(3, jnp.bfloat16)
+    tx, target = optperm.katyusha(0.01, 0.1, 0.1), jnp.array([300.0, -1.0, 0.3])
 
-    def grad_fn(p):
-        return 0.1 * (p.astype(jnp.float32) - target)
+    def evaluate(p, _):
+        def grad_fn(p):
+            return 0.1 * (p.astype(jnp.float32) - target)
 
-    def step(carry, _):
-        p, state = carry
-        updates, state = tx.update(grad_fn(p), state, p, grad_fn=grad_fn, full_grad_fn=grad_fn)
-        return (optax.apply_updates(p, updates), state), None
+        return grad_fn(p), {"grad_fn": grad_fn, "full_grad_fn": grad_fn}
 
-    p, state = jax.jit(lambda c: jax.lax.scan(step, c, length=4000)[0])((p, tx.init(p)))
+    step = loops.make_step(tx, evaluate, loops.by_addition)
+    run = jax.jit(lambda p: loops.carry(step, p, tx.init(p), jnp.zeros(4000)))
+    p, state = run(jnp.zeros(3, jnp.bfloat16))
     assert p.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(p), target, rtol=2**-6)
     np.testing.assert_allclose(state.y, target, rtol=2**-6)

@@ -121,11 +121,8 @@ def test_inside_of_multi_steps_it_shrinks_once_by_the_mean_gradient():
         optperm.proximal(0.1, l1=0.3),
     )
     for tx, wanted in ((inside, [0.38, -0.23, 0.0]), (outside, [0.305, -0.155, 0.0])):
-        params = jnp.float32([0.5, -0.2, 0.01])
-        state = tx.init(params)
-        for grad in grads:
-            updates, state = tx.update(grad, state, params)
-            params = optax.apply_updates(params, updates)
+        start = jnp.float32([0.5, -0.2, 0.01])
+        params, _ = loops.train(tx, start, grads, apply=loops.by_addition)[-1]
         np.testing.assert_allclose(params, wanted, rtol=1e-6)
 
 

@@ -60,12 +60,10 @@ def test_estimate_of_bfloat16_params_stays_float32():
     params, tx, g = jnp.zeros((), jnp.bfloat16), optperm.recursive_gradient(0.0), jnp.bfloat16(1.0)
     _, opt_state = tx.update(g, tx.init(params), params, grad_fn=lambda p: g)
 
-    def body(opt_state, _):
-        d, opt_state = tx.update(g, opt_state, params, grad_fn=lambda p: jnp.bfloat16(0.99609375))
-        return opt_state, d
+    def step(_, state):
+        return tx.update(g, state, params, grad_fn=lambda p: jnp.bfloat16(0.99609375))[1]
 
-    opt_state, d = jax.jit(lambda s: jax.lax.scan(body, s, length=256))(opt_state)
-    assert d.dtype == jnp.bfloat16
+    opt_state = jax.jit(lambda s: jax.lax.fori_loop(0, 256, step, s))(opt_state)
     np.testing.assert_allclose(opt_state.snapshot.full_grad, 2.0, rtol=1e-6)
 
 
