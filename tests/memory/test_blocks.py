@@ -117,7 +117,8 @@ def make_numbers(shape, rng):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_equal_those_of_numpy(form):
-    """Encoding what was decoded gives the same numbers, so that errors do not accumulate."""
+    """What is not finite stays in its block; encoding what was decoded gives the same numbers, so that
+    errors do not accumulate."""
     rng = np.random.default_rng(0)
     for shape in SHAPES:
         if form in ("even", "odd") and (shape[-1] % 2 == 1) != (form == "odd"):
