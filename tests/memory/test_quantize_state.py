@@ -194,13 +194,11 @@ def test_leaves_and_steps_and_keys_have_other_random_numbers():
     def round_zeros(key, count):
         inner = optax.contrib.scale_by_ademamix(b1=0.99, b3=0.99)  # two equal first moments
         tx = optperm.quantize_state(inner, key=key)
-        _, state = tx.update(grads, tx.init(grads)._replace(count=count))
-        state = dequantize(state)
+        state = dequantize(tx.update(grads, tx.init(grads)._replace(count=count))[1])
         return state.m1, state.m2
 
-    for key in range(2):
-        for count in range(2):
-            codes += jax.tree.leaves(round_zeros(jax.random.key(key), jnp.int32(count)))
+    for key, count in itertools.product(range(2), repeat=2):
+        codes += jax.tree.leaves(round_zeros(jax.random.key(key), jnp.int32(count)))
     apart = [np.mean(a != b) for i, a in enumerate(codes) for b in codes[:i]]
     assert 0.3 < min(apart) <= max(apart) < 0.6
 
@@ -243,14 +241,14 @@ def test_bits_states_and_flags_that_cannot_work_are_refused():
 
 def test_moments_that_stay_in_float32_are_warned_of():
     both = optax.chain(optax.scale_by_sm3(), optax.trace(0.9))
-    with pytest.warns(UserWarning, match="does not know the moments of ScaleBySM3State: its 4"):
-        optperm.quantize_state(both).init({"w": jnp.zeros((64, 64))})
-    for params, options in (
-        ({"w": jnp.ones((8, 32))}, {}),
-        ({"w": jnp.ones((64, 64))}, {"include": False}),
+    nothing = r"^quantize_state saves nothing: .* min_size=4096"
+    for inner, shape, include, message in (
+        (both, (64, 64), None, "does not know the moments of ScaleBySM3State: its 4"),
+        (optax.adam(0.1), (8, 32), None, nothing),
+        (optax.adam(0.1), (64, 64), False, nothing),
     ):
-        with pytest.warns(UserWarning, match=r"^quantize_state saves nothing: .* min_size=4096"):
-            optperm.quantize_state(optax.adam(0.1), **options).init(params)
+        with pytest.warns(UserWarning, match=message):
+            optperm.quantize_state(inner, include=include).init({"w": jnp.zeros(shape)})
 
 
 @pytest.mark.parametrize("bits", [8, 4])

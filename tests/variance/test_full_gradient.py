@@ -213,41 +213,29 @@ def test_weights_in_half_precision_are_not_rounded(dtype, heavier):
     np.testing.assert_allclose(got, 3.0, rtol=1e-6)
 
 
-def quarters(tree):
-    """What each of four devices has."""
-    return jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), tree)
-
-
 @pytest.mark.parametrize("mapping", support.every_night(["pmap", "shard_map"], ["shard_map"]))
 def test_devices_with_data_of_their_own_sum_over_a_named_axis_alone(mapping):
-    """Four devices, of which the last has only padding in its last batch: the mean of all, once;
-    without an axis name each keeps its own mean."""
+    """Four devices, of which the last has only padding in its last batch: the mean of all, once, also of
+    a batch that every device has; without an axis name each keeps its own mean."""
     params, data, more = support.random_params(), make_data(13), make_data(16)
 
-    def run(params, own):
+    def run(shared, own):
+        params, everywhere = shared
         batches, weights, batch = own
-        summed = full_gradient(loss_fn, params, batches, weights=weights, axis_name=replicas.AXIS)
-        return summed, full_gradient(loss_fn, params, [batch, batch])
+        of_axis = functools.partial(full_gradient, loss_fn, params, axis_name=replicas.AXIS)
+        alike = of_axis(batches, weights=weights), of_axis([everywhere])
+        return alike, full_gradient(loss_fn, params, [batch, batch])
 
     # Two batches of 8: two examples a device, then 5 and 3.
-    parts = quarters((*padded(data, size=8), more))
-    summed, alone = replicas.share(run, mapping, 4)(params, parts)
+    parts = (*padded(data, size=8), more)
+    parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), parts)
+    alike, alone = replicas.share(run, mapping, 4)((params, data), parts)
     exact = mean_of_single_gradients(params, data)
     for device in range(4):
-        assert_rounds_to(replicas.take(summed, device), exact)
+        for mean in alike:
+            assert_rounds_to(replicas.take(mean, device), exact)
         own = mean_of_single_gradients(params, rows(more, slice(4 * device, 4 * device + 4)))
         assert_rounds_to(replicas.take(alone, device), own)
-
-
-def test_batches_that_every_device_has_are_counted_once():
-    """In checked shard_map, params and batches that do not vary give their own mean."""
-    params, data = support.random_params(), make_data()
-
-    def run(shared, _):
-        return full_gradient(loss_fn, *shared, axis_name=replicas.AXIS), ()
-
-    got, _ = replicas.share(run, "shard_map", 4)((params, ragged(data)), np.zeros(4))
-    assert_rounds_to(replicas.take(got, 0), mean_of_single_gradients(params, data))
 
 
 def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
