@@ -19,7 +19,8 @@ def reference_run(data, steps):
     sigma, theta_2 = MU / L, 0.5
     theta_1 = min(np.sqrt(2 * sigma / (3 * P)), 0.5)
     eta = theta_2 / ((1 + theta_2) * theta_1)
-    (y, z, w), flips, trail = [start(np.float64)] * 3, coins(P, SEED, steps), []
+    flips, trail = coins(P, SEED, steps), []
+    y = z = w = start(np.float64)
     for t in range(steps):
         x = {k: theta_1 * z[k] + theta_2 * w[k] + (1 - theta_1 - theta_2) * y[k] for k in y}
         trail.append(x)

@@ -37,21 +37,24 @@ def falling(t):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("a", "options"),
-    [(falling, {}), (0.0, {"every": 6}), (0.2, {"probability": 0.3, "key": 7})],
+    ("a", "options", "is_refreshed"),
+    [
+        (falling, {}, lambda t, flips: False),
+        (0.0, {"every": 6}, lambda t, flips: t % 6 == 0),
+        (0.2, {"probability": 0.3, "key": 7}, lambda t, flips: t == 0 or flips[t]),
+    ],
     ids=["storm, falling", "sarah", "page, between"],
 )
-def test_trajectory_of_each_method_is_that_of_its_paper(a, options):
+def test_trajectory_of_each_method_is_that_of_its_paper(a, options, is_refreshed):
     """Step by step the params agree with NumPy to 1e-13."""
-    data, never = make_data(np.float64), [False] * 20
-    sixth, by_chance = [t % 6 == 0 for t in range(20)], [True, *coins(0.3, seed=7)[1:]]
-    is_refreshed = sixth if "every" in options else by_chance if "key" in options else never
+    data, flips = make_data(np.float64), coins(0.3, seed=7)
     tx = optax.chain(optperm.recursive_gradient(a, **options), optax.sgd(RATE))
-    expected = reference_run(data, a if callable(a) else lambda t: a, is_refreshed)
+    flags = [is_refreshed(t, flips) for t in range(20)]
+    expected = reference_run(data, a if callable(a) else lambda t: a, flags)
     batches = [part(data, t) for t in range(20)]
     trail = loops.train(tx, start(np.float64), batches, evaluate=evaluation(data))
     support.assert_close([params for params, _ in trail], expected, rtol=1e-13, atol=1e-13)
-    plain = reference_run(data, lambda t: 1.0, never)[-1]["full"]
+    plain = reference_run(data, lambda t: 1.0, [False] * 20)[-1]["full"]
     assert np.abs(plain - trail[-1][0]["full"]).max() > 1e-2
 
 

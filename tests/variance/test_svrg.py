@@ -25,14 +25,15 @@ def reference_run(data, coefficient, is_due, *, is_loopless):
     theta, snapshot, trail = start(np.float64), None, []
     for t, is_renewed in enumerate(is_due):
         batch, old = part(data, t), theta
-        snapshot = theta if snapshot is None or (is_renewed and not is_loopless) else snapshot
-        g, at_snapshot, mu = (
-            numpy_grad(*of) for of in ((theta, batch), (snapshot, batch), (snapshot, data))
-        )
+        if snapshot is None or (is_renewed and not is_loopless):
+            snapshot = theta
+        g, at_snapshot = numpy_grad(theta, batch), numpy_grad(snapshot, batch)
+        mu = numpy_grad(snapshot, data)
         theta = {
             k: theta[k] - RATE * (g[k] - coefficient(t) * (at_snapshot[k] - mu[k])) for k in theta
         }
-        snapshot = old if is_renewed and is_loopless else snapshot
+        if is_renewed and is_loopless:
+            snapshot = old
         trail.append(theta)
     return trail
 
