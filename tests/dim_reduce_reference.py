@@ -44,18 +44,10 @@ def loss_of(case):
 
 def optimizer(case, **options):
     """What the case was made with; the last number is the rate of the inner SGD."""
-    rho, gamma, alpha, sigma, tries, rate = case["hyper"]
-    return optperm.dim_reduce(
-        optax.sgd(rate),
-        n_components=len(case["P"]),
-        rho=rho,
-        gamma=gamma,
-        alpha=alpha,
-        sigma=sigma,
-        max_search_steps=int(tries),
-        line_search="mindspore",
-        **options,
-    )
+    *numbers, tries, rate = case["hyper"]
+    options |= dict(zip(("rho", "gamma", "alpha", "sigma"), numbers, strict=True))
+    options |= {"n_components": len(case["P"]), "max_search_steps": int(tries)}
+    return optperm.dim_reduce(optax.sgd(rate), line_search="mindspore", **options)
 
 
 def outcome(trail):

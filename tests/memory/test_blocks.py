@@ -1,6 +1,5 @@
 """Codes of 8 and 4 bits against a transcription in NumPy, bit for bit."""
 
-import itertools
 import math
 
 import jax
@@ -41,8 +40,8 @@ def hash_places(shape, seed):
 
 def in_blocks(x):
     """Rows of 32, with zeros at the end."""
-    rest = np.zeros((*x.shape[:-1], -x.shape[-1] % 32), x.dtype)
-    return np.concatenate([x, rest], -1).reshape(*x.shape[:-1], -1, 32)
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 32)])
+    return padded.reshape(*x.shape[:-1], -1, 32)
 
 
 def encode_numpy(x, form, seed):
@@ -103,70 +102,51 @@ def decode_numpy(codes, e, form):
     return np.clip(x, -top, top).astype(np.float32)
 
 
-def make_numbers(kind, shape, rng):
-    """Numbers of one kind, of either sign, in float32."""
-    normal = rng.normal(size=shape)
-    if kind == "lognormal":
-        x = normal * np.exp(4 * rng.normal(size=shape))
-    elif kind == "all exponents":
-        x = np.exp2(rng.uniform(-149, 127.9, size=shape)) * np.sign(normal)
-    elif kind == "zeros and not finite":
-        x = np.where(rng.random(shape) < 0.3, 0, normal)
-        others = rng.choice([np.inf, -np.inf, np.nan, -0.0], shape)
-        x = np.where(rng.random(shape) < 0.1, others, x)
-    elif kind == "ties":
-        x = np.round(normal * 64) / 64 * 2.0 ** rng.integers(-20, 20)
-    else:
-        bits = rng.integers(0, 2**32, size=shape, dtype=np.uint64).astype(np.uint32)
-        return bits.view(np.float32)
-    return x.astype(np.float32)
-
-
-KINDS = ("lognormal", "all exponents", "zeros and not finite", "ties", "all bits")
+def make_numbers(shape, rng):
+    """Numbers of several kinds, of either sign."""
+    normal, sign = rng.normal(size=shape), rng.choice([-1.0, 1.0], shape)
+    others = rng.choice([0.0, -0.0, np.inf, -np.inf, np.nan, *[1.0] * 10], shape)
+    return {
+        "lognormal": normal * np.exp(4 * rng.normal(size=shape)),
+        "all exponents": sign * np.exp2(rng.uniform(-149, 127.9, shape)),
+        "zeros and not finite": normal * others,
+        "ties": np.round(normal * 64) / 64 * 2.0 ** rng.integers(-20, 20),
+        "all bits": rng.integers(2**32, size=shape, dtype=np.uint32).view(np.float32),
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_equal_those_of_numpy(form):
+    """What is not finite stays in its block; encoding what was decoded gives the same numbers, so that
+    errors do not accumulate."""
     rng = np.random.default_rng(0)
-    for shape, kind in itertools.product(SHAPES, KINDS):
+    for shape in SHAPES:
         if form in ("even", "odd") and (shape[-1] % 2 == 1) != (form == "odd"):
             continue
-        x, seed = make_numbers(kind, shape, rng), int(rng.integers(2**32))
-        codes, e = encode(x, form, seed)
-        with np.errstate(invalid="ignore"):
-            wanted, wanted_e = encode_numpy(x, form, seed)
-        np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted, f"{shape} {kind}")
-        np.testing.assert_array_equal(e, wanted_e)
-        np.testing.assert_array_equal(
-            decode(codes, e, form, jnp.float32), decode_numpy(wanted, wanted_e, form)
-        )
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_numbers_of_the_grid_do_not_change(form):
-    """Encoding what was decoded gives the same numbers, so that errors do not accumulate."""
-    x = make_numbers("lognormal", (40, 96 - (form == "odd")), np.random.default_rng(1))
-    x = jnp.abs(x) if form in ("size", "root", "largest") else x
-    once = decode(*encode(x, form, 1), form, jnp.float32)
-    again = decode(*encode(once, form, 2), form, jnp.float32)
-    np.testing.assert_array_equal(once, again)
+        for kind, numbers in make_numbers(shape, rng).items():
+            x, seed = numbers.astype(np.float32), int(rng.integers(2**32 - 1))
+            codes, e = encode(x, form, seed)
+            with np.errstate(invalid="ignore"):
+                wanted, wanted_e = encode_numpy(x, form, seed)
+            np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted, kind)
+            np.testing.assert_array_equal(e, wanted_e)
+            found = decode(codes, e, form, jnp.float32)
+            np.testing.assert_array_equal(found, decode_numpy(wanted, wanted_e, form))
+            again = decode(*encode(found, form, seed + 1), form, jnp.float32)
+            np.testing.assert_array_equal(again, found)
 
 
 @pytest.mark.parametrize("form", ["random", "size", "root", "even"])
 def test_random_rounding_is_unbiased(form):
     """In the number, also where the root is rounded: means over many seeds are within 5 errors, and so
     is their mean over all places."""
-    x = jnp.abs(jax.random.normal(jax.random.key(0), (1, 256))) + 0.1
-
-    def once(seed):
-        return decode(*encode(x, form, seed), form, jnp.float32)
-
-    found = jax.vmap(once)(jnp.arange(4000, dtype=jnp.uint32) * jnp.uint32(2654435761))
-    error = jnp.std(found, 0) / 4000**0.5 + 1e-9
-    errors = (jnp.mean(found, 0) - x) / error
-    assert jnp.max(jnp.abs(errors)) < 5
-    assert abs(jnp.sum(errors)) < 5 * 256**0.5
-    assert jnp.max(jnp.std(found, 0) / x) > 0.01
+    x = np.abs(support.normal((1, 256))) + np.float32(0.1)
+    round_once = jax.vmap(lambda seed: decode(*encode(x, form, seed), form, jnp.float32))
+    found = np.float64(round_once(np.arange(4000, dtype=np.uint32) * np.uint32(2654435761)))
+    errors = (found.mean(0) - x) / (found.std(0) / 4000**0.5 + 1e-9)
+    assert np.max(np.abs(errors)) < 5
+    assert abs(np.sum(errors)) < 5 * 256**0.5
+    assert np.max(found.std(0) / x) > 0.01
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -184,13 +164,6 @@ def test_encodings_of_two_arrays_share_no_vector(form):
             own.update(each.outvars)
         elif each.primitive.name not in ("iota", "broadcast_in_dim", "reshape"):
             assert all(made.aval.size == 1 for made in each.outvars), each
-
-
-@pytest.mark.parametrize("form", ["root", "size", "largest"])
-def test_a_number_above_zero_stays_above_zero(form):
-    x = jnp.array([1.0, 1e-30, 0.0, 2e-38])
-    found = decode(*encode(x, form, 0), form, jnp.float32)
-    assert (found > 0).tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", support.FLOAT16])

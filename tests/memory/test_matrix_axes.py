@@ -45,12 +45,11 @@ def convolutions():
 
 def nnx_layers():
     def make():
-        rngs = nnx.Rngs(0)
         layers = {
-            "embed": nnx.Embed(VOCABULARY, D, rngs=rngs),
-            "attention": nnx.MultiHeadAttention(4, D, decode=False, rngs=rngs),
-            "up": nnx.Linear(D, 4 * D, rngs=rngs),
-            "norm": nnx.LayerNorm(D, rngs=rngs),
+            "embed": nnx.Embed(VOCABULARY, D, rngs=nnx.Rngs(0)),
+            "attention": nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0)),
+            "up": nnx.Linear(D, 4 * D, rngs=nnx.Rngs(0)),
+            "norm": nnx.LayerNorm(D, rngs=nnx.Rngs(0)),
         }
         return {name: nnx.state(layer, nnx.Param) for name, layer in layers.items()}
 
@@ -126,14 +125,6 @@ def test_axes_of_a_scanned_model_are_those_of_each_layer():
     assert treatments["['up']['kernel']"].startswith("full rank")
 
 
-def test_wrong_overrides_are_refused():
-    params = {"w": jnp.ones((4, 4))}
-    with pytest.raises(TypeError, match=r"w must be an optax\.contrib\.GaLoreDimensionNumbers"):
-        optperm.memory.matrix_axes(params, w=(0, 1))
-    with pytest.raises(ValueError, match=r"kernel must be an element of a path, one of \['w'\]"):
-        optperm.memory.matrix_axes(params, kernel=None)
-
-
 def test_leaves_of_four_axes_are_convolutions_by_their_smaller_window_or_stay_at_full_rank():
     wanted = {
         (3, 3, 16, 16): Numbers((0, 1, 2), 3),
@@ -156,42 +147,47 @@ def test_rank_for_keeps_the_words_and_the_next_rank_does_not():
         np.testing.assert_allclose(kept, words, atol=0.02)
 
 
-def test_words_that_no_rank_reaches_are_refused_with_the_largest_leaf_at_full_rank():
+def test_overrides_and_words_that_cannot_work_are_refused():
+    """Words that no rank reaches with the largest leaf at full rank."""
     params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
-    says = r"words=0\.6 cannot be reached: .* needs 1\.89 .* full rank is params\['experts'\]\."
-    with pytest.raises(ValueError, match=says):
-        optperm.memory.rank_for(params, words=0.6)
+    axes, rank_for = optperm.memory.matrix_axes, optperm.memory.rank_for
+    element = r"kernel must be an element of a path, one of \['experts', 'w'\]"
+    words = r"words=0\.6 cannot be reached: .* needs 1\.89 .* full rank is params\['experts'\]\."
+    for refuses, options, error, says in (
+        (axes, {"w": (0, 1)}, TypeError, r"w must be an optax\.contrib\.GaLoreDimensionNumbers"),
+        (axes, {"kernel": None}, ValueError, element),
+        (rank_for, {"words": 0.6}, ValueError, words),
+    ):
+        with pytest.raises(error, match=says):
+            refuses(params, **options)
 
 
-ALIASES = [
-    (optperm.memory.low_rank_adamw, optperm.low_rank),
-    (optperm.memory.apollo_adamw, optperm.apollo),
-]
-
-
-@pytest.mark.parametrize(("alias", "direction"), ALIASES)
+@pytest.mark.parametrize(
+    ("alias", "direction"),
+    [
+        (optperm.memory.low_rank_adamw, optperm.low_rank),
+        (optperm.memory.apollo_adamw, optperm.apollo),
+    ],
+)
 def test_aliases_are_the_chain_that_they_name(alias, direction):
-    """With a rate that `optax.inject_hyperparams` gives, and other options for Adam than its own."""
+    """With every argument of the direction, a rate that `optax.inject_hyperparams` gives, and other
+    options for Adam than its own."""
+    own, theirs = (inspect.signature(each).parameters for each in (alias, direction))
+    for name in theirs.keys() - {"inner", "rank"}:
+        assert own[name].default == theirs[name].default
     params = {"w": support.normal((16, 24)), "b": support.normal((24,))}
     adam = {"b1": 0.8, "b2": 0.99, "eps": 1e-6}
     decay_rates = {"b1": 0.8, "b2": 0.99} if direction is optperm.low_rank else {}
+    rate = lambda count: 0.01 / (1 + count)  # noqa: E731
     static = ("rank", "b1", "b2", "eps", "weight_decay", "every")
     whole = optax.inject_hyperparams(alias, static_args=static)(
-        lambda count: 0.01 / (1 + count), rank=4, every=2, weight_decay=0.1, **adam
+        rate, rank=4, every=2, weight_decay=0.1, **adam
     )
     parts = optax.chain(
         direction(optax.scale_by_adam(**adam), 4, every=2, **decay_rates),
         optax.add_decayed_weights(0.1),
-        optax.scale_by_learning_rate(lambda count: 0.01 / (1 + count)),
+        optax.scale_by_learning_rate(rate),
     )
     grads = [support.random_like(params, step) for step in range(4)]
     (wanted, _), (found, _) = (loops.train(tx, params, grads)[-1] for tx in (parts, whole))
     support.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("alias", "direction"), ALIASES)
-def test_aliases_have_every_argument_of_their_direction(alias, direction):
-    own, theirs = (inspect.signature(each).parameters for each in (alias, direction))
-    for name, argument in theirs.items():
-        if name not in ("inner", "rank"):
-            assert own[name].default == argument.default

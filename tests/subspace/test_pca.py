@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import replicas
 import support
+import valley
 
 import optperm
 
@@ -20,15 +21,13 @@ def snapshots_with(spectrum, n=8_011, seed=0, dtype=np.float32):
 
 
 def exact(snapshots, k):
-    x = np.asarray(snapshots, np.float64).reshape(len(snapshots), -1)
+    x = np.float64(snapshots)
     return np.linalg.svd(x - x.mean(axis=0), full_matrices=False)[2][:k]
 
 
 def quality(basis, wanted):
     """Return the smallest cosine of the principal angles, and the error of orthonormality."""
-    b = np.concatenate(
-        [np.asarray(leaf, np.float64).reshape(len(leaf), -1) for leaf in jax.tree.leaves(basis)], 1
-    )
+    b = np.float64(valley.flat(basis))
     cosines = np.linalg.svd(b @ wanted.T)[1]
     return cosines.min(), np.abs(b @ b.T - np.eye(len(b))).max()
 
@@ -57,8 +56,7 @@ def test_rows_of_any_tree_under_any_mapping_are_the_same(mapping):
     tree = {"a": snapshots[:, :600].reshape(-1, 30, 20), "b": (snapshots[:, 600:],)}
     basis = optperm.subspace.pca_basis(tree, 4)
     assert basis["a"].shape == (4, 30, 20)
-    flat = np.concatenate([basis["a"].reshape(4, -1), basis["b"][0]], axis=1)
-    np.testing.assert_allclose(flat, whole, atol=1e-7)
+    np.testing.assert_allclose(valley.flat(basis), whole, atol=1e-7)
     compute = replicas.MAPPINGS[mapping](lambda tree: optperm.subspace.pca_basis(tree, 4), 2)
     mapped = compute(replicas.stack([tree, tree]))
     support.assert_close(replicas.take(mapped, 1), basis, atol=1e-7)
@@ -71,8 +69,7 @@ def test_rows_of_every_dtype_are_float32_or_wider():
         basis = optperm.subspace.pca_basis(snapshots, 3)
         *others, float64 = (str(basis[name].dtype) for name in snapshots)
         assert ({*others}, float64) == ({"float32"}, "float64")
-        flat = np.concatenate([np.float64(leaf) for leaf in jax.tree.leaves(snapshots)], axis=1)
-        cosine, error = quality(basis, exact(flat, 3))
+        cosine, error = quality(basis, exact(valley.flat(jax.tree.map(np.float64, snapshots)), 3))
         assert cosine > 1 - 1e-6
         assert error < 1e-6
 
@@ -106,10 +103,7 @@ def test_components_that_snapshots_do_not_determine_are_refused_or_zero():
     flat, spoiled = x[:2][[0, 1, 0, 1, 1, 0]], np.where(x > 1, np.float32(np.nan), x)
     for snapshots, message in (
         (flat, r"span too few directions .*: 1 \(.*, fewer than n_components=3"),
-        (
-            spoiled,
-            r"span too few directions .*: 0 \(0 if their squares are not finite\)",
-        ),
+        (spoiled, r"span too few directions .*: 0 \(0 if their squares are not finite\)"),
     ):
         with pytest.raises(ValueError, match=message):
             optperm.subspace.pca_basis(snapshots, 3)

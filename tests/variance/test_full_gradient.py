@@ -1,5 +1,6 @@
 """`full_gradient` against the mean of the gradients of all examples."""
 
+import functools
 import sys
 
 import jax
@@ -11,8 +12,8 @@ import support
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import optperm
 from optperm.core import current
+from optperm.variance import full_gradient
 
 N, SIZE = 10, 4
 
@@ -32,7 +33,7 @@ def make_data(n=N):
 
 
 def rows(data, chosen):
-    return {name: values[chosen] for name, values in data.items()}
+    return jax.tree.map(lambda values: values[chosen], data)
 
 
 def ragged(data, size=SIZE):
@@ -41,13 +42,9 @@ def ragged(data, size=SIZE):
 
 def padded(data, size=SIZE):
     """Batches of one size, and 1 where there is an example, 0 where there is a filling of NaN."""
-    fill = -len(data["y"]) % size
-    full = {
-        k: np.concatenate([v, np.full((fill, *v.shape[1:]), np.nan, v.dtype)])
-        for k, v in data.items()
-    }
-    weights = np.concatenate([np.ones(len(data["y"])), np.zeros(fill)]).astype(np.float32)
-    return ragged(full, size), list(weights.reshape(-1, size))
+    n = len(data["y"])
+    full = {k: np.pad(v, ((0, -n % size), (0, 0)), constant_values=np.nan) for k, v in data.items()}
+    return ragged(full, size), list(np.float32(~np.isnan(full["y"][:, 0])).reshape(-1, size))
 
 
 grad_of_one = jax.jit(jax.grad(loss_fn))
@@ -56,11 +53,9 @@ grad_of_one = jax.jit(jax.grad(loss_fn))
 def mean_of_single_gradients(params, data, weights=None):
     """In float64, one example at a time."""
     with jax.enable_x64(True):
-        params, data = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, data))
+        params, data = jax.tree.map(np.float64, (params, data))
         grads = [grad_of_one(params, rows(data, slice(i, i + 1))) for i in range(len(data["y"]))]
-        return jax.tree.map(
-            lambda *gs: np.average([np.asarray(g) for g in gs], axis=0, weights=weights), *grads
-        )
+        return jax.tree.map(lambda *gs: np.average(gs, axis=0, weights=weights), *grads)
 
 
 def assert_rounds_to(got, exact):
@@ -74,10 +69,9 @@ def test_batches_of_unequal_size_count_by_it():
     params, data = support.random_params(), make_data()
     exact = mean_of_single_gradients(params, data)
     for size in (4, 10):
-        got = optperm.variance.full_gradient(loss_fn, params, ragged(data, size))
+        got, again = (full_gradient(loss_fn, params, ragged(data, size)) for _ in range(2))
         assert support.signature(got) == support.signature(params)
         assert_rounds_to(got, exact)
-        again = optperm.variance.full_gradient(loss_fn, params, ragged(data, size))
         support.assert_same_bits(again, got)
     means = [jax.grad(loss_fn)(params, batch)["bias"] for batch in ragged(data)]
     assert np.abs(np.mean(means, axis=0) - exact["bias"]).max() > 1e-3
@@ -89,25 +83,23 @@ def test_weights_of_zero_and_fractions_weigh_the_examples():
     example of weight 1/2 counts half, and only the ratios matter."""
     params, data = support.random_params(dtype=np.float64), make_data()
     batches, weights = padded(data)
-    got = optperm.variance.full_gradient(loss_fn, params, batches, weights=weights)
+    got = full_gradient(loss_fn, params, batches, weights=weights)
     assert_rounds_to(got, mean_of_single_gradients(params, data))
     # Two batches of nothing but padding change nothing, in front or at the end.
-    empty, none = {k: np.full_like(v, np.nan) for k, v in batches[0].items()}, np.zeros(SIZE)
+    empty, none = jax.tree.map(lambda v: np.full_like(v, np.nan), batches[0]), np.zeros(SIZE)
     batches, weights = [empty, *batches, empty], [none, *weights, none]
-    more = optperm.variance.full_gradient(loss_fn, params, batches, weights=weights)
+    more = full_gradient(loss_fn, params, batches, weights=weights)
     support.assert_same_bits(more, got)
     weights = np.linspace(0.1, 2.0, N).astype(np.float32)
     cut = [1024.0 * weights[i : i + SIZE] for i in range(0, N, SIZE)]
-    got = optperm.variance.full_gradient(loss_fn, params, ragged(data), weights=cut)
+    got = full_gradient(loss_fn, params, ragged(data), weights=cut)
     assert_rounds_to(got, mean_of_single_gradients(params, data, weights))
 
 
 def test_rounding_errors_of_many_batches_do_not_add_up():
     """The sum over batches is exact where a plain float32 sum loses every term but the largest."""
     batches = [np.float32([x]) for x in [1.0, 2.0**30, *[1.0] * 999, -(2.0**30)]]
-    got = optperm.variance.full_gradient(
-        lambda w, batch: w * jnp.mean(batch), jnp.float32(0.0), batches
-    )
+    got = full_gradient(lambda w, batch: w * jnp.mean(batch), jnp.float32(0.0), batches)
     assert got == np.float32(1000 / 1002)
 
 
@@ -118,18 +110,16 @@ def test_sums_are_at_least_float32():
         x = np.random.default_rng(0).normal(size=(100, 3, 2))
 
         def loss(params, batch):
-            wide = params["half"].astype(np.float64) + params["double"]
-            return jnp.mean(batch @ wide)
+            return jnp.mean(batch @ (params["half"].astype(np.float64) + params["double"]))
 
         for weights in (None, [np.ones(3)] * 100):
-            got = optperm.variance.full_gradient(loss, params, x, weights=weights)
+            got = full_gradient(loss, params, x, weights=weights)
             assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
             np.testing.assert_allclose(got["double"], x.mean(axis=(0, 1)), rtol=1e-13)
-            # Each gradient was rounded to bfloat16, their sum was not.
-            of_batch = x.sum(1) if weights else x.mean(1)
-            rounded = np.asarray(jnp.asarray(of_batch, jnp.bfloat16), np.float64)
-            expected = rounded.sum(0) / 300 if weights else rounded.mean(0)
-            np.testing.assert_allclose(got["half"], expected, rtol=1e-6)
+            # Each gradient, a sum with weights, was rounded to bfloat16; their sum was not.
+            size = 3 if weights else 1
+            rounded = np.float64((size * x.mean(1)).astype(jnp.bfloat16))
+            np.testing.assert_allclose(got["half"], rounded.mean(0) / size, rtol=1e-6)
 
 
 def test_auxiliary_values_of_a_loss_under_jit_are_left_out():
@@ -140,7 +130,7 @@ def test_auxiliary_values_of_a_loss_under_jit_are_left_out():
         def loss(w, batch):
             return strength * jnp.mean(batch @ w), batch
 
-        return optperm.variance.full_gradient(loss, jnp.ones(3), [x[:5], x[5:]], has_aux=True)
+        return full_gradient(loss, jnp.ones(3), [x[:5], x[5:]], has_aux=True)
 
     support.assert_close(of_strength(3.0), 3.0 * x.mean(axis=0), rtol=1e-5)
 
@@ -148,18 +138,13 @@ def test_auxiliary_values_of_a_loss_under_jit_are_left_out():
 def test_weighted_loss_that_is_no_mean_is_refused():
     """A loss with BatchNorm, or a sum: of an example by itself it is another loss."""
     params, data = support.random_params(), make_data(8)
-
-    def normalized(params, batch):
-        x = batch["x"] - batch["x"].mean(axis=0, keepdims=True)
-        return loss_fn(params, {**batch, "x": x})
-
-    def summed(params, batch):
-        return len(batch["y"]) * loss_fn(params, batch)
-
-    for wrong in (normalized, summed):
-        optperm.variance.full_gradient(wrong, params, [data])
+    for wrong in (
+        lambda p, batch: loss_fn(p, batch | {"x": batch["x"] - batch["x"].mean(0, keepdims=True)}),
+        lambda p, batch: len(batch["y"]) * loss_fn(p, batch),
+    ):
+        full_gradient(wrong, params, [data])
         with pytest.raises(ValueError, match="mean of the losses of single examples"):
-            optperm.variance.full_gradient(wrong, params, [data], weights=[np.ones(8)])
+            full_gradient(wrong, params, [data], weights=[np.ones(8)])
 
 
 class Tensor:
@@ -172,32 +157,21 @@ class Tensor:
         return self.values
 
 
-class Loader:
-    """A loader without a length that yields what such loaders yield."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return ({k: Tensor(v) for k, v in batch.items()} for batch in self.batches)
-
-
 def test_any_iterable_of_batches_is_taken():
-    """Generators, loaders of another library's tensors, lists of device arrays; empty batches too."""
+    """Generators, also of another library's tensors, lists of device arrays; empty batches too."""
     params, data = support.random_params(), make_data()
-    expected = optperm.variance.full_gradient(loss_fn, params, ragged(data))
+    expected = full_gradient(loss_fn, params, ragged(data))
     nothing = rows(data, slice(0, 0))
     for batches in (
-        (batch for batch in ragged(data)),
-        Loader(ragged(data)),
+        (jax.tree.map(Tensor, batch) for batch in ragged(data)),
         jax.tree.map(jnp.asarray, ragged(data)),
         [nothing, *ragged(data), nothing],
     ):
-        support.assert_same_bits(optperm.variance.full_gradient(loss_fn, params, batches), expected)
+        support.assert_same_bits(full_gradient(loss_fn, params, batches), expected)
     with pytest.raises(TypeError, match=r"which may be one batch: pass \[batch\]"):
-        optperm.variance.full_gradient(loss_fn, params, (data["x"], data["y"]))
-    weights = (Tensor(w) for w in padded(data)[1])
-    got = optperm.variance.full_gradient(loss_fn, params, Loader(padded(data)[0]), weights=weights)
+        full_gradient(loss_fn, params, (data["x"], data["y"]))
+    batches, weights = (map(functools.partial(jax.tree.map, Tensor), each) for each in padded(data))
+    got = full_gradient(loss_fn, params, batches, weights=weights)
     support.assert_close(got, expected, rtol=1e-5, atol=3e-6)
 
 
@@ -206,16 +180,16 @@ def test_weighted_examples_draw_dropout_masks_of_their_own():
     params, data, key = support.random_params(), make_data(), jax.random.key(3)
 
     def dropped(params, batch):
-        keep = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape).astype(jnp.float32)
-        return loss_fn(params, batch | {"x": batch["x"] * keep})
+        keep = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape)
+        return loss_fn(params, batch | {"x": jnp.where(keep, batch["x"], 0.0)})
 
-    keys = [jax.random.fold_in(key, i) for i in range(SIZE)]
-    masks = np.stack([jax.random.bernoulli(k, 0.5, (1, 12))[0] for k in keys])
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(SIZE))
+    masks = np.stack([jax.random.bernoulli(k, 0.5, (12,)) for k in keys])
     assert len(np.unique(masks, axis=0)) == SIZE
     masked = data | {"x": data["x"] * masks[np.arange(N) % SIZE]}
     batches = [b | {"key": key} for b in ragged(data)]
-    weights = [np.ones(len(b["y"])) for b in ragged(data)]
-    got = optperm.variance.full_gradient(dropped, params, batches, weights=weights)
+    weights = [np.ones(len(b["y"])) for b in batches]
+    got = full_gradient(dropped, params, batches, weights=weights)
     assert_rounds_to(got, mean_of_single_gradients(params, masked))
 
 
@@ -226,63 +200,42 @@ def test_weighted_examples_draw_dropout_masks_of_their_own():
 def test_weights_in_half_precision_are_not_rounded(dtype, heavier):
     """No sum over examples overflows, and weights are not rounded: the sum of a batch is, once; equal
     weights that the dtype of the loss would round give the plain mean."""
-    rng = np.random.default_rng(0)
+    rng, loss = np.random.default_rng(0), lambda params, batch: jnp.mean(batch @ params)
     x, weights = rng.integers(50, 128, (9, 512, 3)), rng.random((9, 512)).astype(np.float32)
     weights = np.where(weights < 0.1, 0.0, 3 * weights)
-
-    def loss(params, batch):
-        return jnp.mean(batch @ params)
-
     batches = jnp.asarray(x, dtype)
-    got = optperm.variance.full_gradient(loss, jnp.zeros(3, dtype), batches, weights=weights)
+    got = full_gradient(loss, jnp.zeros(3, dtype), batches, weights=weights)
     exact = np.average(x.reshape(-1, 3), axis=0, weights=weights.reshape(-1))
     np.testing.assert_allclose(got, exact, rtol=1.01 * float(jnp.finfo(dtype).eps) / 2)
     pairs = jnp.asarray([[[1.0], [3.0]], [[2.0], [6.0]]], dtype)
     equal = np.full((2, 2), heavier, np.float32)
-    got = optperm.variance.full_gradient(loss, jnp.zeros(1, dtype), pairs, weights=equal)
+    got = full_gradient(loss, jnp.zeros(1, dtype), pairs, weights=equal)
     np.testing.assert_allclose(got, 3.0, rtol=1e-6)
-
-
-# Many devices.
-
-
-def quarters(tree):
-    """What each of four devices has."""
-    return jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), tree)
 
 
 @pytest.mark.parametrize("mapping", support.every_night(["pmap", "shard_map"], ["shard_map"]))
 def test_devices_with_data_of_their_own_sum_over_a_named_axis_alone(mapping):
-    """Four devices, of which the last has only padding in its last batch: the mean of all, once;
-    without an axis name each keeps its own mean."""
+    """Four devices, of which the last has only padding in its last batch: the mean of all, once, also of
+    a batch that every device has; without an axis name each keeps its own mean."""
     params, data, more = support.random_params(), make_data(13), make_data(16)
 
-    def run(params, own):
+    def run(shared, own):
+        params, everywhere = shared
         batches, weights, batch = own
-        summed = optperm.variance.full_gradient(
-            loss_fn, params, batches, weights=weights, axis_name=replicas.AXIS
-        )
-        return summed, optperm.variance.full_gradient(loss_fn, params, [batch, batch])
+        of_axis = functools.partial(full_gradient, loss_fn, params, axis_name=replicas.AXIS)
+        alike = of_axis(batches, weights=weights), of_axis([everywhere])
+        return alike, full_gradient(loss_fn, params, [batch, batch])
 
     # Two batches of 8: two examples a device, then 5 and 3.
-    parts = quarters((*padded(data, size=8), more))
-    summed, alone = replicas.share(run, mapping, 4)(params, parts)
+    parts = (*padded(data, size=8), more)
+    parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), parts)
+    alike, alone = replicas.share(run, mapping, 4)((params, data), parts)
     exact = mean_of_single_gradients(params, data)
     for device in range(4):
-        assert_rounds_to(replicas.take(summed, device), exact)
+        for mean in alike:
+            assert_rounds_to(replicas.take(mean, device), exact)
         own = mean_of_single_gradients(params, rows(more, slice(4 * device, 4 * device + 4)))
         assert_rounds_to(replicas.take(alone, device), own)
-
-
-def test_batches_that_every_device_has_are_counted_once():
-    """In checked shard_map, params and batches that do not vary give their own mean."""
-    params, data = support.random_params(), make_data()
-
-    def run(shared, _):
-        return optperm.variance.full_gradient(loss_fn, *shared, axis_name=replicas.AXIS), ()
-
-    got, _ = replicas.share(run, "shard_map", 4)((params, ragged(data)), np.zeros(4))
-    assert_rounds_to(replicas.take(got, 0), mean_of_single_gradients(params, data))
 
 
 def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
@@ -295,7 +248,7 @@ def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
     for given in (weights, None):
         programs = {}
         monkeypatch.setattr(current, "_PROGRAMS", programs)
-        got = optperm.variance.full_gradient(loss_fn, replicated, batches, weights=given)
+        got = full_gradient(loss_fn, replicated, batches, weights=given)
         assert_rounds_to(got, exact)
         assert len(programs) == 1 + (given is not None)
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
@@ -304,11 +257,11 @@ def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
 def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):
     """With or without a length; without rich the extra is named."""
     params, data = support.random_params(), make_data()
-    expected = optperm.variance.full_gradient(loss_fn, params, ragged(data))
+    expected = full_gradient(loss_fn, params, ragged(data))
     for batches in (ragged(data), iter(ragged(data))):
-        got = optperm.variance.full_gradient(loss_fn, params, batches, progress=True)
+        got = full_gradient(loss_fn, params, batches, progress=True)
         support.assert_same_bits(got, expected)
         assert "full gradient" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ImportError, match=r"pip install 'optperm\[progress\]'"):
-        optperm.variance.full_gradient(loss_fn, params, ragged(data), progress=True)
+        full_gradient(loss_fn, params, ragged(data), progress=True)

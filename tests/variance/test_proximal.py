@@ -67,34 +67,27 @@ def test_groups_shrink_as_one():
         np.testing.assert_allclose(np.where(q, v - q - rate * force, 0), 0, atol=1e-6)
 
 
-def least_squares(seed=0, n=60, d=12):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(n, d))
-    true = np.where(np.arange(d) < 4, rng.normal(size=d) + 1, 0.0)
-    return x, x @ true + 0.3 * rng.normal(size=n)
-
-
 @pytest.mark.usefixtures("x64")
 def test_prox_svrg_with_momentum_finds_the_solution_of_coordinate_descent():
     """Params within 1e-6 of scikit-learn's elastic net, with the same zeros."""
-    x, y = least_squares()
-    strength, rate, momentum, n = 0.15, 0.02, 0.6, len(x)
+    rng, strength, rate, momentum = np.random.default_rng(0), 0.15, 0.02, 0.6
+    x = rng.normal(size=(60, 12))
+    true = np.where(np.arange(12) < 4, rng.normal(size=12) + 1, 0.0)
+    y = x @ true + 0.3 * rng.normal(size=60)
     options = {"fit_intercept": False, "tol": 1e-12, "max_iter": 100_000}
     wanted = linear_model.ElasticNet(alpha=strength, l1_ratio=0.5, **options).fit(x, y).coef_
 
     def loss_fn(w, batch):
-        return 0.5 * jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+        return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
 
-    data, rng = {"x": jnp.asarray(x), "y": jnp.asarray(y)}, np.random.default_rng(0)
     tx = optax.chain(
-        optperm.svrg(every=2 * n // 5),
+        optperm.svrg(every=24),
         optax.sgd(rate * (1 - momentum), momentum=momentum),
         optperm.proximal(rate, l1=strength / 2, l2=strength / 2),
     )
-    rows = rng.integers(n, size=(6000, 5))
-    batches = jax.tree.map(lambda leaf: leaf[rows], data)
-    step, w = loops.make_step(tx, evaluation(data, loss_fn)), jnp.zeros(x.shape[1])
-    w, _ = jax.jit(functools.partial(loops.carry, step))(w, tx.init(w), batches)
+    rows, w = np.random.default_rng(0).integers(60, size=(6000, 5)), jnp.zeros(12)
+    step = loops.make_step(tx, evaluation((x, y), loss_fn))
+    w, _ = jax.jit(functools.partial(loops.carry, step))(w, tx.init(w), (x[rows], y[rows]))
     np.testing.assert_allclose(w, wanted, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(w) == 0, wanted == 0)
     assert 0 < np.sum(wanted == 0) < len(wanted)
@@ -102,23 +95,19 @@ def test_prox_svrg_with_momentum_finds_the_solution_of_coordinate_descent():
 
 def test_zeros_are_exact_in_any_dtype_by_optax_too():
     """`params + (0 - params)` is 0; what is masked is left alone, and the schedule counts steps."""
-    tx = optax.masked(
-        optperm.proximal(lambda count: jnp.where(count < 1, 12.0, 0.0), l1=1.0),
-        {"w": True, "b": False},
-    )
+    rate = lambda count: jnp.where(count < 1, 12.0, 0.0)  # noqa: E731
+    tx = optax.masked(optperm.proximal(rate, l1=1.0), {"w": True, "b": False})
     for dtype in (jnp.bfloat16, jnp.float32):
         params = {"w": jnp.array([0.1, -3.3, 7.7], dtype), "b": jnp.array([0.1], dtype)}
         updates = jax.tree.map(lambda p: p / 3, params)
-        state = tx.init(params)
-        new, state = tx.update(updates, state, params)
+        new, state = tx.update(updates, tx.init(params), params)
         after = optax.apply_updates(params, new)
         assert after["w"].tolist() == [0.0] * 3
         support.assert_same_bits(after["b"], params["b"] + updates["b"])
         # In the second step the rate is 0, and so is the penalty.
-        new, state = tx.update(updates, state, params)
-        np.testing.assert_allclose(
-            np.float32(new["w"]), np.float32(updates["w"]), rtol=float(jnp.finfo(dtype).eps)
-        )
+        new, _ = tx.update(updates, state, params)
+        found, wanted = np.float32(new["w"]), np.float32(updates["w"])
+        np.testing.assert_allclose(found, wanted, rtol=float(jnp.finfo(dtype).eps))
 
 
 @pytest.mark.usefixtures("lenient")
@@ -132,11 +121,8 @@ def test_inside_of_multi_steps_it_shrinks_once_by_the_mean_gradient():
         optperm.proximal(0.1, l1=0.3),
     )
     for tx, wanted in ((inside, [0.38, -0.23, 0.0]), (outside, [0.305, -0.155, 0.0])):
-        params = jnp.float32([0.5, -0.2, 0.01])
-        state = tx.init(params)
-        for grad in grads:
-            updates, state = tx.update(grad, state, params)
-            params = optax.apply_updates(params, updates)
+        start = jnp.float32([0.5, -0.2, 0.01])
+        params, _ = loops.train(tx, start, grads, apply=loops.by_addition)[-1]
         np.testing.assert_allclose(params, wanted, rtol=1e-6)
 
 

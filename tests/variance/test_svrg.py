@@ -1,5 +1,6 @@
 """SVRG against plain NumPy, against closed forms, and inside what Optax wraps around it."""
 
+import functools
 import re
 
 import jax
@@ -10,18 +11,7 @@ import optax
 import pytest
 import replicas
 import support
-from least_squares import (
-    RATE,
-    coins,
-    evaluation,
-    in_numpy,
-    loss_fn,
-    make_data,
-    numpy_grad,
-    part,
-    start,
-    to_dtype,
-)
+from least_squares import RATE, coins, evaluation, loss_fn, make_data, numpy_grad, part, start
 
 import optperm
 
@@ -30,25 +20,20 @@ def snapshot_at(opt_state, params, data, loss=loss_fn):
     return optperm.variance.take_snapshot(opt_state, params, jax.grad(loss)(params, data))
 
 
-# The method itself.
-
-
-def reference_run(data, steps, coefficient, refresh):
-    """SVRG with a constant rate as its papers write it, in NumPy.
-
-    `refresh(t)` says when to take a snapshot in step t: "before" it is used, "after", or None.
-    """
-    theta, snapshot, mu, trail = in_numpy(), None, None, []
-    for t in range(steps):
+def reference_run(data, coefficient, is_due, *, is_loopless):
+    """SVRG as its papers write it, in NumPy; the loopless form uses a snapshot before it is renewed."""
+    theta, snapshot, trail = start(np.float64), None, []
+    for t, is_renewed in enumerate(is_due):
         batch, old = part(data, t), theta
-        if snapshot is None or refresh(t) == "before":
-            snapshot, mu = theta, numpy_grad(theta, data)
+        if snapshot is None or (is_renewed and not is_loopless):
+            snapshot = theta
         g, at_snapshot = numpy_grad(theta, batch), numpy_grad(snapshot, batch)
+        mu = numpy_grad(snapshot, data)
         theta = {
             k: theta[k] - RATE * (g[k] - coefficient(t) * (at_snapshot[k] - mu[k])) for k in theta
         }
-        if refresh(t) == "after":
-            snapshot, mu = old, numpy_grad(old, data)
+        if is_renewed and is_loopless:
+            snapshot = old
         trail.append(theta)
     return trail
 
@@ -58,40 +43,31 @@ def alpha(t):
     return 0.75 * jnp.maximum(0.0, 1.0 - jnp.asarray(t, float) / 15)
 
 
+FORMS = {"between steps": {}, "every 6": {"every": 6}, "loopless": {"probability": 0.3, "key": 7}}
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("form", "falling"),
-    support.in_turns(["between steps", "every 6 steps", "loopless"], [True, False]),
-)
+@pytest.mark.parametrize(("form", "falling"), support.in_turns(FORMS, [True, False]))
 def test_trajectory_with_any_snapshots_is_that_of_the_papers(form, falling):
     """Step by step the params agree with NumPy, for all three ways to take snapshots, to 1e-13."""
-    data, schedule = make_data(), alpha if falling else 1.0
-    flips = coins(0.3, seed=7)
-    loopless, every = form == "loopless", 6 if form == "every 6 steps" else None
-    options = {"probability": 0.3, "key": 7} if loopless else {"every": every}
-
-    def refresh(t):
-        if loopless:
-            return "after" if flips[t] else None
-        return "before" if t % 6 == 0 else None
-
-    expected = reference_run(data, 20, alpha if falling else lambda t: 1.0, refresh)
-    tx = optax.chain(optperm.svrg(schedule, **options), optax.sgd(RATE))
-    params, opt_state = start(np.float64), tx.init(start(np.float64))
-    step = jax.jit(loops.make_step(tx, evaluation(data)))
-    for t, wanted in enumerate(expected):
-        if form == "between steps" and t % 6 == 0:
+    data, is_loopless, flips = make_data(np.float64), form == "loopless", coins(0.3, seed=7)
+    is_due = [flips[t] if is_loopless else t % 6 == 0 for t in range(20)]
+    run = functools.partial(reference_run, data, is_due=is_due, is_loopless=is_loopless)
+    tx = optax.chain(optperm.svrg(alpha if falling else 1.0, **FORMS[form]), optax.sgd(RATE))
+    params = jax.device_put(start(np.float64))
+    opt_state, step = tx.init(params), jax.jit(loops.make_step(tx, evaluation(data)))
+    for t, wanted in enumerate(run(alpha if falling else lambda t: 1.0)):
+        if form == "between steps" and is_due[t]:
             opt_state = snapshot_at(opt_state, params, data)
         params, opt_state = step(params, opt_state, part(data, t))
-        support.assert_close(jax.device_get(params), wanted, rtol=1e-13, atol=1e-13)
+        support.assert_close(params, wanted, rtol=1e-13, atol=1e-13)
     assert step._cache_size() == 1  # Snapshots do not make it compile again.
-    plain = reference_run(data, 20, lambda t: 0.0, refresh)[-1]
-    assert np.abs(plain["full"] - params["full"]).max() > 1e-2
+    assert np.abs(run(lambda t: 0.0)[-1]["full"] - params["full"]).max() > 1e-2
 
 
 def test_gradient_at_a_snapshot_that_is_not_used_costs_nothing():
     """Before the first snapshot, and where the coefficient is 0, only the one gradient is computed."""
-    calls, data, params = [], to_dtype(make_data(), np.float32), start()
+    calls, data, params = [], make_data(), start()
     tx = optperm.svrg(lambda count: jnp.where(count < 2, 1.0, 0.0))
 
     @jax.jit
@@ -119,10 +95,9 @@ def test_gradient_at_a_snapshot_that_is_not_used_costs_nothing():
 def test_steps_without_a_snapshot_warn():
     """They are those without SVRG: where Python sees the state it warns, until there is a snapshot."""
     params, tx = start(), optperm.svrg()
-    opt_state = tx.init(params)
+    opt_state, message = tx.init(params), r"no snapshot yet.*optperm\.variance\.take_snapshot"
     # As a checkpoint may give it back, too.
     for state in (jax.tree.map(np.asarray, opt_state), opt_state):
-        message = r"no snapshot yet.*optperm\.variance\.take_snapshot"
         with pytest.warns(RuntimeWarning, match=message):
             updates, opt_state = tx.update(params, state, params, grad_fn=lambda p: p)
     support.assert_same_bits(updates, params)
@@ -144,15 +119,11 @@ def test_steps_without_a_snapshot_warn():
 )
 def test_step_between_snapshots_copies_no_state(method, allowed):
     """In donated buffers: what is read and what is renewed lie in the same place."""
-    tx, params = optax.chain(method, optax.sgd(0.1)), {"w": np.zeros((64, 48), np.float32)}
-    loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
-
-    def evaluate(params, batch):
-        grads, extra_args = loops.evaluation(loss)(params, batch)
-        return grads, extra_args | {"full_grad_fn": extra_args["grad_fn"]}
-
+    tx, batch = optax.chain(method, optax.sgd(0.1)), np.ones((4, 64), np.float32)
+    params = {"w": np.zeros((64, 48), np.float32)}
+    evaluate = evaluation(batch, lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
     step = jax.jit(loops.make_step(tx, evaluate), donate_argnums=(0, 1))
-    text = step.lower(params, tx.init(params), np.ones((4, 64), np.float32)).compile().as_text()
+    text = step.lower(params, tx.init(params), batch).compile().as_text()
     entry = text[text.index("\nENTRY ") :]
     assert re.search(r"f32\[64,48\]", entry)
     assert len(re.findall(r"= f32\[64,48\]\S* copy\(", entry)) <= allowed
@@ -160,85 +131,71 @@ def test_step_between_snapshots_copies_no_state(method, allowed):
 
 def test_gradients_of_one_step_see_the_same_dropout_mask():
     """At the snapshot itself they cancel, whatever the key: what is left is mu."""
-    data, params = to_dtype(make_data(), np.float32), start()
 
     def loss(params, batch):
         keep = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape)
         return loss_fn(params, batch | {"x": jnp.where(keep, batch["x"], 0.0)})
 
-    tx, mu = optperm.svrg(), support.random_like(params, 3)
+    params, tx, grads = start(), optperm.svrg(), []
+    mu = support.random_like(params, 3)
     opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
-    grads = []
-
-    @jax.jit
-    def correct(batch):
-        grads, extra_args = evaluation(data, loss)(params, batch)
-        return grads, tx.update(grads, opt_state, params, **extra_args)[0]
-
     for seed in range(2):
-        batch_grad, updates = correct(part(data, 0) | {"key": jax.random.key(seed)})
+        batch = part(make_data(), 0) | {"key": jax.random.key(seed)}
+        g, extra_args = evaluation(loss=loss)(params, batch)
+        updates, _ = tx.update(g, opt_state, params, **extra_args)
         support.assert_close(updates, mu, rtol=1e-5, atol=1e-6)
-        grads.append(batch_grad["full"])
+        grads.append(g["full"])
     assert np.abs(grads[0] - grads[1]).max() > 0.1  # The mask did make a difference.
 
 
-# Precision, and what is not finite.
+def correct_once(dtype, mu, g, at_snapshot):
+    """Return the updates of a step with these gradients, and the snapshots before and after it."""
+    params, tx = jnp.zeros(mu.shape, dtype), optperm.svrg()
+    before = optperm.variance.take_snapshot(tx.init(params), params, mu)
+    updates, after = tx.update(g, before, params, grad_fn=lambda p: at_snapshot)
+    return updates, before.snapshot, after.snapshot
 
 
 def test_mean_of_bfloat16_params_stays_float32():
     """mu is not rounded to the params' dtype, so the mean of the corrected gradients is not biased."""
-    params, tx = start(jnp.bfloat16), optperm.svrg()
-    mu = {"full": jnp.float32([1.001, -2.003, 0.3333]), "bias_full": jnp.float32(1e-3)}
-    opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
-    support.assert_same_bits(opt_state.snapshot.full_grad, mu)
+    mu = jnp.float32([1.001, -2.003, 0.3333, 1e-3])
     # g - g_snapshot = -1 brings the small digits of mu to the front.
-    g = {"full": jnp.bfloat16([2.0, 2.0, 2.0]), "bias_full": jnp.bfloat16(2.0)}
-    at_snapshot = jax.tree.map(lambda x: x + jnp.ones_like(x), g)
-    updates, after = tx.update(g, opt_state, params, grad_fn=lambda p: at_snapshot)
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves((updates, after.snapshot.params))}
-    assert dtypes == {params["full"].dtype}
-    for got, m in zip(jax.tree.leaves(updates), jax.tree.leaves(mu), strict=True):
-        np.testing.assert_allclose(np.float32(got), m - 1.0, rtol=2**-8)
+    at_both = (jnp.full(4, value, jnp.bfloat16) for value in (2.0, 3.0))
+    updates, _, snapshot = correct_once(jnp.bfloat16, mu, *at_both)
+    support.assert_same_bits(snapshot.full_grad, mu)
+    assert updates.dtype == snapshot.params.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(updates), mu - 1.0, rtol=2**-8)
 
 
 def test_large_terms_cancel_first():
     """In float32, near the snapshot, a mean far below the noise of a batch comes out to the last bit."""
-    params, tx = {"w": jnp.zeros(3)}, optperm.svrg()
-    mu = {"w": jnp.float32([1e-7, -3e-8, 2e-9])}
-    opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
-    g = {"w": jnp.float32([1e3, -2e3, 0.5])}
-    updates, _ = jax.jit(lambda s: tx.update(g, s, params, grad_fn=lambda p: g))(opt_state)
+    mu, g = jnp.float32([1e-7, -3e-8, 2e-9]), jnp.float32([1e3, -2e3, 0.5])
+    updates, *_ = jax.jit(correct_once, static_argnums=0)(jnp.float32, mu, g, g)
     support.assert_same_bits(updates, mu)
 
 
 @support.needs_float16
 def test_entries_whose_correction_is_not_finite_pass_through():
     """The others are corrected; a gradient that is itself not finite stays so, for others to see."""
-    params, tx = {"w": jnp.zeros(4, jnp.float16)}, optperm.svrg()
-    opt_state = optperm.variance.take_snapshot(tx.init(params), params, {"w": jnp.ones(4)})
-    g = {"w": jnp.float16([1.0, 2.0, jnp.nan, -60000.0])}
-    bad = {"w": jnp.float16([jnp.inf, 1.0, 1.0, 60000.0])}
-    updates, after = tx.update(g, opt_state, params, grad_fn=lambda p: bad)
-    np.testing.assert_array_equal(updates["w"], np.float16([1.0, 2.0, np.nan, -60000.0]))
-    support.assert_same_bits(after.snapshot, opt_state.snapshot)
+    g = jnp.float16([1.0, 2.0, jnp.nan, -60000.0])
+    bad = jnp.float16([jnp.inf, 1.0, 1.0, 60000.0])
+    updates, before, after = correct_once(jnp.float16, jnp.ones(4), g, bad)
+    np.testing.assert_array_equal(updates, np.float16([1.0, 2.0, np.nan, -60000.0]))
+    support.assert_same_bits(after, before)
 
 
 def test_snapshot_that_is_not_finite_is_not_taken():
     """The old one stays, between steps with a warning, inside them and under jit without one."""
-    params, data, tx = start(), to_dtype(make_data(), np.float32), optperm.svrg(every=1)
-    good = snapshot_at(tx.init(params), params, data)
-    elsewhere = jax.tree.map(lambda p: p + 1.0, params)
-    nan_grad = {"full": jnp.float32([1.0, jnp.nan, 1.0]), "bias_full": jnp.float32(1.0)}
-    for before in (good, tx.init(params)):
-        for at, grad in [(elsewhere, nan_grad), (nan_grad, elsewhere)]:
+    params, tx, take = start(), optperm.svrg(every=1), optperm.variance.take_snapshot
+    elsewhere = jax.tree.map(lambda p: p + np.float32(1.0), params)
+    bad = elsewhere | {"full": np.float32([1.0, np.nan, 1.0])}
+    for before in (snapshot_at(tx.init(params), params, make_data()), tx.init(params)):
+        for given in ((elsewhere, bad), (bad, elsewhere)):
             with pytest.warns(RuntimeWarning, match="snapshot was not taken"):
-                support.assert_same_bits(optperm.variance.take_snapshot(before, at, grad), before)
-            support.assert_same_bits(
-                jax.jit(optperm.variance.take_snapshot)(before, at, grad), before
-            )
-        updates, after = tx.update(
-            params, before, elsewhere, grad_fn=lambda p: p, full_grad_fn=lambda p: nan_grad
-        )
+                support.assert_same_bits(take(before, *given), before)
+            support.assert_same_bits(jax.jit(take)(before, *given), before)
+        closures = {"grad_fn": lambda p: p, "full_grad_fn": lambda p: bad}
+        updates, after = tx.update(params, before, elsewhere, **closures)
         support.assert_same_bits(after.snapshot, before.snapshot)
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(updates))
 
@@ -258,12 +215,9 @@ def test_snapshots_are_copies():
         np.testing.assert_array_equal(opt_state.snapshot.full_grad["w"], 2.0)
 
 
-# Composition.
-
-
 def test_part_of_the_params_is_corrected_by_its_own_loss():
     """Beside params that do not change it is SVRG of the loss as a function of its own part."""
-    data, frozen = to_dtype(make_data(), np.float32), start()["bias_full"]
+    data, frozen = make_data(), start()["bias_full"]
 
     def loss_of_part(part, batch):
         return loss_fn(part | {"bias_full": frozen}, batch)
@@ -277,19 +231,16 @@ def test_part_of_the_params_is_corrected_by_its_own_loss():
     own_state = snapshot_at(svrg_sgd.init(own), own, data, loss_of_part)
     of_part = evaluation(loss=loss_of_part)
     alone = loops.train(svrg_sgd, own, batches, evaluate=of_part, opt_state=own_state)
-    for (params, _), (expected, _) in zip(trail, alone, strict=True):
-        support.assert_close(params["full"], expected["full"], rtol=1e-6)
-        assert params["bias_full"] == frozen
+    expected = [after | {"bias_full": frozen} for after, _ in alone]
+    support.assert_close([after for after, _ in trail], expected, rtol=1e-6)
+    assert trail[-1][0]["bias_full"] == frozen
     assert np.abs(alone[-1][0]["full"]).max() > 0.1
-
-
-# Many devices.
 
 
 @pytest.mark.parametrize("options", [{}, {"every": 1}])
 def test_params_that_leave_a_snapshot_that_devices_share_are_corrected(options):
     """In checked shard_map a replicated state serves params that differ from device to device."""
-    tx, data = optperm.svrg(**options), to_dtype(make_data(), np.float32)
+    tx, data = optperm.svrg(**options), make_data()
     opt_state = snapshot_at(tx.init(start()), start(), data)
 
     def update(params):
