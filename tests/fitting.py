@@ -226,10 +226,11 @@ def linear_params(dtype=jnp.float32):
 
 
 def linear_fit(loss_fn=linear_loss, train_data=DATA, tx=None, params=None, **options):
-    """`training.fit` of few params, or of those that are given, perhaps with an `opt_state`."""
+    """`training.fit` of few params, or of those that are given; options may be parts of the state."""
     params = linear_params() if params is None else params
     tx = method("adam") if tx is None else tx
-    start = {"opt_state": options.pop("opt_state")} if "opt_state" in options else {}
+    parts = options.keys() & {"opt_state", "model_state", "rng"}
+    start = {name: options.pop(name) for name in parts}
     state = training.TrainState.create(apply_fn=None, params=params, tx=tx, **start)
     options = {"batch_size": BATCH if train_data is DATA else None, **options}
     return training.fit(state, loss_fn, train_data, **options)

@@ -1,6 +1,5 @@
 import functools
 import json
-import pathlib
 import signal
 
 import jax
@@ -59,10 +58,13 @@ class Files:
     """What a run folder holds."""
 
     def __init__(self, folder):
-        self.folder = pathlib.Path(folder)
+        self.folder = folder
 
     def __str__(self):
         return str(self.folder)
+
+    def beside(self, name):
+        return Files(self.folder.with_name(name))
 
     @property
     def names(self):
@@ -95,8 +97,9 @@ class Files:
 
 
 @pytest.fixture
-def files():
-    return Files
+def out(tmp_path):
+    """The files of a run that is to come."""
+    return Files(tmp_path / "run")
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def evaluate(capsys):
 
 @pytest.fixture
 def fails(capsys):
-    """Asserts that a call ends with an exit code and writes one line alone, an error."""
+    """Asserts that a call ends with an exit code and one line alone, an error, which is returned."""
 
     def check(code, says, call, *arguments):
         capsys.readouterr()
@@ -123,6 +126,7 @@ def fails(capsys):
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith("optperm: error: ")
         assert says in err
+        return err
 
     return check
 
