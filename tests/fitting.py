@@ -18,7 +18,6 @@ from optperm import training
 from optperm.training import _run as run
 
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
-KINDS = ("linen", "nnx")
 MAPPED = ("constant_sgd", "agn", "diloco")  # take the name of an axis
 
 
