@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import unittest.mock
 
 import flax.linen as nn
@@ -64,15 +63,17 @@ def make_data(features, classes):
 DATA = make_data(FEATURES, CLASSES)
 
 
-def batches(epoch):
-    """Those of an epoch that `fit` takes from arrays."""
-    for hand in np.asarray(training.shuffled(0, epoch, EXAMPLES)).reshape(-1, BATCH):
-        yield {name: leaf[hand] for name, leaf in DATA.items()}
+def batches(epoch, *, source=DATA, key=0, replace=False, replicas=()):
+    """Those of an epoch that `fit` takes from arrays, perhaps divided along a leading axis."""
+    order = np.asarray(training.shuffled(key, epoch, EXAMPLES, replace)).reshape(-1, BATCH)
+    for hand in order.reshape(len(order), *replicas, -1):
+        yield {name: leaf[hand] for name, leaf in source.items()}
 
 
-def all_batches(epochs):
+def all_batches(epochs, **options):
     """Those of the first epochs."""
-    return itertools.chain.from_iterable(map(batches, range(1, epochs + 1)))
+    for epoch in range(1, epochs + 1):
+        yield from batches(epoch, **options)
 
 
 class Net(nn.Module):

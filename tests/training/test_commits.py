@@ -8,9 +8,11 @@ import warnings
 import fitting
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
 from fitting import DATA, EVALUATION, linear_fit, linear_loss, linear_params
 
@@ -32,27 +34,14 @@ def run(tx, devices=2, **options):
     return linear_fit(tx=tx, **fitting.on(devices, mapped=True), **options)
 
 
-def batches_of_replicas(steps):
-    """The batches of the first steps, divided between two replicas along a leading axis."""
-    for batch in itertools.islice(fitting.all_batches(2), steps):
-        yield jax.tree.map(lambda leaf: leaf.reshape(2, -1, *leaf.shape[1:]), batch)
-
-
 def by_hand(tx, steps):
     """The center after some steps of replicas mapped by `jax.vmap`, and a commit without a step."""
-    params = linear_params()
-    carry = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
-
-    def step(params, opt_state, batch, **flag):
-        e = optperm.evaluate(linear_loss, params, batch)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args, **flag)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    mapped = jax.jit(jax.vmap(step, axis_name="replica"))
-    for batch in batches_of_replicas(steps):
-        carry = mapped(*carry, batch)
-    finish = functools.partial(step, commit="only")
-    return jax.jit(jax.vmap(finish, axis_name="replica"))(*carry, batch)[0]["w"][0]
+    batches = [*itertools.islice(fitting.all_batches(2, replicas=(2,)), steps)]
+    options = {"evaluate": loops.evaluation(linear_loss), "how": "vmap", "size": 2}
+    carry = loops.train(tx, linear_params(), batches, **options)[-1]
+    committing = tx._replace(update=functools.partial(tx.update, commit="only"))
+    finish = loops.make_step(committing, options["evaluate"])
+    return replicas.MAPPINGS["vmap"](finish, 2)(*carry, batches[-1])[0]["w"][0]
 
 
 @pytest.mark.slow
@@ -163,7 +152,8 @@ def test_phase_that_is_running_decides_about_the_center(order):
         result = run(tx, steps=8)
     grads = jax.jit(jax.vmap(jax.grad(linear_loss)))
     params = jnp.stack([linear_params()["w"]] * 2)
-    for step, batch in enumerate(batches_of_replicas(8), 1):
+    batches = itertools.islice(fitting.all_batches(2, replicas=(2,)), 8)
+    for step, batch in enumerate(batches, 1):
         params = params - 0.1 * grads({"w": params}, batch)["w"]
         if order == "commits earlier" and step == 2:
             outer = optax.sgd(0.8, momentum=0.5, nesterov=True)
@@ -184,11 +174,7 @@ def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
         return jnp.mean((batch @ (params["a"] + params["b"]) - 1.0) ** 2)
 
     result = linear_fit(loss_fn, [x] * 7, tx, params, epochs=1)
-    opt_state, by_hand = tx.init(params), params
-    for _ in range(7):
-        e = optperm.evaluate(loss_fn, by_hand, x)
-        updates, opt_state = tx.update(e.grad, opt_state, by_hand, **e.extra_args)
-        by_hand = optperm.apply_updates(by_hand, updates, opt_state)
+    by_hand = loops.train(tx, params, [x] * 7, evaluate=loops.evaluation(loss_fn))[-1][0]
     trained = result.state.params
     np.testing.assert_allclose(trained["b"], by_hand["b"], rtol=1e-5)
     assert np.abs(trained["a"] - by_hand["a"]).max() > 1e-3  # an outer step with momentum

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fitting import BATCH, DATA, EVALUATION, EXAMPLES, linear_loss
+from fitting import DATA, EVALUATION, linear_loss
 
 import optperm
-from optperm import training
 from optperm.core.states import DRAW_STREAM, draw_params
 
 
@@ -25,7 +24,6 @@ def by_hand(tx, params, replicas, depth):
     """Params, state and losses after two epochs of draws by `sample_params`; means over replicas."""
     opt_state, losses = tx.init(params), []
     of_draws = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), DRAW_STREAM)
-    order = [np.asarray(training.shuffled(3, epoch, EXAMPLES)) for epoch in (1, 2)]
 
     def one(params, opt_state, batch, index, key):
         own = key if replicas == 1 else jax.random.fold_in(key, index)
@@ -37,8 +35,7 @@ def by_hand(tx, params, replicas, depth):
         return optperm.apply_updates(params, updates, opt_state), opt_state, loss
 
     mapped = jax.jit(jax.vmap(one, in_axes=(None, None, 0, 0, None), axis_name="replica"))
-    for step, hand in enumerate(np.concatenate(order).reshape(-1, BATCH)):
-        batch = {k: v[hand.reshape(replicas, -1)] for k, v in DATA.items()}
+    for step, batch in enumerate(fitting.all_batches(2, key=3, replicas=(replicas,))):
         key = jax.random.fold_in(of_draws, step)
         every = mapped(params, opt_state, batch, np.arange(replicas), key)
         params, opt_state = jax.tree.map(lambda leaf: leaf[0], every[:2])

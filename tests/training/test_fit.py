@@ -12,6 +12,7 @@ from typing import NamedTuple
 import fitting
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -382,14 +383,10 @@ def test_what_is_no_model_is_named():
 
 def test_sam_gets_the_arguments_that_it_takes():
     """Of the extra arguments only `grad_fn`."""
-    params = fitting.linear_params()
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
-    result = linear_fit(tx=sam, train_data=[DATA] * 6, epochs=1)
-    opt_state = sam.init(params)
-    for _ in range(6):
-        grads = jax.grad(linear_loss)(params, DATA)
-        updates, opt_state = sam.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+    sam, batches = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2), [DATA] * 6
+    result = linear_fit(tx=sam, train_data=batches, epochs=1)
+    evaluate = loops.gradient(linear_loss)
+    params, _ = loops.train(sam, fitting.linear_params(), batches, evaluate=evaluate)[-1]
     np.testing.assert_allclose(result.state.params["w"], params["w"], rtol=1e-5)
 
 

@@ -6,6 +6,7 @@ import re
 import fitting
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -149,19 +150,12 @@ def test_mapped_sampler_is_its_loop_by_hand():
     options = {"burn_in": 4, "burn_in_optimizer": optax.sgd(0.1), "max_step": 0.03}
     tx = optperm.mandt_sgd(EXAMPLES, BATCH, axis_name="replica", **options)
     result = dense_fit(tx, opt_state=None, **fitting.on(4, mapped=True))
-
-    def step(params, opt_state, batch):
-        e = optperm.evaluate(dense_loss, params, batch, axis_name="replica")
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
+    step = loops.make_step(tx, loops.evaluation(dense_loss, axis_name="replica"))
     specs = {"in_specs": (P(), P(), P("replica")), "out_specs": (P(), P())}
-    jitted = jax.jit(jax.shard_map(step, mesh=fitting.on(4)["mesh"], **specs))
+    mapped = jax.jit(jax.shard_map(step, mesh=fitting.on(4)["mesh"], **specs))
     params, opt_state = dense_params(), tx.init(dense_params())
-    orders = [training.shuffled(0, epoch, EXAMPLES, replace=True) for epoch in (1, 2)]
-    for hand in np.concatenate(orders).reshape(-1, BATCH):
-        batch = {key: leaf[hand] for key, leaf in DATA.items()}
-        params, opt_state = jitted(params, opt_state, batch)
+    for batch in fitting.all_batches(2, source=DATA, replace=True):
+        params, opt_state = mapped(params, opt_state, batch)
     trained = jax.tree.map(np.asarray, result.state.params)
     support.assert_close(trained, jax.device_get(params), rtol=2e-4, atol=2e-5)
     plain = dense_fit(optax.sgd(0.1)).state.params

@@ -49,16 +49,15 @@ class Positioned:
         return self.batches[self.at - 1]
 
     def get_state(self):
-        return json.dumps(self.at).encode() if self.kind is bytes else {"at": np.int64(self.at)}
+        return json.dumps(self.at).encode() if self.kind == "bytes" else {"at": np.int64(self.at)}
 
     def set_state(self, state):
-        self.at = json.loads(state) if self.kind is bytes else state["at"]
+        self.at = json.loads(state) if self.kind == "bytes" else state["at"]
 
 
 def feed_of(name, taken):
     feeds = {"arrays": DATA, "batches": fitting.batches}
-    kind = {"json": dict, "bytes": bytes}.get(name)
-    return feeds.get(name, lambda epoch: Positioned(epoch, kind, taken))
+    return feeds.get(name, lambda epoch: Positioned(epoch, name, taken))
 
 
 def at_seven(act):
@@ -68,6 +67,10 @@ def at_seven(act):
 
 def fail(*_):
     raise ZeroDivisionError("it failed")
+
+
+def interrupt(*_):
+    signal.raise_signal(signal.SIGINT)
 
 
 def terminate(*_):
@@ -89,7 +92,7 @@ INTERRUPTIONS = {
     "steps": ({"steps": 7}, "finished", 7),
     "callback": (at_seven(lambda: True), "stopped", 7),
     "SIGTERM": ({"on_signal": "return", **at_seven(terminate)}, "interrupted", 7),
-    "SIGINT": (at_seven(lambda: signal.raise_signal(signal.SIGINT)), KeyboardInterrupt, 7),
+    "SIGINT": (at_seven(interrupt), KeyboardInterrupt, 7),
     "exit": (at_seven(sys.exit), SystemExit, 7),
     "error of a callback": (at_seven(fail), ZeroDivisionError, 7),
     "error of the loader": ({"train_data": failing_loader}, ZeroDivisionError, 7),
@@ -152,7 +155,9 @@ def test_run_that_is_interrupted_and_resumed_is_the_uninterrupted_one(
 def test_callbacks_that_an_error_prevented_are_called_when_training_resumes(tmp_path):
     """In their order and once. A callback that has failed is not called again, an evaluation is."""
 
-    def noting(calls, kind, fails_at=None):
+    calls = []
+
+    def noting(kind, fails_at=None):
         def note(event):
             calls.append((kind, event.step, event.history.last.get("step")))
             return fail() if event.step == fails_at else None
@@ -160,20 +165,19 @@ def test_callbacks_that_an_error_prevented_are_called_when_training_resumes(tmp_
         return note
 
     later = [("every", 10, 10), ("end", 10, 10), ("every", 15, 15), ("end", 15, 15)]
-    for name, eval_data, fails_at, left in (
-        ("evaluation", failing_evaluation(2)["eval_data"], None, later),
-        ("callback", DATA, 10, later[1:]),
+    for name, failing, left in (
+        ("evaluation", failing_evaluation(2), later),
+        ("callback", {"every": {5: noting("every", 10)}}, later[1:]),
     ):
-        calls = []
         usual = {"epochs": 3, "checkpoints": tmp_path / name, "checkpoint_every": 5, **EVALUATION}
-        failing = {"every": {5: noting(calls, "every", fails_at)}, "eval_data": eval_data}
+        usual |= {"on_epoch_end": noting("end"), "every": {5: noting("every")}}
         with pytest.raises(ZeroDivisionError):
-            linear_fit(on_epoch_end=noting(calls, "end"), **{**usual, **failing})
+            linear_fit(**{**usual, **failing})
         assert calls[:2] == [("every", 5, 5), ("end", 5, 5)]
         calls.clear()
-        usual["every"] = {5: noting(calls, "every")}
-        linear_fit(on_epoch_end=noting(calls, "end"), resume=True, **usual)
+        linear_fit(resume=True, **usual)
         assert calls == left
+        calls.clear()
 
 
 def test_checkpoint_within_an_epoch_has_no_row_of_this_part(tmp_path):
@@ -222,9 +226,8 @@ def test_endless_stream_stops_at_a_signal(tmp_path):
 
 
 def test_second_ctrl_c_before_the_end_of_a_step_is_an_interrupt():
-    twice = {1: lambda _: [signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGINT)]}
     with pytest.raises(KeyboardInterrupt):
-        linear_fit(epochs=1, every=twice, on_signal="return")
+        linear_fit(epochs=1, every={1: [interrupt, interrupt]}, on_signal="return")
 
 
 @pytest.mark.programs

@@ -151,13 +151,9 @@ def test_row_of_nan_is_never_the_best():
 
 def test_padded_batches_are_evaluated_by_sums_and_counts():
     """What fills up the last batch counts for nothing, whatever it holds."""
-    batches = []
-    for low in range(0, 40, 16):
-        x, y = DATA["x"][low : low + 16], DATA["y"][low : low + 16]
-        count, fill = len(y), (0, 16 - len(y))
-        x = np.pad(x, [fill, (0, 0)], constant_values=99.0)
-        batches.append({"x": x, "y": np.pad(y, fill), "mask": np.arange(16) < count})
-    batches.append(batches[0] | {"mask": np.zeros(16, bool)})  # a batch of nothing but filling
+    # Batches of 16, the last of which has nothing but what fills it up.
+    padded = {"y": np.pad(DATA["y"], (0, 24)), "mask": np.arange(64) < 40}
+    padded["x"] = np.pad(DATA["x"], [(0, 24), (0, 0)], constant_values=99.0)
 
     def eval_fn(params, batch):
         logits = batch["x"] @ params["w"]
@@ -166,11 +162,12 @@ def test_padded_batches_are_evaluated_by_sums_and_counts():
         pair = jnp.sum(losses * weights), jnp.sum(weights)
         return {"loss": pair, "rows": jnp.float32(len(weights))}
 
-    result = linear_fit(epochs=1, eval_fn=eval_fn, eval_data=batches)
+    options = {"epochs": 1, "eval_fn": eval_fn, "eval_batch_size": 16}
+    result = linear_fit(eval_data=padded, **options)
     exact = linear_loss(result.state.params, DATA)
     np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-6)
     assert result.history.last["eval_rows"] == 16
-    result = linear_fit(epochs=1, eval_fn=eval_fn, eval_data=batches[-1:])
+    result = linear_fit(eval_data=jax.tree.map(lambda leaf: leaf[48:], padded), **options)
     assert np.isnan(result.history.last["eval_loss"])
 
 
