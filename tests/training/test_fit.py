@@ -444,7 +444,7 @@ def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_
 
 
 @pytest.mark.slow
-def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen(monkeypatch):
+def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen():
     jax.config.update("jax_default_device", None)
     says = r"7 of 8 devices stay idle: pass mesh=jax.make_mesh"
     with pytest.warns(UserWarning, match=says) as caught:
