@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import unittest.mock
 
 import flax.linen as nn
@@ -18,7 +17,6 @@ from optperm import training
 from optperm.training import _run as run
 
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
-KINDS = ("linen", "nnx")
 MAPPED = ("constant_sgd", "agn", "diloco")  # take the name of an axis
 
 
@@ -56,27 +54,26 @@ def every_second(epoch):
     return optperm.variance.take_snapshot if epoch % 2 == 1 else None
 
 
-def epoch_start_of(name):
-    return every_second if name == "svrg" else None
+def make_data(features, classes):
+    """Draw examples whose label is the largest of their first features."""
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, features)).astype(np.float32)
+    return {"x": x, "y": np.argmax(x[:, :classes], axis=1).astype(np.int32)}
 
 
-@functools.cache
-def data():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
-    return {"x": x, "y": np.argmax(x[:, :CLASSES], axis=1).astype(np.int32)}
+DATA = make_data(FEATURES, CLASSES)
 
 
-def batches(epoch):
-    """Those of an epoch that `fit` takes from arrays."""
-    order = np.asarray(training.shuffled(0, epoch, EXAMPLES))
-    for hand in order.reshape(-1, BATCH):
-        yield {name: leaf[hand] for name, leaf in data().items()}
+def batches(epoch, *, source=DATA, key=0, replace=False, replicas=()):
+    """Those of an epoch that `fit` takes from arrays, perhaps divided along a leading axis."""
+    order = np.asarray(training.shuffled(key, epoch, EXAMPLES, replace)).reshape(-1, BATCH)
+    for hand in order.reshape(len(order), *replicas, -1):
+        yield {name: leaf[hand] for name, leaf in source.items()}
 
 
-def all_batches(epochs):
+def all_batches(epochs, **options):
     """Those of the first epochs."""
-    return itertools.chain.from_iterable(map(batches, range(1, epochs + 1)))
+    for epoch in range(1, epochs + 1):
+        yield from batches(epoch, **options)
 
 
 class Net(nn.Module):
@@ -176,23 +173,14 @@ def on(devices, *, mapped=False):
     return {"mesh": mesh, "axis_name": "replica"} if mapped else {"mesh": mesh}
 
 
-def fit(kind, name, *, devices=None, train_data=None, **options):
+def fit(kind, name, *, loss_fn=None, train_data=DATA, devices=None, **options):
     """`training.fit` of a model by a method, from the start."""
     mapped = devices is not None and name in MAPPED
-    tx = method(name, "replica" if mapped else None)
-    positional, keywords = subject(kind, tx)
-    train_data = data() if train_data is None else train_data
-    if train_data is data():
-        options.setdefault("batch_size", BATCH)
-    return training.fit(
-        *positional,
-        LOSS[kind],
-        train_data,
-        **on(devices, mapped=mapped),
-        epoch_start=epoch_start_of(name),
-        **keywords,
-        **options,
-    )
+    positional, keywords = subject(kind, method(name, "replica" if mapped else None))
+    keywords |= {"batch_size": BATCH if train_data is DATA else None}
+    keywords |= {"epoch_start": every_second if name == "svrg" else None, **options}
+    where = on(devices, mapped=mapped)
+    return training.fit(*positional, loss_fn or LOSS[kind], train_data, **where, **keywords)
 
 
 @contextlib.contextmanager
@@ -230,11 +218,19 @@ def linear_loss(params, batch):
     return cross_entropy(batch["x"] @ params["w"], batch["y"])
 
 
-def linear_fit(loss_fn=linear_loss, train_data=None, tx=None, **options):
-    """Of few params; with the data of all these tests."""
-    params = {"w": jnp.ones((FEATURES, CLASSES))}
+EVALUATION = {"eval_fn": lambda *of: {"loss": linear_loss(*of)}, "eval_data": DATA}
+
+
+def linear_params(dtype=jnp.float32):
+    return {"w": jnp.ones((FEATURES, CLASSES), dtype)}
+
+
+def linear_fit(loss_fn=linear_loss, train_data=DATA, tx=None, params=None, **options):
+    """`training.fit` of few params, or of those that are given; options may be parts of the state."""
+    params = linear_params() if params is None else params
     tx = method("adam") if tx is None else tx
-    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
-    if train_data is None:
-        options.setdefault("batch_size", BATCH)
-    return training.fit(state, loss_fn, data() if train_data is None else train_data, **options)
+    parts = options.keys() & {"opt_state", "model_state", "rng"}
+    start = {name: options.pop(name) for name in parts}
+    state = training.TrainState.create(apply_fn=None, params=params, tx=tx, **start)
+    options = {"batch_size": BATCH if train_data is DATA else None, **options}
+    return training.fit(state, loss_fn, train_data, **options)

@@ -1,12 +1,14 @@
 """What `worker.py` does with `fit`, in each of two processes."""
 
 import itertools
+import re
 import signal
 
 import fitting
 import jax
 import numpy as np
 import optax
+import pytest
 import support
 
 import optperm
@@ -45,49 +47,56 @@ def main(index, folder):
     resume_after_an_error_in_one_of_them(index, folder)
 
 
+def refuses(error, says, state, data, **options):
+    """Assert that `fit` refuses something, and what it says."""
+    with pytest.raises(error, match=re.escape(says)):
+        training.fit(state, fitting.linen_loss, data, **options)
+
+
 def refuse_what_differs(index):
     """In all processes, before the first step if it can be known then."""
-    state = fitting.linen_state(fitting.method("agn", "replica"))
-    params = jax.tree.map(lambda p: p + 1e-6 * int(index), state.params)
-    moved = {name: np.roll(leaf, int(index), axis=0) for name, leaf in fitting.data().items()}
+    state, shift = fitting.linen_state(fitting.method("agn", "replica")), int(index)
+    params = jax.tree.map(lambda p: p + 1e-6 * shift, state.params)
+    moved = {name: np.roll(leaf, shift, axis=0) for name, leaf in fitting.DATA.items()}
     on = fitting.on(2, mapped=True)
     usual = {"epochs": 2, "batch_size": fitting.BATCH, **on}
     for name, start, data, options in [
-        ("key", state, fitting.data(), {"key": int(index)}),
-        ("the digest of params", state.replace(params=params), fitting.data(), {}),
+        ("key", state, fitting.DATA, {"key": shift}),
+        ("the digest of params", state.replace(params=params), fitting.DATA, {}),
         ("the digest of train_data", state, moved, {}),
-        ("batch_size", state, fitting.data(), {"batch_size": 8 + 4 * int(index)}),
+        ("batch_size", state, fitting.DATA, {"batch_size": 8 + 4 * shift}),
     ]:
-        says = refusal(ValueError, start, data, **{**usual, **options})
-        assert f"not the same in all processes: {name}" in says, says
+        says = f"not the same in all processes: {name}"
+        refuses(ValueError, says, start, data, **{**usual, **options})
 
     def smaller(epoch):
         for count, batch in enumerate(part(epoch)):
             few = 2 if count == 3 and index == "1" else 4
             yield {name: leaf[:few] for name, leaf in batch.items()}
 
-    for data, why in [
+    for data, says in [
         ([] if index == "1" else list(part(1)), "the number of batches [5, 0]"),
         (
-            lambda epoch: itertools.islice(part(epoch), 2 + 3 * int(index)),
+            lambda epoch: itertools.islice(part(epoch), 2 + 3 * shift),
             "no more batches in the processes [0], but one in the others",
         ),
         (smaller, "[4, 2] examples in the processes"),
     ]:
-        says = refusal(ValueError, state, data, epochs=1, **on)
-        assert why in says, says
-    empty = jax.tree.map(lambda leaf: leaf[:0], fitting.data())
-    data = empty if index == "1" else fitting.data()
-    says = refusal((ValueError, RuntimeError), state, data, **usual)
-    assert ("examples" if index == "1" else "Another process has failed") in says, says
+        refuses(ValueError, says, state, data, epochs=1, **on)
+    if index == "1":
+        empty = jax.tree.map(lambda leaf: leaf[:0], fitting.DATA)
+        refuses(ValueError, "examples", state, empty, **usual)
+    else:
+        says = "Another process has failed"
+        refuses((ValueError, RuntimeError), says, state, fitting.DATA, **usual)
+    says = "3 examples in each of 2 processes, which 4 devices cannot"
     odd = [jax.tree.map(lambda leaf: leaf[:3], batch) for batch in part(1)]
-    says = refusal(ValueError, fitting.linen_state(fitting.method("adam")), odd, epochs=1)
-    assert "3 examples in each of 2 processes, which 4 devices cannot" in says, says
+    refuses(ValueError, says, fitting.linen_state(fitting.method("adam")), odd, epochs=1)
     # The exchanges of one method would wait for those of another.
-    local = optperm.diloco(optax.sgd(0.1), every=2 + int(index), axis_name="replica")
-    for tx, options in ((local, on), (optax.sgd(0.1 + int(index)), {})):
-        says = refusal(ValueError, fitting.linen_state(tx), part, epochs=1, **options)
-        assert "compiled different programs" in says, says
+    local = optperm.diloco(optax.sgd(0.1), every=2 + shift, axis_name="replica")
+    for tx, options in ((local, on), (optax.sgd(0.1 + shift), {})):
+        says, start = "compiled different programs", fitting.linen_state(tx)
+        refuses(ValueError, says, start, part, epochs=1, **options)
 
 
 def resume_after_an_error_in_one_of_them(index, folder):
@@ -101,18 +110,9 @@ def resume_after_an_error_in_one_of_them(index, folder):
 
     state = fitting.linen_state(fitting.method("agn", "replica"))
     options = {"checkpoints": folder / "failed", "epochs": 1, "axis_name": "replica"}
-    says = refusal(OSError if index == "1" else RuntimeError, state, failing, **options)
-    assert ("no such file" if index == "1" else "Another process could not load") in says, says
+    own, other = (OSError, "no such file"), (RuntimeError, "Another process could not load")
+    refuses(*(own if index == "1" else other), state, failing, **options)
     gone_on = training.fit(state, fitting.linen_loss, part, resume=True, **options)
     on_mesh = fitting.on(2, mapped=True)
     whole = training.fit(state, fitting.linen_loss, part, epochs=1, **on_mesh)
     support.assert_same_bits(fitting.arrays(gone_on), fitting.arrays(whole))
-
-
-def refusal(kind, state, data, **options):
-    """What `fit` says when it refuses."""
-    try:
-        training.fit(state, fitting.linen_loss, data, **options)
-    except kind as error:
-        return str(error)
-    return ""

@@ -42,14 +42,14 @@ def run(data):
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory, run):
-    """Trains once for all tests that ask for the same, and returns the folder."""
+    """Trains once for all tests that ask for the same, and returns the files."""
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
     def train_once(method, *flags, **numbers):
         out = folder / str(len(list(folder.iterdir())))
         assert run(out, method, *flags, **numbers) == 0
-        return out
+        return Files(out)
 
     return train_once
 
@@ -60,9 +60,21 @@ class Files:
     def __init__(self, folder):
         self.folder = folder
 
+    def __str__(self):
+        return str(self.folder)
+
+    def beside(self, name):
+        return Files(self.folder.with_name(name))
+
     @property
     def names(self):
         return {path.name for path in self.folder.iterdir()}
+
+    @property
+    def checkpoints(self):
+        """The steps of the checkpoints."""
+        names = (path.name for path in (self.folder / "checkpoints").iterdir())
+        return sorted(int(name) for name in names if name.isdecimal())
 
     @property
     def summary(self):
@@ -84,23 +96,39 @@ class Files:
         return run_folder.rebuild(self.folder)[1]
 
 
-@pytest.fixture(scope="session")
-def files():
-    return Files
+@pytest.fixture
+def out(tmp_path):
+    """The files of a run that is to come."""
+    return Files(tmp_path / "run")
 
 
 @pytest.fixture
-def error_line(capsys):
-    """The one line that the program has written, an error."""
+def evaluate(capsys):
+    """Asserts that `optperm evaluate` finds the accuracy of a run's summary, and shows it alone."""
 
-    def line():
+    def check(found, *flags):
+        capsys.readouterr()
+        assert main(["evaluate", str(found), *flags]) == 0
+        shown = f"test accuracy {found.summary['test_accuracy']:.4f}\n"
+        assert capsys.readouterr().out == shown
+
+    return check
+
+
+@pytest.fixture
+def fails(capsys):
+    """Asserts that a call ends with an exit code and one line alone, an error, which is returned."""
+
+    def check(code, says, call, *arguments):
+        capsys.readouterr()
+        assert call(*arguments) == code
         out, err = capsys.readouterr()
-        assert out == ""
+        assert (out, err.count("\n")) == ("", 1)
         assert err.startswith("optperm: error: ")
-        assert err.count("\n") == 1
+        assert says in err
         return err
 
-    return line
+    return check
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Runs that are resumed from a checkpoint."""
 
-import os
 import shutil
 import signal
 
@@ -13,48 +12,42 @@ pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarn
 EVERY = "sgd", "--checkpoint-every", "1"
 
 
-def kept(folder):
-    """The steps of the checkpoints."""
-    names = os.listdir(folder / "checkpoints")
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def test_run_that_is_stopped_and_resumed_ends_as_the_one_that_went_on(
-    train, run, files, signal_after, tmp_path, capfd
+    train, run, out, signal_after, capfd
 ):
     """From the checkpoint before the last, as if the run had been killed while it wrote that one."""
-    whole, stopped, out = train(*EVERY), tmp_path / "stopped", tmp_path / "run"
+    whole, stopped = train(*EVERY), out.beside("stopped")
     signal_after(signal.SIGINT, 2)
     assert run(stopped, *EVERY) == 130
     said, err = capfd.readouterr()
     assert "Stopping after the running steps; Ctrl-C again to quit." in err
     says = f"Stopped. To resume, with the same flags: optperm train sgd --resume {stopped}"
     assert said.splitlines()[-1] == says
-    summary = files(stopped).summary
-    assert (summary["interrupted"], summary["epochs_done"], kept(stopped)) == (True, 2, [12, 24])
-    shutil.rmtree(stopped / "checkpoints" / "24")
+    assert (stopped.summary["interrupted"], stopped.summary["epochs_done"]) == (True, 2)
+    assert stopped.checkpoints == [12, 24]
+    shutil.rmtree(stopped.folder / "checkpoints/24")
     assert run(out, *EVERY, "--resume", str(stopped)) == 0
     says = f"Resuming after epoch 1 of {stopped}, up to epoch 3 (--epochs)."
     assert capfd.readouterr().out.splitlines()[1] == says
-    assert kept(out) == kept(whole) == [12, 24, 36]
-    assert files(out).metrics == files(whole).metrics
-    np.testing.assert_array_equal(files(out).losses, files(whole).losses)
-    support.assert_same_bits(files(out).trained, files(whole).trained)
+    assert out.checkpoints == whole.checkpoints == [12, 24, 36]
+    assert out.metrics == whole.metrics
+    np.testing.assert_array_equal(out.losses, whole.losses)
+    support.assert_same_bits(out.trained, whole.trained)
 
 
 @pytest.mark.programs
-def test_complete_run_that_is_resumed_says_so(train, run, files, tmp_path, capsys):
+def test_complete_run_that_is_resumed_says_so(train, run, out, capsys):
     whole = train(*EVERY, "--checkpoint-keep", "2")
-    assert kept(whole) == [24, 36]
+    assert whole.checkpoints == [24, 36]
     capsys.readouterr()
-    assert run(tmp_path / "run", *EVERY, "--resume", str(whole)) == 0
+    assert run(out, *EVERY, "--resume", str(whole)) == 0
     says = f"Resuming after epoch 3 of {whole}, up to epoch 3 (--epochs)."
     assert capsys.readouterr().out.splitlines()[1] == says
-    assert files(tmp_path / "run").metrics == files(whole).metrics
+    assert out.metrics == whole.metrics
 
 
 @pytest.mark.programs
-def test_checkpoint_of_another_run_is_refused(train, run, data, tmp_path, capsys, error_line):
+def test_checkpoint_of_another_run_is_refused(train, run, data, out, tmp_path, fails):
     whole, without = train(*EVERY), train("sgd")
     with np.load(data) as arrays:
         np.savez(tmp_path / "other.npz", **dict(arrays) | {"x_test": arrays["x_test"][::-1]})
@@ -65,35 +58,26 @@ def test_checkpoint_of_another_run_is_refused(train, run, data, tmp_path, capsys
         (whole, ["adam"], 2, "the method is sgd there and adam here"),
         (without, ["sgd"], 1, "contains no checkpoints of a run"),
     ]:
-        capsys.readouterr()
-        assert run(tmp_path / "run", *flags, "--resume", str(folder)) == code
-        assert says in error_line()
-        assert not (tmp_path / "run").exists()
+        fails(code, says, run, out, *flags, "--resume", str(folder))
+        assert not out.folder.exists()
 
 
 @pytest.mark.programs
-def test_damaged_checkpoint_is_refused(train, run, files, tmp_path, capsys):
-    folder, out = tmp_path / "copy", tmp_path / "run"
-    shutil.copytree(train(*EVERY), folder)
+def test_damaged_checkpoint_is_refused(train, run, out, tmp_path, fails):
+    folder = shutil.copytree(train(*EVERY).folder, tmp_path / "copy")
+    resume = "sgd", "--resume", str(folder)
     for path in (folder / "checkpoints/36/state").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    capsys.readouterr()
-    assert run(out, "sgd", "--resume", str(folder)) == 1
-    err = capsys.readouterr().err
     # What is named is there, and what is advised is possible: a folder of nothing is not left.
-    assert f"{folder}/checkpoints/36 is damaged" in err
-    assert "delete it to resume from the one before" in err
-    assert err.count("\n") == 1
-    assert not out.exists()
+    says = f"{folder}/checkpoints/36 is damaged"
+    assert "delete it to resume from the one before" in fails(1, says, run, out, *resume, "--quiet")
+    assert not out.folder.exists()
     shutil.rmtree(folder / "checkpoints/36")
-    assert run(out, "sgd", "--resume", str(folder)) == 0
-    support.assert_same_bits(files(out).trained, files(folder).trained)
-    for written in ("{", None):  # half of it, or nothing
-        path = folder / "checkpoints/run.json"
-        path.unlink() if written is None else path.write_text(written)
-        capsys.readouterr()
-        assert run(tmp_path / "other", "sgd", "--resume", str(folder)) == 1
-        err = capsys.readouterr().err
-        assert "run.json is damaged or was not written by optperm" in err
-        assert err.count("\n") == 1
+    assert run(out, *resume) == 0
+    support.assert_same_bits(out.trained, train(*EVERY).trained)
+    path = folder / "checkpoints/run.json"
+    for damage in (lambda: path.write_text("{"), path.unlink):
+        damage()
+        says = "run.json is damaged or was not written by optperm"
+        fails(1, says, run, tmp_path / "other", *resume)

@@ -26,8 +26,7 @@ def write_npz(path, **changes):
 
 def test_digits_are_split_once_and_standardized_by_the_training_images():
     data = datasets.load("digits")
-    assert data.x_train.shape == (1257, 8, 8)
-    assert data.x_test.shape == (540, 8, 8)
+    assert (data.x_train.shape, data.x_test.shape) == ((1257, 8, 8), (540, 8, 8))
     assert data.x_train.dtype == np.float32
     train = data.x_train.astype(np.float64)
     varies = train.std(axis=0) > 0
@@ -35,8 +34,7 @@ def test_digits_are_split_once_and_standardized_by_the_training_images():
     np.testing.assert_allclose(train.mean(axis=0), 0, atol=1e-6)
     np.testing.assert_allclose(train.std(axis=0)[varies], 1, atol=1e-6)
     assert 0.9 < data.x_test[:, varies].std() < 1.1
-    again = datasets.load("digits")
-    np.testing.assert_array_equal(data.x_test, again.x_test)
+    np.testing.assert_array_equal(data.x_test, datasets.load("digits").x_test)
 
 
 def test_npz_takes_floats_as_they_are_and_scales_bytes(tmp_path):
@@ -44,11 +42,8 @@ def test_npz_takes_floats_as_they_are_and_scales_bytes(tmp_path):
     data = datasets.load(str(tmp_path / "floats.npz"))
     np.testing.assert_array_equal(data.x_train, arrays["x_train"].astype(np.float32))
     assert (data.name, data.num_classes) == ("floats", 3)
-
-    as_bytes = {
-        key: np.full((size, 6), 51, np.uint8) for key, size in (("x_train", 20), ("x_test", 5))
-    }
-    write_npz(tmp_path / "bytes.npz", **as_bytes)
+    as_bytes = np.full((20, 6), 51, np.uint8)
+    write_npz(tmp_path / "bytes.npz", x_train=as_bytes, x_test=as_bytes[:5])
     np.testing.assert_allclose(datasets.load(str(tmp_path / "bytes.npz")).x_test, 0.2)
 
 
@@ -130,25 +125,25 @@ def test_known_data_come_from_the_library_datasets(monkeypatch):
     """Their images are scaled as any others; without a network the error says what to do."""
     rng, asked = np.random.default_rng(0), []
 
-    class Split(dict):
-        def __getitem__(self, key):
-            return self if isinstance(key, slice) else super().__getitem__(key)
+    class Rows(dict):
+        """The splits, or the columns of one, of which a slice takes all."""
 
-    class Splits(dict):
         def with_format(self, kind):
             assert kind == "numpy"
             return self
 
-    def split(column, count):
-        images = rng.integers(0, 256, (count, 4, 4), np.uint8)
-        return Split({column: images, "label": np.arange(count) % 3})
+        def __getitem__(self, key):
+            return self if isinstance(key, slice) else super().__getitem__(key)
 
     def load_dataset(repository):
         asked.append(repository)
         if len(asked) > 3:
             raise ConnectionError(f"could not reach {repository}")
-        column = "img" if "cifar" in repository else "image"
-        return Splits(train=split(column, 12), test=split(column, 5))
+        column, splits = "img" if "cifar" in repository else "image", Rows()
+        for part, count in (("train", 12), ("test", 5)):
+            images = rng.integers(0, 256, (count, 4, 4), np.uint8)
+            splits[part] = Rows({column: images, "label": np.arange(count) % 3})
+        return splits
 
     library = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", library)

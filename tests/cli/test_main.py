@@ -29,13 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarn
 FILES = {"curve.png", "metrics.jsonl", "steps.npz", "summary.json"}
 
 
-def test_run_prints_and_writes_what_it_found(run, files, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_run_prints_and_writes_what_it_found(run, out, capsys):
     assert run(out, "adam", "--seed", "5", "--lr", "0.02", "--b1", "0.8", batch_size=15) == 0
-    found, shown = files(out), capsys.readouterr().out.splitlines()
-    assert found.names == FILES | {"params.npz"}
-    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
-    summary, metrics = found.summary, found.metrics
+    shown = capsys.readouterr().out.splitlines()
+    assert out.names == FILES | {"params.npz"}
+    assert (out.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    summary, metrics = out.summary, out.metrics
     expected = {
         **{"method": "adam", "model": "mlp", "hidden": 7, "seed": 5, "batch_size": 15},
         **{"epochs": 3, "epochs_done": 3, "interrupted": False, "fraction_moved": None},
@@ -48,7 +47,7 @@ def test_run_prints_and_writes_what_it_found(run, files, tmp_path, capsys):
     assert summary["versions"]["jax"] == jax.__version__
     assert [line["epoch"] for line in metrics] == [0, 1, 2, 3]
     assert metrics[-1]["test_accuracy"] == summary["test_accuracy"]
-    assert found.losses[-4:].mean() == pytest.approx(metrics[-1]["train_loss"])
+    assert out.losses[-4:].mean() == pytest.approx(metrics[-1]["train_loss"])
     assert shown[0].startswith("three: 64 to train, 100 to test; shape 6, 3 classes, values from")
     assert [line.split()[:2] for line in shown[1:5]] == [["epoch", f"{i}/3"] for i in range(4)]
     assert f"test accuracy {summary['test_accuracy']:.4f}" in [" ".join(s.split()) for s in shown]
@@ -66,24 +65,22 @@ def test_method_of_default_flags_is_made(method, data):
     "method",
     ["sgperm", "laperm", "svrg", "dldr", "constant-sgd", "diloco", "low-rank"],
 )
-def test_trained_network_is_rebuilt_bit_for_bit(train, files, data, method, capsys):
+def test_trained_network_is_rebuilt_bit_for_bit(train, evaluate, data, method):
     """From its seed and the permutation, or its params."""
-    out = train(method)
+    found = train(method)
     kept = "permutation.npz" if method in ("sgperm", "laperm") else "params.npz"
-    assert files(out).names >= FILES | {kept}
-    spec, trained = run_folder.rebuild(out)
+    assert found.names >= FILES | {kept}
+    spec, trained = run_folder.rebuild(found.folder)
     untrained = models.initial_params(spec)
     if kept == "permutation.npz":
         support.assert_permutes(trained, untrained)
     assert run_folder.digest(trained) != run_folder.digest(untrained)
-    assert files(out).losses[-12:].mean() < files(out).losses[:12].mean()
-    capsys.readouterr()
-    assert main(["evaluate", str(out)]) == 0
-    assert capsys.readouterr().out == f"test accuracy {files(out).summary['test_accuracy']:.4f}\n"
+    assert found.losses[-12:].mean() < found.losses[:12].mean()
+    evaluate(found)
     with np.load(data) as arrays:
         logits = models.build(spec).apply({"params": trained}, arrays["x_test"])
         correct = np.sum(np.argmax(logits, axis=-1) == arrays["y_test"])
-    assert files(out).summary["test_accuracy"] == correct / 100
+    assert found.summary["test_accuracy"] == correct / 100
 
 
 NETWORK = """
@@ -113,48 +110,39 @@ class Narrow(nn.Module):
 @pytest.mark.programs
 @pytest.mark.filterwarnings("default:In Dense_0/bias")
 def test_network_of_ones_own_is_trained_and_rebuilt(
-    run, files, tmp_path, monkeypatch, error_line, capsys
+    run, out, evaluate, fails, tmp_path, monkeypatch, capsys
 ):
     """Fields of a base class are filled as well."""
     (tmp_path / "own_networks.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    out, own = tmp_path / "run", ["--model", "own_networks:Net", "--hidden", "11"]
+    own = ["--model", "own_networks:Net", "--hidden", "11"]
     assert run(out, "adam", *own) == 0
-    summary = files(out).summary
-    assert summary["params"] == 6 * 11 + 11 + 11 * 3 + 3
-    capsys.readouterr()
-    assert main(["evaluate", str(out)]) == 0
-    assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
+    assert out.summary["params"] == 6 * 11 + 11 + 11 * 3 + 3
+    evaluate(out)
+    wanted = "or a module:Class whose only variables are params"
     for name, says in [
-        (
-            "own_networks:Normed",
-            "whose only variables are params (ScopeCollectionNotFound: Tried to access",
-        ),
+        ("own_networks:Normed", f"{wanted} (ScopeCollectionNotFound: Tried to access"),
         ("own_networks:Narrow", "must map a batch to (batch, 3) logits, got [1, 2]"),
         ("own_networks:Nothing", "AttributeError: module 'own_networks' has no attribute"),
         ("no_such_module:Net", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (
-            "json:loads",
-            "or a module:Class whose only variables are params (TypeError: loads() missing",
-        ),
+        ("json:loads", f"{wanted} (TypeError: loads() missing"),
     ]:
-        assert run(tmp_path / "other", "adam", "--model", name) == 2
-        assert says in error_line()
+        fails(2, says, run, tmp_path / "other", "adam", "--model", name)
     # Biases that are all zero cannot be permuted, which is said.
     assert run(tmp_path / "permuted", "sgperm", *own, "--epochs", "1") == 0
     assert "Dense_0/bias, Dense_1/bias, all weights" in capsys.readouterr().err
 
 
-def test_validation_examples_leave_the_test_for_the_end(run, files, tmp_path):
+def test_validation_examples_leave_the_test_for_the_end(run, out):
     """They come out of the training examples."""
-    assert run(tmp_path / "run", "sgd", "--valid-fraction", "0.25", "--epochs", "1") == 0
-    found = files(tmp_path / "run")
-    assert all(line["test_accuracy"] is None for line in found.metrics)
-    assert [line["valid_accuracy"] * 16 % 1 for line in found.metrics] == [0] * 2
-    assert found.summary["valid_accuracy"] == found.metrics[-1]["valid_accuracy"]
-    assert found.summary["train_examples"] == 48
-    assert found.summary["test_accuracy"] * 100 % 1 == pytest.approx(0, abs=1e-9)
+    assert run(out, "sgd", "--valid-fraction", "0.25", "--epochs", "1") == 0
+    summary, metrics = out.summary, out.metrics
+    assert all(line["test_accuracy"] is None for line in metrics)
+    assert [line["valid_accuracy"] * 16 % 1 for line in metrics] == [0] * 2
+    assert summary["valid_accuracy"] == metrics[-1]["valid_accuracy"]
+    assert summary["train_examples"] == 48
+    assert summary["test_accuracy"] * 100 % 1 == pytest.approx(0, abs=1e-9)
 
 
 def test_compiled_programs_are_kept_in_the_cache_folder_of_the_user(tmp_path, monkeypatch):
@@ -175,10 +163,9 @@ def test_compiled_programs_are_kept_in_the_cache_folder_of_the_user(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_laperm_between_synchronizations_tests_the_synchronized_params(train, files):
+def test_laperm_between_synchronizations_tests_the_synchronized_params(train):
     """Each epoch is tested as a run that ended there."""
-    flags = "laperm", "--every", "5", "--epochs"
-    whole, part = (files(train(*flags, epochs)) for epochs in ("3", "1"))
+    whole, part = (train("laperm", "--every", "5", "--epochs", epochs) for epochs in ("3", "1"))
     assert part.summary["test_accuracy"] == whole.metrics[1]["test_accuracy"]
 
 
@@ -186,31 +173,23 @@ def test_phases_of_dldr_end_with_its_last_snapshot():
     """Snapshots are taken before the steps 3, 6, 9 and 12, counted from 0."""
     phase, options = methods.METHODS["dldr"].phase, {"every": 3, "num_snapshots": 4, "start": 3}
     taken = [0, 0, 1, 1, 2, 3, 3]
-    assert [phase(step, **options) for step in range(0, 15, 2)] == [
-        *(f"snapshots {number}/4" for number in taken),
-        "subspace",
-    ]
+    wanted = [*(f"snapshots {number}/4" for number in taken), "subspace"]
+    assert [phase(step, **options) for step in range(0, 15, 2)] == wanted
 
 
 def test_evaluation_of_changed_data_or_a_changed_network_is_refused(
-    train, data, files, tmp_path, error_line, capsys
+    train, data, out, tmp_path, evaluate, fails
 ):
-    out = tmp_path / "run"
-    shutil.copytree(train("sgperm"), out)
-    capsys.readouterr()
+    shutil.copytree(train("sgperm").folder, out.folder)
+    path, other, summary = out.folder / "permutation.npz", tmp_path / "other.npz", out.summary
     with np.load(data) as file:
-        arrays = dict(file)
-    other = tmp_path / "other.npz"
-    np.savez(other, **arrays | {"y_test": (arrays["y_test"] + 1) % 3})
-    summary = files(out).summary
-    (out / "summary.json").write_text(json.dumps(summary | {"data": str(other)}))
-    assert main(["evaluate", str(out)]) == 1
-    assert "the data have changed" in error_line()
-    assert main(["evaluate", str(out), "--data", data]) == 0
-    assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
-    assert main(["evaluate", str(out), "--data", "digits"]) == 1
-    assert "examples of shape [8, 8], but the network takes [6]" in error_line()
-    path = out / "permutation.npz"
+        np.savez(other, **dict(file) | {"y_test": (file["y_test"] + 1) % 3})
+    (out.folder / "summary.json").write_text(json.dumps(summary | {"data": str(other)}))
+    again = ["evaluate", str(out)]
+    fails(1, "the data have changed", main, again)
+    evaluate(out, "--data", data)
+    says = "examples of shape [8, 8], but the network takes [6]"
+    fails(1, says, main, [*again, "--data", "digits"])
     with np.load(path) as file:
         arrays = dict(file)
     for changed, says in [
@@ -220,20 +199,16 @@ def test_evaluation_of_changed_data_or_a_changed_network_is_refused(
     ]:
         held = {name: array for name, array in (arrays | changed).items() if array is not None}
         np.savez(path, **held)
-        assert main(["evaluate", str(out)]) == 1
-        assert says in error_line()
+        fails(1, says, main, again)
     path.unlink()
-    assert main(["evaluate", str(out)]) == 1
-    assert "contains no trained network" in error_line()
+    fails(1, "contains no trained network", main, again)
 
 
-def test_results_are_never_overwritten(train, run, tmp_path, monkeypatch, capsys, error_line):
+def test_results_are_never_overwritten(train, run, tmp_path, monkeypatch, fails):
     """Another run takes the first free name just before this one makes its folder."""
-    full = train("sgd")
-    capsys.readouterr()
+    full = train("sgd").folder
     before = {path: path.read_bytes() for path in full.iterdir()}
-    assert run(full, "sgd") == 2
-    assert "exists and is not an empty folder" in error_line()
+    fails(2, "exists and is not an empty folder", run, full, "sgd")
     assert before == {path: path.read_bytes() for path in full.iterdir()}
     monkeypatch.chdir(tmp_path)
     make, taken = pathlib.Path.mkdir, []
@@ -249,17 +224,16 @@ def test_results_are_never_overwritten(train, run, tmp_path, monkeypatch, capsys
     assert (taken, names) == ([pathlib.Path("runs/sgd")], ["runs/sgd-2", "runs/sgd-3"])
 
 
-def test_run_that_diverges_fails_and_says_where(run, files, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_run_that_diverges_fails_and_says_where(run, out, capsys):
     assert run(out, "sgd", "--learning-rate", "1e30") == 1
-    bad = np.flatnonzero(~np.isfinite(files(out).losses))
+    bad = np.flatnonzero(~np.isfinite(out.losses))
     assert 0 < bad[0] < 11
     said, err = capsys.readouterr()
     assert f"the loss stopped being finite at step {bad[0] + 1} of 36" in err
     assert err.count("\n") == 1
     assert "test accuracy" not in said  # that of a success
-    assert files(out).summary["train_loss"] is None
-    assert files(out).names == FILES | {"params.npz"}
+    assert out.summary["train_loss"] is None
+    assert out.names == FILES | {"params.npz"}
 
 
 @pytest.mark.parametrize(
@@ -278,10 +252,7 @@ def test_run_that_diverges_fails_and_says_where(run, files, tmp_path, capsys):
             "--valid-fraction 0.001 leaves no examples for training or none for validation, out of 64",
         ),
         ("adam --batch-size 65", "is 65 examples per step, more than the 64 training examples"),
-        (
-            "adam --model gpt",
-            "must be mlp, cnn, or a module:Class whose only variables are params",
-        ),
+        ("adam --model gpt", "must be mlp, cnn, or a module:Class whose only variables are params"),
         ("adam --model cnn", "--model cnn needs images"),
         ("adam --b1 1.5", "adam: b1 must be in [0, 1], got 1.5"),
         ("sgd --learning-rate -1", "sgd: learning_rate must be at least 0, got -1.0"),
@@ -292,33 +263,21 @@ def test_run_that_diverges_fails_and_says_where(run, files, tmp_path, capsys):
         ("low-rank --rank many", "Invalid value"),
     ],
 )
-def test_bad_flag_ends_with_one_line(run, flags, says, tmp_path, error_line):
-    method, *rest = flags.split()
-    assert run(tmp_path / "run", method, *rest) == 2
-    assert says in error_line()
-    assert not (tmp_path / "run").exists()
+def test_bad_flag_ends_with_one_line(run, flags, says, out, fails):
+    fails(2, says, run, out, *flags.split())
+    assert not out.folder.exists()
 
 
-def test_unknown_method_and_unusable_paths_end_with_one_line(run, data, tmp_path, error_line):
-    assert main(["train", "lion"]) == 2
-    assert "(see optperm train --help)" in error_line()
-    text = tmp_path / "text"
-    text.write_text("x,y\n1,2\n")
-    for out, flags, says in [
-        (tmp_path / "run", ["--data", str(tmp_path / "nothing")], "there is no such file"),
-        (tmp_path / "run", ["--data", str(text)], "cannot be read as an .npz file"),
-        (f"{data}/below a file", [], f"cannot write to {data}"),
-        (tmp_path / "run", ["--devices", "9"], "devices must be at most 8"),
-    ]:
-        assert run(out, "sgd", *flags) == 1
-        assert says in error_line()
+def test_unknown_method_unusable_folder_or_missing_device_ends_with_one_line(run, data, out, fails):
+    fails(2, "(see optperm train --help)", main, ["train", "lion"])
+    fails(1, f"cannot write to {data}", run, f"{data}/below a file", "sgd")
+    fails(1, "devices must be at most 8", run, out, "sgd", "--devices", "9")
 
 
-def test_missing_extra_ends_with_what_to_install(monkeypatch, error_line):
+def test_missing_extra_ends_with_what_to_install(monkeypatch, fails):
     for extra in ("matplotlib", "cyclopts"):
         monkeypatch.setitem(sys.modules, extra, None)
-        assert main(["train", "adam"]) == 1
-        assert "pip install 'optperm[cli]'" in error_line()
+        fails(1, "pip install 'optperm[cli]'", main, ["train", "adam"])
 
 
 def test_help_is_shown_without_a_command(capsys):
@@ -377,17 +336,44 @@ def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():
     assert given == {"rate": 0.25, "num_data": 7, "key": 3, "axis_name": "replica"}
 
 
-def test_sigterm_saves_what_was_learned(run, files, signal_after, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_sigterm_saves_what_was_learned(run, out, evaluate, signal_after, capsys):
     signal_after(signal.SIGTERM, 2)
     assert run(out, "sgd", "--epochs", "5") == 143
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "Stopped. --checkpoint-every makes a run resumable."
-    summary = files(out).summary
-    assert (summary["interrupted"], summary["epochs_done"]) == (True, 2)
-    assert files(out).names == FILES | {"params.npz"}
-    assert main(["evaluate", str(out)]) == 0
-    assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
+    assert (out.summary["interrupted"], out.summary["epochs_done"]) == (True, 2)
+    assert out.names == FILES | {"params.npz"}
+    evaluate(out)
+
+
+DLDR = "dldr", "--every", "1", "--num-snapshots", "6", "--n-components", "5"
+
+
+@pytest.mark.slow
+def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, evaluate):
+    """Each of four replicas of dldr holds two of the five rows of the basis, or one, or none."""
+    on_four, alone = train(*DLDR, devices=4), train(*DLDR, batch_size=20)
+    assert len(on_four.losses) == 9  # of 64 examples 60 are dealt out, 20 a step
+    np.testing.assert_allclose(on_four.losses, alone.losses, rtol=1e-4)
+    support.assert_close(on_four.trained, alone.trained, rtol=1e-4, atol=1e-5)
+    for key in ("steps", "phase", "gradient_evaluations"):
+        assert on_four.summary[key] == alone.summary[key]
+    evaluate(on_four)
+
+
+@pytest.mark.programs
+@pytest.mark.filterwarnings("default:The run ends after:UserWarning")
+def test_what_is_saved_and_tested_is_the_center_with_all_steps(train, capsys):
+    """Three steps an epoch: each epoch is tested as a run that ended there."""
+    tested = [line["test_accuracy"] for line in train("agn", devices=4).metrics]
+    one = train("agn", "--epochs", "1", devices=4)
+    said = capsys.readouterr().err
+    assert said.count("The run ends after 3 steps, before the first commit of agn or diloco") == 1
+    assert one.summary["test_accuracy"] == tested[1]
+    # The replicas part between commits, each on its own batches.
+    alone = train("agn", "--epochs", "1", batch_size=20).losses
+    np.testing.assert_allclose(one.losses[0], alone[0], rtol=1e-5)
+    assert np.all(np.abs(one.losses[2:] / alone[2:] - 1) > 1e-4)
 
 
 @pytest.mark.programs
@@ -418,7 +404,7 @@ def test_ctrl_c_while_a_module_is_imported_leaves_no_traceback(module):
     assert ended.returncode == 130
 
 
-def test_terminal_of_ascii_or_a_closed_pipe_loses_no_run(run, files, tmp_path, monkeypatch):
+def test_terminal_of_ascii_or_a_closed_pipe_loses_no_run(run, out, tmp_path, monkeypatch):
     """The latter as of `optperm train sgd | head -1`."""
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
@@ -429,5 +415,5 @@ def test_terminal_of_ascii_or_a_closed_pipe_loses_no_run(run, files, tmp_path, m
     os.close(reads)
     with os.fdopen(writes, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert run(tmp_path / "run", "sgd") == 0
-    assert files(tmp_path / "run").names == FILES | {"params.npz"}
+        assert run(out, "sgd") == 0
+    assert out.names == FILES | {"params.npz"}

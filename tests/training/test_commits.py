@@ -1,5 +1,6 @@
 """The params that `fit` returns, evaluates and keeps where replicas train apart between commits."""
 
+import contextlib
 import functools
 import itertools
 import warnings
@@ -7,14 +8,15 @@ import warnings
 import fitting
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
-from fitting import BATCH, data, linear_loss
+from fitting import DATA, EVALUATION, linear_fit, linear_loss, linear_params
 
 import optperm
-from optperm import training
 from optperm.core.states import find_state
 
 SGD = optax.sgd(0.1)
@@ -28,43 +30,18 @@ def agn(**options):
     return optperm.agn(SGD, axis_name="replica", **options)
 
 
-BETWEEN = diloco(optax.sgd(1.0), every=5)
-
-
-def begin(tx):
-    params = {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES))}
-    return training.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-
-def run(tx, devices=2, train_data=None, **options):
-    if train_data is None:
-        train_data = data()
-        options.setdefault("batch_size", BATCH)
-    options |= fitting.on(devices, mapped=True)
-    return training.fit(begin(tx), linear_loss, train_data, **options)
-
-
-def batches_of_replicas(steps):
-    """The batches of the first steps, divided between two replicas along a leading axis."""
-    for batch in itertools.islice(fitting.all_batches(2), steps):
-        yield jax.tree.map(lambda leaf: leaf.reshape(2, -1, *leaf.shape[1:]), batch)
+def run(tx, devices=2, **options):
+    return linear_fit(tx=tx, **fitting.on(devices, mapped=True), **options)
 
 
 def by_hand(tx, steps):
     """The center after some steps of replicas mapped by `jax.vmap`, and a commit without a step."""
-    params = begin(tx).params
-    carry = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
-
-    def step(params, opt_state, batch, **flag):
-        e = optperm.evaluate(linear_loss, params, batch)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args, **flag)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    mapped = jax.jit(jax.vmap(step, axis_name="replica"))
-    for batch in batches_of_replicas(steps):
-        carry = mapped(*carry, batch)
-    finish = functools.partial(step, commit="only")
-    return jax.jit(jax.vmap(finish, axis_name="replica"))(*carry, batch)[0]["w"][0]
+    batches = [*itertools.islice(fitting.all_batches(2, replicas=(2,)), steps)]
+    options = {"evaluate": loops.evaluation(linear_loss), "how": "vmap", "size": 2}
+    carry = loops.train(tx, linear_params(), batches, **options)[-1]
+    committing = tx._replace(update=functools.partial(tx.update, commit="only"))
+    finish = loops.make_step(committing, options["evaluate"])
+    return replicas.MAPPINGS["vmap"](finish, 2)(*carry, batches[-1])[0]["w"][0]
 
 
 @pytest.mark.slow
@@ -73,6 +50,7 @@ def by_hand(tx, steps):
     "tx",
     [
         pytest.param(diloco(every=500), id="no commit"),
+        pytest.param(agn(every=3), id="two commits"),
         pytest.param(
             diloco(optax.sgd(1.0), every=optperm.distributed.Every(6, 2, 3)),
             id="fragments and a delay",
@@ -85,7 +63,7 @@ def by_hand(tx, steps):
 )
 def test_fit_between_commits_returns_the_params_of_a_commit(tx):
     """No step is lost, on whichever step the run ends."""
-    result = run(tx, steps=7)
+    result = run(tx, steps=7, opt_state=None)
     w = np.asarray(result.state.params["w"])
     np.testing.assert_allclose(w, by_hand(tx, 7), rtol=0, atol=1e-6)
     center = optperm.distributed.center_params(result.state.opt_state, final=True)["w"]
@@ -96,9 +74,8 @@ def test_fit_between_commits_returns_the_params_of_a_commit(tx):
 @pytest.mark.slow
 def test_evaluations_between_commits_are_of_the_params_that_fit_would_return():
     """At each row, in events and in the best state; training does not change by them."""
-    tx, seen = BETWEEN, {}
-    options = {"eval_fn": lambda params, batch: {"loss": linear_loss(params, batch)}}
-    options |= {"eval_data": data(), "eval_every": 3, "keep_best": ("eval_loss", "max")}
+    tx, seen = diloco(optax.sgd(1.0), every=5), {}
+    options = {"eval_every": 3, "keep_best": ("eval_loss", "max"), **EVALUATION}
 
     def note(event):
         seen[event.step] = np.asarray(event.state.params["w"])
@@ -108,46 +85,38 @@ def test_evaluations_between_commits_are_of_the_params_that_fit_would_return():
     assert [*rows] == [3, 5, 6, 8]
     for step, value in rows.items():
         np.testing.assert_allclose(seen[step], by_hand(tx, step), rtol=0, atol=1e-6)
-        np.testing.assert_allclose(linear_loss({"w": seen[step]}, data()), value, rtol=1e-6)
+        np.testing.assert_allclose(linear_loss({"w": seen[step]}, DATA), value, rtol=1e-6)
     np.testing.assert_array_equal(seen[8], result.state.params["w"])
     np.testing.assert_array_equal(seen[result.best_step], result.best_state.params["w"])
     assert result.best_step == 3
     support.assert_same_bits(result.history.steps, run(tx, steps=8).history.steps)
 
 
-def chained(axis_name, every):
-    return optax.chain(SGD, optperm.agn(SGD, every=every, axis_name=axis_name))
-
-
-def by_schedule(axis_name, every):
-    return optperm.agn(SGD, every=lambda commits: every + commits, axis_name=axis_name)
-
-
-def by_plan(axis_name, every):
-    return optperm.diloco(SGD, every=optperm.distributed.Every(every), axis_name=axis_name)
-
-
 @pytest.mark.parametrize(
-    ("make", "every", "is_short"),
+    ("make", "is_short"),
     [
-        (chained, 9, True),
-        (by_schedule, 9, True),
-        pytest.param(chained, 8, False, marks=pytest.mark.slow),
-        pytest.param(by_plan, 9, False, marks=pytest.mark.slow),
+        (lambda axis: optax.chain(SGD, optperm.agn(SGD, every=9, axis_name=axis)), True),
+        (lambda axis: optperm.agn(SGD, every=lambda n: 9 + n, axis_name=axis), True),
+        pytest.param(
+            lambda axis: optax.chain(SGD, optperm.agn(SGD, every=8, axis_name=axis)),
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda axis: optperm.diloco(SGD, every=optperm.distributed.Every(9), axis_name=axis),
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_period_longer_than_the_run_is_warned_of_before_the_first_step(make, every, is_short):
+def test_period_longer_than_the_run_is_warned_of_before_the_first_step(make, is_short):
     """Warnings are errors here. A plan of exchanges is as the user wrote it."""
-    took = []
+    took, says = [], r"ends after 8 steps, before the first commit"
     for devices in (None, 2):
-        tx = make(devices and "replica", every)
-        options = {"devices": devices, "steps": 8, "every": {1: lambda e: took.append(e.step)}}
-        if is_short:
-            with pytest.raises(UserWarning, match=r"ends after 8 steps, before the first commit"):
-                run(tx, **options)
-            assert took == []
-        else:
-            run(tx, **options)
+        tx = make(devices and "replica")
+        with pytest.raises(UserWarning, match=says) if is_short else contextlib.nullcontext():
+            run(tx, devices, steps=8, every={1: took.append})
+    assert bool(took) != is_short
 
 
 @pytest.mark.slow
@@ -181,12 +150,13 @@ def test_phase_that_is_running_decides_about_the_center(order):
     with pytest.warns(UserWarning, match="phase .* has no commits: fit returns the mean"):
         result = run(tx, steps=8)
     grads = jax.jit(jax.vmap(jax.grad(linear_loss)))
-    params = jnp.stack([begin(tx).params["w"]] * 2)
-    for step, batch in enumerate(batches_of_replicas(8), 1):
+    params = jnp.stack([linear_params()["w"]] * 2)
+    batches = itertools.islice(fitting.all_batches(2, replicas=(2,)), 8)
+    for step, batch in enumerate(batches, 1):
         params = params - 0.1 * grads({"w": params}, batch)["w"]
         if order == "commits earlier" and step == 2:
             outer = optax.sgd(0.8, momentum=0.5, nesterov=True)
-            center = begin(tx).params["w"]
+            center = linear_params()["w"]
             moves, _ = outer.update(center - params.mean(axis=0), outer.init(center), center)
             params = jnp.stack([center + moves] * 2)
     np.testing.assert_allclose(result.state.params["w"], params.mean(axis=0), rtol=0, atol=1e-6)
@@ -197,18 +167,14 @@ def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     parts = {"a": optperm.diloco(SGD, every=5), "b": optax.adam(0.1)}
     tx = optax.partition(parts, {"a": "a", "b": "b"})
-    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
     def loss_fn(params, batch):
         return jnp.mean((batch @ (params["a"] + params["b"]) - 1.0) ** 2)
 
-    result = training.fit(state, loss_fn, [x] * 7, epochs=1)
-    opt_state, by_hand = tx.init(params), params
-    for _ in range(7):
-        e = optperm.evaluate(loss_fn, by_hand, x)
-        updates, opt_state = tx.update(e.grad, opt_state, by_hand, **e.extra_args)
-        by_hand = optperm.apply_updates(by_hand, updates, opt_state)
+    result = linear_fit(loss_fn, [x] * 7, tx, params, epochs=1)
+    options = {"evaluate": loops.evaluation(loss_fn), "how": "eager"}
+    by_hand = loops.train(tx, params, [x] * 7, **options)[-1][0]
     trained = result.state.params
     np.testing.assert_allclose(trained["b"], by_hand["b"], rtol=1e-5)
     assert np.abs(trained["a"] - by_hand["a"]).max() > 1e-3  # an outer step with momentum
@@ -218,11 +184,10 @@ def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
 @pytest.mark.slow
 def test_multi_steps_around_diloco_loses_no_whole_steps():
     """A commit comes through once `MultiSteps` passes it on."""
-    tx = optax.MultiSteps(
-        optperm.diloco(SGD, optax.sgd(1.0), every=100), 2
-    ).gradient_transformation()
-    result = run(tx, devices=None, steps=8)
-    alone = optax.MultiSteps(SGD, 2).gradient_transformation()
-    same = run(alone, devices=None, steps=8)
+    outer = optperm.diloco(SGD, optax.sgd(1.0), every=100)
+    result, same = (
+        run(optax.MultiSteps(tx, 2).gradient_transformation(), devices=None, steps=8)
+        for tx in (outer, SGD)
+    )
     support.assert_close(result.state.params, same.state.params, atol=1e-6)
     assert int(result.state.opt_state.inner_opt_state.since_commit) == 0

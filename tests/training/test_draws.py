@@ -6,35 +6,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fitting import BATCH, EXAMPLES, data, linear_loss
+from fitting import DATA, EVALUATION, linear_loss
 
 import optperm
-from optperm import training
 from optperm.core.states import DRAW_STREAM, draw_params
-
-NUM_DATA = 100.0
 
 
 def ivon(**options):
-    return optperm.ivon(0.1, NUM_DATA, hess_init=1.0, b2=0.9, **options)
-
-
-def start(dtype=jnp.float32):
-    return {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES), dtype)}
+    return optperm.ivon(0.1, 100.0, hess_init=1.0, b2=0.9, **options)
 
 
 def train(tx, params=None, **options):
-    params = start() if params is None else params
-    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
-    options = {"epochs": 2, "batch_size": BATCH, "key": 3, **options}
-    return training.fit(state, linear_loss, data(), **options)
+    return fitting.linear_fit(tx=tx, params=params, epochs=2, key=3, **options)
 
 
 def by_hand(tx, params, replicas, depth):
     """Params, state and losses after two epochs of draws by `sample_params`; means over replicas."""
     opt_state, losses = tx.init(params), []
     of_draws = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), DRAW_STREAM)
-    order = [np.asarray(training.shuffled(3, epoch, EXAMPLES)) for epoch in (1, 2)]
 
     def one(params, opt_state, batch, index, key):
         own = key if replicas == 1 else jax.random.fold_in(key, index)
@@ -46,8 +35,7 @@ def by_hand(tx, params, replicas, depth):
         return optperm.apply_updates(params, updates, opt_state), opt_state, loss
 
     mapped = jax.jit(jax.vmap(one, in_axes=(None, None, 0, 0, None), axis_name="replica"))
-    for step, hand in enumerate(np.concatenate(order).reshape(-1, BATCH)):
-        batch = {k: v[hand.reshape(replicas, -1)] for k, v in data().items()}
+    for step, batch in enumerate(fitting.all_batches(2, key=3, replicas=(replicas,))):
         key = jax.random.fold_in(of_draws, step)
         every = mapped(params, opt_state, batch, np.arange(replicas), key)
         params, opt_state = jax.tree.map(lambda leaf: leaf[0], every[:2])
@@ -61,7 +49,7 @@ def by_hand(tx, params, replicas, depth):
 )
 def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas, dtype):
     """Each replica draws with its own key, of 16 bits about the copy in float32; losses are at draws."""
-    mapped, params = replicas > 1, start(dtype)
+    mapped, params = replicas > 1, fitting.linear_params(dtype)
     tx = ivon(axis_name="replica" if mapped else None)
     result = train(tx, params, **fitting.on(replicas, mapped=True) if mapped else {})
     depth = 1 if dtype == jnp.float32 else 2
@@ -80,12 +68,10 @@ def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas, dtype):
 
 def test_evaluations_and_the_best_state_are_of_the_mean():
     rows = {}
-    options = {"eval_fn": lambda params, batch: {"loss": linear_loss(params, batch)}}
-    options |= {"eval_data": data(), "keep_best": "eval_loss"}
-    options |= {"on_epoch_end": lambda event: rows.update({event.step: event.state.params})}
-    result = train(ivon(), **options)
+    note = {"on_epoch_end": lambda event: rows.update({event.step: event.state.params})}
+    result = train(ivon(), keep_best="eval_loss", **note, **EVALUATION)
     for step, value in zip(*(result.history.epochs[k] for k in ("step", "eval_loss")), strict=True):
-        np.testing.assert_allclose(linear_loss(rows[step], data()), value, rtol=1e-6)
+        np.testing.assert_allclose(linear_loss(rows[step], DATA), value, rtol=1e-6)
     np.testing.assert_array_equal(result.best_state.params["w"], rows[result.best_step]["w"])
 
 

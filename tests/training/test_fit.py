@@ -1,10 +1,10 @@
 """`fit` beside loops written by hand, its data, callbacks and errors."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import sys
-import threading
 import time
 import types
 from typing import NamedTuple
@@ -12,11 +12,12 @@ from typing import NamedTuple
 import fitting
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
 import support
-from fitting import BATCH, data
+from fitting import BATCH, DATA, linear_fit, linear_loss
 from flax import nnx
 from flax.training import train_state
 
@@ -26,47 +27,38 @@ from optperm import training
 
 def test_fit_is_a_loop_written_by_hand_for_a_train_state():
     """Evaluation, update and model state spelled out, one jitted call a step."""
-    name = "svrg"
-    tx = fitting.method(name)
-    result = fitting.fit("linen", name, epochs=2)
-    start = fitting.linen_state(tx)
+    tx = fitting.method("svrg")
+    result, start = fitting.fit("linen", "svrg", epochs=2), fitting.linen_state(tx)
     params, opt_state, model_state = start.params, start.opt_state, start.model_state
 
-    def bound(model_state, key):
-        return lambda params, batch: fitting.linen_loss(
-            params, batch, model_state=model_state, rng=key
-        )
+    def bound(model_state, count):
+        key = jax.random.fold_in(start.rng, count)
+        return functools.partial(fitting.linen_loss, model_state=model_state, rng=key)
 
     @jax.jit
     def step(params, opt_state, model_state, count, batch):
-        loss_fn = bound(model_state, jax.random.fold_in(start.rng, count))
-        e = optperm.evaluate(loss_fn, params, batch, has_aux=True)
-        update = optax.with_extra_args_support(tx).update
-        updates, opt_state = update(e.grad, opt_state, params, **e.extra_args)
+        e = optperm.evaluate(bound(model_state, count), params, batch, has_aux=True)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
         return optperm.apply_updates(params, updates, opt_state), opt_state, e.aux, e.value
 
-    loss_fn = bound(model_state, jax.random.fold_in(start.rng, 0))
-    full_grad = optperm.variance.full_gradient(loss_fn, params, [data()], has_aux=True)
+    full_grad = optperm.variance.full_gradient(bound(model_state, 0), params, [DATA], has_aux=True)
     opt_state = optperm.variance.take_snapshot(opt_state, params, full_grad)
     losses = []
     for count, batch in enumerate(fitting.all_batches(2)):
         params, opt_state, model_state, loss = step(params, opt_state, model_state, count, batch)
         losses.append(loss)
     np.testing.assert_array_equal(result.history.steps["loss"], np.stack(losses))
-    state = result.state
-    support.assert_same_bits(
-        (state.params, state.opt_state, state.model_state), (params, opt_state, model_state)
-    )
+    trained = result.state.params, result.state.opt_state, result.state.model_state
+    support.assert_same_bits(trained, (params, opt_state, model_state))
     # The state that was passed is left alone.
     support.assert_same_bits(start.params, fitting.variables()["params"])
 
 
 @pytest.mark.slow
 def test_fit_is_a_loop_written_by_hand_for_nnx():
-    name = "sgperm"
-    result = fitting.fit("nnx", name, epochs=2)
-    model = fitting.NnxNet()
-    optimizer = training.Optimizer(model, fitting.method(name), wrt=nnx.Param)
+    tx, model = fitting.method("sgperm"), fitting.NnxNet()
+    result = fitting.fit("nnx", "sgperm", epochs=2)
+    optimizer = training.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, batch):
@@ -82,10 +74,8 @@ def test_fit_is_a_loop_written_by_hand_for_nnx():
     assert np.all(result.history.steps["fraction_moved"] > 0)
     # Plain nnx.Optimizer does as well: extra arguments reach the method, and weights are placed.
     model = fitting.NnxNet()
-    plain = nnx.Optimizer(model, fitting.method(name), wrt=nnx.Param)
-    trained = training.fit(
-        model, fitting.nnx_loss, data(), optimizer=plain, epochs=2, batch_size=BATCH
-    )
+    options = {"optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param), "batch_size": BATCH}
+    trained = training.fit(model, fitting.nnx_loss, DATA, epochs=2, **options)
     support.assert_same_bits(fitting.arrays(trained), fitting.arrays(result))
 
 
@@ -114,30 +104,22 @@ def test_orders_follow_from_their_seed_and_epoch():
     assert len({tuple(order.tolist()) for order in orders}) == 10
 
 
-@pytest.mark.parametrize("name", ["adam", "sgld", "sghmc", "constant_sgd"])
-def test_order_of_a_sampler_is_drawn_with_replacement_from_the_seed(name):
-    tx = {
-        "adam": optax.adam(0.1),
-        "constant_sgd": optperm.mandt_sgd(40, BATCH, max_step=0.1),
-        "sgld": optperm.sgld(1e-3, num_data=40),
-        "sghmc": optperm.sghmc(1e-3, num_data=40, friction=0.1),
-    }[name]
-    state = training.TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
-    x = np.arange(40, dtype=np.float32)
+def test_order_of_a_sampler_is_drawn_with_replacement_from_the_seed():
+    x, clipped = np.arange(40, dtype=np.float32), optperm.mandt_sgd(40, BATCH, max_step=0.1)
+    samplers = clipped, optperm.sgld(1e-3, 40), optperm.sghmc(1e-3, 40, friction=0.1)
 
     def loss_fn(params, batch):
         return jnp.mean(batch) + 0.0 * jnp.sum(params["w"] ** 2)
 
-    result = training.fit(state, loss_fn, x, epochs=2, batch_size=BATCH, key=7)
-    orders = [training.shuffled(7, epoch, 40, replace=name != "adam") for epoch in (1, 2)]
-    expected = x[np.concatenate(orders)].reshape(-1, BATCH).mean(axis=1)
-    np.testing.assert_allclose(result.history.steps["loss"], expected, rtol=1e-6)
+    for tx in (optax.adam(0.1), *samplers):
+        result = linear_fit(loss_fn, x, tx, epochs=2, batch_size=BATCH, key=7)
+        orders = [training.shuffled(7, epoch, 40, replace=tx in samplers) for epoch in (1, 2)]
+        expected = x[np.concatenate(orders)].reshape(-1, BATCH).mean(axis=1)
+        np.testing.assert_allclose(result.history.steps["loss"], expected, rtol=1e-6)
 
 
 def test_each_replica_draws_from_a_key_of_its_own_in_each_step():
-    state = training.TrainState.create(
-        apply_fn=None, params={}, tx=optax.sgd(0.1), rng=jax.random.key(2)
-    )
+    state = fitting.linen_state(fitting.method("adam"))
 
     def draw(step, _):
         return jax.random.key_data(state.replace(step=step).step_rng("replica"))
@@ -160,28 +142,19 @@ def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
         elsewhere = optax.tree.scale(2.0, params)
         grads = grad_fn(elsewhere)
         # At the same params the same value, to the last bit: the same key and model state.
-        trace = {"same": value_fn(params) == value, "other": value_fn(elsewhere) != value}
-        return jax.tree.map(lambda g: -0.1 * g, grads), trace
+        is_same = (value_fn(params) == value) & (value_fn(elsewhere) != value)
+        return jax.tree.map(lambda g: -0.1 * g, grads), is_same
 
-    tx = optax.GradientTransformationExtraArgs(
-        lambda params: {"same": jnp.array(False), "other": jnp.array(False)}, update
-    )
-    state = training.TrainState.create(
-        apply_fn=None,
-        params={"w": jnp.arange(3.0)},
-        tx=tx,
-        model_state={"w": jnp.zeros(3), "noise": jnp.float32(0.0)},
-        rng=jax.random.key(2),
-    )
-    seen, note = [state], {1: lambda event: seen.append(event.state)}
-    x = np.ones((8, 3), np.float32)
-    training.fit(state, loss_fn, x, epochs=1, batch_size=4, every=note)
+    seen, options = [], {"epochs": 1, "batch_size": 4, "rng": jax.random.key(2)}
+    options["model_state"] = {"w": jnp.zeros(3), "noise": jnp.float32(0.0)}
+    options["every"] = {1: lambda event: seen.append(event.state)}
+    tx = optax.GradientTransformationExtraArgs(lambda params: jnp.array(False), update)
+    linear_fit(loss_fn, np.ones((12, 3), np.float32), tx, {"w": jnp.arange(3.0)}, **options)
     assert len(seen) == 3
     for before, after in itertools.pairwise(seen):
-        assert after.opt_state["same"]
-        assert after.opt_state["other"]
+        assert after.opt_state
         support.assert_same_bits(after.model_state["w"], before.params["w"])
-    assert seen[1].model_state["noise"] != seen[2].model_state["noise"]
+        assert after.model_state["noise"] != before.model_state["noise"]
 
 
 def test_replicas_of_local_steps_part_and_meet():
@@ -215,10 +188,8 @@ def test_replicas_of_local_steps_part_and_meet():
 )
 def test_axis_that_fit_or_the_method_lacks_is_named(axis_name, options, says):
     """Without it replicas of local steps would never commit."""
-    state = fitting.linen_state(fitting.method("agn", axis_name))
-    options = {**fitting.on(4), **options}
     with pytest.raises(ValueError, match=says):
-        training.fit(state, fitting.linen_loss, data(), epochs=1, batch_size=BATCH, **options)
+        linear_fit(tx=fitting.method("agn", axis_name), epochs=1, **{**fitting.on(4), **options})
 
 
 def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch):
@@ -226,7 +197,7 @@ def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch):
     found = [types.SimpleNamespace(process_index=index) for index in (0, 1, 1)]
     monkeypatch.setattr(jax, "devices", lambda: found)
     with pytest.raises(ValueError, match=r"The processes have \[1, 2\] devices"):
-        fitting.linear_fit(epochs=1)
+        linear_fit(epochs=1)
 
 
 def test_callbacks_of_epochs_see_the_model_and_can_stop():
@@ -247,26 +218,18 @@ def test_callbacks_of_epochs_see_the_model_and_can_stop():
 @pytest.mark.slow
 def test_fit_trains_beside_the_main_thread():
     """Where Python delivers no signals."""
-    results = []
-
-    def run():
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            results.append(fitting.fit("linen", "adam", epochs=1))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert results[0].step == 5
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert pool.submit(linear_fit, epochs=1).result().step == 5
 
 
 def test_evaluation_is_the_mean_over_all_examples():
     """In batches that do not divide them; from arrays, batches and a function of the epoch."""
-    parts = [jax.tree.map(lambda leaf, i=i: leaf[i], data()) for i in (slice(17), slice(17, None))]
-    for source, size in [(data(), 17), (parts, None), (lambda epoch: iter(parts), None)]:
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i], DATA) for i in (slice(17), slice(17, None))]
+    for source, size in [(DATA, 17), (parts, None), (lambda epoch: iter(parts), None)]:
         options = {"eval_fn": fitting.linen_accuracy, "eval_data": source, "eval_batch_size": size}
         result = fitting.fit("linen", "adam", epochs=1, **options)
         stats = {"model_state": result.state.model_state}
-        exact = fitting.linen_accuracy(result.state.params, data(), **stats)["accuracy"]
+        exact = fitting.linen_accuracy(result.state.params, DATA, **stats)["accuracy"]
         np.testing.assert_allclose(result.history.last["eval_accuracy"], exact, rtol=1e-6)
 
 
@@ -278,17 +241,12 @@ def test_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
         seen.append((model.dropout.deterministic, model.norm.use_running_average))
         return fitting.nnx_loss(model, batch)
 
-    def eval_fn(model, batch):
-        return {"loss": fitting.nnx_loss(model, batch)}
-
-    shifted = {"x": data()["x"] * 3 + 1, "y": data()["y"]}
-    model = fitting.NnxNet()
+    shifted = {"x": DATA["x"] * 3 + 1, "y": DATA["y"]}
+    (model,), optimizer = fitting.subject("nnx", fitting.method("adam"))
     model.dropout.deterministic = True  # a model of mixed modes is trained in these
-    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
-    options = {"eval_fn": eval_fn, "eval_data": shifted, "eval_batch_size": 40}
-    result = training.fit(
-        model, loss_fn, data(), optimizer=optimizer, epochs=2, batch_size=BATCH, **options
-    )
+    options = {"eval_fn": lambda *of: {"loss": fitting.nnx_loss(*of)}, "eval_data": shifted}
+    options |= {"eval_batch_size": 40, **optimizer}
+    result = training.fit(model, loss_fn, DATA, epochs=2, batch_size=BATCH, **options)
     assert set(seen) == {(True, False)}
     assert (model.dropout.deterministic, model.norm.use_running_average) == (True, False)
     model.eval()
@@ -296,59 +254,49 @@ def test_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
     np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
 
 
-def test_a_model_without_modes_is_evaluated():
+def test_single_layer_of_nnx_is_trained_and_evaluated():
+    """It has no modes, and an argument that its function does well without keeps its default."""
     model = nnx.Linear(fitting.FEATURES, fitting.CLASSES, rngs=nnx.Rngs(0))
     optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
 
-    def loss_fn(model, batch):
-        return fitting.cross_entropy(model(batch["x"]), batch["y"])
-
-    options = {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": data()}
-    result = training.fit(
-        model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH, **options
-    )
-    exact = loss_fn(model, data())
-    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
-
-
-def test_a_function_of_an_nnx_model_may_have_arguments_that_it_does_well_without():
     def loss_fn(model, batch, rng=None):
         assert rng is None
         return fitting.nnx_loss(model, batch)
 
-    model = fitting.NnxNet()
-    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
-    result = training.fit(model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH)
-    same = fitting.fit("nnx", "adam", epochs=1)
-    np.testing.assert_array_equal(result.history.steps["loss"], same.history.steps["loss"])
+    options = {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": DATA}
+    options |= {"optimizer": optimizer, "batch_size": BATCH}
+    result = training.fit(model, loss_fn, DATA, epochs=1, **options)
+    exact = loss_fn(model, DATA)
+    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
 
 
 def test_progress_bar_shows_steps(capsys):
-    fitting.fit("linen", "adam", epochs=1, progress=True)
+    linear_fit(epochs=1, progress=True)
     assert "5/5" in capsys.readouterr().out
 
 
 def test_missing_extra_is_named(monkeypatch, tmp_path):
-    calls = {
-        "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoints=tmp_path),
-        "rich": lambda: fitting.fit("linen", "adam", epochs=1, progress=True),
-    }
     for module in ("rich.progress", "orbax.checkpoint"):
         monkeypatch.setitem(sys.modules, module, None)
-    for name, call in calls.items():
-        what = r"pip install 'optperm\[(training|progress)\]'"
+    what = r"pip install 'optperm\[(training|progress)\]'"
+    for name, option in (("orbax", {"checkpoints": tmp_path}), ("rich", {"progress": True})):
         with pytest.raises(ImportError, match=f"needs {name}.*{what}"):
-            call()
+            linear_fit(epochs=1, **option)
 
 
 EMPTY = {"x": np.zeros((0, 5), np.float32), "y": np.zeros(0, np.int32)}
 RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
+TOO_MANY = optax.chain(optax.clip(1.0), optperm.constant_sgd(1000, BATCH, burn_in=4))
+EVERY_SECOND = optax.MultiSteps(optax.adam(1e-2), 2)
 
 
-def test_sampler_of_another_number_of_examples_is_refused():
-    tx = optax.chain(optax.clip(1.0), optperm.constant_sgd(1000, BATCH, burn_in=4))
-    with pytest.raises(ValueError, match=r"^The optimizer has num_data=1000, .* has 40 examples"):
-        fitting.linear_fit(tx=tx, epochs=1)
+def constant(params, batch):
+    return jnp.sum(params["w"])
+
+
+def with_aux(aux):
+    """A loss function, and that it has aux."""
+    return {"loss_fn": lambda *of: (constant(*of), aux), "has_aux": True}
 
 
 # What is wrong with one argument, or with two together, and what the error says.
@@ -360,8 +308,8 @@ REFUSED = [
     ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),
     ({"batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
     ({"key": -1}, ValueError, "key must be at least 0"),
-    ({"train_data": EMPTY}, ValueError, "contains no examples"),
-    ({"train_data": RAGGED}, ValueError, "agree in their leading"),
+    ({"train_data": EMPTY, "batch_size": 8}, ValueError, "contains no examples"),
+    ({"train_data": RAGGED, "batch_size": 8}, ValueError, "agree in their leading"),
     ({"train_data": "x"}, TypeError, "an iterable of batches, .* got str"),
     ({"train_data": {"x": [1]}}, TypeError, "got dict"),
     (
@@ -369,10 +317,9 @@ REFUSED = [
         TypeError,
         r"train_data\['x'\] must be an array of num",
     ),
-    ({"train_data": [data()]}, ValueError, "batch_size is for arrays"),
-    ({"has_aux": True}, TypeError, "must return .loss, model_state, aux., got a tuple"),
+    ({"train_data": [DATA], "batch_size": 8}, ValueError, "batch_size is for arrays"),
     ({"eval_fn": len}, ValueError, "eval_fn needs eval_data"),
-    ({"eval_data": data()}, ValueError, "eval_data needs eval_fn"),
+    ({"eval_data": DATA}, ValueError, "eval_data needs eval_fn"),
     ({"eval_fn": len, "eval_data": iter([])}, TypeError, "eval_data is an iterator.* only once"),
     ({"checkpoint_every": 3}, ValueError, "needs checkpoints"),
     ({"checkpoints": "a[1]"}, ValueError, r"folder without \*, \?, \[ or \], got a"),
@@ -388,83 +335,58 @@ REFUSED = [
     ({"validation_data": 1}, TypeError, "Pass eval_data, and eval_fn"),
     ({"batchsize": 1}, TypeError, r"Did you mean batch_size\?"),
     ({"qqq": 1}, TypeError, "unexpected keyword argument 'qqq'.$"),
-]
-# The same of a stream, which has no batch_size.
-REFUSED_STREAMS = [
     ({"train_data": []}, ValueError, "gives no batch in epoch 1"),
-    ({"train_data": [data(), EMPTY]}, ValueError, "A batch of .* no examples"),
+    ({"train_data": [DATA, EMPTY]}, ValueError, "A batch of .* no examples"),
     ({"train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., got function"),
     ({"train_data": fitting.all_batches(1), "epochs": 2}, ValueError, "only once"),
     ({"train_data": iter([]), "epoch_start": print}, ValueError, "an iterator is read once"),
+    ({"tx": TOO_MANY}, ValueError, r"^The optimizer has num_data=1000, .* has 40 examples"),
+    ({"tx": EVERY_SECOND}, TypeError, r"which MultiSteps\(\.\.\.\)\.gradient_transformation"),
+    ({"loss_fn": lambda params, batch: params["w"]}, TypeError, "a real scalar"),
+    ({"loss_fn": lambda params, batch, *, rng: 0.0}, ValueError, "pass rng=jax.random.key"),
+    ({"loss_fn": lambda *of, model_state: 0.0}, TypeError, "must return .loss, model_state."),
+    (
+        {"loss_fn": lambda *of, model_state: (constant(*of), {"a": 1.0})},
+        ValueError,
+        "different tree struct",
+    ),
+    (
+        {"loss_fn": lambda *of, model_state: (constant(*of), {}), "has_aux": True},
+        TypeError,
+        "must return .loss, model_state, aux., got a tuple",
+    ),
+    (with_aux(3.0), TypeError, "must be a dict of scalar metrics"),
+    (with_aux({"logits": jnp.ones(3)}), TypeError, "must be a dict of scalar metrics"),
+    (with_aux({"step": 9.0}), ValueError, "a metric named 'step'; .* are reserved"),
+    (with_aux({"eval_loss": 9.0}), ValueError, "a metric named 'eval_loss'; .* are reserved"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "says"),
-    [*REFUSED, *(({"batch_size": None, **each}, *rest) for each, *rest in REFUSED_STREAMS)],
-)
-def test_bad_argument_is_named(changed, error, says):
-    options = {"train_data": data(), "epochs": 1, "batch_size": BATCH, **changed}
-    state = fitting.linen_state(fitting.method("adam"))
+@pytest.mark.parametrize(("options", "error", "says"), REFUSED)
+def test_bad_argument_is_named(options, error, says):
     with pytest.raises(error, match=says):
-        training.fit(state, fitting.linen_loss, **options)
+        linear_fit(**{"epochs": 1, **options})
 
 
-def test_what_is_no_model_or_no_transformation_is_named():
-    params, tx = {"w": jnp.ones(3)}, fitting.method("adam")
-    plain = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+def test_what_is_no_model_is_named():
+    state = {"apply_fn": None, "params": fitting.linear_params(), "tx": fitting.method("adam")}
     for model, says in [
-        (plain, r"optperm.training.TrainState.create\(.*flax.training.train_state"),
+        (
+            train_state.TrainState.create(**state),
+            r"optperm.training.TrainState.create\(.*flax.training.train_state",
+        ),
         (fitting.NnxNet(), "and its optimizer, got .*NnxNet.* and .*NoneType"),
     ]:
         with pytest.raises(TypeError, match=says):
-            training.fit(model, lambda p, b: 0.0, data(), epochs=1, batch_size=8)
-    with pytest.raises(TypeError, match=r"which MultiSteps\(\.\.\.\)\.gradient_transformation"):
-        fitting.linear_fit(tx=optax.MultiSteps(tx, 2), epochs=1)
-
-
-def constant(params, batch):
-    return jnp.sum(params["w"])
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "error", "says"),
-    [
-        (lambda params, batch: params["w"], TypeError, "a real scalar"),
-        (lambda params, batch, *, rng: 0.0, ValueError, "pass rng=jax.random.key"),
-        (lambda *of, model_state: 0.0, TypeError, "must return .loss, model_state."),
-        (lambda *of, model_state: (constant(*of), {"a": 1.0}), ValueError, "different tree struct"),
-    ],
-)
-def test_loss_function_that_returns_something_else_is_refused(loss_fn, error, says):
-    with pytest.raises(error, match=says):
-        fitting.linear_fit(loss_fn, epochs=1)
-
-
-@pytest.mark.parametrize(
-    ("aux", "error", "says"),
-    [
-        (3.0, TypeError, "must be a dict of scalar metrics"),
-        ({"logits": jnp.ones(3)}, TypeError, "must be a dict of scalar metrics"),
-        ({"step": 9.0}, ValueError, "a metric named 'step'; .* are reserved"),
-        ({"eval_loss": 9.0}, ValueError, "a metric named 'eval_loss'; .* are reserved"),
-    ],
-)
-def test_aux_that_is_no_metric_is_refused(aux, error, says):
-    with pytest.raises(error, match=says):
-        fitting.linear_fit(lambda *of: (constant(*of), aux), epochs=1, has_aux=True)
+            training.fit(model, lambda p, b: 0.0, DATA, epochs=1, batch_size=8)
 
 
 def test_sam_gets_the_arguments_that_it_takes():
     """Of the extra arguments only `grad_fn`."""
-    params, batch = {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES))}, data()
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
-    result = fitting.linear_fit(tx=sam, train_data=[batch] * 6, epochs=1)
-    opt_state = sam.init(params)
-    for _ in range(6):
-        grads = jax.grad(fitting.linear_loss)(params, batch)
-        updates, opt_state = sam.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+    sam, batches = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2), [DATA] * 6
+    result = linear_fit(tx=sam, train_data=batches, epochs=1)
+    evaluate = loops.gradient(linear_loss)
+    params, _ = loops.train(sam, fitting.linear_params(), batches, evaluate=evaluate)[-1]
     np.testing.assert_allclose(result.state.params["w"], params["w"], rtol=1e-5)
 
 
@@ -476,10 +398,9 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
         worked = jax.lax.fori_loop(0, 25, lambda _, x: jnp.sin(x @ x), jnp.full((300, 300), w))
         return params["w"] * batch.mean() + worked.mean()
 
-    params = {"w": jnp.float32(1.0)}
-    state = training.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
     ends, note = [], {"on_epoch_end": lambda _: ends.append(time.monotonic())}
-    result = training.fit(state, loss_fn, jnp.ones(4), epochs=3, batch_size=2, **note)
+    options = {"params": {"w": jnp.float32(1.0)}, "tx": optax.sgd(0.1), "batch_size": 2, **note}
+    result = linear_fit(loss_fn, jnp.ones(4), epochs=3, **options)
     seconds = result.history.epochs["seconds"][1:]
     assert np.all(seconds > 0.5 * np.diff(ends))
     assert np.all(seconds < 1.1 * np.diff(ends))
@@ -488,11 +409,11 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
 def test_svrg_without_snapshots_is_warned_of_once():
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
     with pytest.warns(UserWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
-        fitting.linear_fit(tx=tx, epochs=3)
+        linear_fit(tx=tx, epochs=3)
     assert len(caught) == 1
     # A schedule may begin later; warnings are errors here.
     later = lambda epoch: optperm.variance.take_snapshot if epoch > 1 else None  # noqa: E731
-    fitting.linear_fit(tx=tx, epochs=1, epoch_start=later)
+    linear_fit(tx=tx, epochs=1, epoch_start=later)
 
 
 class Complaint(NamedTuple):
@@ -512,61 +433,52 @@ def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_
     )
     took = []
     tx = optax.chain(tx, optax.sgd(0.1))
-    fitting.linear_fit(tx=tx, epochs=3, every={1: lambda e: took.append(len(recwarn))})
+    linear_fit(tx=tx, epochs=3, every={1: lambda e: took.append(len(recwarn))})
     said = [(str(each.message), each.filename) for each in recwarn]
     here = fitting.__file__
     assert said == [(text, here) for text in ("before", "often", "after 5", "after 10", "after 15")]
     assert took[:5] == [1] * 4 + [3]  # the row comes before the functions of its step
     phases = optperm.switch_after(1000, optax.sgd(0.1), tx)
-    fitting.linear_fit(tx=phases, epochs=1)
+    linear_fit(tx=phases, epochs=1)
     assert len(recwarn) == len(said)
 
 
 @pytest.mark.slow
-def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen(monkeypatch):
-    state = training.TrainState.create(
-        apply_fn=None, params={"w": jnp.ones((fitting.FEATURES, 3))}, tx=optax.sgd(0.1)
-    )
-    run = functools.partial(
-        training.fit, loss_fn=fitting.linear_loss, train_data=data(), steps=1, batch_size=BATCH
-    )
+def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen():
     jax.config.update("jax_default_device", None)
-    with pytest.warns(
-        UserWarning, match=r"7 of 8 devices stay idle: pass mesh=jax.make_mesh"
-    ) as caught:
-        run(state)
-    assert [each.filename for each in caught] == [__file__]
+    says = r"7 of 8 devices stay idle: pass mesh=jax.make_mesh"
+    with pytest.warns(UserWarning, match=says) as caught:
+        linear_fit(steps=1)
+    assert [each.filename for each in caught] == [fitting.__file__]
     # Warnings are errors here.
-    run(jax.device_put(state, jax.devices()[1]))
-    run(state, **fitting.on(1))
+    linear_fit(steps=1, params=jax.device_put(fitting.linear_params(), jax.devices()[1]))
+    linear_fit(steps=1, **fitting.on(1))
     with jax.default_device(jax.devices()[1]):
-        run(state)
+        linear_fit(steps=1)
 
 
 def test_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():
     """Once, with the step at which it began, also where a run goes on; a NaN that passes is none."""
     x = np.ones((10, 2), np.float32)
     x[7:] = np.nan
-    batches = list(x[:, None])
-    state = training.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(0.1))
+    batches, params = list(x[:, None]), jnp.ones(2)
 
     def loss_fn(w, batch):
         return jnp.mean((batch @ w) ** 2)
 
     with pytest.warns(RuntimeWarning, match="finite at step 8 of 10") as caught:
-        result = training.fit(state, loss_fn, batches, epochs=1)
-    assert (len(caught), caught[0].filename, result.ended) == (1, __file__, "finished")
-    state = state.replace(tx=optax.apply_if_finite(optax.sgd(0.1), 9))
-    state = state.replace(opt_state=state.tx.init(state.params))
-    training.fit(state, loss_fn, batches[::-1], epochs=1)  # warnings are errors here
+        result = linear_fit(loss_fn, batches, optax.sgd(0.1), params, epochs=1)
+    assert (len(caught), caught[0].filename) == (1, fitting.__file__)
+    assert result.ended == "finished"
+    passing = optax.apply_if_finite(optax.sgd(0.1), 9)
+    linear_fit(loss_fn, batches[::-1], passing, params, epochs=1)  # warnings are errors here
 
 
 def test_keep_best_of_a_metric_that_is_never_finite_is_warned_of():
-    options = {"eval_fn": lambda params, batch: {"loss": jnp.nan * jnp.sum(params["w"])}}
-    with pytest.warns(
-        RuntimeWarning, match="eval_loss was never finite, so keep_best has stored no"
-    ):
-        fitting.linear_fit(epochs=1, eval_data=data(), keep_best="eval_loss", **options)
+    nan = {"eval_fn": lambda *of: {"loss": jnp.nan * linear_loss(*of)}, "eval_data": DATA}
+    says = "eval_loss was never finite, so keep_best has stored no"
+    with pytest.warns(RuntimeWarning, match=says):
+        linear_fit(epochs=1, keep_best="eval_loss", **nan)
 
 
 def test_no_batch_of_an_iterator_is_taken_that_is_not_trained_on():
@@ -579,24 +491,23 @@ def test_no_batch_of_an_iterator_is_taken_that_is_not_trained_on():
             yield batch
 
     batches = endless()
-    first = fitting.linear_fit(train_data=batches, steps=9)
+    first = linear_fit(train_data=batches, steps=9)
     assert taken == [*range(1, 10)]
-    second = training.fit(first.state, fitting.linear_loss, batches, steps=11)
+    second = training.fit(first.state, linear_loss, batches, steps=11)
     assert taken == [*range(1, 21)]
-    whole = fitting.linear_fit(train_data=endless(), steps=20)
+    whole = linear_fit(train_data=endless(), steps=20)
     support.assert_same_bits(second.state.params, whole.state.params)
 
 
 @pytest.mark.slow
 def test_epoch_start_that_is_the_change_itself_is_made_in_each_epoch():
-    tx = fitting.method("svrg")
-    change = fitting.linear_fit(tx=tx, epochs=3, epoch_start=optperm.variance.take_snapshot)
-    by_epoch = fitting.linear_fit(
-        tx=tx, epochs=3, epoch_start=lambda epoch: optperm.variance.take_snapshot
+    tx, take = fitting.method("svrg"), optperm.variance.take_snapshot
+    change, by_epoch, never = (
+        linear_fit(tx=tx, epochs=3, epoch_start=each).state.params
+        for each in (take, lambda epoch: take, lambda epoch: None)
     )
-    support.assert_same_bits(change.state.params, by_epoch.state.params)
-    never = fitting.linear_fit(tx=tx, epochs=3, epoch_start=lambda epoch: None)
-    assert np.any(never.state.params["w"] != change.state.params["w"])
+    support.assert_same_bits(change, by_epoch)
+    assert np.any(never["w"] != change["w"])
 
 
 def test_later_run_sees_the_present_values_that_its_functions_read():
@@ -604,24 +515,22 @@ def test_later_run_sees_the_present_values_that_its_functions_read():
     scale = {"value": 1.0}
 
     def loss_fn(params, batch):
-        return scale["value"] * fitting.linear_loss(params, batch)
-
-    def eval_fn(params, batch):
-        return {"loss": loss_fn(params, batch)}
+        return scale["value"] * linear_loss(params, batch)
 
     def change(opt_state, params, full_gradient):
         return jax.tree.map(lambda leaf: leaf + scale["value"].astype(leaf.dtype), opt_state)
 
-    tx, found = optax.sgd(0.1, momentum=0.9), []
+    options = {"tx": optax.sgd(0.1, momentum=0.9), "epoch_start": change, "epochs": 1}
+    options |= {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": DATA}
+    found = []
     for value in (1.0, 2.0, 1.0):
         scale["value"] = np.float32(value)
-        options = {"epoch_start": change, "eval_fn": eval_fn, "eval_data": data(), "epochs": 1}
-        found.append(fitting.linear_fit(loss_fn, tx=tx, **options))
+        found.append(linear_fit(loss_fn, **options))
     first, other, again = (each.history for each in found)
     np.testing.assert_allclose(other.steps["loss"][0], 2 * first.steps["loss"][0], rtol=1e-6)
     support.assert_same_bits(first.steps, again.steps)
     assert first.epochs["eval_loss"] == again.epochs["eval_loss"] != other.epochs["eval_loss"]
-    params = found[1].state.params
-    np.testing.assert_allclose(other.epochs["eval_loss"], eval_fn(params, data())["loss"] * 2)
+    exact = 2 * linear_loss(found[1].state.params, DATA)
+    np.testing.assert_allclose(other.epochs["eval_loss"], exact, rtol=1e-7)
     moments = [optax.tree.get(each.state.opt_state, "trace")["w"] for each in found]
     assert np.any(moments[0] != moments[1])

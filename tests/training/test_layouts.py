@@ -1,12 +1,12 @@
 """Where a run lies: sharded states, replicas, and each method beside a loop by hand."""
 
 import contextlib
-import functools
 import re
 
 import fitting
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -21,21 +21,12 @@ from optperm.training import _layout as layout
 from optperm.training import _steps as steps
 
 IN, HIDDEN, OUT = 16, 32, 4
-
-
-def dense_data():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(EXAMPLES, IN)).astype(np.float32)
-    return {"x": x, "y": np.argmax(x[:, :OUT], axis=1).astype(np.int32)}
+DATA = fitting.make_data(IN, OUT)
 
 
 def dense_params():
-    keys = jax.random.split(jax.random.key(0))
-    return {
-        "in": 0.3 * jax.random.normal(keys[0], (IN, HIDDEN)),
-        "bias": jnp.zeros(HIDDEN),
-        "out": 0.3 * jax.random.normal(keys[1], (HIDDEN, OUT)),
-    }
+    kernels = {"in": support.normal((IN, HIDDEN)), "out": support.normal((HIDDEN, OUT), seed=1)}
+    return {"bias": jnp.zeros(HIDDEN), **optax.tree.scale(0.3, kernels)}
 
 
 def dense_loss(params, batch):
@@ -43,35 +34,16 @@ def dense_loss(params, batch):
     return fitting.cross_entropy(hidden @ params["out"], batch["y"])
 
 
-def sampler(axis_name=None):
-    """Constant SGD that looks at each example, as batch statistics do not allow."""
-    return optperm.mandt_sgd(
-        EXAMPLES,
-        BATCH,
-        burn_in=4,
-        burn_in_optimizer=optax.sgd(0.1),
-        max_step=0.03,
-        axis_name=axis_name,
-    )
-
-
-def method(name, axis_name=None):
-    return sampler(axis_name) if name == "constant_sgd" else fitting.method(name, axis_name)
-
-
-def dense_fit(tx, params=None, parts=None, **options):
+def dense_fit(tx, params=None, train_data=DATA, **options):
     """Of arrays, or of given batches."""
     params = dense_params() if params is None else params
-    start = {"opt_state": options.pop("opt_state")} if "opt_state" in options else {}
-    state = training.TrainState.create(apply_fn=None, params=params, tx=tx, **start)
-    options = {"epochs": 2, "batch_size": None if parts else BATCH, **options}
-    return training.fit(state, dense_loss, parts or dense_data(), **options)
+    options = {"epochs": 2, "batch_size": BATCH if train_data is DATA else None, **options}
+    return fitting.linear_fit(dense_loss, train_data, tx, params, **options)
 
 
 def batches_of(*sizes):
-    """Batches of these sizes."""
     cuts = np.cumsum(sizes)[:-1]
-    parts = {key: np.split(leaf[: sum(sizes)], cuts) for key, leaf in dense_data().items()}
+    parts = {key: np.split(leaf[: sum(sizes)], cuts) for key, leaf in DATA.items()}
     return [{key: parts[key][i] for key in parts} for i in range(len(sizes))]
 
 
@@ -89,10 +61,11 @@ def lies(leaf, wanted):
     return leaf.sharding.mesh == wanted.mesh and leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
 
 
-def shard(mesh):
-    """The placement of the params by their output units on a mesh of one axis."""
+def shard(axis_type):
+    """Return a mesh of one axis, and the placement of the params on it by their output units."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
     specs = {"in": P(None, "data"), "bias": P("data"), "out": P(None, "data")}
-    return {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
+    return mesh, {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
 
 
 @pytest.mark.slow
@@ -102,18 +75,14 @@ def shard(mesh):
 )
 def test_sharded_state_that_is_trained_and_resumed_stays_sharded(name, axis_type, tmp_path):
     """On four devices as on one."""
-    metrics = {"eval_fn": lambda *of: {"loss": dense_loss(*of)}, "eval_data": dense_data()}
-    options = {"epoch_start": fitting.epoch_start_of(name), **metrics}
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
-    wanted = shard(mesh)
-    params = jax.device_put(dense_params(), wanted)
-    alone = dense_fit(method(name), **options)
-    is_explicit = axis_type == AxisType.Explicit
-    seen = []
-    note = {"every": {10: lambda event: seen.append(event.state)}}
-    where = {"checkpoints": tmp_path, "checkpoint_every": 4}
-    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
-        spread = dense_fit(method(name), params, **where, **note, **options)
+    options = {"eval_fn": lambda *of: {"loss": dense_loss(*of)}, "eval_data": DATA}
+    options["epoch_start"] = fitting.every_second if name == "svrg" else None
+    tx, (mesh, wanted) = fitting.method(name), shard(axis_type)
+    params, alone = jax.device_put(dense_params(), wanted), dense_fit(tx, **options)
+    seen, where = [], {"checkpoints": tmp_path, "checkpoint_every": 4}
+    note = {10: lambda event: seen.append(event.state)}
+    with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext():
+        spread = dense_fit(tx, params, every=note, **where, **options)
     assert_close(spread, alone)
     evaluated = [result.history.epochs["eval_loss"] for result in (spread, alone)]
     np.testing.assert_allclose(*evaluated, rtol=1e-5)
@@ -122,7 +91,7 @@ def test_sharded_state_that_is_trained_and_resumed_stays_sharded(name, axis_type
         big = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (IN, HIDDEN)]
         assert big
         assert all(lies(leaf, wanted["in"]) for leaf in big)
-    resumed = dense_fit(method(name), params, checkpoints=tmp_path, resume=4, **options)
+    resumed = dense_fit(tx, params, checkpoints=tmp_path, resume=4, **options)
     assert_same_params(resumed, spread)
 
 
@@ -138,13 +107,13 @@ def compile_step(where, state):
 
 def test_step_gathers_no_whole_parameter_that_the_model_does_not():
     """The gathers of the compiled step are those of the loss and its gradient alone, by their shapes."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    params = jax.device_put(dense_params(), shard(mesh))
+    placement = shard(AxisType.Auto)[1]
+    params = jax.device_put(dense_params(), placement)
     state = training.TrainState.create(apply_fn=None, params=params, tx=fitting.method("svrg"))
     where = layout.choose_layout(state.tx, state)
     (batch,) = batches_of(BATCH)
     with where.context():
-        model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, shard(mesh)))
+        model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, placement))
         lowered = model.lower(where.place(params), where.put_batch(batch, local=False))
         texts = [compile_step(where, state), lowered.compile().as_text()]
     pattern = r"= (\S+) (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
@@ -157,9 +126,8 @@ def test_step_gathers_no_whole_parameter_that_the_model_does_not():
 def test_tensor_parallel_params_beside_a_sharded_batch():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     specs = {"in": P(None, "model"), "bias": P("model"), "out": P("model")}
-    params = jax.device_put(
-        dense_params(), {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
-    )
+    placement = {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
+    params = jax.device_put(dense_params(), placement)
     with jax.set_mesh(mesh):
         spread = dense_fit(fitting.method("adam"), params, mesh=mesh)
     assert spread.state.params["in"].sharding.spec == P(None, "model")
@@ -176,52 +144,20 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
         dense_fit(fitting.method("adam"), params, mesh=other)
 
 
-def by_hand(name, start):
-    """The params after two epochs of a jitted `shard_map` step and a commit, as a user writes them."""
-    tx, is_local, size = method(name, "replica"), name == "agn", 4
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:size]), ("replica",))
-
-    def step(params, opt_state, batch, **options):
-        if is_local:
-            params, opt_state = jax.tree.map(lambda leaf: leaf[0], (params, opt_state))
-        averaged = None if is_local else "replica"
-        e = optperm.evaluate(dense_loss, params, batch, axis_name=averaged)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args, **options)
-        params = optperm.apply_updates(params, updates, opt_state)
-        if is_local:
-            params, opt_state = jax.tree.map(lambda leaf: leaf[None], (params, opt_state))
-        return params, opt_state
-
-    spec = P("replica") if is_local else P()
-    specs = {"in_specs": (spec, spec, P("replica")), "out_specs": (spec, spec)}
-    jitted = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
-    params, opt_state = start, tx.init(start)
-    if is_local:
-        copies = (params, opt_state)
-        params, opt_state = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), copies)
-    orders = [training.shuffled(0, epoch, EXAMPLES, not is_local) for epoch in (1, 2)]
-    for hand in np.concatenate(orders).reshape(-1, BATCH):
-        batch = {key: leaf[hand] for key, leaf in dense_data().items()}
-        params, opt_state = jitted(params, opt_state, batch)
-    if is_local:
-        finish = functools.partial(step, commit="only")
-        finished = jax.jit(jax.shard_map(finish, mesh=mesh, **specs))
-        center = optperm.distributed.center_params(
-            finished(params, opt_state, batch)[1], final=True
-        )
-        return jax.tree.map(lambda leaf: leaf[0], center)
-    return params
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["agn", "constant_sgd"])
-def test_mapped_method_is_its_loop_by_hand(name):
+def test_mapped_sampler_is_its_loop_by_hand():
     """On four devices, which also initialize the optimizer state."""
-    options = {"opt_state": None, **fitting.on(4, mapped=True)}
-    result = dense_fit(method(name, "replica"), **options)
-    by_hands = by_hand(name, dense_params())
+    options = {"burn_in": 4, "burn_in_optimizer": optax.sgd(0.1), "max_step": 0.03}
+    tx = optperm.mandt_sgd(EXAMPLES, BATCH, axis_name="replica", **options)
+    result = dense_fit(tx, opt_state=None, **fitting.on(4, mapped=True))
+    step = loops.make_step(tx, loops.evaluation(dense_loss, axis_name="replica"))
+    specs = {"in_specs": (P(), P(), P("replica")), "out_specs": (P(), P())}
+    mapped = jax.jit(jax.shard_map(step, mesh=fitting.on(4)["mesh"], **specs))
+    params, opt_state = dense_params(), tx.init(dense_params())
+    for batch in fitting.all_batches(2, source=DATA, replace=True):
+        params, opt_state = mapped(params, opt_state, batch)
     trained = jax.tree.map(np.asarray, result.state.params)
-    support.assert_close(trained, jax.device_get(by_hands), rtol=2e-4, atol=2e-5)
+    support.assert_close(trained, jax.device_get(params), rtol=2e-4, atol=2e-5)
     plain = dense_fit(optax.sgd(0.1)).state.params
     assert np.abs(trained["in"] - plain["in"]).max() > 1e-3
 
@@ -248,9 +184,8 @@ def test_batch_statistics_and_dropout_see_the_whole_batch():
     results = [fitting.fit("linen", "svrg", epochs=2, devices=n) for n in (None, 4)]
     losses = [result.history.steps["loss"] for result in results]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    stats = [jax.tree.leaves(result.state.model_state) for result in results]
-    for one, other in zip(*stats, strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-6)
+    stats = [jax.device_get(result.state.model_state) for result in results]
+    support.assert_close(*stats, rtol=1e-4, atol=1e-6)
     placed = fitting.fit("linen", "sgperm", epochs=2, devices=4)
     support.assert_permutes(placed.state.params, fitting.variables()["params"])
 
@@ -276,9 +211,9 @@ def test_evaluation_shares_each_batch():
 def test_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
     """Its mean is over its examples all the same; replicas cannot share it, which is refused."""
     parts, adam = batches_of(16, 7), fitting.method("adam")
-    assert_close(dense_fit(adam, parts=parts), dense_fit(adam, parts=parts, **fitting.on(4)))
+    assert_close(dense_fit(adam, None, parts), dense_fit(adam, None, parts, **fitting.on(4)))
     with pytest.raises(ValueError, match="has 7 examples, which 4 replicas cannot share equally"):
-        dense_fit(fitting.method("agn", "replica"), parts=parts, **fitting.on(4, mapped=True))
+        dense_fit(fitting.method("agn", "replica"), train_data=parts, **fitting.on(4, mapped=True))
 
 
 def hosts(devices):
@@ -313,7 +248,7 @@ def test_hosts_of_two_devices_resume_and_take_batches_that_devices_do_not_divide
     assert_close(both, dense_fit(LOCAL, mesh=hosts(2).mesh, axis_name="host"))
     assert_same_params(dense_fit(LOCAL, mesh=hosts(2), resume=4, **options), both)
     parts, options = batches_of(16, 6), {"epochs": 4, "axis_name": "host"}
-    assert_close(*(dense_fit(LOCAL, parts=parts, mesh=hosts(n), **options) for n in (1, 2)))
+    assert_close(*(dense_fit(LOCAL, train_data=parts, mesh=hosts(n), **options) for n in (1, 2)))
 
 
 # The devices of a host, in each notation of a compiled program.

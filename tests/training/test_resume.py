@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 import support
-from fitting import BATCH, data, linear_fit, linear_loss
+from fitting import BATCH, DATA, EVALUATION, linear_fit, linear_loss
 
 import optperm
 from optperm import training
@@ -48,16 +49,15 @@ class Positioned:
         return self.batches[self.at - 1]
 
     def get_state(self):
-        return json.dumps(self.at).encode() if self.kind is bytes else {"at": np.int64(self.at)}
+        return json.dumps(self.at).encode() if self.kind == "bytes" else {"at": np.int64(self.at)}
 
     def set_state(self, state):
-        self.at = json.loads(state) if self.kind is bytes else state["at"]
+        self.at = json.loads(state) if self.kind == "bytes" else state["at"]
 
 
-def feed_of(name, taken=None):
-    feeds = {"arrays": data(), "batches": fitting.batches}
-    kind = {"json": dict, "bytes": bytes}.get(name)
-    return feeds.get(name, lambda epoch: Positioned(epoch, kind, taken))
+def feed_of(name, taken):
+    feeds = {"arrays": DATA, "batches": fitting.batches}
+    return feeds.get(name, lambda epoch: Positioned(epoch, name, taken))
 
 
 def at_seven(act):
@@ -69,8 +69,12 @@ def fail(*_):
     raise ZeroDivisionError("it failed")
 
 
-def leave():
-    raise SystemExit(3)
+def interrupt(*_):
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminate(*_):
+    signal.raise_signal(signal.SIGTERM)
 
 
 def failing_loader(epoch):
@@ -80,23 +84,21 @@ def failing_loader(epoch):
 
 
 def failing_evaluation(epoch):
-    return {"eval_data": lambda now: fail() if now == epoch else [data()]}
+    return {"eval_data": lambda now: fail() if now == epoch else [DATA]}
 
 
-TERM = {"on_signal": "return", **at_seven(lambda: signal.raise_signal(signal.SIGTERM))}
 # What interrupts a run, how the run ends, and after which step.
 INTERRUPTIONS = {
     "steps": ({"steps": 7}, "finished", 7),
     "callback": (at_seven(lambda: True), "stopped", 7),
-    "SIGTERM": (TERM, "interrupted", 7),
-    "SIGINT": (at_seven(lambda: signal.raise_signal(signal.SIGINT)), KeyboardInterrupt, 7),
-    "exit": (at_seven(leave), SystemExit, 7),
+    "SIGTERM": ({"on_signal": "return", **at_seven(terminate)}, "interrupted", 7),
+    "SIGINT": (at_seven(interrupt), KeyboardInterrupt, 7),
+    "exit": (at_seven(sys.exit), SystemExit, 7),
     "error of a callback": (at_seven(fail), ZeroDivisionError, 7),
     "error of the loader": ({"train_data": failing_loader}, ZeroDivisionError, 7),
     "error of an evaluation": (failing_evaluation(2), ZeroDivisionError, 10),
     "error of the last evaluation": (failing_evaluation(3), ZeroDivisionError, 15),
 }
-ERRORS = KeyboardInterrupt, SystemExit, ZeroDivisionError
 # Kind of model, method, feed, devices, and what interrupts. Each value of each occurs.
 RUNS = [
     *(("linen", "adam", "arrays", None, each) for each in INTERRUPTIONS if "loader" not in each),
@@ -110,16 +112,17 @@ RUNS = [
 ]
 
 
-def evaluation(kind):
-    metrics = {"eval_fn": fitting.ACCURACY[kind], "eval_data": lambda epoch: [data()]}
-    return {**metrics, "keep_best": ("eval_accuracy", "max")}
+def run(kind, name, devices, **options):
+    """Train for 15 steps in three epochs, with an evaluation."""
+    options = {"eval_fn": fitting.ACCURACY[kind], "eval_data": lambda epoch: [DATA], **options}
+    options |= {"keep_best": ("eval_accuracy", "max"), "devices": devices}
+    return fitting.fit(kind, name, epochs=3, **options)
 
 
 @functools.cache
 def uninterrupted(kind, name, feed, devices):
-    """A run of 15 steps in three epochs; its calls of steps begin and end elsewhere."""
-    options = {"train_data": feed_of(feed, []), "steps_per_call": 4, **evaluation(kind)}
-    return fitting.fit(kind, name, devices=devices, epochs=3, **options)
+    """A run whose calls of steps begin and end elsewhere."""
+    return run(kind, name, devices, train_data=feed_of(feed, []), steps_per_call=4)
 
 
 @pytest.mark.parametrize(("kind", "name", "feed", "devices", "interruption"), RUNS)
@@ -129,16 +132,15 @@ def test_run_that_is_interrupted_and_resumed_is_the_uninterrupted_one(
     """No step, row, evaluation or batch is lost or made twice, and signals get their handlers back."""
     whole, taken = uninterrupted(kind, name, feed, devices), []
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run = functools.partial(fitting.fit, kind, name, devices=devices, epochs=3)
-    options = {"train_data": feed_of(feed, taken), "checkpoints": tmp_path, **evaluation(kind)}
+    options = {"train_data": feed_of(feed, taken), "checkpoints": tmp_path}
     changed, expected, step = INTERRUPTIONS[interruption]
     try:
-        ended = run(**{**options, **changed}).ended
-    except ERRORS as error:
+        ended = run(kind, name, devices, **{**options, **changed}).ended
+    except (KeyboardInterrupt, SystemExit, ZeroDivisionError) as error:
         ended = type(error)
     assert (ended, kept(tmp_path)) == (expected, [step])
     taken.clear()
-    resumed = run(resume=True, **options)
+    resumed = run(kind, name, devices, resume=True, **options)
     # An iterator that knows where it is gives no batch twice.
     assert taken == ([3, 4, 5, 1, 2, 3, 4, 5] if feed in ("json", "bytes") else [])
     support.assert_same_bits(fitting.arrays(resumed), fitting.arrays(whole))
@@ -153,29 +155,29 @@ def test_run_that_is_interrupted_and_resumed_is_the_uninterrupted_one(
 def test_callbacks_that_an_error_prevented_are_called_when_training_resumes(tmp_path):
     """In their order and once. A callback that has failed is not called again, an evaluation is."""
 
-    def noting(calls, kind, fails_at=None):
+    calls = []
+
+    def noting(kind, fails_at=None):
         def note(event):
             calls.append((kind, event.step, event.history.last.get("step")))
             return fail() if event.step == fails_at else None
 
         return note
 
-    usual = {"eval_fn": lambda *args: {"loss": linear_loss(*args)}, "epochs": 3}
     later = [("every", 10, 10), ("end", 10, 10), ("every", 15, 15), ("end", 15, 15)]
-    for name, eval_data, fails_at, left in (
-        ("evaluation", failing_evaluation(2)["eval_data"], None, later),
-        ("callback", lambda epoch: [data()], 10, later[1:]),
+    for name, failing, left in (
+        ("evaluation", failing_evaluation(2), later),
+        ("callback", {"every": {5: noting("every", 10)}}, later[1:]),
     ):
-        calls = []
-        usual |= {"checkpoints": tmp_path / name, "checkpoint_every": 5}
-        failing = {"every": {5: noting(calls, "every", fails_at)}, "eval_data": eval_data}
+        usual = {"epochs": 3, "checkpoints": tmp_path / name, "checkpoint_every": 5, **EVALUATION}
+        usual |= {"on_epoch_end": noting("end"), "every": {5: noting("every")}}
         with pytest.raises(ZeroDivisionError):
-            linear_fit(on_epoch_end=noting(calls, "end"), **failing, **usual)
+            linear_fit(**{**usual, **failing})
         assert calls[:2] == [("every", 5, 5), ("end", 5, 5)]
         calls.clear()
-        working = {"every": {5: noting(calls, "every")}, "eval_data": lambda epoch: [data()]}
-        linear_fit(on_epoch_end=noting(calls, "end"), resume=True, **working, **usual)
+        linear_fit(resume=True, **usual)
         assert calls == left
+        calls.clear()
 
 
 def test_checkpoint_within_an_epoch_has_no_row_of_this_part(tmp_path):
@@ -202,7 +204,7 @@ def test_error_leaves_what_was_trained_in_a_model_of_nnx(tmp_path):
 
     def load(epoch):
         yield from fitting.batches(epoch)
-        yield {name: leaf[:3] for name, leaf in data().items()}
+        yield {name: leaf[:3] for name, leaf in DATA.items()}
 
     def loss_fn(model, batch):
         return fail() if batch["x"].shape[0] == 3 else fitting.nnx_loss(model, batch)
@@ -218,17 +220,14 @@ def test_error_leaves_what_was_trained_in_a_model_of_nnx(tmp_path):
 
 
 def test_endless_stream_stops_at_a_signal(tmp_path):
-    batches = itertools.cycle(fitting.batches(1))
-    interrupt = {"every": {3: lambda event: signal.raise_signal(signal.SIGTERM)}}
-    options = {"checkpoints": tmp_path, "on_signal": "return", **interrupt}
-    result = linear_fit(train_data=batches, steps=10**9, **options)
+    options = {"checkpoints": tmp_path, "on_signal": "return", "every": {3: terminate}}
+    result = linear_fit(train_data=itertools.cycle(fitting.batches(1)), steps=10**9, **options)
     assert (result.ended, result.step, kept(tmp_path)) == ("interrupted", 3, [3])
 
 
 def test_second_ctrl_c_before_the_end_of_a_step_is_an_interrupt():
-    twice = {1: lambda _: [signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGINT)]}
     with pytest.raises(KeyboardInterrupt):
-        linear_fit(epochs=1, every=twice, on_signal="return")
+        linear_fit(epochs=1, every={1: [interrupt, interrupt]}, on_signal="return")
 
 
 @pytest.mark.programs
@@ -258,19 +257,18 @@ def test_signal_comes_again_after_the_checkpoint(tmp_path, capfd):
     came = []
     previous = signal.signal(signal.SIGTERM, lambda number, frame: came.append(kept(tmp_path)))
     try:
-        send = {"every": {4: lambda event: signal.raise_signal(signal.SIGTERM)}}
-        result = linear_fit(steps=20, checkpoints=tmp_path, **send)
+        result = linear_fit(steps=20, checkpoints=tmp_path, every={4: terminate})
         assert (result.ended, came) == ("interrupted", [[4]])
         assert capfd.readouterr().err.splitlines() == [
             "SIGTERM: stopping after the running steps.",
             f"fit was interrupted by SIGTERM after step 4, saved in {tmp_path}.",
         ]
         # One that comes in the last step changes nothing in the result, and comes again as well.
-        send["every"] = {8: send["every"][4]}
-        assert linear_fit(steps=8, checkpoints=tmp_path, resume=True, **send).ended == "finished"
+        last = {"steps": 8, "every": {8: terminate}}
+        assert linear_fit(checkpoints=tmp_path, resume=True, **last).ended == "finished"
         assert came == [[4], [4, 8]]
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        assert linear_fit(steps=8, every=send["every"]).ended == "finished"
+        assert linear_fit(**last).ended == "finished"
         assert len(came) == 2
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -351,9 +349,9 @@ def test_best_state_of_a_part_of_an_epoch_is_dropped_with_its_row(cut, tmp_path)
         return {"loss": jnp.abs(jnp.sum(params["w"]) - 9.0)}
 
     batches = [{"x": np.full((1, 1), value, np.float32)} for value in (1, 3, 5, 2, 4)]
-    state = training.TrainState.create(apply_fn=None, params={"w": jnp.zeros(1)}, tx=optax.sgd(0.5))
     options = {"eval_fn": eval_fn, "eval_data": batches[:1], "keep_best": "eval_loss"}
-    run = functools.partial(training.fit, state, loss_fn, batches, checkpoints=tmp_path, **options)
+    options |= {"tx": optax.sgd(0.5), "params": {"w": jnp.zeros(1)}, "checkpoints": tmp_path}
+    run = functools.partial(linear_fit, loss_fn, batches, **options)
     assert run(steps=cut).best_step == cut
     resumed = run(epochs=3, resume=True)
     assert (resumed.best_step, float(resumed.best_state.params["w"][0])) == (5, 7.5)
@@ -361,10 +359,9 @@ def test_best_state_of_a_part_of_an_epoch_is_dropped_with_its_row(cut, tmp_path)
 
 def test_checkpoint_of_another_run_is_refused(tmp_path):
     where = {"checkpoints": tmp_path, "checkpoint_every": 5}
-    best = {"eval_fn": lambda *args: {"loss": linear_loss(*args)}, "eval_data": data()}
     linear_fit(epochs=2, checkpoint_keep=1, **where)
     assert kept(tmp_path) == [10]
-    others = {name: leaf[::-1].copy() for name, leaf in data().items()}
+    others = {name: leaf[::-1].copy() for name, leaf in DATA.items()}
     for options, says in [
         ({"resume": False}, "contains checkpoints of an earlier run"),
         ({"resume": 4}, r"resume=4, but .* has checkpoints of steps \[10\]"),
@@ -373,7 +370,10 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
         ({"train_data": others, "batch_size": BATCH}, "the digest of train_data is"),
         ({"train_data": fitting.batches}, "an iterable of batches"),
         ({"tx": optax.sgd(0.1)}, r"the form of optimizer and model is \d+ arrays, \w+ there and"),
-        ({"keep_best": "eval_loss", **best}, r"keep_best is None there and \['eval_loss', 'min'\]"),
+        (
+            {"keep_best": "eval_loss", **EVALUATION},
+            r"keep_best is None there and \['eval_loss', 'min'\]",
+        ),
     ]:
         with pytest.raises(ValueError, match=says):
             linear_fit(epochs=3, **{"resume": True, **where, **options})
