@@ -61,7 +61,7 @@ class MandtSgdState(NamedTuple):
       covariance: The mean of the estimates: (D, D), a tree like params, or the mean of its diagonal.
       basis: The form of the preconditioner. W of the full form contains the eigenvectors of C.
       noise: :math:`\Lambda = W^\top C W`: the eigenvalues (D,), a tree like params, or one number.
-      sizes: h of `noise`, which the next step takes, with the structure of `noise`.
+      sizes: h of the last step, or of `noise` in the full form, with the structure of `noise`.
       stability: :math:`\eta \lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`; 0 before its first estimate.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
     """
@@ -84,7 +84,7 @@ class MandtSgdState(NamedTuple):
         return ForLoop(draws_examples=True)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
-        """Return H g with the latest estimate of C.
+        """Return H g with the step sizes of the last update.
 
         Args:
           grads: g, a tree like the params.
@@ -297,7 +297,7 @@ def mandt_sgd(
             left_out=state.left_out + (is_moving & ~all_finite(h_g)).astype(jnp.int32),
             unstable=state.unstable + (is_due & ~is_moving).astype(jnp.int32),
             # A decomposition in this step has changed the basis, to which h does not belong.
-            sizes=step_sizes(following.noise, optax.safe_increment(count)),
+            sizes=step_sizes(following.noise, count) if is_full else h,
         )
 
     sampler = transformation(
