@@ -97,7 +97,9 @@ class Transformation:
             tx = self.factory(*args, **kwargs)
 
             def update(updates, state, params=None, **extra_args):
-                given = {**EXTRA_ARGS, "draw": jax.tree.map(half, params), **extra_args}
+                given = EXTRA_ARGS | extra_args
+                if self.factory is optperm.ivon and "draw" not in given:
+                    given["draw"] = jax.tree.map(half, params)
                 return tx.update(updates, state, params, **given)
 
             return optax.GradientTransformationExtraArgs(tx.init, update)
