@@ -71,6 +71,20 @@ def test_effective_sizes_are_those_of_autoregressions(decay):
     assert found.mean() == pytest.approx(exact, rel=0.1)
 
 
+def test_effective_sizes_are_geyers_sum_by_hand():
+    """2 * 20 / (-1 + 2 sum P_t), where P_t = rho_2t + rho_2t+1 > 0 does not rise again."""
+    draws = autoregressive(0.7, (2, 20, 1))
+    x = draws[..., 0] - draws[..., 0].mean(axis=1, keepdims=True)
+    covariances = np.array([np.sum(x[:, t:] * x[:, : 20 - t]) / 40 for t in range(20)])
+    within, between = covariances[0] * 20 / 19, draws.mean(axis=1).var(ddof=1)
+    rho = 1 - (within - covariances) / (0.95 * within + between)
+    pairs = [1 + rho[1], *(rho[2:-1:2] + rho[3::2])]
+    above = [pairs[0]]
+    while (following := pairs[len(above)]) > 0:
+        above.append(min(following, above[-1]))
+    np.testing.assert_allclose(effective_sizes(draws), 40 / (2 * sum(above) - 1), rtol=1e-9)
+
+
 def test_good_draws_pass_with_their_figures():
     text, report = report_of(samples_of(GOOD))
     assert text == ""

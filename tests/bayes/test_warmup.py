@@ -23,10 +23,8 @@ N, S, D = 500, 8, 3
 NUMBERS = {"noise_ratio": 10.0, "num_data": N, "batch_size": S, "momentum": 0.0}
 HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
 NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
-# What a warm-up hands over of a window: from a kernel, the window, steps and their scale.
-handed_over = jax.jit(
-    functools.partial(hand_over, limit=jnp.float32(0.2), rate=jnp.float32(1), noise_ratio=10.0)
-)
+# What a warm-up hands over of a window: from a kernel, the window, steps, their scale and the rate.
+handed_over = jax.jit(functools.partial(hand_over, limit=jnp.float32(0.2), noise_ratio=10.0))
 
 
 def run(tx, steps, sizes=None, parts=1):
@@ -124,7 +122,7 @@ def test_curvature_is_that_of_the_new_directions():
         estimates=jnp.int32(9), covariance=(jnp.float32(NOISE), jnp.float32(np.diag(NOISE))),
         curvature=jnp.float32(h * a), root_square=jnp.float32(h * a),
     )  # fmt: skip
-    new, _ = handed_over(kernel, seen, h, jnp.float32(1))
+    new, _ = handed_over(kernel, seen, h, jnp.float32(1), rate=jnp.float32(1))
     w = np.asarray(new.basis.w, np.float64)
     np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=1e-5)
     np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
@@ -139,6 +137,19 @@ def test_curvature_includes_the_spread_of_the_batches_curvatures():
     np.testing.assert_allclose(found, [4.1, 41.0, 0.0], rtol=1e-5)
 
 
+def test_steps_are_shortened_until_their_stability_is_the_limit_times_the_rate():
+    """All curvatures are multiplied by 0.8 / (0.2 * 0.5), here 8, where 0.8 is what the window saw."""
+    kernel, seen = begin(jnp.zeros(D), "diagonal", **NUMBERS)
+    one = jnp.ones(D)
+    kernel = kernel._replace(noise=one, is_ready=jnp.array(True))
+    seen = seen._replace(
+        estimates=jnp.int32(9), covariance=one, curvature=one, root_square=one,
+        stability=jnp.float32(0.8),
+    )  # fmt: skip
+    new, _ = handed_over(kernel, seen, one, one[0], rate=jnp.float32(0.5))
+    np.testing.assert_allclose([new.excess, new.stability], [8.0, 0.1], rtol=1e-6)
+
+
 def test_variance_of_the_noise_over_places_lowers_its_fraction():
     """rho / (1 + rho) is a tenth of the old fraction over the standard deviation, here 1 / 2."""
     kernel, seen = begin(jnp.zeros(D), "diagonal", **NUMBERS)
@@ -147,7 +158,7 @@ def test_variance_of_the_noise_over_places_lowers_its_fraction():
         estimates=jnp.int32(9), covariance=one, repeated=jnp.float32(1.25), curvature=one,
         root_square=one,
     )  # fmt: skip
-    new, _ = handed_over(kernel._replace(noise=one), seen, one, jnp.float32(1))
+    new, _ = handed_over(kernel._replace(noise=one), seen, one, one[0], rate=one[0])
     fraction = new.noise_ratio / (1 + new.noise_ratio)
     np.testing.assert_allclose(fraction, 10 / 11 * 0.1 / 0.5, rtol=1e-5)
 
