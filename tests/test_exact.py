@@ -124,6 +124,9 @@ def test_what_follows_a_method_that_must_be_last_is_warned_of():
             optperm.apply_updates(KERNEL, KERNEL, state)
         with pytest.warns(UserWarning, match=says):
             jax.eval_shape(optperm.apply_updates, KERNEL, KERNEL, state)
+    with pytest.warns(UserWarning, match=PLACES):
+        after = optperm.apply_updates(KERNEL, KERNEL, FOLLOWED[0][0].init(KERNEL))
+    support.assert_same_bits(after, KERNEL)  # The target is exact all the same.
 
 
 def test_what_may_follow_is_not_warned_of():

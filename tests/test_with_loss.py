@@ -80,13 +80,14 @@ def test_each_step_draws_a_batch_of_its_own_for_everything():
     support.assert_same_bits(run(tx, 4), trail)
     typed = optperm.with_loss(recorded(4), loss_fn, DATA, 4, key=jax.random.key(5))
     support.assert_same_bits(typed.init(START).key, trail[0][1].key)
-    rows = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(
+    of_each = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(
         START, {"x": X[:, None], "y": DATA["y"][:, None], "scale": jnp.ones(12)}
     )["w"]
     before, drawn = START, set()
     for index, (params, state) in enumerate(trail):
-        grad, value, each = state.inner_state
-        gaps = np.abs(each["w"][:, None] - rows[None]).max(2)
+        grad, value, drawn_grads = state.inner_state
+        # Which of the data the four examples are, by their gradients.
+        gaps = np.abs(drawn_grads["w"][:, None] - of_each[None]).max(2)
         places = gaps.argmin(1)
         assert gaps.min(1).max() < 1e-4
         batch = {"x": X[places], "y": DATA["y"][places], "scale": DATA["scale"]}

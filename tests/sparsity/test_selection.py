@@ -25,6 +25,17 @@ LENET = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_codes_rise_with_signed_scores(dtype):
+    """Both zeros are tied, subnormal numbers are apart from them, and NaN of any sign is the highest."""
+    scores = [-np.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 1.5, 3e38, np.inf, np.nan, -np.nan]
+    with jax.enable_x64(True):
+        codes = np.asarray(order_codes(jnp.asarray(np.array(scores, dtype))))
+    assert codes[0] > 0
+    ranks = np.unique(codes, return_inverse=True)[1]
+    assert ranks.tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9]
+
+
 def test_loops_over_many_small_leaves_are_not_compiled_as_one_function():
     """XLA on a CPU would, and take minutes: the time grows with the square of the leaves."""
     codes = [jax.ShapeDtypeStruct((8, 8), jnp.uint32)] * 12
