@@ -48,7 +48,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # CI sets a limit in seconds of processor time for a test of the default tier; without it, a slow machine
 # fails nothing. The markers leave a test out of that tier.
-LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or "inf")
+try:
+    LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or "inf")
+except ValueError as error:
+    raise pytest.UsageError(f"OPTPERM_TEST_LIMIT is a number of seconds: {error}.") from None
 TIERS = ("entries", "programs", "slow", "exhaustive")
 STARTED = pytest.StashKey[float]()
 hypothesis.settings.register_profile("optperm", deadline=None, derandomize=True, database=None)
