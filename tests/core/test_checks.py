@@ -65,11 +65,13 @@ def test_what_is_allowed_passes_and_the_rest_is_refused():
 
 def test_what_is_wrong_is_named_with_advice():
     real = functools.partial(checks.check_real_floating, "it", advice="Mask it.")
+    static_count = functools.partial(checks.check_static_count, "it")
     mixed = {"a": jnp.ones(2), "b": [jnp.ones(2, jnp.bfloat16), jnp.ones(2, int)]}
     several = optax.MultiSteps(optax.sgd(0.1), 2)
     init, model = optperm.svrg().init, {"act": jax.nn.relu, "w": jnp.ones(2)}
     for check, value, error, message in (
         (axis_is_bound, "other", ValueError, "axis_name 'other' is not bound here"),
+        (static_count, jnp.int32(3), TypeError, "it sets the shapes of arrays.* name it in static"),
         (
             transformation,
             several,

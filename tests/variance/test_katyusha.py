@@ -11,12 +11,12 @@ from least_squares import coins, evaluation, make_data, numpy_grad, part, start
 
 import optperm
 
-L, MU, P, SEED = 6.0, 0.3, 0.3, 7
+L, P, SEED = 6.0, 0.3, 7
 
 
-def reference_run(data, steps):
+def reference_run(data, mu, steps):
     """Algorithm 2 of the paper, from y = z = w: the points at which it takes gradients."""
-    sigma, theta_2 = MU / L, 0.5
+    sigma, theta_2 = mu / L, 0.5
     theta_1 = min(np.sqrt(2 * sigma / (3 * P)), 0.5)
     eta = theta_2 / ((1 + theta_2) * theta_1)
     flips, trail = coins(P, SEED, steps), []
@@ -34,14 +34,15 @@ def reference_run(data, steps):
 
 
 @pytest.mark.usefixtures("x64")
-def test_params_are_those_of_the_paper():
-    """Step by step, to 1e-13."""
+@pytest.mark.parametrize("mu", [0.3, 3.0])
+def test_params_are_those_of_the_paper(mu):
+    """Step by step, to 1e-13, with theta_1 of 1 / 3 and of its limit, 1 / 2."""
     data, begin = make_data(np.float64), start(np.float64)
-    tx = optperm.katyusha(1 / (3 * L), MU, P, key=SEED)
+    tx = optperm.katyusha(1 / (3 * L), mu, P, key=SEED)
     batches = [part(data, t) for t in range(20)]
     trail = loops.train(tx, begin, batches, evaluate=evaluation(data))
     at = [begin, *(params for params, _ in trail)]
-    support.assert_close(at, reference_run(data, 21), rtol=1e-13, atol=1e-13)
+    support.assert_close(at, reference_run(data, mu, 21), rtol=1e-13, atol=1e-13)
 
 
 def test_params_of_16_bits_lose_no_small_steps():
