@@ -78,7 +78,12 @@ def test_what_is_wrong_is_named_with_advice():
             TypeError,
             r"which MultiSteps\(\.\.\.\)\.gradient_transformation",
         ),
-        (real, mixed, TypeError, r"it\['b'\]\[1\] has dtype int32, .* real floating\. Mask it\."),
+        (
+            real,
+            mixed,
+            TypeError,
+            r"it\['b'\]\[1\] has dtype int32, but must be real floating\. Mask it\.",
+        ),
         (init, model, TypeError, r"act.* eqx\.filter\(model, eqx\.is_inexact_array"),
         (init, model | {"act": "x"}, TypeError, r"act.* got 'x'\.$"),
     ):
