@@ -110,7 +110,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("says", FAULTS)
 def test_faults_of_draws_are_named(says):
-    assert re.search(says, report_of(samples_of(FAULTS[says]))[0])
+    assert re.search(says, report_of(samples_of(FAULTS[says]))[0], re.DOTALL)
 
 
 def test_entries_that_have_not_moved_are_warned_of():
