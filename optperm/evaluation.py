@@ -255,8 +255,3 @@ def map_examples(
 
 def _is_shared_key(leaf: Any) -> bool:
     return is_key(leaf) and not leaf.ndim
-
-
-# `help` and pickles show the module where users find these names.
-Evaluation.__module__ = "optperm"
-evaluate.__module__ = "optperm"
