@@ -46,8 +46,9 @@ class ApolloState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      norm: q, of shape (...), the last positive and finite norm of each matrix's step without the factor
-        `scale`. It is 0 before the first step, for leaves at full rank, and without a `limit`.
+      norm: q, of shape (...), the norm of each matrix's last step that was not an exception (see
+        `limit`), without the factor `scale`. It is 0 before the first step, for leaves at full rank, and
+        without a `limit`.
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
@@ -103,7 +104,9 @@ def apollo(
         can start with AdamW's learning rate. Then tune the rate: for the matrices of a small decoder,
         the best rate was four to eight times AdamW's rate. The `scale` of the authors' code is the
         square of this argument.
-      limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit.
+      limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit. The
+        limit ignores steps that are not finite or below a tenth of the step before, as in
+        `optperm.low_rank`.
       dimension_numbers: The axes of the matrices to project, as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.
 
@@ -190,7 +193,7 @@ def apollo(
             f = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1))
             norm = jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1)))
             # |S / L| <= limit q
-            quotient, q = limit_growth(norm, q, limit)
+            quotient, q = limit_growth(norm, q, limit, r, m.rank_axis)
             # scale = sqrt(d / r) for "auto"; U has the sign relative to G that N has relative to R
             size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
             factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient

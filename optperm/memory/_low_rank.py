@@ -78,8 +78,8 @@ class LowRankState(NamedTuple):
         zero before the first basis.
       next_refresh: For each matrix, the first step in which it may get its next basis; an array of shape
         (...). It is 0 before the first basis.
-      norm: q, of shape (...), the last positive and finite norm of each matrix's scaled residual. It is
-        0 before the first step, and without a `residual` or a `limit`.
+      norm: q, of shape (...), the norm of each matrix's last scaled residual that was not an exception
+        (see `limit`). It is 0 before the first step, and without a `residual` or a `limit`.
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown or
         without a `residual`.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
@@ -174,6 +174,8 @@ def low_rank(
       side: The side of each matrix to project, "smaller" or "larger". For a square matrix, "smaller" is
         the columns. "larger" gives a smaller state and a poorer subspace.
       limit: The maximum factor by which the norm of S grows per step, at least 1, or None for no limit.
+        The limit ignores steps whose S is not finite or below a tenth of the S before: the next step
+        may be as long as the step before the exception.
       dimension_numbers: The axes of the matrices to project: one `optax.contrib.GaLoreDimensionNumbers`
         for all leaves with two or more axes, a tree like params with None for full rank, or a function
         from params to such a tree. Axes that are not named are batch axes, along which each matrix has
@@ -329,7 +331,7 @@ def low_rank(
                 is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole
                 norm = jnp.sqrt(jnp.where(is_seen, whole - inside, 0.0))
                 # |S / L| <= limit q
-                quotient, q = limit_growth(norm, q, limit)
+                quotient, q = limit_growth(norm, q, limit, r, m.rank_axis)
                 # P N + S / L = P (N - a R) + a G, with a = sign f / L, needs one product instead of two
                 a = sign.astype(r.dtype) * f / quotient[..., None, None]
                 u = lift(m, basis, n - a * r, g) + a * g
