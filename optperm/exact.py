@@ -15,8 +15,8 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.states import PhasedState, find_states, has_protocol, without_variables
-from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
+from optperm.core.states import PhasedState, find_states, has_protocol
+from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part, without_variables
 
 # Wrappers that average, interpolate or scale the params of the method inside.
 _MOVING_WRAPPERS = {

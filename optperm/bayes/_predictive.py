@@ -15,7 +15,7 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.shapes import Array, Float, Shaped
 from optperm.core.shardings import can_be_seen, take
-from optperm.core.states import without_variables
+from optperm.core.trees import without_variables
 
 # A softmax in bfloat16 sums to 1 within this tolerance, and its mean over draws is in float32.
 _ROUNDING = 4 * float(jnp.finfo(jnp.bfloat16).eps)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.core.shapes import Array, Float, Int32, PyTree, Shaped
-from optperm.core.states import without_variables
+from optperm.core.trees import without_variables
 
 
 class Samples(NamedTuple):

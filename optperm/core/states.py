@@ -15,7 +15,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
-from optperm.core.trees import mask_like
+from optperm.core.trees import in_variables, mask_like, without_variables
 
 State = TypeVar("State")
 # `draw_params` folds this number into a key; it is far from the counts folded into the same key
@@ -300,27 +300,6 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
         lambda node: in_variables(new, node) if node is place else node,
         opt_state,
         is_leaf=lambda node: node is place,
-    )
-
-
-def _is_variable(node: Any) -> bool:
-    return callable(getattr(type(node), "get_value", None))
-
-
-def without_variables(tree: Any) -> Any:
-    """Return the tree with each variable of `flax.nnx` replaced by its array."""
-    return jax.tree.map(
-        lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
-    )
-
-
-def in_variables(tree: Any, like: Any) -> Any:
-    """Return a tree of arrays, inside variables of `flax.nnx` wherever `like` has variables."""
-    return jax.tree.map(
-        lambda place, value: place.replace(value) if _is_variable(place) else value,
-        like,
-        tree,
-        is_leaf=_is_variable,
     )
 
 

@@ -25,9 +25,9 @@ from optperm.core.dtypes import computed_once
 from optperm.core.keys import key_data
 from optperm.core.shapes import Int32
 from optperm.core.shardings import is_spread, shard_like, sharding_of
-from optperm.core.states import find_states, match_params, without_variables
+from optperm.core.states import find_states, match_params
 from optperm.core.transformation import transformation
-from optperm.core.trees import is_flag, spread_prefix
+from optperm.core.trees import is_flag, spread_prefix, without_variables
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState

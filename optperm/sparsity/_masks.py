@@ -13,9 +13,9 @@ from optperm.core import checks
 from optperm.core.dtypes import place_like
 from optperm.core.shapes import Array, Bool, PyTree
 from optperm.core.shardings import shard_like
-from optperm.core.states import find_state, replace_state, without_variables
+from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
-from optperm.core.trees import fill_masked, mask_like
+from optperm.core.trees import fill_masked, mask_like, without_variables
 from optperm.exact import Exact
 from optperm.sparsity._choice import (
     Include,

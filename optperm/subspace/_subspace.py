@@ -30,8 +30,8 @@ from optperm.core.mapped_axes import (
 )
 from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
 from optperm.core.shardings import explicit_sharding, rows_like, shard_like
-from optperm.core.states import find_state, find_states, replace_state, without_variables
-from optperm.core.trees import mask_like, one_row
+from optperm.core.states import find_state, find_states, replace_state
+from optperm.core.trees import mask_like, one_row, without_variables
 from optperm.subspace._quasi_newton import QuasiNewtonState, make_quasi_newton
 
 # By default, float32 products have half the precision on accelerators.

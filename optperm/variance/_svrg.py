@@ -22,9 +22,9 @@ from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import find_state, replace_state, without_variables
+from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
-from optperm.core.trees import mask_like
+from optperm.core.trees import mask_like, without_variables
 from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, evaluate_gradient
 
 FULL_GRADIENT = {
