@@ -22,7 +22,7 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
-from optperm.core.trees import mask_like
+from optperm.core.trees import mask_like, resolve_tree, without_variables
 from optperm.memory._matrix_axes import find_matrix_axes
 
 Side = Literal["smaller", "larger"]
@@ -139,20 +139,26 @@ def plan_matrices(
       dimension_numbers: The axes of the leaves to project; None for the axes of
         `optperm.memory.matrix_axes` in all leaves whose state becomes smaller.
     """
-    structure: Any
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    structure: Any = jax.tree.structure(tree)
+    plain = without_variables(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(plain)
     is_found = dimension_numbers is None
     # There is one entry per leaf: its axes, or None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if leaves:
-        given = find_matrix_axes if is_found else dimension_numbers
-        given = given(tree) if callable(given) else given
+        given = resolve_tree(find_matrix_axes if is_found else dimension_numbers, tree)
         if isinstance(given, GaLoreDimensionNumbers):
-            given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
+            given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, plain)
+        own: Any = jax.tree.structure(plain)
         try:
-            numbers = structure.flatten_up_to(mask_like(given, tree))
+            numbers = own.flatten_up_to(mask_like(given, plain))
         except ValueError as error:
             raise ValueError(f"{_WANTED_NUMBERS}: {error}") from error
+        if not is_found and all(number is None for number in numbers):
+            raise ValueError(
+                "dimension_numbers names no axes, so each leaf would stay at full rank. "
+                "optperm.memory.matrix_axes(params) shows the paths and the shapes of the leaves."
+            )
     found: list[Matrix | None] = []
     sides: list[int] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):

@@ -27,7 +27,7 @@ from optperm.core.shapes import Int32
 from optperm.core.shardings import is_spread, shard_like, sharding_of
 from optperm.core.states import find_states, match_params
 from optperm.core.transformation import transformation
-from optperm.core.trees import is_flag, spread_prefix, without_variables
+from optperm.core.trees import is_flag, resolve_tree, spread_prefix, without_variables
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
@@ -139,8 +139,8 @@ def quantize_state(
 
     Raises:
       TypeError: If `inner` is not a transformation, or a number has the wrong type.
-      ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params, no state of `inner` is
-        known, or `update` gets a state with other `bits`; or, with 4 bits, if a device has an odd number
+      ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params or selects none of them,
+        no state of `inner` is known, or `update` gets a state with other `bits`; or, with 4 bits, if a device has an odd number
         of entries of a sharded last axis.
 
     References:
@@ -167,11 +167,12 @@ def quantize_state(
                 f"Known states are {', '.join(each.__name__ for each in KNOWN)}."
             )
         _warn_of_unknown(inner_state, params, min_size)
+        flags = _resolve_include(include, params)
         seconds = probe(inner_state, lambda: params, find_known_states)
         names = [
             [
                 name if is_included and leaf.ndim and leaf.size >= min_size else ""
-                for leaf, is_included, name in _name_moments(state, each, params, include, bits)
+                for leaf, is_included, name in _name_moments(state, each, params, flags, bits)
             ]
             for state, each in zip(known, seconds, strict=True)
         ]
@@ -292,15 +293,31 @@ def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedState)
 
 
+def _resolve_include(include: Any, params: Any) -> Any:
+    """Return True for each included parameter, in a tree like params, or True for all.
+
+    Raises:
+      ValueError: If `include` does not fit the params, or if a tree or a function includes none of them.
+    """
+    if include is None:
+        return True
+    chosen = resolve_tree(include, params)
+    flags = spread_prefix("include", chosen, params, is_flag, "True or False")
+    found = jax.tree.leaves(flags)
+    if found and not any(found) and not is_flag(include):
+        raise ValueError("include selects no params: it is False for each leaf of the params.")
+    return flags
+
+
 def _name_moments(
-    state: Any, second: Second, params: Any, include: Any, bits: int
+    state: Any, second: Second, params: Any, flags: Any, bits: int
 ) -> list[tuple[Any, bool, str]]:
     """Return a state's moments, each with a flag for inclusion and the name of its rounding."""
     found = []
     for field, role in KNOWN[type(state)].roles.items():
         moments = getattr(state, field)
-        flags = _flag_moments(moments, params, include)
-        for leaf, flag in zip(jax.tree.leaves(moments), flags, strict=True):
+        included = _flag_moments(moments, params, flags)
+        for leaf, flag in zip(jax.tree.leaves(moments), included, strict=True):
             dtype = jnp.result_type(leaf)
             is_small = jnp.issubdtype(dtype, jnp.floating) and 2 <= dtype.itemsize <= 4
             if field == "nu" and second == "sizes":
@@ -315,12 +332,8 @@ def _name_moments(
     return found
 
 
-def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
+def _flag_moments(moments: Any, params: Any, flags: Any) -> list[bool]:
     """Return whether each moment belongs to an included parameter, or to no parameter."""
-    flags: Any = True
-    if include is not None:
-        chosen = without_variables(include(params) if callable(include) else include)
-        flags = spread_prefix("include", chosen, params, is_flag, "True or False")
     own, chosen = jax.tree.leaves(moments), jax.tree.leaves(flags)
     if flags is True:
         return [True] * len(own)

@@ -259,6 +259,62 @@ def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
             call()
 
 
+class Attention(eqx.Module):
+    """A model that can be called, with a field whose name nnx gives to arrays."""
+
+    query: jax.Array
+    value: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x @ self.query @ self.value + self.bias
+
+
+def test_a_model_that_can_be_called_is_a_tree_of_axes_and_flags():
+    model = Attention(jnp.ones((64, 96)), jnp.ones((96, 64)), jnp.ones(64))
+    axes = optperm.memory.matrix_axes(model, query=None)
+    assert axes.value is not None
+    adam = optax.scale_by_adam()
+    low = optperm.low_rank(adam, 4, dimension_numbers=axes).init(model).inner_state.mu
+    of_apollo = optperm.apollo(adam, 4, dimension_numbers=axes).init(model).inner_state.mu
+    assert low.query.shape == of_apollo.query.shape == (64, 96)
+    assert low.value.shape == of_apollo.value.shape == (96, 4)
+    assert optperm.memory.rank_for(model, 1.6, dimension_numbers=axes) > 0.2
+    flags = Attention(query=True, value=False, bias=False)
+    mu = optperm.quantize_state(adam, include=flags).init(model).inner_state.mu
+    assert mu.query.dtype == "float8_e4m3fn"
+    assert mu.value.dtype == "float32"
+
+
+def test_functions_of_params_see_no_variables_and_must_select_something():
+    """The same paths and arrays as in a tree of arrays, in `init` and in `update`."""
+    plain = {"up": {"kernel": jnp.ones((64, 96)), "value": jnp.ones(3)}}
+    state = nnx.State({"up": nnx.State(jax.tree.map(nnx.Param, plain["up"]))})
+    adam, seen = optax.scale_by_adam(), set()
+    low, apollo = (functools.partial(each, adam, 4) for each in (optperm.low_rank, optperm.apollo))
+    quantize = functools.partial(optperm.quantize_state, adam)
+
+    def choose(chosen, other):
+        def see(path, leaf):
+            assert isinstance(leaf, jax.Array)
+            seen.add(jax.tree_util.keystr(path, simple=True, separator="/"))
+            return chosen if path[-1].key == "kernel" else other
+
+        return lambda params: jax.tree_util.tree_map_with_path(see, params)
+
+    for make, name, chosen, other in (
+        (low, "dimension_numbers", Numbers(), None),
+        (apollo, "dimension_numbers", Numbers(), None),
+        (quantize, "include", True, False),
+    ):
+        for params in (plain, state):
+            tx = make(**{name: choose(chosen, other)})
+            tx.update(params, tx.init(params), params)
+            with pytest.raises(ValueError, match=f"{name} (names no axes|selects no params)"):
+                make(**{name: choose(other, other)}).init(params)
+    assert seen == {"up/kernel", "up/value"}
+
+
 KNOWN = (
     optax.scale_by_lion(),
     # Others that have Adam's state, and decay its moments as Adam does.
