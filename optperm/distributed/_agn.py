@@ -15,8 +15,9 @@ import optax
 from optperm.core import checks
 from optperm.core.control import both, cond
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
+from optperm.core.fingerprints import UNSET
 from optperm.core.mapped_axes import AxisName
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
 from optperm.core.transformation import transformation
 from optperm.distributed._exchanging import show
 from optperm.distributed._local_counts import (
@@ -66,6 +67,7 @@ class AgnState(NamedTuple):
       pulled: Whether the last step ended in a commit, which moved the params to the center.
       skipped: Number of commits without this replica's contribution, because the contribution or the sum
         of all contributions was not finite.
+      fingerprint: Whether `outer` is None, which determines what the counts in `center_state` mean.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -77,6 +79,11 @@ class AgnState(NamedTuple):
     accumulator: PyTree[Float[Array, "..."]]
     pulled: Bool[Array, ""]
     skipped: Int32[Array, ""]
+    fingerprint: UInt32[Array, "1"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return ("outer",)
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the local optimizer and, overriding its targets, the center."""
@@ -312,6 +319,7 @@ def agn(
             accumulator=jax.tree.map(lambda a: jnp.where(is_commit, 0, a), add(accumulator)),
             pulled=jnp.asarray(is_commit),
             skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
+            fingerprint=state.fingerprint,
         )
         return finish(updates, new_state, state, has_step, axis_name)
 
@@ -322,6 +330,8 @@ def agn(
         like=lambda state: state.center,
         dtypes=True,
         axis_name=axis_name,
+        # Without `outer`, schedules of the center's optimizer count local steps, otherwise commits.
+        shape_arguments=lambda _: {"outer": is_same},
     )
     return show("agn", tx, replicas, every)
 

@@ -139,9 +139,10 @@ def quantize_state(
 
     Raises:
       TypeError: If `inner` is not a transformation, or a number has the wrong type.
-      ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params or selects none of them,
-        no state of `inner` is known, or `update` gets a state with other `bits`; or, with 4 bits, if a device has an odd number
-        of entries of a sharded last axis.
+      ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params or selects none of
+        them, no state of `inner` is known, or `update` gets a state that was made with other `bits`,
+        `include` or `min_size`; or, with 4 bits, if a device has an odd number of entries of a sharded
+        last axis.
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
