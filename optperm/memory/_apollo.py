@@ -14,10 +14,11 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fingerprints import UNSET, describe_difference
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold, normal
-from optperm.core.shapes import Array, Float, Int8, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (
     check_limit,
@@ -30,6 +31,7 @@ from optperm.memory._matrices import (
     DimensionNumbers,
     Matrix,
     check_rank,
+    describe_axes,
     make_batch_zeros,
     make_low_rank_leaf,
     plan_matrices,
@@ -51,12 +53,18 @@ class ApolloState(NamedTuple):
         without a `limit`.
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
+      fingerprint: The arguments `rank` and `dimension_numbers` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     norm: PyTree[Float[Array, "..."], "Params"]
     sign: Int8[Array, ""]
     inner_state: Any
+    fingerprint: UInt32[Array, "2"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "rank", "dimension_numbers"
 
 
 def apollo(
@@ -136,7 +144,8 @@ def apollo(
         wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
         of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
-        params, repeats an axis, or names a missing axis; or if `inner` needs params.
+        params, repeats an axis, names a missing axis or names no axes at all; if `update` gets a state
+        that was made with other `rank` or `dimension_numbers`; or if `inner` needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
@@ -167,6 +176,7 @@ def apollo(
         updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, ApolloState]:
         plans = plan_matrices(updates, rank, "smaller", dimension_numbers)
+        _check_same_shapes(optimizer, updates, plans, state)
         structure: Any = jax.tree.structure(updates)
         numbers = structure.unflatten(range(structure.num_leaves))
 
@@ -201,11 +211,39 @@ def apollo(
 
         u, norm = unzip(jax.tree.map(step, updates, plans, exact, direction, state.norm), updates)
         return u, ApolloState(
-            count=optax.safe_increment(state.count), norm=norm, sign=sign, inner_state=inner_state
+            count=optax.safe_increment(state.count),
+            norm=norm,
+            sign=sign,
+            inner_state=inner_state,
+            fingerprint=state.fingerprint,
         )
 
+    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+        plans = plan_matrices(params, rank, "smaller", dimension_numbers)
+        ranks = jax.tree.map(lambda m: m.rank, plans)
+        return {"rank": ranks, "dimension_numbers": describe_axes(plans)}
+
     # An update needs only the gradients; params determine only the dtypes.
-    return transformation(init, update, method="apollo", needs_params=False)
+    return transformation(
+        init, update, method="apollo", needs_params=False, shape_arguments=shape_arguments
+    )
+
+
+def _check_same_shapes(
+    inner: optax.GradientTransformation, updates: optax.Updates, plans: Any, state: ApolloState
+) -> None:
+    """Raise if the state of `inner` is for low-rank leaves of other shapes, which may broadcast.
+
+    The arguments of a state that is not traced are compared by its fingerprint.
+    """
+    if not isinstance(state.count, jax.core.Tracer):
+        return
+    init = lambda tree: inner.init(jax.tree.map(make_low_rank_leaf, tree, plans))  # noqa: E731
+    wanted: Any = jax.eval_shape(init, updates)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (wanted, state.inner_state)]
+    shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (wanted, state.inner_state)]
+    if structures[0] == structures[1] and shapes[0] != shapes[1]:
+        raise ValueError(describe_difference("apollo", "rank"))
 
 
 def draw_gaussian_basis(data: jax.Array, index: int, matrix: Matrix, leaf: jax.Array) -> jax.Array:

@@ -22,12 +22,14 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond, when
 from optperm.core.dtypes import computed_once
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold
-from optperm.core.shapes import Array, Float, Int8, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
+from optperm.core.trees import leaf_paths
 from optperm.memory._directions import (
     check_limit,
     compute_direction,
@@ -40,6 +42,7 @@ from optperm.memory._matrices import (
     Matrix,
     Side,
     check_rank,
+    describe_axes,
     lift,
     make_basis_zeros,
     make_batch_zeros,
@@ -83,6 +86,7 @@ class LowRankState(NamedTuple):
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown or
         without a `residual`.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
+      fingerprint: The arguments `side`, `carry` and `dimension_numbers` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -91,6 +95,11 @@ class LowRankState(NamedTuple):
     norm: PyTree[Float[Array, "..."], "Params"]
     sign: Int8[Array, ""]
     inner_state: Any
+    fingerprint: UInt32[Array, "3"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "side", "carry", "dimension_numbers"
 
 
 def low_rank(
@@ -182,7 +191,9 @@ def low_rank(
         its own basis. None for the axes of `optperm.memory.matrix_axes`.
       b1: :math:`\beta_1`, in [0, 1), of Adam in `inner`, because Adam's state does not contain it. 0.0
         carries first moments over without a bias correction.
-      b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments.
+      b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments. `init` compares
+        :math:`(1 - \beta_2) / (1 - \beta_1)^2` with the trial step of `inner`, unless a decay rate is
+        traced or both are 0.0.
       key: The random key of random bases: an int or a `jax.random.key`.
 
     Returns:
@@ -241,8 +252,11 @@ def low_rank(
         wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
         of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
-        params, repeats an axis, or names a missing axis; if `carry=True` and a state of `inner` is
-        unknown or not like params (`optax.flatten`); or if `inner` needs params.
+        params, repeats an axis, names a missing axis or names no axes at all; if `carry=True` and a
+        state of `inner` is unknown, not like params (`optax.flatten`), in 8 bits
+        (`optperm.quantize_state` belongs around this transformation), or decays by another `b1` or `b2`;
+        if `update` gets a state that was made with other `side`, `carry` or `dimension_numbers`; or if
+        `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
@@ -275,7 +289,7 @@ def low_rank(
         low = jax.tree.map(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         if carry:
-            check_moments(inner_state, plans, low, probe)
+            check_moments(inner_state, plans, low, probe, b1=b1, b2=b2)
         return LowRankState(
             count=jnp.zeros([], jnp.int32),
             basis=jax.tree.map(make_basis_zeros, params, plans),
@@ -346,10 +360,23 @@ def low_rank(
             norm=norm,
             sign=sign,
             inner_state=inner_state,
+            fingerprint=state.fingerprint,
         )
 
     # `update` does not need params, but uses them to check the dtypes of the gradients.
-    return transformation(init, update, method="low_rank", needs_params=False)
+    return transformation(
+        init,
+        update,
+        method="low_rank",
+        needs_params=False,
+        shape_arguments=lambda params: {
+            "side": side,
+            "carry": carry,
+            "dimension_numbers": describe_axes(
+                plan_matrices(params, rank, side, dimension_numbers)
+            ),
+        },
+    )
 
 
 class _Leaf(NamedTuple):
@@ -389,9 +416,9 @@ def _refresh(
     moments = split_moments(None if formulas is None else inner_state, structure)
     # The keys are the numbers of the projected leaves among all leaves
     leaves = {i: _Leaf(bases[i], dues[i], moments[i]) for i, m in enumerate(ms) if m is not None}
-    for i, leaf in leaves.items():
-        if leaf.basis.shape != (wanted := ms[i].basis_shape):
-            found = f"{ms[i].name} has a basis of shape {leaf.basis.shape} in the state"
+    for path, basis, m in zip(leaf_paths(updates), bases, ms, strict=True):
+        if basis.shape != (wanted := m.basis_shape if m is not None else ()):
+            found = f"params[{path[0]!r}] has a basis of shape {basis.shape} in the state"
             raise ValueError(
                 f"{found}, but these arguments give {wanted}: do not change rank, side or "
                 "dimension_numbers."

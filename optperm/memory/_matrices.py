@@ -185,6 +185,16 @@ def plan_matrices(
     return structure.unflatten(found)
 
 
+def describe_axes(plans: Any) -> Any:
+    """Return each leaf's axes of stacks, rows and columns, for a fingerprint."""
+
+    def describe(m: Matrix) -> Any:
+        rows, columns = (m.projected, m.kept) if m.on_rows else (m.kept, m.projected)
+        return m.batch, rows, columns
+
+    return jax.tree.map(describe, plans)
+
+
 def warn_of_full_rank(
     params: optax.Params, plans: Any, dimension_numbers: object, method: str
 ) -> None:

@@ -358,6 +358,81 @@ def test_a_state_that_cannot_be_carried_over_is_refused_in_any_container():
             jax.eval_shape(optperm.low_rank(inner, 2).init, params)
 
 
+def test_codes_of_projected_leaves_are_refused_with_the_way_out():
+    """The other order, leaves at full rank, and moments that stay as they are, are trained."""
+    params = {"w": jnp.ones((64, 96)), "b": jnp.ones(96)}
+    adam, low = optax.scale_by_adam(), functools.partial(optperm.low_rank, rank=4)
+    for bits in (8, 4):
+        quantize = functools.partial(optperm.quantize_state, bits=bits, min_size=64)
+        parts = {"codes": quantize(adam), "plain": adam}
+        for inner in (
+            quantize(adam),
+            optax.chain(optax.clip(1.0), quantize(optax.scale_by_lion())),
+            optax.partition(parts, {"w": "codes", "b": "plain"}),
+        ):
+            way = r"QuantizedState.*quantize_state\(low_rank\(\.\.\.\)\), or pass carry=False"
+            with pytest.raises(ValueError, match=way):
+                low(inner).init(params)
+        for tx in (
+            quantize(low(adam)),
+            low(quantize(adam), carry=False),
+            low(optax.partition(parts, {"w": "plain", "b": "codes"})),
+        ):
+            tx.update(params, tx.init(params))
+
+
+def test_decay_rates_that_are_not_those_of_adam_are_refused():
+    params = {"w": jnp.ones((6, 9))}
+    for inner, wrong, right in (
+        (optax.scale_by_adam(b2=0.95), {}, {"b2": 0.95}),
+        (optax.scale_by_adam(b1=0.5, mu_dtype=jnp.bfloat16), {}, {"b1": 0.5}),
+        (optax.adamw(1e-3, b1=0.8, b2=0.99), {"b1": 0.8}, {"b1": 0.8, "b2": 0.99}),
+        (optax.chain(optax.clip(0.1), optax.scale_by_yogi(b2=0.99)), {}, {"b2": 0.99}),
+        (optax.scale_by_adam(b2=0.95), {"b2": 0.999}, {"b1": 0.0, "b2": 0.0}),
+    ):
+        with pytest.raises(ValueError, match="are not the decay rates of Adam in inner"):
+            optperm.low_rank(inner, 2, **wrong).init(params)
+        optperm.low_rank(inner, 2, **right).init(params)
+        optperm.low_rank(inner, 2, carry=False).init(params)
+    traced = optax.inject_hyperparams(optperm.low_rank, static_args=("inner", "rank"))
+    traced(optax.scale_by_adam(b2=0.95), 2, b2=0.95).init(params)
+
+
+def test_a_state_made_with_another_argument_is_refused():
+    """If its shapes show it, also in a trace; a rate, a period or a kind of basis may change."""
+    params = {"w": jnp.ones((6, 6)), "s": jnp.ones((6, 6, 6))}
+    numbers = {"w": Numbers(0, 1), "s": Numbers(-2, -1)}
+    adam = optax.scale_by_adam()
+    low = functools.partial(optperm.low_rank, adam, 2, dimension_numbers=numbers)
+    apollo = functools.partial(optperm.apollo, adam, dimension_numbers=numbers)
+    quantize = functools.partial(optperm.quantize_state, adam, min_size=6)
+    other = {"dimension_numbers": lambda p: numbers | {"s": Numbers(0, 1)}}
+    fewer = {"dimension_numbers": numbers | {"w": None}}
+    for made, used, name, is_static in (
+        (low(), low(side="larger"), "side", 0),
+        (low(), low(**other), "dimension_numbers", 0),
+        (low(carry=False), low(), "carry", 0),
+        (low(), low(**fewer), "dimension_numbers", 1),
+        (low(**fewer), low(), "dimension_numbers", 1),
+        (apollo(1), apollo(4), "rank", 1),
+        (apollo(4), apollo(2), "rank", 1),
+        (apollo(2), apollo(2, **other), "dimension_numbers", 0),
+        (quantize(), quantize(include={"w": True, "s": False}), "include", 0),
+        (quantize(), quantize(min_size=7), "min_size", 0),
+        (low(), low(every=3, projection="svd", scale=2.0, limit=None, key=1), "", 1),
+        (apollo(2), apollo(1 / 3, every=3, by="tensor", scale=1.0, limit=None, key=1), "", 1),
+        (quantize(), quantize(include=True, key=1), "", 1),
+    ):
+        state = made.init(params)
+        updates = [used.update, functools.partial(jax.eval_shape, used.update)]
+        for update in updates[: 1 + is_static]:
+            if not name:
+                update(params, state, params)
+                continue
+            with pytest.raises(ValueError, match=f"made with another {name}=|change .*{name}"):
+                update(params, state, params)
+
+
 ALONG_K, ALONG_BOTH = (P(None, "x"), 16), (P("x", "y"), 4 * 64 * 4)
 
 
