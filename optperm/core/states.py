@@ -15,7 +15,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
-from optperm.core.trees import in_variables, mask_like, without_variables
+from optperm.core.trees import in_variables, mask_like, without_boxes, without_variables
 
 State = TypeVar("State")
 # `draw_params` folds this number into a key; it is far from the counts folded into the same key
@@ -326,6 +326,8 @@ def match_params(state: Any, params: Any) -> list[Match]:
     of a path or a shape. If the params are a single array, without a structure, all arrays with its
     shape and all inexact arrays with axes belong to it.
     """
+    # A state may have arrays of other shapes than the params, which are then in no boxes.
+    state, params = without_boxes(state), without_boxes(params)
     # Both trees contain numbers instead of arrays, so the arrays are not read.
     leaves, structure = jax.tree.flatten(state)
     wanted: Any = jax.tree.structure(params)

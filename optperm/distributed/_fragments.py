@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optperm.core.shardings import explicit_sharding
-from optperm.core.trees import is_function, mask_like, without_variables
+from optperm.core.trees import is_function, mask_like, without_boxes
 
 # A function of a path and a leaf, or a tree like params. The values are the fragment of a leaf, or a
 # sequence with the fragment of each slice of the leaf's leading axis.
@@ -116,13 +116,13 @@ class Fragments:
 
 def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
     """Return the fragment of each leaf, or of each of its slices, as assigned by the user."""
-    plain = without_variables(tree)
+    plain = without_boxes(tree)
     leaves = jax.tree_util.tree_leaves_with_path(plain)
     structure: Any = jax.tree.structure(plain)
     if is_function(fragment_of):
         given = [fragment_of(path, leaf) for path, leaf in leaves]
     else:
-        given = structure.flatten_up_to(mask_like(without_variables(fragment_of), plain))
+        given = structure.flatten_up_to(mask_like(without_boxes(fragment_of), plain))
     result = [np.asarray(each) for each in given]
     for (path, leaf), of in zip(leaves, result, strict=True):
         is_one = of.ndim == 0 or of.shape == np.shape(leaf)[:1]

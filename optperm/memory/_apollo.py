@@ -20,6 +20,7 @@ from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold, normal
 from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
 from optperm.core.transformation import transformation
+from optperm.core.trees import without_boxes
 from optperm.memory._directions import (
     check_limit,
     compute_direction,
@@ -32,10 +33,12 @@ from optperm.memory._matrices import (
     Matrix,
     check_rank,
     describe_axes,
+    find_low_structure,
     make_batch_zeros,
-    make_low_rank_leaf,
+    make_low,
     plan_matrices,
     project_leaf,
+    restructure,
     unzip,
     warn_of_full_rank,
 )
@@ -167,9 +170,9 @@ def apollo(
         warn_of_full_rank(params, plans, dimension_numbers, "apollo")
         return ApolloState(
             count=jnp.zeros([], jnp.int32),
-            norm=jax.tree.map(make_batch_zeros, params, plans),
+            norm=jax.tree.map(make_batch_zeros, without_boxes(params), plans),
             sign=varying_zeros(params, jnp.int8),
-            inner_state=inner.init(jax.tree.map(make_low_rank_leaf, params, plans)),
+            inner_state=inner.init(make_low(params, plans)),
         )
 
     def update(
@@ -177,7 +180,8 @@ def apollo(
     ) -> tuple[optax.Updates, ApolloState]:
         plans = plan_matrices(updates, rank, "smaller", dimension_numbers)
         _check_same_shapes(optimizer, updates, plans, state)
-        structure: Any = jax.tree.structure(updates)
+        grads = without_boxes(updates)
+        structure: Any = jax.tree.structure(grads)
         numbers = structure.unflatten(range(structure.num_leaves))
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
@@ -187,10 +191,10 @@ def apollo(
             basis = None if m is None else draw_gaussian_basis(drawn, number, m, leaf)
             return project_leaf(leaf, m, basis)
 
-        exact = jax.tree.map(draw_and_project, updates, plans, numbers)
-        low = optax.tree.cast_like(exact, updates)
+        exact = jax.tree.map(draw_and_project, grads, plans, numbers)
+        low, low_structure = optax.tree.cast_like(exact, grads), find_low_structure(updates, plans)
         direction, inner_state = compute_direction(
-            optimizer, low, state.inner_state, extra_args, "apollo"
+            optimizer, low, low_structure, state.inner_state, extra_args, "apollo"
         )
         sign = find_sign(direction, low, state.sign)
 
@@ -209,8 +213,8 @@ def apollo(
             factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient
             return m.leaf(m.turn(factor[..., None, None] * f * g)), q
 
-        u, norm = unzip(jax.tree.map(step, updates, plans, exact, direction, state.norm), updates)
-        return u, ApolloState(
+        u, norm = unzip(jax.tree.map(step, grads, plans, exact, direction, state.norm), grads)
+        return restructure(u, jax.tree.structure(updates)), ApolloState(
             count=optax.safe_increment(state.count),
             norm=norm,
             sign=sign,
@@ -238,8 +242,7 @@ def _check_same_shapes(
     """
     if not isinstance(state.count, jax.core.Tracer):
         return
-    init = lambda tree: inner.init(jax.tree.map(make_low_rank_leaf, tree, plans))  # noqa: E731
-    wanted: Any = jax.eval_shape(init, updates)
+    wanted: Any = jax.eval_shape(lambda tree: inner.init(make_low(tree, plans)), updates)
     structures: list[Any] = [jax.tree.structure(tree) for tree in (wanted, state.inner_state)]
     shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (wanted, state.inner_state)]
     if structures[0] == structures[1] and shapes[0] != shapes[1]:

@@ -12,6 +12,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.shardings import unshard
+from optperm.memory._matrices import restructure
 
 # This constant from the authors' code is added to norms in denominators.
 _EPS = 1e-8
@@ -22,14 +23,21 @@ _SHORTEST = 0.1
 
 
 def compute_direction(
-    inner: optax.GradientTransformationExtraArgs, low: Any, state: Any, extra_args: Any, method: str
+    inner: optax.GradientTransformationExtraArgs,
+    low: Any,
+    structure: Any,
+    state: Any,
+    extra_args: Any,
+    method: str,
 ) -> tuple[Any, Any]:
     """Return N, the direction of an optimizer on low-rank gradients, and its new state.
 
-    The optimizer gets no params, because weight decay of P'W would act only in the subspace.
+    The optimizer gets no params, because weight decay of P'W would act only in the subspace. It gets the
+    gradients in the given structure, in which leaves at full rank have the boxes of the params.
     """
     try:
-        return inner.update(low, state, None, **extra_args)
+        direction, new = inner.update(restructure(low, structure), state, None, **extra_args)
+        return restructure(direction, jax.tree.structure(low)), new
     except ValueError as error:
         # If params or Muon's axes are None in a map, Optax's error names params, and JAX's error names
         # NoneType ("got None" before JAX 0.12).

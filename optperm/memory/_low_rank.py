@@ -29,7 +29,7 @@ from optperm.core.noise import fold
 from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
-from optperm.core.trees import leaf_paths
+from optperm.core.trees import leaf_paths, without_boxes
 from optperm.memory._directions import (
     check_limit,
     compute_direction,
@@ -43,12 +43,14 @@ from optperm.memory._matrices import (
     Side,
     check_rank,
     describe_axes,
+    find_low_structure,
     lift,
     make_basis_zeros,
     make_batch_zeros,
-    make_low_rank_leaf,
+    make_low,
     plan_matrices,
     project_leaf,
+    restructure,
     unzip,
     warn_of_full_rank,
 )
@@ -284,19 +286,19 @@ def low_rank(
     probe = Probe(inner)
 
     def init(params: optax.Params) -> LowRankState:
-        plans = plan_matrices(params, rank, side, dimension_numbers)
+        plain, plans = without_boxes(params), plan_matrices(params, rank, side, dimension_numbers)
         warn_of_full_rank(params, plans, dimension_numbers, "low_rank")
-        low = jax.tree.map(make_low_rank_leaf, params, plans)
+        low = make_low(params, plans)
         inner_state = inner.init(low)
         if carry:
             check_moments(inner_state, plans, low, probe, b1=b1, b2=b2)
         return LowRankState(
             count=jnp.zeros([], jnp.int32),
-            basis=jax.tree.map(make_basis_zeros, params, plans),
+            basis=jax.tree.map(make_basis_zeros, plain, plans),
             next_refresh=jax.tree.map(
-                lambda leaf, m: make_batch_zeros(leaf, m, jnp.int32), params, plans
+                lambda leaf, m: make_batch_zeros(leaf, m, jnp.int32), plain, plans
             ),
-            norm=jax.tree.map(make_batch_zeros, params, plans),
+            norm=jax.tree.map(make_batch_zeros, plain, plans),
             sign=varying_zeros(params, jnp.int8),
             inner_state=inner_state,
         )
@@ -305,6 +307,7 @@ def low_rank(
         updates: optax.Updates, state: LowRankState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowRankState]:
         plans = plan_matrices(updates, rank, side, dimension_numbers)
+        grads = without_boxes(updates)
 
         # P <- another basis, and M <- C M with C = P_new' P_old, for each matrix that is due
         formulas = None
@@ -312,17 +315,17 @@ def low_rank(
             formulas = find_formulas(
                 state.inner_state,
                 probe,
-                lambda: jax.tree.map(make_low_rank_leaf, updates, plans),
+                lambda: make_low(updates, plans),
                 b1=b1,
                 b2=b2,
             )
         state = _refresh(state, updates, plans, formulas, projection, every, key)
 
         # R = P' G, and N, inner <- inner(R)
-        exact = jax.tree.map(project_leaf, updates, plans, state.basis)
-        low = optax.tree.cast_like(exact, updates)
+        exact = jax.tree.map(project_leaf, grads, plans, state.basis)
+        low, structure = optax.tree.cast_like(exact, grads), find_low_structure(updates, plans)
         direction, inner_state = compute_direction(
-            optimizer, low, state.inner_state, extra_args, "low_rank"
+            optimizer, low, structure, state.inner_state, extra_args, "low_rank"
         )
         sign = state.sign if residual is None else find_sign(direction, low, state.sign)
 
@@ -351,9 +354,9 @@ def low_rank(
                 u = lift(m, basis, n - a * r, g) + a * g
             return m.leaf(m.turn(jnp.asarray(scale, u.dtype) * u)), q
 
-        pairs = jax.tree.map(step, updates, plans, state.basis, exact, direction, state.norm)
-        u, norm = unzip(pairs, updates)
-        return u, LowRankState(
+        trees = grads, plans, state.basis, exact, direction, state.norm
+        u, norm = unzip(jax.tree.map(step, *trees), grads)
+        return restructure(u, jax.tree.structure(updates)), LowRankState(
             count=optax.safe_increment(state.count),
             basis=state.basis,
             next_refresh=state.next_refresh,
@@ -409,14 +412,17 @@ def _refresh(
     """
     t, inner_state = state.count, state.inner_state
     period = jnp.maximum(jnp.asarray(every(t) if callable(every) else every, jnp.int32), 1)
-    structure: Any = jax.tree.structure(updates)
+    grads = without_boxes(updates)
+    structure: Any = jax.tree.structure(grads)
     gs, ms, bases, dues = map(
-        structure.flatten_up_to, (updates, plans, state.basis, state.next_refresh)
+        structure.flatten_up_to, (grads, plans, state.basis, state.next_refresh)
     )
-    moments = split_moments(None if formulas is None else inner_state, structure)
+    moments = split_moments(
+        None if formulas is None else inner_state, find_low_structure(updates, plans)
+    )
     # The keys are the numbers of the projected leaves among all leaves
     leaves = {i: _Leaf(bases[i], dues[i], moments[i]) for i, m in enumerate(ms) if m is not None}
-    for path, basis, m in zip(leaf_paths(updates), bases, ms, strict=True):
+    for path, basis, m in zip(leaf_paths(grads), bases, ms, strict=True):
         if basis.shape != (wanted := m.basis_shape if m is not None else ()):
             found = f"params[{path[0]!r}] has a basis of shape {basis.shape} in the state"
             raise ValueError(

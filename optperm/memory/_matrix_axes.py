@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core.tables import align
-from optperm.core.trees import without_variables
+from optperm.core.trees import without_boxes
 
 # Only these names have an effect, if they are whole elements of paths as in Flax's linen and nnx.
 _OF_ATTENTION = {  # the element above `kernel`, and the kernel's last axes
@@ -82,7 +82,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
       TypeError: If an override is neither a `GaLoreDimensionNumbers` nor None.
       ValueError: If an override does not name an element of a path.
     """
-    paths = jax.tree_util.tree_leaves_with_path(without_variables(params))
+    paths = jax.tree_util.tree_leaves_with_path(without_boxes(params))
     elements = {name for path, _ in paths for name in _names(path)}
     for name, numbers in overrides.items():
         if numbers is not None and not isinstance(numbers, GaLoreDimensionNumbers):

@@ -15,7 +15,7 @@ import optax.contrib
 
 from optperm.core.states import Match, find_states, match_params
 from optperm.core.trees import is_masked, mask_like
-from optperm.memory._matrices import Matrix
+from optperm.memory._matrices import Matrix, list_matrices
 from optperm.memory._projections import rotate
 
 
@@ -266,7 +266,7 @@ class CodedState(Protocol):
 
 def _check_codes(inner_state: Any, plans: Any, low: Any) -> None:
     """Raise if a state within an optimizer has codes for leaves whose moments are carried over."""
-    matrices = _list_matrices(plans, low)
+    matrices = list_matrices(plans, low)
     for state in find_states(inner_state, CodedState):
         places = [each.place for each in match_params(state, low)]
         if any(place is not None and matrices[place] is not None for place in places):
@@ -297,7 +297,7 @@ def _find_unlike_params(inner_state: Any, plans: Any, low: Any) -> str | None:
 
     Moments of leaves at full rank are not carried over, so they may have any shape.
     """
-    lows, matrices = jax.tree.leaves(low), _list_matrices(plans, low)
+    lows, matrices = jax.tree.leaves(low), list_matrices(plans, low)
     for state in find_carried_states(inner_state):
         for name in KNOWN[type(state)].roles:
             for moment, place, _ in match_params(getattr(state, name), low):
@@ -307,19 +307,12 @@ def _find_unlike_params(inner_state: Any, plans: Any, low: Any) -> str | None:
     return None
 
 
-def _list_matrices(plans: Any, low: Any) -> list[Matrix | None]:
-    """Return the view of each leaf as matrices; None for leaves at full rank."""
-    structure: Any = jax.tree.structure(low)
-    found: list[Matrix | None] = structure.flatten_up_to(plans)
-    return found
-
-
 def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
     """Return the first unknown state with an array that may depend on the basis.
 
     Arrays of leaves at full rank do not depend on it, and neither do single numbers and integers.
     """
-    lows, matrices = jax.tree.leaves(low), _list_matrices(plans, low)
+    lows, matrices = jax.tree.leaves(low), list_matrices(plans, low)
     shapes = {leaf.shape for leaf, m in zip(lows, matrices, strict=True) if m is not None}
     # An array may have one number per basis vector, such as a factored second moment
     shapes |= {(*m.batch_shape, m.rank) for m in matrices if m is not None}

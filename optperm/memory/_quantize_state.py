@@ -28,7 +28,13 @@ from optperm.core.shapes import Array, Int32, UInt32
 from optperm.core.shardings import is_spread, shard_like, sharding_of
 from optperm.core.states import find_states, match_params
 from optperm.core.transformation import transformation
-from optperm.core.trees import is_flag, resolve_tree, spread_prefix, without_variables
+from optperm.core.trees import (
+    is_flag,
+    resolve_tree,
+    spread_prefix,
+    without_boxes,
+    without_variables,
+)
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
@@ -337,7 +343,7 @@ def _resolve_include(include: Any, params: Any) -> Any:
     """
     if include is None:
         return True
-    chosen = resolve_tree(include, params)
+    chosen = resolve_tree(include, without_boxes(params))
     flags = spread_prefix("include", chosen, params, is_flag, "True or False")
     found = jax.tree.leaves(flags)
     if found and not any(found) and not is_flag(include):

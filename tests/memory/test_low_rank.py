@@ -3,6 +3,7 @@
 import functools
 
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
+from optperm.core.trees import without_boxes
 from optperm.memory import _projections as projections
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -431,6 +433,66 @@ def test_a_state_made_with_another_argument_is_refused():
                 continue
             with pytest.raises(ValueError, match=f"made with another {name}=|change .*{name}"):
                 update(params, state, params)
+
+
+def boxed_by_linen():
+    def box(value, *names):
+        return nn.Partitioned(value, names)
+
+    return {
+        "embedding": box(jnp.ones((32, 66)), "x", None),
+        "query": {"kernel": box(jnp.ones((66, 2, 14)), None, None, "x")},
+        "up": {"kernel": box(jnp.ones((66, 130)), None, "x"), "bias": box(jnp.ones(130), "x")},
+    }
+
+
+def boxed_by_nnx():
+    def box(leaf):
+        return nnx.Param(nnx.with_partitioning(lambda: leaf.value, leaf.names)())
+
+    is_box = lambda node: isinstance(node, nn.Partitioned)  # noqa: E731
+    return nnx.State(jax.tree.map(box, boxed_by_linen(), is_leaf=is_box))
+
+
+@pytest.mark.filterwarnings("ignore:apollo leaves")
+@pytest.mark.parametrize("boxed", [boxed_by_linen, boxed_by_nnx])
+@pytest.mark.parametrize("method", [optperm.low_rank, optperm.apollo])
+def test_flax_shards_the_state_by_the_names_of_axes(method, boxed):
+    """As in its guides, by the specs of an abstract state: leaves at full rank keep those of params, and
+    arrays of other shapes have none. The updates are those without boxes."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    tx, how = method(optax.scale_by_adam(), 3), nn if boxed is boxed_by_linen else nnx
+
+    def include(params):
+        is_included = lambda path, _: path[0].key != "embedding"  # noqa: E731
+        return jax.tree_util.tree_map_with_path(is_included, params)
+
+    included = optperm.quantize_state(tx, min_size=1, include=include)
+
+    def init():
+        params = boxed()
+        return params, tx.init(params)
+
+    with jax.set_mesh(mesh):
+        specs = how.get_partition_spec(jax.eval_shape(init))
+        is_spec = lambda node: isinstance(node, P)  # noqa: E731
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        params, state = jax.jit(init, out_shardings=shardings)()
+    mu = without_boxes(state.inner_state.mu)
+    assert mu["embedding"].sharding.spec == P("x", None)
+    assert mu["up"]["kernel"].shape == (3, 130)
+    assert mu["up"]["kernel"].sharding.is_fully_replicated
+    updates, state = jax.jit(tx.update)(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    plain = jax.tree.map(np.asarray, without_boxes(params))
+    wanted, _ = jax.jit(tx.update)(plain, tx.init(plain), plain)
+    support.assert_close(without_boxes(updates), wanted, rtol=1e-5, atol=1e-6)
+    mu = without_boxes(included.init(params).inner_state.inner_state.mu)
+    assert mu["embedding"].dtype == "float32"
+    assert mu["up"]["kernel"].dtype == "float8_e4m3fn"
+    report = optperm.memory.state_report(tx, params)
+    assert report.words == optperm.memory.state_report(tx, plain).words
+    assert "rank 3 of" in report.leaves[-1].treatment
 
 
 ALONG_K, ALONG_BOTH = (P(None, "x"), 16), (P("x", "y"), 4 * 64 * 4)
