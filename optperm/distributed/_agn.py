@@ -214,7 +214,16 @@ def agn(
       same is true for a traced weight that is negative or nonfinite. If no replica remains, or the sum
       of contributions overflows, the center does not move. An optimizer that divides by the norm of its
       gradient may produce NaNs from zeros; put `optax.apply_if_finite` around it to skip these steps.
-      All replicas must count the same steps, so put such a wrapper around `inner`, not around `agn`.
+
+      Without `commit=`, all replicas must call `update` equally often, so put such a wrapper around
+      `inner`, not around `agn`. With `commit=` in each call, replicas on different devices may take
+      different numbers of local steps, if all replicas commit at the same calls. Pass the number of
+      steps as `weight=` for the mean over all steps, and pass `outer`, because without it, schedules of
+      the center count the local steps of each replica.
+
+      If `inner` draws random numbers (`optax.add_noise`), its state contains their key, and replicas
+      with the same key draw the same numbers. To give each replica its own numbers, call `init` where
+      the axis is mapped, of an `inner` whose key is folded with `jax.lax.axis_index(axis_name)`.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

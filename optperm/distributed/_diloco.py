@@ -36,6 +36,7 @@ from optperm.distributed._local_steps import (
     Period,
     check_can_be_pulled,
     check_period,
+    count_bad_steps,
     ends_period,
     finish,
     is_commit_only,
@@ -68,6 +69,8 @@ class DilocoState(NamedTuple):
       pulled: Whether the last step moved each leaf, or each slice of a leaf, to the center.
       skipped: Number of exchanges without this replica's contribution, because its params or the sum of
         all contributions were not finite.
+      zeroed: Number of local steps in which the gradient of this replica had entries that were not
+        finite, and that counted as zero.
       fingerprint: The arguments `fragment_of`, `compress` and `combine` with which the state was made.
     """
 
@@ -82,6 +85,7 @@ class DilocoState(NamedTuple):
     residual: PyTree[Float[Array, "..."]]
     pulled: Bool[Array, "leaves slices"]
     skipped: Int32[Array, ""]
+    zeroed: Int32[Array, ""]
     fingerprint: UInt32[Array, "3"] = UNSET
 
     def shaped_by(self) -> tuple[str, ...]:
@@ -204,11 +208,12 @@ def diloco(
 
     Notes:
       See `optperm.agn` for local gradients, `commit=` and `weight=` of `update`, extra
-      arguments, replicas that start apart, wrappers (around `inner`, not around `diloco`), zeros and
-      fixed entries of the center, and exact params with `optperm.apply_updates`. Nonfinite entries of a
-      gradient count as zero. An exchange excludes only replicas whose params are not finite. The pull
-      resets such params to the center, for any `mixing`, but only with `optperm.apply_updates`, because
-      NaN plus an update is NaN.
+      arguments, replicas that start apart or take fewer steps, random numbers of `inner`, wrappers
+      (around `inner`, not around `diloco`), zeros and fixed entries of the center, and exact params with
+      `optperm.apply_updates`. Nonfinite entries of a gradient count as zero, and `zeroed` in the state
+      counts the steps with such entries. An exchange excludes only replicas whose params are not finite.
+      The pull resets such params to the center, for any `mixing`, but only with
+      `optperm.apply_updates`, because NaN plus an update is NaN.
 
       With a plan, `commit=plan.at(step)` selects the fragments of a step during tracing. True and
       `"only"` exchange all fragments at once, without a delay, and replace fragments in flight. With
@@ -287,6 +292,7 @@ def diloco(
             residual=jax.tree.map(jnp.copy, wide) if compress is not None else (),
             pulled=fragments.tabulate_flags([False] * plan.fragments),
             skipped=jnp.zeros([], jnp.int32),
+            zeroed=jnp.zeros([], jnp.int32),
         )
         return fill_fingerprint(state, _list_arguments(fragments, compress, combine))
 
@@ -370,6 +376,7 @@ def diloco(
             residual=exchanged.residual,
             pulled=fragments.tabulate_flags(pulled),
             skipped=state.skipped + sum(each.has_missed.astype(jnp.int32) for each in outcomes),
+            zeroed=state.zeroed + count_bad_steps(grads, state.local_state, replicas),
             fingerprint=state.fingerprint,
         )
         return finish(updates, new_state, state, has_step, axis_name)
