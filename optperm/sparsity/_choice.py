@@ -30,7 +30,9 @@ from optperm.core.shardings import shard_like
 from optperm.core.trees import (
     fill_masked,
     is_flag,
+    leaf_paths,
     mask_like,
+    resolve_tree,
     spread_prefix,
     unstack,
     without_variables,
@@ -71,7 +73,6 @@ def include_leaves(
     *,
     name: str = "sparsity",
     fractions: Any = 0.0,
-    needs_one: bool = True,
 ) -> Any:
     """Return a tree with `optax.MaskedNode` for each leaf that is not included.
 
@@ -82,28 +83,34 @@ def include_leaves(
       params: The argument of the function; None for `tree`.
       name: The name of the argument `fractions`, for messages.
       fractions: The fraction of entries to prune or freeze, or a tree of fractions.
-      needs_one: Whether `include=None` must include a leaf, if the fractions are not 0.
 
     Raises:
       ValueError: If the flags do not fit, a leaf that is not included has a nonzero fraction, or no leaf
-        is included although `needs_one` is True.
+        is included although the fractions are not 0.
     """
     if not jax.tree.leaves(tree):
         return tree
-    if include is None:
-        flags = jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
-        given = jax.tree.leaves(fractions, is_leaf=_is_number)
-        is_zero = all(checks.is_concrete_number(s) and np.all(s == 0) for s in given)
-        if needs_one and not any(jax.tree.leaves(flags)) and not is_zero:
-            raise ValueError(
-                "By default, leaves of rank 2 or more become sparse, but there is no leaf of rank 2 or "
-                "more: pass include=."
-            )
-    else:
-        flags = include(tree if params is None else params) if callable(include) else include
-        flags = spread_prefix("include", without_variables(flags), tree, is_flag, "True or False")
+    flags = resolve_include(include, tree, params)
+    given = jax.tree.leaves(without_variables(fractions), is_leaf=_is_number)
+    is_zero = all(checks.is_concrete_number(each) and np.all(each == 0) for each in given)
+    if not is_zero and not any(jax.tree.leaves(flags)):
+        raise ValueError(
+            "By default, leaves of rank 2 or more are included, but there is no leaf of rank 2 or "
+            "more: pass include=."
+            if include is None
+            else f"include= selects no leaf, but {name} is not 0. The paths of the leaves are "
+            f"{[path for path, _ in leaf_paths(tree)]}."
+        )
     _check_excluded(name, fractions, flags)
     return jax.tree.map(lambda flag, leaf: leaf if flag else optax.MaskedNode(), flags, tree)
+
+
+def resolve_include(include: Include | None, tree: Any, params: Any = None) -> Any:
+    """Return a flag for each leaf of a tree; the arguments are as in `include_leaves`."""
+    if include is None:
+        return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
+    flags = resolve_tree(include, tree if params is None else params)
+    return spread_prefix("include", flags, tree, is_flag, "True or False")
 
 
 def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
@@ -305,7 +312,7 @@ def erk_sparsity(
     check_fraction("sparsity", sparsity)
     params = without_variables(params)
     checks.check_arrays("params", params)
-    taken = include_leaves(include, params)
+    taken = include_leaves(include, params, fractions=sparsity)
     return fill_masked(_compute_erk(taken, sparsity), jax.tree.map(lambda _: 0.0, params))
 
 
