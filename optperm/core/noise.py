@@ -1,6 +1,7 @@
 """Draw random numbers with the shapes of params; equal keys give equal numbers on all replicas."""
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,36 @@ def bits(data: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     numbers = np.arange(len(shapes), dtype=np.uint32)
     keys = jnp.stack(threefry(data, jnp.zeros_like(numbers), jnp.asarray(numbers)), axis=1)
     return [_bits(key, shape=shape) for key, shape in zip(unstack(keys), shapes, strict=True)]
+
+
+def small_bits(
+    data: jax.Array, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """Return `jax.random.bits(jax.random.fold_in(key, numbers[i]), shapes[i])` for each i, all at once.
+
+    A generator takes long to compile, so all arrays are parts of one vector. If arrays are large, or
+    sharded as params are, use `bits`.
+
+    Args:
+      data: The raw data of a threefry key, (2,).
+      numbers: The number of each array.
+      shapes: The shapes of the arrays.
+    """
+    if not shapes:
+        return []
+    sizes = [math.prod(shape) for shape in shapes]
+    low = np.asarray(numbers, np.uint32)
+    keys = jnp.stack(threefry(data, jnp.zeros_like(low), jnp.asarray(low)))
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    places = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
+    first, second = threefry(keys[:, owners], jnp.zeros_like(places), jnp.asarray(places))
+    whole = computed_once(first ^ second)
+    # XLA compiles equal kernels once, but with constant starts, each part would need its own kernel.
+    starts = computed_once([np.int32(end - size) for end, size in zip(np.cumsum(sizes), sizes, strict=True)])
+    return [
+        jax.lax.dynamic_slice(whole, (start,), (size,)).reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
+    ]
 
 
 def normal_like(data: jax.Array, tree: optax.Params) -> Any:
