@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.export import register_namedtuple_serialization
 
@@ -287,9 +286,9 @@ def stack_scalars(scalars: Sequence[jax.Array]) -> jax.Array:
 
 
 def _draw_seeds(data: jax.Array, outputs: Outputs) -> dict[int, jax.Array]:
-    """Return two random words for each weight vector of each leaf, (*outputs, 2), by the leaf's number."""
+    """Return two random words for each weight vector, (*outputs, 2), by the leaf's number."""
     shapes = [(*shape, 2) for shape in outputs.values()]
-    return dict(zip(outputs, noise.small_bits(data, [*outputs], shapes), strict=True))
+    return dict(zip(outputs, noise.bits(data, shapes, [*outputs]), strict=True))
 
 
 def _draw_pivots(data: jax.Array, outputs: Outputs, m: optax.Updates) -> dict[int, jax.Array]:
@@ -308,7 +307,7 @@ def _draw_pivots(data: jax.Array, outputs: Outputs, m: optax.Updates) -> dict[in
             leaf_key = jax.random.fold_in(as_key(data), index)
             return jax.random.normal(jax.random.fold_in(leaf_key, 1), (number,), dtype)
 
-        rows = jax.vmap(draw)(np.array(members, np.uint32))
+        rows = jax.vmap(draw)(jnp.array(members, jnp.uint32))
         drawn |= zip(members, unstack(rows), strict=True)
     return {index: row.reshape(outputs[index]) for index, row in drawn.items()}
 

@@ -262,10 +262,13 @@ def _compute_magnitudes(
 def _draw_codes(leaves: Any, raw: Any, t: jax.Array) -> list[jax.Array]:
     """Draw random codes above 0, which depend on the key, the step and the position of a leaf."""
     leaves = jax.tree.leaves(leaves)
-    drawn = noise.bits(noise.fold(raw, t), [leaf.shape for leaf in leaves])
-    return [
-        shard_like(jnp.maximum(code, 1), leaf) for code, leaf in zip(drawn, leaves, strict=True)
-    ]
+    drawn = _draw(raw, t, shapes=tuple(leaf.shape for leaf in leaves))
+    return [shard_like(code, leaf) for code, leaf in zip(drawn, leaves, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _draw(raw: Any, t: jax.Array, *, shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+    return [jnp.maximum(code, 1) for code in noise.bits(noise.fold(raw, t), shapes)]
 
 
 def _move(
