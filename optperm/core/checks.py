@@ -235,7 +235,7 @@ def check_same_tree(
       TypeError: If a leaf is not an array; the message names the first such leaf.
       ValueError: If a leaf differs; the message names the first such leaf and the difference.
     """
-    if jax.tree.structure(tree) != jax.tree.structure(expected):
+    if not _have_equal_structures(tree, expected):
         difference = _find_other_node(name, tree, expected)
         raise ValueError(f"{name} has a different tree structure from {source}: {difference}.")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -259,9 +259,7 @@ def _find_other_node(name: str, tree: Any, expected: Any) -> str:
 
     (own, structure), (wanted, wanted_structure) = children(tree), children(expected)
     if structure == wanted_structure:
-        place = next(
-            at for at in own if jax.tree.structure(own[at]) != jax.tree.structure(wanted[at])
-        )
+        place = next(at for at in own if not _have_equal_structures(own[at], wanted[at]))
         return _find_other_node(f"{name}{place}", own[place], wanted[place])
     kinds = [_name_kind(node) for node in (tree, expected)]
     if kinds[0] != kinds[1]:
@@ -270,6 +268,11 @@ def _find_other_node(name: str, tree: Any, expected: Any) -> str:
         if missing := [place for place in one if place not in other]:
             return f"{name}{missing[0]} {says}"
     return f"the static fields of {name} differ"
+
+
+def _have_equal_structures(tree: Any, other: Any) -> bool:
+    structure: Any = jax.tree.structure(tree)
+    return bool(structure == jax.tree.structure(other))
 
 
 def _name_kind(node: Any) -> str:

@@ -18,7 +18,7 @@ from optperm.core.keys import make_key
 from optperm.core.mapped_axes import AxisName, varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
-from optperm.core.states import match_params
+from optperm.core.states import match_within_states
 from optperm.core.transformation import transformation
 from optperm.core.trees import is_masked, mask_like
 from optperm.sparsity._choice import (
@@ -311,20 +311,27 @@ def _match_masks(
     """Return each array of the optimizer's state, with its mask if it has one number per entry.
 
     The last item is the name of the state if the array may depend on masked entries in another form.
-    Otherwise the item is None, as for scalars, counts and keys.
+    Otherwise the item is None, as for scalars, counts and keys, and for a vector in a field of a state
+    with a number for each entry in other fields, such as Muon's coefficients.
     """
     structure: Any = jax.tree.structure(params)
     masks = structure.flatten_up_to(mask)
+    matches = match_within_states(inner_state, params)
+    owns = [None if match.place is None else masks[match.place] for match, _ in matches]
+    per_entry = [
+        own is not None and not is_masked(own) and jnp.shape(match.leaf) == own.shape
+        for (match, _), own in zip(matches, owns, strict=True)
+    ]
+    with_entries = {at.state for (_, at), is_own in zip(matches, per_entry, strict=True) if is_own}
+    # If params are a single array, `match_params` cannot tell a vector from a part of this array.
+    is_single = jax.tree_util.treedef_is_leaf(structure)
     found: list[tuple[Any, jax.Array | None, str | None]] = []
-    for leaf, place, owner in match_params(inner_state, params):
-        own = None if place is None else masks[place]
-        if is_masked(own):
-            found.append((leaf, None, None))
-        elif own is not None and jnp.shape(leaf) == own.shape:
-            found.append((leaf, own, None))
-        else:
-            holds_none = jnp.size(leaf) <= 1 or not jnp.issubdtype(leaf.dtype, jnp.inexact)
-            found.append((leaf, None, None if holds_none else owner))
+    for ((leaf, place, owner), at), own, is_own in zip(matches, owns, per_entry, strict=True):
+        is_vector = jnp.ndim(leaf) == 1 and at.is_field and (place is None or is_single)
+        holds_none = jnp.size(leaf) <= 1 or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        is_constant = holds_none or (is_vector and at.state in with_entries)
+        is_free = is_own or is_masked(own) or is_constant
+        found.append((leaf, own if is_own else None, None if is_free else owner))
     return found
 
 

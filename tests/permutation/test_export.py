@@ -124,7 +124,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("method", MAKERS)
 def test_a_state_with_other_output_axes_is_refused_by_name(method):
-    """In an update, in results that depend on the axes, and in a checkpoint, but not if written in another way."""
+    """In an update, in an export and in a checkpoint; the same axes may be written in another way."""
     initial = {"kernel": support.normal((4, 3, 5)), "bias": support.bias(5)}
     by_path = lambda path, leaf: {"kernel": (-1, 1)}[path]  # noqa: E731
     state = MAKERS[method]((1, 2)).init(initial)
