@@ -16,7 +16,13 @@ import optax
 from optperm.bayes._burn_in import after_burn_in
 from optperm.bayes._covariance import NEEDS, Estimator, batch_gradients, check_noise_arguments
 from optperm.bayes._diagonal_newton import diagonal_newton
-from optperm.bayes._faults import COLD, are_seen, judge_kernel, judge_mean, judge_stability
+from optperm.bayes._faults import (
+    are_seen,
+    judge_kernel,
+    judge_mean,
+    judge_stability,
+    judge_temperature,
+)
 from optperm.bayes._forms import Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._masters import with_masters
@@ -68,6 +74,13 @@ class ConstantSgdState(NamedTuple):
         """Return that batches must be drawn with replacement, and the number of training examples."""
         return ForLoop(draws_examples=True, num_data=self.kernel.num_data)
 
+    def numbers(self) -> tuple[jax.Array, jax.Array]:
+        """Return c times the `learning_rate`, and the temperature, of the last step."""
+        size, n = (
+            jnp.asarray(x, jnp.float32) for x in (self.kernel.batch_size, self.kernel.num_data)
+        )
+        return self.limit, self.scale * n / (2 * size)
+
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """Return H g with the step sizes of the last update, exactly only for a `learning_rate` of 1.
 
@@ -86,8 +99,7 @@ class ConstantSgdState(NamedTuple):
         if not are_seen(self):
             return []
         found = judge_stability(self.kernel.stability, self.steps, "stability")
-        if np.any(np.asarray(self.scale) == 0) and np.any(self.count):
-            found.append(COLD)
+        found += judge_temperature(self.count, self.scale)
         if np.any(np.asarray(self.count) < np.asarray(self.freeze_after)):
             return found
         # The last window contains about half of all estimates from steps that sampled

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes._faults import judge_temperature
 from optperm.bayes._masters import with_masters
 from optperm.core import checks
 from optperm.core.dtypes import (
@@ -57,6 +58,15 @@ class SgldState(NamedTuple):
     def numbers(self) -> tuple[jax.Array, jax.Array]:
         """Return the step size and the temperature of the last step."""
         return self.step_size, self.temperature
+
+    def warnings(self, params: Any = None) -> list[str]:
+        """Return a sentence if the last step had no noise, as far as Python can see.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        return judge_temperature(self.count, self.temperature)
 
     def reach(self, step_size: Any, temperature: Any) -> Any:
         r"""Return :math:`r = \epsilon T / 2`, for the increase of a variance by the steps.
@@ -105,6 +115,15 @@ class SghmcState(NamedTuple):
     def numbers(self) -> tuple[jax.Array, jax.Array]:
         """Return the step size and the temperature of the last step."""
         return self.step_size, self.temperature
+
+    def warnings(self, params: Any = None) -> list[str]:
+        """Return a sentence if the last step had no noise, as far as Python can see.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        return judge_temperature(self.count, self.temperature)
 
     def reach(self, step_size: Any, temperature: Any) -> Any:
         r"""Return :math:`r = \eta T / (2 - \alpha)`, as for `SgldState`.

@@ -120,29 +120,97 @@ def test_frictions_and_preconditioners_that_do_not_fit_are_refused():
             make()
 
 
-@pytest.mark.parametrize(
-    ("tx", "reach", "gain"),
-    [
-        (optperm.sgld(1e-4, N, 1.5), 1e-4 * 1.5 / 2, 1e-4 * N**2 / (4 * 1.5)),
-        (optperm.sghmc(1e-4, N, 0.5, 1.5), 1e-4 * 1.5 / 1.5, 1e-4 * N**2 / (2 * 0.5 * 1.5)),
-    ],
-    ids=["sgld", "sghmc"],
-)
-def test_biases_by_steps_and_by_the_noise_of_the_batches(tx, reach, gain):
-    """1 / (1 - h lambda / 2) is 1 + h lambda / 2 to first order, with h lambda = reach / Var for a reach
-    of epsilon T / 2 or eta T / (2 - alpha). The noise is the fraction epsilon N^2 R / (4 T) of each
-    variance, or eta N^2 R / (2 alpha T)."""
-    w = jnp.zeros(2)
+# (sampler, h of theta' = theta - h (g + noise), variance of the injected noise, decay of the momentum)
+STEPS = {
+    "sgld": lambda e, t: (optperm.sgld(e, N, t), e * N / 2, 4 * t / (e * N**2), 0.0),
+    "sghmc": lambda e, t: (optperm.sghmc(e, N, 0.3, t), e * N, 2 * 0.3 * t / (e * N**2), 0.7),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("size", [1e-3, 0.015])
+@pytest.mark.parametrize("name", STEPS)
+def test_biases_by_steps_and_by_the_noise_of_the_batches_are_exact(name, size, temperature):
+    """Of a parabola, whose stationary variance at any stable step solves the Lyapunov equation."""
+    tx, h, injected, momentum = STEPS[name](size, temperature)
+
+    def variance(noise):
+        law = optperm.bayes.stationary_covariance(
+            h, np.eye(1), noise * np.eye(1), momentum=momentum
+        )
+        return float(law[0, 0])
+
+    w = jnp.zeros(1)
     _, state = tx.update(w, tx.init(w), w)
-    np.testing.assert_allclose((state.reach, state.gain), (reach, gain), rtol=1e-6)
-    values = np.random.default_rng(0).normal(size=(2, 50, 2)) * [1.0, 3.0]
-    samples = optperm.bayes.Samples(values, values[:, -1], state, 50, 1)
-    assert langevin_biases(values, [state], samples)[1] is None
-    for norm, wanted in ((0.35, 0.35), (None, 0.4)):  # without the maximum eigenvalue by the trace
-        given = samples._replace(batch_noise=np.float32([0.1, 0.3]), batch_noise_norm=norm)
-        found = langevin_biases(values, [state], given)
-        by_steps = reach / (2 * values.var(axis=(0, 1)).min())
-        np.testing.assert_allclose(found, (by_steps, gain * wanted), rtol=1e-6)
+    without, with_batches = variance(injected), variance(injected + 1e-2)
+    values = np.sqrt(without) * np.array([-1.0, 1.0]).reshape(1, 2, 1)
+    samples = optperm.bayes.Samples(values, values[:, -1], state, 2, 1)
+    steps, batches = langevin_biases(values, [state], samples)
+    np.testing.assert_allclose(steps, without * N / temperature - 1, rtol=1e-5)
+    assert batches is None
+    for norm, factor in ((1e-2, 1.0), (None, 3.0)):  # without the maximum eigenvalue, the trace
+        noise = np.float32([1e-2, 2e-2])
+        given = samples._replace(batch_noise=noise, batch_noise_norm=norm)
+        found = langevin_biases(values, [state], given)[1]
+        np.testing.assert_allclose(found, factor * (with_batches / without - 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [optperm.sgld, functools.partial(optperm.sghmc, friction=0.5)])
+def test_step_sizes_and_temperatures_of_draws_are_means_over_their_steps(make):
+    """Of the steps from the draw before, for shared and for own states, in one run and in parts."""
+    schedule = lambda t: 1e-3 / (1 + t)  # noqa: E731
+    tx = make(schedule, N, temperature=lambda t: 1.0 + t)
+
+    def step(w, state, key):
+        updates, state = tx.update(w, state, w)
+        return w + updates, state
+
+    run = functools.partial(optperm.bayes.draw_samples, step, key=0, num_chains=2, thinning=3)
+    samples = run(jnp.zeros(2), tx.init(jnp.zeros(2)), num_draws=4, burn_in=5)
+    steps = 5 + np.arange(12.0).reshape(4, 3)
+    np.testing.assert_allclose(samples.step_sizes, [schedule(steps).mean(axis=1)] * 2, rtol=1e-5)
+    np.testing.assert_allclose(samples.temperatures, [1 + steps.mean(axis=1)] * 2, rtol=1e-5)
+    last = samples.last_params, samples.last_opt_state
+    more = run(*last, num_draws=1, stacked=True, first_step=samples.next_step)
+    np.testing.assert_allclose(more.temperatures, 2 * [[19.0]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("step_size", "true", "limit"),
+    [(1.6e-3, 2 / 3, 0.15), (lambda t: 8e-4 * (1 + jnp.cos(t / 80)), 0.29, 0.06)],
+)
+def test_report_judges_the_steps_of_all_draws(step_size, true, limit):
+    """For constant steps, V / V_0 is 1 / (1 - eps / (4 V_0)); for cycles, the mean of this ratio."""
+    tx = optperm.sgld(step_size, 1000)
+
+    def step(w, state, key):
+        updates, state = tx.update(w - 3.0, state, w)
+        return w + updates, state
+
+    samples = optperm.bayes.draw_samples(
+        step, jnp.array(3.0), tx.init(jnp.array(3.0)), 0, num_chains=4, num_draws=1000, thinning=50
+    )
+    report = optperm.bayes.posterior_report(samples)
+    assert report.step_bias == pytest.approx(true, abs=limit)
+    assert any("The length of the steps" in text for text in report.warnings)
+
+
+def test_temperature_of_zero_is_named():
+    w = jnp.ones(2)
+    for tx in (optperm.sgld(1e-3, N, 0.0), optperm.sghmc(1e-3, N, 0.5, 0.0)):
+        _, state = tx.update(w, tx.init(w), w)
+        assert "temperature is 0 in the last step" in state.warnings()[0]
+        assert tx.init(w).warnings() == []
+    tx = optperm.sgld(1e-3, N, lambda t: jnp.where(t < 10, 0.0, 1.0))
+
+    def step(w, state, key):
+        updates, state = tx.update(w, state, w)
+        return w + updates, state
+
+    samples = optperm.bayes.draw_samples(step, w, tx.init(w), 0, num_chains=2, num_draws=40)
+    report = optperm.bayes.posterior_report(samples)
+    assert any("temperature is 0 in a fraction 0.25 of the draws" in x for x in report.warnings)
+    assert (report.step_bias, report.batch_bias) == (None, None)
 
 
 def test_states_hold_no_numbers_of_a_report():
@@ -153,4 +221,4 @@ def test_states_hold_no_numbers_of_a_report():
         assert sum(leaf.size // 1000 for leaf in jax.tree.leaves(state)) == words
     tx = optperm.sgld(1e-4, N, preconditioner=2.0 * jnp.ones(1000))
     _, state = tx.update(w, tx.init(w), w)
-    assert (float(state.reach), float(state.gain)) == (0.0, 0.0)
+    assert float(state.step_size) == 0.0
