@@ -158,8 +158,7 @@ def test_biases_by_steps_and_by_the_noise_of_the_batches_are_exact(name, size, t
 @pytest.mark.parametrize("make", [optperm.sgld, functools.partial(optperm.sghmc, friction=0.5)])
 def test_step_sizes_and_temperatures_of_draws_are_means_over_their_steps(make):
     """Of the steps from the draw before, for shared and for own states, in one run and in parts."""
-    schedule = lambda t: 1e-3 / (1 + t)  # noqa: E731
-    tx = make(schedule, N, temperature=lambda t: 1.0 + t)
+    tx = make(lambda t: 1e-3 / jnp.float32(1 + t), N, temperature=lambda t: 1.0 + jnp.float32(t))
 
     def step(w, state, key):
         updates, state = tx.update(w, state, w)
@@ -168,19 +167,19 @@ def test_step_sizes_and_temperatures_of_draws_are_means_over_their_steps(make):
     run = functools.partial(optperm.bayes.draw_samples, step, key=0, num_chains=2, thinning=3)
     samples = run(jnp.zeros(2), tx.init(jnp.zeros(2)), num_draws=4, burn_in=5)
     steps = 5 + np.arange(12.0).reshape(4, 3)
-    np.testing.assert_allclose(samples.step_sizes, [schedule(steps).mean(axis=1)] * 2, rtol=1e-5)
+    np.testing.assert_allclose(
+        samples.step_sizes, [(1e-3 / (1 + steps)).mean(axis=1)] * 2, rtol=1e-5
+    )
     np.testing.assert_allclose(samples.temperatures, [1 + steps.mean(axis=1)] * 2, rtol=1e-5)
     last = samples.last_params, samples.last_opt_state
     more = run(*last, num_draws=1, stacked=True, first_step=samples.next_step)
     np.testing.assert_allclose(more.temperatures, 2 * [[19.0]], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("step_size", "true", "limit"),
-    [(1.6e-3, 2 / 3, 0.15), (lambda t: 8e-4 * (1 + jnp.cos(t / 80)), 0.29, 0.06)],
-)
-def test_report_judges_the_steps_of_all_draws(step_size, true, limit):
-    """For constant steps, V / V_0 is 1 / (1 - eps / (4 V_0)); for cycles, the mean of this ratio."""
+@pytest.mark.filterwarnings("ignore:The length of the steps")
+@pytest.mark.parametrize("step_size", [1.6e-3, lambda t: 8e-4 * (1 + jnp.cos(jnp.float32(t) / 80))])
+def test_report_judges_the_steps_of_all_draws(step_size):
+    """Against the increase of the variance itself, also for cycles that end with short steps."""
     tx = optperm.sgld(step_size, 1000)
 
     def step(w, state, key):
@@ -188,13 +187,14 @@ def test_report_judges_the_steps_of_all_draws(step_size, true, limit):
         return w + updates, state
 
     samples = optperm.bayes.draw_samples(
-        step, jnp.array(3.0), tx.init(jnp.array(3.0)), 0, num_chains=4, num_draws=1000, thinning=50
+        step, jnp.array(3.0), tx.init(jnp.array(3.0)), 0, num_chains=64, num_draws=250, thinning=50
     )
     report = optperm.bayes.posterior_report(samples)
-    assert report.step_bias == pytest.approx(true, abs=limit)
+    assert report.step_bias == pytest.approx(1000 * np.var(samples.params) - 1, rel=0.2)
     assert any("The length of the steps" in text for text in report.warnings)
 
 
+@pytest.mark.filterwarnings("ignore:The temperature is 0")
 def test_temperature_of_zero_is_named():
     w = jnp.ones(2)
     for tx in (optperm.sgld(1e-3, N, 0.0), optperm.sghmc(1e-3, N, 0.5, 0.0)):
