@@ -20,18 +20,28 @@ from optperm.core.shardings import explicit_sharding
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 
 
-def search_starts(
-    loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
-) -> Any:
-    """Return an optimum for each chain, or the params themselves if there are many params."""
+def first_starts(params: optax.Params, key: jax.Array, num_chains: int, starts: Any) -> Any:
+    """Return the points at which chains begin, or, without given starts, at which their search begins.
+
+    With many params, for which there is no search, all chains begin at the params themselves.
+    """
+    if starts is not None:
+        return _cast_starts(starts, params, key, num_chains)
     if any(map(explicit_sharding, jax.tree.leaves(params))):
         raise ValueError(
             "params are on a mesh with explicit axes, for which there is no search: pass starts=."
         )
     if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
-    begun = _spread(params, key, num_chains)
-    return jit_current(jax.vmap(functools.partial(_search, loss)))(begun)
+    return _spread(params, key, num_chains)
+
+
+def search_starts(loss: Callable[[Any], jax.Array], starts: Any) -> Any:
+    """Return an optimum for each start, or the starts themselves if there are many params."""
+    num_chains = len(jax.tree.leaves(starts)[0])
+    if optax.tree.size(starts) > _MOST_TO_SEARCH * num_chains:
+        return starts
+    return jit_current(jax.vmap(functools.partial(_search, loss)))(starts)
 
 
 def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
@@ -46,7 +56,7 @@ def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
     return jax.tree.map(pairs, params, z)
 
 
-def cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
     """Return a user's starts in the dtypes of the params."""
     if callable(starts):
         starts = jax.vmap(starts)(jax.random.split(key, num_chains))

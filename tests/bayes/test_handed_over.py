@@ -169,7 +169,9 @@ def test_noise_of_the_batches_of_sgld_is_measured():
     state = optperm.sgld(1e-5, 400).init(w)
     samples = optperm.bayes.Samples(jnp.zeros((2, 100, 20)), jnp.zeros((2, 20)), state, 100, 1)
     covariance_fn = functools.partial(_batch_noise.batch_covariance, loss_fn, x, 400, S)
-    found = _batch_noise.measure_batch_noise(covariance_fn, samples, S, jax.random.key(0))
+    found = _batch_noise.measure_batch_noise(
+        covariance_fn, covariance_fn, samples, S, jax.random.key(0)
+    )
     np.testing.assert_allclose(found.batch_noise, 1 / S, rtol=0.35)
     exact = np.linalg.eigvalsh(np.cov(x.T) / S)[-1]
     np.testing.assert_allclose(found.batch_noise_norm, exact, rtol=0.3)
