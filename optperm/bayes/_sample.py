@@ -18,7 +18,7 @@ from optperm.bayes._conditions import sees_gradient
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._report import SAMPLERS, judge
-from optperm.bayes._samples import Samples
+from optperm.bayes._samples import Samples, check_has_params
 from optperm.bayes._sampling import make_runner, steps_to_learn
 from optperm.bayes._starts import first_starts, search_starts
 from optperm.core import checks
@@ -84,6 +84,12 @@ def sample(
     discards the same number of draws again. R-hat therefore compares chains that began too far apart
     rather than too close together. With up to 10 draws, there is no displacement.
 
+    Before the first step, this function compares the loss of a batch with the losses of its halves, and
+    the updates that the sampler gets with the gradient of the loss. A control variate before the
+    sampler, as in `lambda n, s: optax.chain(optperm.svrg(), optperm.sgld(5e-4, n))`, gets a snapshot at
+    the start of each chain, and another at the mean of its first tenth of the draws, which are
+    discarded; `svrg` with `every` or `probability` takes further snapshots.
+
     This function issues the warnings of `optperm.bayes.posterior_report`. With more than 200 entries, it
     ranks the draws of only the 200 entries that have mixed least.
 
@@ -100,7 +106,8 @@ def sample(
       batch_size: S. With 1, pass a sampler with `estimator="single_example"`.
       sampler: A function `sampler(N, S)` that returns the sampling transformation:
         `optperm.constant_sgd`, `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
-        `lambda n, s: optperm.sgld(1e-5, n)`. A function that accepts `kernel=` is called again after the
+        `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument `full_grad_fn`,
+        the gradient over all examples. A function that accepts `kernel=` is called again after the
         warm-up, and the draws are then made in a second, smaller program.
       num_chains: The number of chains.
       num_draws: The number of draws of each chain.
@@ -152,24 +159,25 @@ def sample(
 
     Raises:
       TypeError: If an argument has the wrong type.
-      ValueError: If a count is below 1, leaves of the data differ in length, `batch_size` exceeds the
-        number of examples, starts do not match the params, or params are on a mesh with explicit axes
-        and `starts` is None.
+      ValueError: If a count is below 1, params contain no arrays, leaves of the data differ in length,
+        `batch_size` exceeds the number of examples, starts do not match the params, or params are on a
+        mesh with explicit axes and `starts` is None.
+
+    Warns:
+      UserWarning: With the warnings of `optperm.bayes.posterior_report`. If the loss is not a mean over
+        examples, or a transformation changes the gradient before the sampler, the warning comes before
+        the first step.
     """
     _check_arguments(key, burn_in, batch_size, num_chains, num_draws, thinning, sampler)
     params = without_variables(params)
+    check_has_params(params)
     data = jax.tree.map(jnp.asarray, data)
     num_data = checks.count_examples("data", data)
     if num_data < batch_size:
         raise ValueError(
             f"batch_size must be at most the number of examples, {num_data}, got {batch_size}."
         )
-    with warnings.catch_warnings():
-        # This warning is wrong here: N examples drawn with replacement have noise
-        warnings.filterwarnings("ignore", "batch_size is num_data")
-        tx = optax.with_extra_args_support(sampler(num_data, batch_size))
-    if not jax.tree.leaves(params):
-        raise ValueError("params contains no arrays, so there is nothing to sample.")
+    tx = _make_sampler(sampler, num_data, batch_size)
     jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
 
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
@@ -179,6 +187,7 @@ def sample(
     first = first_starts(params, keys[0], num_chains, starts)
     begun = first if starts is not None else search_starts(lambda p: loss(p, data), first)
     conditions = _check_conditions(tx, loss, begun, data, num_data, batch_size, keys[2])
+    # The report also contains these warnings
     said = [text for name, text in _CONDITIONS.items() if conditions[name] is False]
     for text in said:
         warnings.warn(text, stacklevel=2)
@@ -194,52 +203,33 @@ def sample(
 
         return draw
 
-    draw = chains_of(tx)
-    opt_state = jit_current(jax.vmap(tx.init))(begun)
-    has_snapshots = bool(find_states(opt_state, SnapshotState))
-    if has_snapshots:
-        opt_state = _take_snapshots(loss, data, opt_state, begun)
-    check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
-    if burn_in is None:
-        burn_in = steps_to_learn(opt_state) or _BURN_IN
-    none = jnp.zeros(num_chains, jnp.int32)
-    drawn = draw(begun, _Watched(opt_state, none + burn_in, none), 0, burn_in)
-    watched = drawn.last_opt_state
-    handed_over = _hand_over(sampler, num_data, batch_size, drawn.last_params, watched.opt_state)
-    if handed_over is not None:
-        tx, opt_state = handed_over
-        draw = chains_of(tx)
-        drawn = drawn._replace(last_opt_state=watched._replace(opt_state=opt_state))
-    if has_snapshots:
-        # Near the mode, the snapshot leaves hardly any noise of the batches
-        drawn = drawn._replace(
-            last_opt_state=_take_snapshots(loss, data, drawn.last_opt_state, _center(drawn))
-        )
+    drawn, tx, draw = _burn_in(chains_of, sampler, tx, loss, data, batch_size, begun, burn_in)
+    has_snapshots = bool(find_states(drawn.last_opt_state, SnapshotState))
     if starts is None or has_snapshots:
-        # Discard as many steps again, which R-hat would otherwise count as draws
+        # Discard as many steps again, which R-hat would otherwise count as draws. The draws before a
+        # snapshot have more noise
         at = drawn.last_params if starts is not None else _displace(drawn, keys[2])
         drawn = draw(at, drawn.last_opt_state, drawn.next_step)
-        watched = drawn.last_opt_state._replace(unseen=none)
+        watched = drawn.last_opt_state._replace(unseen=jnp.zeros(num_chains, jnp.int32))
         drawn = draw(drawn.last_params, watched, drawn.next_step)
     samples = _collect(draw, drawn, num_draws, on_draws)
     opt_state, _, unseen = samples.last_opt_state
     samples = samples._replace(starts=first, last_opt_state=opt_state, **conditions)
     if batch_size > 1:
+        problem = loss, data, num_data, batch_size
         samples = measure_batch_noise(
-            functools.partial(batch_covariance, loss, data, num_data, batch_size),
-            functools.partial(update_covariance, tx, loss, data, num_data, batch_size),
+            functools.partial(batch_covariance, *problem),
+            functools.partial(update_covariance, tx, *problem),
             samples,
             batch_size,
             keys[0],
         )
-    for text in judge(samples, most_ranked=_MOST_RANKED).warnings:
-        if text not in said:
-            warnings.warn(text, stacklevel=2)
+    found = [x for x in judge(samples, most_ranked=_MOST_RANKED).warnings if x not in said]
     if np.any(unseen):
-        warnings.warn(
-            _UNSEEN.format(np.mean(unseen) / (-(-num_draws // part) * part * thinning)),
-            stacklevel=2,
-        )
+        steps = -(-num_draws // part) * part * thinning
+        found.append(_UNSEEN.format(np.mean(unseen) / steps))
+    for text in found:
+        warnings.warn(text, stacklevel=2)
     return samples
 
 
@@ -263,6 +253,15 @@ def _check_arguments(
     )
 
 
+def _make_sampler(
+    sampler: Sampler, num_data: int, batch_size: int, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    with warnings.catch_warnings():
+        # This warning is wrong here: N examples drawn with replacement have noise
+        warnings.filterwarnings("ignore", "batch_size is num_data")
+        return optax.with_extra_args_support(sampler(num_data, batch_size, **options))
+
+
 def _check_conditions(
     tx: optax.GradientTransformationExtraArgs,
     loss: Callable[[Any, Any], jax.Array],
@@ -271,7 +270,7 @@ def _check_conditions(
     num_data: int,
     batch_size: int,
     key: jax.Array,
-) -> dict[str, bool | None]:
+) -> dict[str, Any]:
     """Return the fields of `Samples` for the conditions that can be checked on a batch."""
     params = jax.tree.map(lambda leaf: leaf[0], starts)
     rows = jax.random.randint(key, (max(batch_size, 2),), 0, num_data)
@@ -300,6 +299,51 @@ def _center(drawn: Samples) -> Any:
     return jax.tree.map(
         lambda draws, p: jnp.mean(draws, axis=1).astype(p.dtype), drawn.params, drawn.last_params
     )
+
+
+def _burn_in(
+    chains_of: Callable[..., Callable[..., Samples]],
+    sampler: Sampler,
+    tx: optax.GradientTransformationExtraArgs,
+    loss: Callable[[Any, Any], jax.Array],
+    data: Any,
+    batch_size: int,
+    starts: Any,
+    burn_in: int | None,
+) -> tuple[Samples, optax.GradientTransformationExtraArgs, Callable[..., Samples]]:
+    """Return the first part of the draws, the transformation of the next part, and its `chains_of`.
+
+    Args:
+      chains_of: The function that returns the draws of a transformation.
+      sampler: The sampler.
+      tx: Its transformation.
+      loss: The mean loss over a batch.
+      data: All examples.
+      batch_size: S.
+      starts: The params at which the chains begin.
+      burn_in: The number of steps of the burn-in; None for the steps in which the sampler learns.
+    """
+    opt_state = jit_current(jax.vmap(tx.init))(starts)
+    check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
+    has_snapshots = bool(find_states(opt_state, SnapshotState))
+    if has_snapshots:
+        opt_state = _take_snapshots(loss, data, opt_state, starts)
+    if burn_in is None:
+        burn_in = steps_to_learn(opt_state) or _BURN_IN
+    none = jnp.zeros(len(jax.tree.leaves(starts)[0]), jnp.int32)
+    draw = chains_of(tx)
+    drawn = draw(starts, _Watched(opt_state, none + burn_in, none), 0, burn_in)
+    opt_state = drawn.last_opt_state.opt_state
+    size = checks.count_examples("data", data)
+    handed_over = _hand_over(sampler, size, batch_size, drawn.last_params, opt_state)
+    if handed_over is not None:
+        tx, opt_state = handed_over
+        draw = chains_of(tx)
+    if has_snapshots:
+        # Near the mode, the snapshot leaves hardly any noise of the batches
+        opt_state = _take_snapshots(loss, data, opt_state, _center(drawn))
+    watched = drawn.last_opt_state._replace(opt_state=opt_state)
+    return drawn._replace(last_opt_state=watched), tx, draw
 
 
 def _collect(
@@ -398,14 +442,12 @@ def _hand_over(
         return None
 
     def make(kernel: NoiseKernel) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(sampler(num_data, batch_size, kernel=kernel))
+        return _make_sampler(sampler, num_data, batch_size, kernel=kernel)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "batch_size is num_data")
-        begun = jit_current(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
-            state.kernel, params
-        )
-        tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))
+    begun = jit_current(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
+        state.kernel, params
+    )
+    tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))
     learned = state._replace(window=())
     return tx, replace_state(begun, ConstantSgdState, learned, method="constant_sgd")
 

@@ -91,6 +91,12 @@ class Samples(NamedTuple):
         return arrays
 
 
+def check_has_params(params: Any) -> None:
+    """Raise a ValueError if there is nothing to sample."""
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params must contain arrays to sample, got {params!r}.")
+
+
 def check_draws(params: Any) -> None:
     """Raise unless all leaves have the same two leading axes, chains and draws."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import optax
 from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._masters import wide_params
 from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
-from optperm.bayes._samples import Samples
+from optperm.bayes._samples import Samples, check_has_params
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
@@ -39,7 +40,7 @@ def draw_samples(
     thinning: int = 1,
     burn_in: int | None = None,
     stacked: bool = False,
-    first_step: int | jax.Array = 0,
+    first_step: int | jax.Array | None = None,
 ) -> Samples:
     r"""Run several chains of a stochastic optimizer, and store every k-th iterate of each chain.
 
@@ -64,8 +65,8 @@ def draw_samples(
       burn_in: The number of steps of each chain before the steps of the first draw. None for the number
         of steps in which `optperm.constant_sgd` still learns, or for 0 with other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
-      first_step: The number t of the first step: 0, or `next_step` of earlier `Samples` to continue
-        them.
+      first_step: The number t of the first step: `next_step` of earlier `Samples` to continue them, or 0
+        for steps with another key. None for 0, with a warning if the sampler has taken steps.
 
     Returns:
       `Samples`. All draws are held in memory.
@@ -103,12 +104,17 @@ def draw_samples(
     checks.check_count("thinning", thinning)
     if burn_in is not None:
         checks.check_count("burn_in", burn_in, minimum=0)
-    checks.check_count("first_step", first_step, minimum=0)
+    if first_step is not None:
+        checks.check_count("first_step", first_step, minimum=0)
     params, opt_state = without_variables(params), without_variables(opt_state)
+    check_has_params(params)
     samplers: list[Any] = find_states(opt_state, SAMPLERS)
     if not stacked and any(jnp.ndim(state.count) for state in samplers):
         raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
     check_runs(opt_state, SAMPLERS, method="The sampler")
+    if first_step is None:
+        _warn_of_repeated_keys(samplers)
+        first_step = 0
     if burn_in is None:
         burn_in = steps_to_learn(opt_state)
     run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)
@@ -116,6 +122,18 @@ def draw_samples(
     samples = run(params, opt_state, make_key(key), **counts)
     warn_of_draws(samples)
     return samples
+
+
+def _warn_of_repeated_keys(samplers: list[Any]) -> None:
+    """Warn if samplers have taken steps, whose keys the next steps may repeat."""
+    counts = [np.max(state.count) for state in samplers if can_be_seen(state.count)]
+    if max(counts, default=0) > 0:
+        warnings.warn(
+            f"The sampler has taken {max(counts)} steps, but first_step is not given, so the next steps "
+            "repeat the keys, and therefore the batches, of earlier steps with this key: pass "
+            "first_step=samples.next_step, or first_step=0 with another key.",
+            stacklevel=3,
+        )
 
 
 def steps_to_learn(opt_state: Any) -> int:
