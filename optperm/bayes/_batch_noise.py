@@ -68,7 +68,8 @@ def measure_batch_noise(
         draws, keys, chains = _choose_draws(samples.params, _LOOKS, key)
         if not _is_langevin_alone(opt_state):
             like = jax.tree.map(lambda leaf: leaf[0], samples.last_params)
-            states = jax.tree.map(lambda leaf: leaf[chains], opt_state)
+            last = samples.last_params, opt_state
+            states = jax.tree.map(lambda leaf: leaf[chains], last)
             draws = jax.tree.map(lambda draw, p: draw.astype(p.dtype), draws, like)
             if not _covers(update_covariance_fn, draws, keys, states):
                 return samples
@@ -110,23 +111,26 @@ def update_covariance(
     """Return `outer`'s part of the covariance of the updates that a sampler gets after other methods.
 
     Several batches per draw are compared, because a method such as `optperm.svrg` changes the gradients
-    of whole batches. `states` are the optimizer states of the draws.
+    of whole batches. `states` are the last params and optimizer states of the draws' chains. They take
+    one more step first, so a snapshot that is due is not taken at the draw itself.
     """
 
-    def of_batch(params: Any, state: Any, key: jax.Array) -> Any:
+    def update(params: Any, state: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
         e = evaluate(loss, params, jax.tree.map(lambda leaf: take_rows(leaf, rows), data))
         seen: list[Any] = []
-        full_grad_fn = jax.grad(lambda p: loss(p, data))
-        tx.update(
-            e.grad, state, params, full_grad_fn=full_grad_fn, watch=seen.append, **e.extra_args
-        )
-        return optax.tree.cast(seen[0], accumulation_dtype(seen[0]))
+        extras = e.extra_args | {
+            "full_grad_fn": jax.grad(lambda p: loss(p, data)),
+            "watch": seen.append,
+        }
+        _, state = tx.update(e.grad, state, params, **extras)
+        return optax.tree.cast(seen[0], accumulation_dtype(seen[0])), state
 
-    def of_draw(each: tuple[Any, Any, jax.Array]) -> Any:
-        params, state, key = each
-        of_key = functools.partial(of_batch, params, state)
-        rows = jax.lax.map(of_key, jax.random.split(key, _BATCHES))
+    def of_draw(each: tuple[Any, tuple[Any, Any], jax.Array]) -> Any:
+        params, (last_params, state), key = each
+        keys = jax.random.split(key, _BATCHES + 1)
+        _, state = update(last_params, state, keys[-1])
+        rows = jax.lax.map(lambda key: update(params, state, key)[0], keys[:-1])
         deviations = jax.tree.map(lambda g: g - jnp.mean(g, axis=0, keepdims=True), rows)
         return jax.tree.map(lambda c: c / (_BATCHES - 1), outer(deviations))
 

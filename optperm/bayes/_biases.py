@@ -93,9 +93,16 @@ def measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
     return float(np.mean(np.concatenate(found)))
 
 
-def judge_biases(steps: float | None, batches: float | None, kernel: float | None) -> list[str]:
+def judge_biases(
+    steps: float | None, batches: float | None, kernel: float | None, *, has_snapshots: bool
+) -> list[str]:
     """Return a warning for each relative change of variances that is too large."""
     found = []
+    variate = (
+        "take a snapshot closer to the mode"
+        if has_snapshots
+        else "put optperm.svrg before the sampler"
+    )
     if kernel is not None and abs(kernel) > _LARGEST_KERNEL_BIAS:
         found.append(
             "The noise of the batches differs from the kernel's, so variances are on average about "
@@ -111,7 +118,6 @@ def judge_biases(steps: float | None, batches: float | None, kernel: float | Non
     if batches is not None and batches > _LARGEST_BIAS:
         found.append(
             "The noise of the batches may make the variance of a linear function of the params up to "
-            f"{batches:.1%} too large: lower step_size, take larger batches, or put optperm.svrg before "
-            "the sampler."
+            f"{batches:.1%} too large: lower step_size, take larger batches, or {variate}."
         )
     return found

@@ -30,6 +30,7 @@ from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
 from optperm.core.shardings import shard_like
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like, without_variables
 
 
 class SgldState(NamedTuple):
@@ -207,10 +208,14 @@ def sgld(
                     f"preconditioner must be above 0 in every entry, got {np.min(leaf)}."
                 )
 
+    def scales(params: optax.Params) -> Any:
+        """Return M, without the parts that are masked in the params."""
+        return mask_like(without_variables(preconditioner), params)
+
     def init(params: optax.Params) -> SgldState:
         if preconditioner is not None:
             checks.check_same_tree(
-                "preconditioner", preconditioner, params, source="params", dtypes=False
+                "preconditioner", scales(params), params, source="params", dtypes=False
             )
         return SgldState(
             count=jnp.zeros([], jnp.int32),
@@ -231,7 +236,7 @@ def sgld(
         xi = normal_like(fold(state.key, state.count), params)
         # Without a barrier, XLA fuses the noise into the product that makes g, and compiles for a minute
         noisy = jax.lax.optimization_barrier(g)
-        m = optax.tree.ones_like(xi) if preconditioner is None else preconditioner
+        m = optax.tree.ones_like(xi) if preconditioner is None else scales(params)
 
         # u = -epsilon / 2 N M g + sqrt(epsilon T) M^(1/2) xi
         def move(g: jax.Array, xi: jax.Array, m: jax.Array) -> jax.Array:

@@ -22,7 +22,13 @@ from optperm.bayes._faults import COLD
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._samples import Samples, check_samples
-from optperm.core.states import check_runs, find_running_states, find_warnings
+from optperm.core.states import (
+    SnapshotState,
+    check_runs,
+    find_running_states,
+    find_states,
+    find_warnings,
+)
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
 
 # NOISY samplers have a key, and each chain needs its own key.
@@ -203,7 +209,8 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     # If chains diverge, their mixing is not judged
     if found[:1] != [DIVERGED]:
         found += _judge_mixing(slowest, figures, values.shape[2])
-        found += judge_biases(step_bias, batch_bias, kernel_bias)
+        has_snapshots = bool(find_states(samples.last_opt_state, SnapshotState))
+        found += judge_biases(step_bias, batch_bias, kernel_bias, has_snapshots=has_snapshots)
     return PosteriorReport(
         *figures,
         stability=None if one is None else float(np.max(one.stability)),

@@ -26,7 +26,7 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
-from optperm.core.shardings import take_rows
+from optperm.core.shardings import explicit_mesh, take_rows
 from optperm.core.states import (
     SnapshotState,
     check_runs,
@@ -160,8 +160,8 @@ def sample(
     Raises:
       TypeError: If an argument has the wrong type.
       ValueError: If a count is below 1, params contain no arrays, leaves of the data differ in length,
-        `batch_size` exceeds the number of examples, starts do not match the params, or params are on a
-        mesh with explicit axes and `starts` is None.
+        `batch_size` exceeds the number of examples, starts do not match the params, or params are
+        sharded over explicit axes of a mesh and `starts` is None.
 
     Warns:
       UserWarning: With the warnings of `optperm.bayes.posterior_report`. If the loss is not a mean over
@@ -177,60 +177,61 @@ def sample(
         raise ValueError(
             f"batch_size must be at most the number of examples, {num_data}, got {batch_size}."
         )
-    tx = _make_sampler(sampler, num_data, batch_size)
-    jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
+    with explicit_mesh(data, params, starts):
+        tx = _make_sampler(sampler, num_data, batch_size)
+        jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
 
-    loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
-    jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
+        loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
+        jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
 
-    keys = jax.random.split(make_key(key), 3)
-    first = first_starts(params, keys[0], num_chains, starts)
-    begun = first if starts is not None else search_starts(lambda p: loss(p, data), first)
-    conditions = _check_conditions(tx, loss, begun, data, num_data, batch_size, keys[2])
-    # The report also contains these warnings
-    said = [text for name, text in _CONDITIONS.items() if conditions[name] is False]
-    for text in said:
-        warnings.warn(text, stacklevel=2)
-    part = -(-num_draws // _PARTS)
+        keys = jax.random.split(make_key(key), 3)
+        first = first_starts(params, keys[0], num_chains, starts)
+        begun = first if starts is not None else search_starts(lambda p: loss(p, data), first)
+        conditions = _check_conditions(tx, loss, begun, data, num_data, batch_size, keys[2])
+        # The report also contains these warnings
+        said = [text for name, text in _CONDITIONS.items() if conditions[name] is False]
+        for text in said:
+            warnings.warn(text, stacklevel=2)
+        part = -(-num_draws // _PARTS)
 
-    def chains_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Samples]:
-        step = _make_step(loss, tx, data, num_data, batch_size)
-        run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
+        def chains_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Samples]:
+            step = _make_step(loss, tx, data, num_data, batch_size)
+            run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
-        def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
-            counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
-            return run(params, watched, keys[1], **counts)
+            def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
+                counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
+                return run(params, watched, keys[1], **counts)
 
-        return draw
+            return draw
 
-    drawn, tx, draw = _burn_in(chains_of, sampler, tx, loss, data, batch_size, begun, burn_in)
-    has_snapshots = bool(find_states(drawn.last_opt_state, SnapshotState))
-    if starts is None or has_snapshots:
-        # Discard as many steps again, which R-hat would otherwise count as draws. The draws before a
-        # snapshot have more noise
-        at = drawn.last_params if starts is not None else _displace(drawn, keys[2])
-        drawn = draw(at, drawn.last_opt_state, drawn.next_step)
-        watched = drawn.last_opt_state._replace(unseen=jnp.zeros(num_chains, jnp.int32))
-        drawn = draw(drawn.last_params, watched, drawn.next_step)
-    samples = _collect(draw, drawn, num_draws, on_draws)
-    opt_state, _, unseen = samples.last_opt_state
-    samples = samples._replace(starts=first, last_opt_state=opt_state, **conditions)
-    if batch_size > 1:
-        problem = loss, data, num_data, batch_size
-        samples = measure_batch_noise(
-            functools.partial(batch_covariance, *problem),
-            functools.partial(update_covariance, tx, *problem),
-            samples,
-            batch_size,
-            keys[0],
-        )
-    found = [x for x in judge(samples, most_ranked=_MOST_RANKED).warnings if x not in said]
-    if np.any(unseen):
-        steps = -(-num_draws // part) * part * thinning
-        found.append(_UNSEEN.format(np.mean(unseen) / steps))
-    for text in found:
-        warnings.warn(text, stacklevel=2)
-    return samples
+        drawn, tx, draw = _burn_in(chains_of, sampler, tx, loss, data, batch_size, begun, burn_in)
+        has_snapshots = bool(find_states(drawn.last_opt_state, SnapshotState))
+        if starts is None or has_snapshots:
+            # Discard as many steps again, which R-hat would otherwise count as draws. The draws before a
+            # snapshot have more noise
+            at = drawn.last_params if starts is not None else _displace(drawn, keys[2])
+            drawn = draw(at, drawn.last_opt_state, drawn.next_step)
+            watched = drawn.last_opt_state._replace(unseen=jnp.zeros(num_chains, jnp.int32))
+            drawn = draw(drawn.last_params, watched, drawn.next_step)
+        samples = _collect(draw, drawn, num_draws, on_draws)
+        opt_state, _, unseen = samples.last_opt_state
+        samples = samples._replace(starts=first, last_opt_state=opt_state, **conditions)
+        if batch_size > 1:
+            problem = loss, data, num_data, batch_size
+            samples = measure_batch_noise(
+                functools.partial(batch_covariance, *problem),
+                functools.partial(update_covariance, tx, *problem),
+                samples,
+                batch_size,
+                keys[0],
+            )
+        found = [x for x in judge(samples, most_ranked=_MOST_RANKED).warnings if x not in said]
+        if np.any(unseen):
+            steps = -(-num_draws // part) * part * thinning
+            found.append(_UNSEEN.format(np.mean(unseen) / steps))
+        for text in found:
+            warnings.warn(text, stacklevel=2)
+        return samples
 
 
 def _check_arguments(

@@ -107,6 +107,16 @@ def test_control_variates_take_the_noise_of_the_batches_away():
     assert not np.allclose(noisy, exact, rtol=0.05)
 
 
+def test_preconditioner_of_all_params_is_masked_as_they_are():
+    """Its own part, with the updates of that part alone."""
+    w, m = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.float32(M), "b": jnp.ones(3)}
+    alone = optperm.sgld(1e-2, N, preconditioner={"a": m["a"]})
+    wanted, _ = alone.update({"a": w["a"]}, alone.init({"a": w["a"]}), {"a": w["a"]})
+    tx = optax.masked(optperm.sgld(1e-2, N, preconditioner=m), {"a": True, "b": False})
+    updates, _ = tx.update(w, tx.init(w), w)
+    support.assert_close(updates["a"], wanted["a"], rtol=1e-6)
+
+
 def test_frictions_and_preconditioners_that_do_not_fit_are_refused():
     w = jnp.ones(2)
     sgld, sghmc = (functools.partial(method, 1e-3, N) for method in (optperm.sgld, optperm.sghmc))

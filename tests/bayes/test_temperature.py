@@ -83,10 +83,10 @@ def test_masked_classes_change_nothing(mask):
     grads = jax.grad(lambda z: fit(z, labels + 7))(jnp.asarray(masked))
     assert np.all(grads[:, :7] == 0)
     assert np.all(np.isfinite(grads))
-    with pytest.raises(ValueError, match="No temperature is best: .* tends to 0"):
+    with pytest.raises(ValueError, match=r"No temperature is best: .* tends to 0"):
         fit(masked, logits.argmax(axis=1) + 7)
     if mask <= -1e9:
-        with pytest.raises(ValueError, match="No temperature is best: .* tends to infinity"):
+        with pytest.raises(ValueError, match=r"No temperature is best: .* tends to infinity"):
             fit(masked, logits.argmin(axis=1) + 7)
 
 
