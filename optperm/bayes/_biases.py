@@ -68,21 +68,29 @@ def is_given(state: Any) -> bool:
     return isinstance(state, ConstantSgdState) and not np.any(np.asarray(state.freeze_after))
 
 
-def measure_kernel_bias(states: list[Any], batch_noise: Any) -> float | None:
+def measure_kernel_bias(states: list[Any], samples: Samples) -> float | None:
     r"""Return the mean relative increase of variances by noise that differs from the kernel's.
 
     This is the mean of :math:`h_i (C_{ii} - \Lambda_i) / s` over directions, because the noise of a
     step has the covariance :math:`(2 T / N) H + H (C - \Lambda) H / S`. It is None if no kernel was
     passed, C is not known or s is 0.
+
+    Args:
+      states: The states of samplers at the end.
+      samples: The samples, with the noise of the batches.
     """
+    batch_noise = samples.batch_noise
     if len(states) != 1 or not is_given(states[0]) or batch_noise is None:
         return None
     state = states[0]
     one = jax.tree.map(lambda leaf: leaf[0], state) if jnp.ndim(state.count) else state
-    h = one.kernel.step_sizes(one.scale, one.limit)
-    size, scale = float(one.kernel.batch_size), float(one.scale)
+    limit, temperature = (float(np.mean(x)) for x in numbers_of_draws(state, samples))
+    size = float(one.kernel.batch_size)
+    # s = 2 S T / N and c, on average over the draws
+    scale = 2 * size / float(one.kernel.num_data) * temperature
     if not scale > 0:
         return None
+    h = one.kernel.step_sizes(jnp.float32(scale), jnp.float32(limit))
 
     def excess(h: Any, r: Any, noise: Any) -> np.ndarray:
         h, r, noise = (np.asarray(x, np.float64) for x in (h, r, noise))

@@ -23,13 +23,14 @@ from optperm.bayes._faults import (
     judge_stability,
     judge_temperature,
 )
-from optperm.bayes._forms import Preconditioner
+from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._masters import with_masters
 from optperm.bayes._schedule import make_schedule
 from optperm.bayes._warmup import begin, warm_up
 from optperm.core import checks
 from optperm.core.dtypes import all_finite, cast_like, computed_once
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, three_point_like
@@ -57,6 +58,7 @@ class ConstantSgdState(NamedTuple):
       limit: c times the `learning_rate` of the last step.
       kernel: The noise, the curvature and the basis of the steps.
       window: The statistics of the current window of the warm-up; () if a kernel was passed.
+      fingerprint: A number for each of the arguments of `shaped_by`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -69,6 +71,11 @@ class ConstantSgdState(NamedTuple):
     limit: Float32[Array, ""]
     kernel: NoiseKernel
     window: Any  # Window, or ()
+    fingerprint: UInt32[Array, "4"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the arguments for which the state is made, so that no other arguments misread it."""
+        return "preconditioner", "num_data", "batch_size", "momentum"
 
     def for_loop(self) -> ForLoop:
         """Return that batches must be drawn with replacement, and the number of training examples."""
@@ -256,11 +263,15 @@ def constant_sgd(
     schedule = make_schedule(burn_in, freeze_after, batch_size, estimator, preconditioner)
     learns = kernel is None
 
+    def form_of(params: optax.Params) -> Preconditioner:
+        if kernel is not None:
+            return next(name for name, form in FORMS.items() if isinstance(kernel.basis, form))
+        return _choose_preconditioner(preconditioner, params)
+
     def init(params: optax.Params) -> ConstantSgdState:
         window: Any = ()
         if kernel is None:
-            form = _choose_preconditioner(preconditioner, params)
-            given, window = begin(params, form, noise_ratio=noise_ratio, **numbers)
+            given, window = begin(params, form_of(params), noise_ratio=noise_ratio, **numbers)
         else:
             check_kernel(kernel, params, preconditioner, **numbers)
             # The state may be donated, but the kernel belongs to the caller
@@ -333,6 +344,7 @@ def constant_sgd(
         needs=NEEDS[estimator] | _NEEDS_CURVATURE if learns else None,
         axis_name=axis_name,
         takes_gradient=True,
+        shape_arguments=lambda params: numbers | {"preconditioner": form_of(params)},
     )
     # theta' = theta - (1 - mu) v', v' = mu v + H (g + xi)
     steps = sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)

@@ -202,7 +202,7 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     figures = _measure(slowest)
     is_moving = ~find_unmoved(values)
     step_bias, batch_bias = langevin_biases(values, states, samples)
-    kernel_bias = measure_kernel_bias(states, samples.batch_noise)
+    kernel_bias = measure_kernel_bias(states, samples)
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)

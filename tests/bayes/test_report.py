@@ -1,6 +1,7 @@
 """What a report says, of draws whose law is known and of samplers in the states that it warns of."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +207,28 @@ def test_what_a_state_of_sgld_tells(preconditioner, noise, norm, warning, unchec
     assert len(report.warnings) == bool(warning)
     assert unchecked in " ".join(report.not_checked)
     assert (len(report.not_checked) == 1) == (not unchecked)
+
+
+def test_warnings_of_all_states_are_reported():
+    """A control variate without a snapshot, before a sampler, in the chains of one's own loop."""
+    tx, w = optax.chain(optperm.svrg(), optperm.sgld(1e-3, 100)), jnp.zeros(3)
+
+    def step(w, state, key):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            updates, state = tx.update(w, state, w, grad_fn=lambda w: w)
+        return w + updates, state
+
+    for take, found in ((False, 1), (True, 0)):
+        state = optperm.variance.take_snapshot(tx.init(w), w, w) if take else tx.init(w)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            samples = optperm.bayes.draw_samples(
+                step, w, state, 0, num_chains=2, num_draws=20, thinning=20
+            )
+        told = [str(each.message) for each in caught]
+        for texts in (told, optperm.bayes.posterior_report(samples).warnings):
+            assert sum("svrg has no snapshot yet" in text for text in texts) == found
 
 
 def test_infinite_draws_of_any_optimizer_are_named():
