@@ -14,6 +14,7 @@ import numpy as np
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shardings import unshard
 
 # The minimum of log(beta), and the number of halvings, which reach the precision of float32.
 _LEAST_LOG, _HALVINGS = -12.0, 40
@@ -89,7 +90,7 @@ def _solve(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, 
     z -= jnp.max(z, axis=1, keepdims=True)
     # In units of the median gap between the largest and the next logit, beta has the same minimum for
     # any scale of the logits, and masked classes do not change the unit.
-    gaps = jnp.min(jnp.where(z < 0, -z, jnp.inf), axis=1)
+    gaps = unshard(jnp.min(jnp.where(z < 0, -z, jnp.inf), axis=1))
     unit = jnp.nanmedian(jnp.where(jnp.isfinite(gaps), gaps, jnp.nan))
     unit = jax.lax.stop_gradient(jnp.where(unit > 0, unit, 1.0).astype(z.dtype))
     z = jnp.maximum(z / unit, -_MASKED)

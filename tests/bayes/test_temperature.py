@@ -90,6 +90,14 @@ def test_masked_classes_change_nothing(mask):
             fit(masked, logits.argmin(axis=1) + 7)
 
 
+def test_logits_on_a_mesh_with_explicit_axes_have_the_same_temperature():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    (logits, labels), rows = sample(), jax.NamedSharding(mesh, jax.P("d"))
+    wanted = optperm.bayes.fit_temperature(np.float32(logits), labels)
+    found = optperm.bayes.fit_temperature(jax.device_put(np.float32(logits), rows), labels)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 def test_labels_of_masked_classes_are_refused():
     logits, labels = sample()
     logits[3, labels[3]] = -np.inf
