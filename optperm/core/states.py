@@ -88,6 +88,19 @@ class WarningState(Protocol):
         ...
 
 
+class SnapshotState(Protocol):
+    """A state of a control variate, which needs the full gradient at a snapshot of the params."""
+
+    def with_snapshot(self, params: Any, full_grad: Any) -> Any:
+        """Return the state with a new snapshot; the old snapshot stays if the new one is not finite.
+
+        Args:
+          params: All params.
+          full_grad: The gradient over all examples at these params.
+        """
+        ...
+
+
 class ForLoop(NamedTuple):
     """The requirements of a method on a training loop.
 
@@ -165,6 +178,19 @@ def find_warnings(opt_state: Any, params: Any) -> list[str]:
     """Return the warnings of all running states, in any nesting."""
     states = find_running_states(opt_state, WarningState)
     return [text for state in states for text in state.warnings(params)]
+
+
+def take_snapshots(opt_state: Any, params: Any, full_grad: Any) -> Any:
+    """Return the optimizer state with a new snapshot in each state that has snapshots."""
+
+    def is_taken(node: Any) -> bool:
+        return has_protocol(node, SnapshotState)
+
+    return jax.tree.map(
+        lambda node: node.with_snapshot(params, full_grad) if is_taken(node) else node,
+        opt_state,
+        is_leaf=is_taken,
+    )
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
