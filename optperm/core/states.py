@@ -57,6 +57,19 @@ class WarningState(Protocol):
         ...
 
 
+@runtime_checkable
+class GoalState(Protocol):
+    """A state of a method whose params are what the method was asked for only from some step on."""
+
+    def reached_goal(self) -> jax.Array:
+        """Return whether the params after the last step are what the method was asked for, a boolean.
+
+        The answer is about this state alone, and does not repeat the answers of states inside it. In
+        a state stacked over replicas, each replica has an answer.
+        """
+        ...
+
+
 class ForLoop(NamedTuple):
     """The requirements of a method on a training loop.
 
@@ -135,6 +148,30 @@ def find_warnings(opt_state: Any, params: Any) -> list[str]:
     """Return the warnings of all running states, in any nesting."""
     states = find_running_states(opt_state, WarningState)
     return [text for state in states for text in state.warnings(params)]
+
+
+def reached_goal(opt_state: Any) -> jax.Array:
+    """Return whether all running states in any nesting reached their goals; True without goals."""
+
+    def is_end(node: Any) -> bool:
+        return isinstance(node, GoalState | PhasedState)
+
+    reached = jnp.asarray(True)
+    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
+        if isinstance(node, GoalState):
+            reached &= without_variables(node).reached_goal()
+        if isinstance(node, PhasedState):
+            for part, flag in without_variables(node).phases():
+                reached &= jnp.logical_not(flag) | reached_goal(part)
+        elif isinstance(node, GoalState):
+            for part in _children(node):
+                reached &= reached_goal(part)
+    return reached
+
+
+def _children(node: Any) -> list[Any]:
+    """Return the nodes one level below a node."""
+    return jax.tree.leaves(node, is_leaf=lambda each: each is not node)
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
@@ -340,7 +377,7 @@ def match_params(state: Any, params: Any) -> list[Match]:
             found.append(Match(leaves[node], None, owner))
         else:
             owner = type(node).__name__ if hasattr(node, "_fields") else owner
-            for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):
+            for child in _children(node):
                 visit(child, owner)
 
     visit(jax.tree.unflatten(structure, range(len(leaves))), "state")
