@@ -86,7 +86,7 @@ def write_reference(_: Any) -> None:
         if module is optperm:
             title, intro = "One step, and several optimizers.", _STEPS
             public = {
-                name: value for name, value in public.items() if value.__module__ == "optperm"
+                name: value for name, value in public.items() if value.__module__.count(".") == 1
             }
         heading = title.removesuffix(".")
         functions_first = sorted(public, key=lambda name: inspect.isclass(public[name]))

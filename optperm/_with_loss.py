@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,11 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
+from optperm.core.shapes import Array, Int32, UInt32
 from optperm.core.states import DRAW_STREAM, draw_params
 from optperm.core.transformation import known_extra_args, wrapper
 from optperm.core.trees import fill_masked, mask_like
 from optperm.evaluation import LossFn, evaluate
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, UInt32
 
 
 class WithLossState(NamedTuple):
@@ -143,7 +141,3 @@ def with_loss(
         return cast_like(moves, params), WithLossState(count, state.key, inner_state)
 
     return wrapper(init, update, method="with_loss")
-
-
-# `help` and pickles show the module where users find this name.
-with_loss.__module__ = "optperm"

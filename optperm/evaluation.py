@@ -307,9 +307,18 @@ def _check_is_whole(params: optax.Params) -> None:
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
-    """Return `size` examples of a batch from `start` on, or all; examples share leaves of rank 0."""
+    """Return `size` examples of a batch from `start` on, or all; examples share leaves of rank 0.
+
+    Raises:
+      ValueError: If the batch does not contain these examples, as far as `start` is known.
+    """
     if size is None:
         return batch
+    length = checks.count_examples("batch", batch, has_scalars=True)
+    first = 0 if isinstance(start, jax.core.Tracer) else int(start)
+    if not 0 <= first <= length - size:
+        # jax.lax.dynamic_slice would return other examples.
+        raise ValueError(f"start={first} and size={size} do not fit a batch of {length} examples.")
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size) if jnp.ndim(leaf) else leaf,
         batch,
@@ -347,14 +356,10 @@ def map_examples(
         )
         return function(jax.tree.map(fold, loss_fn), example)
 
-    places = first + jnp.arange(num_examples(batch))
+    size = checks.count_examples("batch", batch, has_scalars=True) if jax.tree.leaves(axes) else 1
+    places = first + jnp.arange(size)
     return jax.vmap(call, in_axes=(0, axes))(places, batch)
 
 
 def _is_shared_key(leaf: Any) -> bool:
     return is_key(leaf) and not leaf.ndim
-
-
-# `help` and pickles show the module where users find these names.
-Evaluation.__module__ = "optperm"
-evaluate.__module__ = "optperm"

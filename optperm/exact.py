@@ -7,7 +7,7 @@ determines exact entries of the params, the method `exact()` of its state return
 
 import collections
 import warnings
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.states import PhasedState, find_states, without_variables
-from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
+from optperm.core.states import PhasedState, find_states, has_protocol
+from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part, without_variables
 
 # Wrappers that average, interpolate or scale the params of the method inside.
 _MOVING_WRAPPERS = {
@@ -103,7 +103,6 @@ def _align(flag: Any, other: Any) -> jax.Array:
     return jnp.expand_dims(flag, range(jnp.ndim(flag), max(jnp.ndim(flag), jnp.ndim(other))))
 
 
-@runtime_checkable
 class ExactState(Protocol):
     """A state of a transformation that determines exact values of entries of the params."""
 
@@ -115,7 +114,6 @@ class ExactState(Protocol):
         ...
 
 
-@runtime_checkable
 class PlacingState(ExactState, Protocol):
     """A state whose targets may be replaced by another state's targets, for params at these targets."""
 
@@ -124,7 +122,6 @@ class PlacingState(ExactState, Protocol):
         ...
 
 
-@runtime_checkable
 class CommittingState(Protocol):
     """A state of a method that commits without a step if `update` gets `commit="only"`."""
 
@@ -136,14 +133,13 @@ class CommittingState(Protocol):
 def only_commits(new: Any, old: Any) -> Any:
     """Return an old state with the new states of methods that commit; other methods took no step."""
     return jax.tree.map(
-        lambda before, after: after if isinstance(before, CommittingState) else before,
+        lambda before, after: after if has_protocol(before, CommittingState) else before,
         old,
         new,
-        is_leaf=lambda node: isinstance(node, CommittingState),
+        is_leaf=lambda node: has_protocol(node, CommittingState),
     )
 
 
-@runtime_checkable
 class LastState(Protocol):
     """A state of a method whose updates must not be changed."""
 
@@ -152,7 +148,6 @@ class LastState(Protocol):
         ...
 
 
-@runtime_checkable
 class AnchoredState(Protocol):
     """A state whose updates lead to points in the state, not to a step from the params."""
 
@@ -161,7 +156,6 @@ class AnchoredState(Protocol):
         ...
 
 
-@runtime_checkable
 class WatchingState(Protocol):
     """A state of a transformation that may report that it does not change updates."""
 
@@ -182,7 +176,7 @@ def placing_states(opt_state: Any) -> list[PlacingState]:
 
 
 def _is_placing(node: Any) -> bool:
-    return isinstance(node, PlacingState) and any(each.is_target for each in node.exact())
+    return has_protocol(node, PlacingState) and any(each.is_target for each in node.exact())
 
 
 def replace_targets(opt_state: Any, other: Any) -> Any:
@@ -347,14 +341,14 @@ def _changing(state: Any, *, may_hold: bool) -> list[Any]:
     """
     if type(state) is tuple:
         return [part for each in state for part in _changing(each, may_hold=may_hold)]
-    if isinstance(state, WatchingState) and not state.changes_updates():
+    if has_protocol(state, WatchingState) and not state.changes_updates():
         return []
     return [] if may_hold and _only_holds(state) else [state]
 
 
 def _only_holds(state: Any) -> bool:
     """Return whether a state belongs to a transformation that only fixes entries."""
-    if not isinstance(state, ExactState) or isinstance(state, PhasedState):
+    if not has_protocol(state, ExactState) or has_protocol(state, PhasedState):
         return False
     entries = state.exact()
     return bool(entries) and all(each.values is None for each in entries)
@@ -387,8 +381,3 @@ def _leads_to(target: jax.Array, before: Any, update: Any) -> jax.Array:
     # If q - p overflows in the dtype, the update u also overflows.
     largest = limits.max.astype(wide)
     return jnp.where(jnp.abs(step) <= largest, agrees, ~(jnp.abs(u) <= largest))
-
-
-# `help` and pickles show the module where users find these names.
-Exact.__module__ = "optperm"
-apply_updates.__module__ = "optperm"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import cast_like
+from optperm.core.shapes import Array, Bool, Int32
 from optperm.core.states import find_states
 from optperm.core.transformation import wrapper
 from optperm.exact import (
@@ -21,9 +22,6 @@ from optperm.exact import (
     placing_states,
     replace_targets,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
 
 
 class SwitchAfterState(NamedTuple):
@@ -180,7 +178,3 @@ def switch_after(
         )
 
     return wrapper(init, update, method="switch_after")
-
-
-# `help` and pickles show the module where users find this name.
-switch_after.__module__ = "optperm"

@@ -78,6 +78,31 @@ def test_gradients_of_examples_are_a_loop_over_the_batch():
     support.assert_close(found, grad(PARAMS, part(3, 2)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("start", "size"), [(5, 4), (-1, 2), (0, 9), (jnp.int32(7), 2)])
+def test_a_part_that_the_batch_does_not_contain_is_refused(start, size):
+    fns = optperm.evaluate(loss_fn, PARAMS, BATCH).extra_args
+    for name in ("grad_fn", "per_example_grad_fn"):
+        with pytest.raises(
+            ValueError, match=rf"start={start} and size={size} do not fit .* of 8 ex"
+        ):
+            fns[name](PARAMS, start=start, size=size)
+
+
+def test_leaves_of_different_lengths_have_no_examples():
+    def sums(params, batch):
+        return jnp.mean(batch["x"]) * jnp.sum(params["bias"]) + jnp.sum(batch["y"])
+
+    fns = optperm.evaluate(sums, PARAMS, {"x": jnp.ones(3), "y": jnp.ones(4)}).extra_args
+    for call in (
+        lambda: fns["per_example_grad_fn"](PARAMS),
+        lambda: fns["grad_fn"](PARAMS, size=2),
+    ):
+        with pytest.raises(
+            ValueError, match=r"batch must be arrays that agree .* \[\(3,\), \(4,\)\]"
+        ):
+            call()
+
+
 @pytest.mark.parametrize("bound", [False, True])
 def test_each_example_draws_from_a_key_of_its_own(bound):
     """Its dropout mask is that of the batch's key, or of one bound to the loss, and of its place in the

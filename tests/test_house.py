@@ -2,11 +2,14 @@
 
 import ast
 import importlib
+import inspect
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
+import typing
 
 import pytest
 import support
@@ -83,9 +86,20 @@ def test_rooms_show_their_public_names_alone(room):
     shown = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     assert {*shown} == {*typed_names(PACKAGE / room / "__init__.py")}
     for name, value in shown.items():
-        assert value.__module__ == f"optperm.{room}", name
+        assert value.__module__.startswith(f"optperm.{room}._"), name
         assert pickle.loads(pickle.dumps(value)) is value
     assert all(path.stem.startswith("_") for path in (PACKAGE / room).glob("*.py"))
+
+
+@pytest.mark.parametrize("room", ["", *ROOMS])
+def test_the_source_and_the_types_of_each_public_name_can_be_read(room):
+    module = getattr(optperm, room) if room else optperm
+    for name in typed_names(pathlib.Path(module.__file__)):
+        value = getattr(module, name)
+        if not inspect.ismodule(value):
+            assert re.search(rf"^(class|def) {name}\b", inspect.getsource(value), re.M)
+            if issubclass(type(value), type) and issubclass(value, tuple):
+                assert {*typing.get_type_hints(value)} == {*value._fields}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,3 @@ from optperm.bayes._stationary import stationary_covariance as stationary_covari
 from optperm.bayes._swag import SwagState as SwagState
 from optperm.bayes._swag import swag as swag
 from optperm.bayes._temperature import fit_temperature as fit_temperature
-from optperm.core.public import show_names as _show_names
-
-_show_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,9 @@ from optperm.bayes._masters import with_masters
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like
+from optperm.core.shapes import Array, Bool, Int32
 from optperm.core.transformation import wrapper
 from optperm.exact import Exact, exact_entries
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
 
 
 class BurnInState(NamedTuple):

@@ -6,7 +6,7 @@ JMLR 18(134), 2017, with injected noise whose covariance fits the problem.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,9 @@ from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, three_point_like
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float32, Int32, UInt32
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float32, Int32, UInt32
 
 _LARGEST_FULL = 4096
 _NEEDS_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}

@@ -5,7 +5,7 @@ E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", J. Math. 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,8 @@ from jax.sharding import PartitionSpec
 
 from optperm.bayes._forms import Form, inner
 from optperm.core.dtypes import accumulation_dtype, computed_once
+from optperm.core.shapes import Array, Float, Float32, PyTree
 from optperm.core.shardings import explicit_sharding
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, PyTree
 
 # The maximum relative change of a variance by correlation, and the minimum fraction of batch noise.
 _TOLERANCE, _LEAST_FRACTION = 0.2, 0.015

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,8 @@ from optperm.core.dtypes import computed_once, wide_zeros
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, signs_like
+from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.transformation import transformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
 
 _RATE, _HALVING, _LARGEST = 0.1, 100.0, 0.02
 

@@ -13,8 +13,8 @@ from optperm.core import checks
 from optperm.core.keys import as_key, make_key
 from optperm.core.noise import normal_like
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import find_state, find_states, in_variables, without_variables
-from optperm.core.trees import fill_masked, mask_like
+from optperm.core.states import find_state, find_states
+from optperm.core.trees import fill_masked, in_variables, mask_like, without_variables
 
 
 def sample_params(

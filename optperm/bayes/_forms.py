@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,9 @@ from jax.flatten_util import ravel_pytree
 from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.keys import key_data
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Array, Float
 from optperm.core.shardings import unshard
 from optperm.core.trees import mask_like
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
 
 Preconditioner = Literal["scalar", "diagonal", "full"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,10 @@ from optperm.core.dtypes import accumulation_dtype, wide_zeros
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation, wrapper
 from optperm.core.trees import fill_masked, mask_like
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
-
 
 _STEP = (
     "draw = optperm.bayes.sample_params(opt_state, params, key), then "

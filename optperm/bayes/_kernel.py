@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,10 @@ import optax
 from optperm.bayes._forms import FORMS, Form, Preconditioner
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
+from optperm.core.shapes import Array, Bool, Float, Float32, Int32, PyTree
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state
 from optperm.core.trees import mask_like
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 
 class NoiseKernel(NamedTuple):

@@ -6,7 +6,7 @@ T. Chen, E. B. Fox and C. Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,10 @@ from optperm.core.dtypes import (
 from optperm.core.keys import key_data
 from optperm.core.noise import fold, normal_like
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
 from optperm.core.shardings import shard_like
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
 
 class SgldState(NamedTuple):

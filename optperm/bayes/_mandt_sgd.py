@@ -6,7 +6,7 @@ JMLR 18(134), 2017, section 4.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,9 @@ from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float, Float32, Int32, PyTree
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 _UNSTABLE = 2.0
 # lambda_max(H A) is estimated in every tenth step of a burn-in, or of the first hundred steps.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.core.dtypes import accumulation_dtype, cast_like
+from optperm.core.shapes import Array, Float, PyTree
 from optperm.core.shardings import shard_like
 from optperm.core.states import draw_params, find_states
 from optperm.core.transformation import wrapper
 from optperm.core.trees import fill_masked, mask_like
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, PyTree
 
 
 class MasterState(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,9 @@ import numpy as np
 from optperm.bayes._samples import Samples, check_draws
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shapes import Array, Float, Shaped
 from optperm.core.shardings import can_be_seen, take
-from optperm.core.states import without_variables
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Shaped
+from optperm.core.trees import without_variables
 
 # A softmax in bfloat16 sums to 1 within this tolerance, and its mean over draws is in float32.
 _ROUNDING = 4 * float(jnp.finfo(jnp.bfloat16).eps)

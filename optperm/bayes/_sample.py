@@ -25,7 +25,8 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
-from optperm.core.states import check_runs, find_states, replace_state, without_variables
+from optperm.core.states import check_runs, find_states, replace_state
+from optperm.core.trees import without_variables
 from optperm.evaluation import evaluate
 from optperm.exact import apply_updates
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.core.states import without_variables
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree, Shaped
+from optperm.core.shapes import Array, Float, Int32, PyTree, Shaped
+from optperm.core.trees import without_variables
 
 
 class Samples(NamedTuple):

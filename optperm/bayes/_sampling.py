@@ -21,7 +21,8 @@ from optperm.core.dtypes import cast_like
 from optperm.core.keys import is_key, make_key
 from optperm.core.noise import fold
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import check_runs, find_states, without_variables
+from optperm.core.states import check_runs, find_states
+from optperm.core.trees import without_variables
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
 StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]

@@ -6,7 +6,7 @@ Uncertainty in Deep Learning", NeurIPS 2019, arXiv 1902.02476.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,9 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros
+from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
 
 
 class SwagState(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,7 @@ from optperm.bayes._power_iteration import power_iteration
 from optperm.core.control import when
 from optperm.core.dtypes import all_finite, computed_once
 from optperm.core.noise import signs_like
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32, PyTree
+from optperm.core.shapes import Array, Float, Float32, Int32, PyTree
 
 # The maximum relative variation of a step's noise between points of the chain.
 _VARIATION = 0.1

@@ -1,7 +1,12 @@
-"""Find and replace a method's state inside any composition of Optax states."""
+"""Find and replace a method's state inside any composition of Optax states.
 
+A protocol names methods that a state may have. Whether a state has them is asked of its type, since a
+user's state may have fields of the same names.
+"""
+
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +15,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
-from optperm.core.trees import mask_like
+from optperm.core.trees import in_variables, mask_like, without_variables
 
 State = TypeVar("State")
 # `draw_params` folds this number into a key; it is far from the counts folded into the same key
@@ -18,7 +23,34 @@ DRAW_STREAM = 0x4452_4157
 _PHASED = "of optperm.switch_after, for example"
 
 
-@runtime_checkable
+def has_protocol(node: object, protocol: Any) -> bool:
+    """Return whether a node is a state, a NamedTuple, whose type has all methods of a protocol.
+
+    Fields do not count, and neither do params with such methods, as in Equinox.
+    """
+    return isinstance(node, tuple) and all(
+        callable(getattr(type(node), name, None)) for name in _list_methods(protocol)
+    )
+
+
+@functools.cache
+def _list_methods(protocol: Any) -> tuple[str, ...]:
+    bases = filter(_is_protocol, protocol.__mro__)
+    return tuple(name for base in bases for name in vars(base) if not name.startswith("_"))
+
+
+def is_of(node: object, state_type: type[State] | tuple[type[State], ...]) -> TypeGuard[State]:
+    """Return whether a node is of one of the types, or has one of the protocols."""
+    types = state_type if isinstance(state_type, tuple) else (state_type,)
+    return any(
+        has_protocol(node, each) if _is_protocol(each) else isinstance(node, each) for each in types
+    )
+
+
+def _is_protocol(kind: Any) -> bool:
+    return Protocol in kind.__bases__
+
+
 class PhasedState(Protocol):
     """A state of a wrapper whose parts take turns, so some parts did not take the last step."""
 
@@ -27,7 +59,6 @@ class PhasedState(Protocol):
         ...
 
 
-@runtime_checkable
 class DrawingState(Protocol):
     """A state of a method that needs gradients at a draw of the params, passed as `draw=`."""
 
@@ -41,7 +72,6 @@ class DrawingState(Protocol):
         ...
 
 
-@runtime_checkable
 class WarningState(Protocol):
     """A state that can warn. The state of a wrapper also warns for the states inside it."""
 
@@ -88,7 +118,6 @@ class ForLoop(NamedTuple):
     num_data: jax.Array | None = None
 
 
-@runtime_checkable
 class LoopState(Protocol):
     """A state of a method that has requirements on a training loop."""
 
@@ -134,12 +163,12 @@ def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple
     """Yield the states that draw, with the flags of the phases that contain them."""
 
     def is_end(node: Any) -> bool:
-        return isinstance(node, DrawingState | PhasedState)
+        return has_protocol(node, DrawingState) or has_protocol(node, PhasedState)
 
     for node in jax.tree.leaves(opt_state, is_leaf=is_end):
-        if isinstance(node, DrawingState):
+        if has_protocol(node, DrawingState):
             yield node, flags
-        elif isinstance(node, PhasedState):
+        elif has_protocol(node, PhasedState):
             for part, flag in node.phases():
                 yield from _find_drawing(part, (*flags, flag))
 
@@ -204,16 +233,13 @@ def check_runs(opt_state: Any, state_type: Any, *, method: str) -> None:
 def _find_nodes(opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield the nodes of a type, inside phases only if `may_look` is true for the phase's flag."""
 
-    def is_wanted(node: Any) -> bool:
-        return isinstance(node, state_type)
-
     def is_end(node: Any) -> bool:
-        return is_wanted(node) or isinstance(node, PhasedState)
+        return is_of(node, state_type) or has_protocol(node, PhasedState)
 
     for node in jax.tree.leaves(opt_state, is_leaf=is_end):
-        if is_wanted(node):
+        if is_of(node, state_type):
             yield node
-        elif isinstance(node, PhasedState):
+        elif has_protocol(node, PhasedState):
             for part, flag in node.phases():
                 within = list(_find_nodes(part, state_type, may_look))
                 # A flag is read only if it matters, since it may be traced.
@@ -311,27 +337,6 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
         lambda node: in_variables(new, node) if node is place else node,
         opt_state,
         is_leaf=lambda node: node is place,
-    )
-
-
-def _is_variable(node: Any) -> bool:
-    return hasattr(node, "get_value")
-
-
-def without_variables(tree: Any) -> Any:
-    """Return the tree with each variable of `flax.nnx` replaced by its array."""
-    return jax.tree.map(
-        lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
-    )
-
-
-def in_variables(tree: Any, like: Any) -> Any:
-    """Return a tree of arrays, inside variables of `flax.nnx` wherever `like` has variables."""
-    return jax.tree.map(
-        lambda place, value: place.replace(value) if _is_variable(place) else value,
-        like,
-        tree,
-        is_leaf=_is_variable,
     )
 
 

@@ -14,6 +14,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
+from optperm.core.fingerprints import check_fingerprint, fill_fingerprint
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
 from optperm.core.trees import mask_like
@@ -39,6 +40,7 @@ def transformation(
     needs_params: bool = True,
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
+    shape_arguments: Callable[[Any], Mapping[str, Any]] | None = None,
     conversion: str = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that checks its inputs and returns everything in the types of the inputs.
@@ -60,6 +62,9 @@ def transformation(
       needs_params: Whether `update` needs params.
       updates_like: Whether the new updates have the types of params, if given, or of the updates.
       axis_name: The mapped axis that must be bound in calls of `update`.
+      shape_arguments: `shape_arguments(params)` returns the values of the arguments by which the state
+        is shaped, as for `optperm.core.fingerprints.fill_fingerprint`. The state is a `ShapedState`,
+        whose fingerprint is filled in here, and compared in each `update` that is not traced.
       conversion: A sentence about the conversion of another optimizer's state, for the message.
 
     Returns:
@@ -69,7 +74,10 @@ def transformation(
 
     def init_fn(params: optax.Params) -> Any:
         checks.check_real_floating("params", params)
-        return _with_strong_types(init(params))
+        state = init(params)
+        if shape_arguments is not None:
+            state = fill_fingerprint(state, shape_arguments(params))
+        return _with_strong_types(state)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -77,6 +85,8 @@ def transformation(
         checks.check_state(method, state, own_type, conversion)
         if needs_params:
             _check_are_given(method, params)
+        if shape_arguments is not None and not isinstance(state.fingerprint, jax.core.Tracer):
+            check_fingerprint(method, state, shape_arguments(updates if params is None else params))
         # Params and updates must match the state, or JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)

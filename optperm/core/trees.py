@@ -1,6 +1,7 @@
-"""Trees with masked parts, trees of trained leaves only, and trees of rows."""
+"""Trees given as trees or functions, without variables, with masked parts, and trees of rows."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,53 @@ def trained_part(params: Any) -> Any:
     if not any(map(dataclasses.is_dataclass, nodes)):
         return params
     return jax.tree.map(keep, params)
+
+
+def is_function(given: Any) -> bool:
+    """Return whether an argument is a function, and not a tree: the rule of `optax.masked`.
+
+    A tree whose leaves are not functions is a tree, even if it can be called, as models of Equinox.
+    """
+    is_bound = isinstance(
+        given, functools.partial
+    )  # `jax.tree_util.Partial` is a tree of its arguments
+    return callable(given) and (is_bound or all(map(callable, jax.tree.leaves(given))))
+
+
+def resolve_tree(given: Any, params: Any) -> Any:
+    """Return a tree that may be given as a function of params, without variables of `flax.nnx`.
+
+    The function gets params without variables, so paths and arrays are the same in all libraries.
+    """
+    return without_variables(given(without_variables(params)) if is_function(given) else given)
+
+
+def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+    """Return each leaf with its path, such as "Dense_0/kernel", without variables of `flax.nnx`."""
+    leaves = jax.tree_util.tree_leaves_with_path(without_variables(tree))
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def is_variable(node: Any) -> bool:
+    """Return whether a node is a variable of `flax.nnx`."""
+    return callable(getattr(type(node), "get_value", None))
+
+
+def without_variables(tree: Any) -> Any:
+    """Return the tree with each variable of `flax.nnx` replaced by its array."""
+    return jax.tree.map(
+        lambda leaf: leaf.get_value() if is_variable(leaf) else leaf, tree, is_leaf=is_variable
+    )
+
+
+def in_variables(tree: Any, like: Any) -> Any:
+    """Return a tree of arrays, inside variables of `flax.nnx` wherever `like` has variables."""
+    return jax.tree.map(
+        lambda place, value: place.replace(value) if is_variable(place) else value,
+        like,
+        tree,
+        is_leaf=is_variable,
+    )
 
 
 def spread_prefix(

@@ -3,7 +3,6 @@
 See ``examples/diloco.py``.
 """
 
-from optperm.core.public import show_names as _show_names
 from optperm.distributed._agn import AgnState as AgnState
 from optperm.distributed._agn import agn as agn
 from optperm.distributed._center import center_params as center_params
@@ -13,5 +12,3 @@ from optperm.distributed._diloco import diloco as diloco
 from optperm.distributed._plans import Every as Every
 from optperm.distributed._traffic_report import TrafficReport as TrafficReport
 from optperm.distributed._traffic_report import traffic_report as traffic_report
-
-_show_names(__name__)

@@ -6,7 +6,7 @@ arXiv 1710.02368.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from optperm.core import checks
 from optperm.core.control import both, cond
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.mapped_axes import AxisName
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
 from optperm.core.transformation import transformation
 from optperm.distributed._exchanging import show
 from optperm.distributed._local_counts import (
@@ -47,9 +48,6 @@ from optperm.distributed._replicas import (
     weigh,
 )
 from optperm.exact import Exact, exact_entries
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 Combine = Literal["mean", "sum", "sequential"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.mapped_axes import AxisName
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import unstack
@@ -41,9 +42,6 @@ from optperm.distributed._pairs import check_can_be_paired
 from optperm.distributed._plans import Due, Every, Exchange, resolve_due
 from optperm.distributed._replicas import Replicas, check_weight
 from optperm.exact import Exact, apply_updates, exact_entries, placing_states
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 
 class DilocoState(NamedTuple):

@@ -4,7 +4,6 @@ This package contains low-rank states, APOLLO, 8-bit and 4-bit states, a functio
 among the params, and a report on the size of any optimizer's state.
 """
 
-from optperm.core.public import show_names as _show_names
 from optperm.memory._aliases import apollo_adamw as apollo_adamw
 from optperm.memory._aliases import low_rank_adamw as low_rank_adamw
 from optperm.memory._apollo import ApolloState as ApolloState
@@ -19,5 +18,3 @@ from optperm.memory._quantize_state import quantize_state as quantize_state
 from optperm.memory._rank_for import rank_for as rank_for
 from optperm.memory._state_report import StateReport as StateReport
 from optperm.memory._state_report import state_report as state_report
-
-_show_names(__name__)

@@ -6,7 +6,7 @@ H. Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance", MLSys 2025, a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold, normal
+from optperm.core.shapes import Array, Float, Int8, Int32, PyTree
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (
     check_limit,
@@ -36,9 +37,6 @@ from optperm.memory._matrices import (
     unzip,
     warn_of_full_rank,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int8, Int32, PyTree
 
 By = Literal["channel", "tensor"]
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from optperm.core.dtypes import computed_once
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold
+from optperm.core.shapes import Array, Float, Int8, Int32, PyTree
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (
@@ -59,9 +60,6 @@ from optperm.memory._moments import (
     split_moments,
 )
 from optperm.memory._projections import align_signs, gram_basis, power_basis, random_basis
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int8, Int32, PyTree
 
 Projection = Literal["svd", "random", "power"]
 Residual = Literal["scaled"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,15 @@ from jax.sharding import PartitionSpec as P
 from optperm.core import checks
 from optperm.core.dtypes import computed_once
 from optperm.core.keys import key_data
+from optperm.core.shapes import Int32
 from optperm.core.shardings import is_spread, shard_like, sharding_of
-from optperm.core.states import find_states, match_params, without_variables
+from optperm.core.states import find_states, match_params
 from optperm.core.transformation import transformation
-from optperm.core.trees import is_flag, spread_prefix
+from optperm.core.trees import is_flag, spread_prefix, without_variables
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
 from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known, match_others
-
-if TYPE_CHECKING:
-    from jaxtyping import Int32
 
 # With jit, these functions are traced once for all leaves of the same shape
 _encode = jax.jit(encode, static_argnums=1)

@@ -3,7 +3,6 @@
 The trained weights are the initial weights in another order. See ``examples/sgperm.py``.
 """
 
-from optperm.core.public import show_names as _show_names
 from optperm.permutation._export import apply_permutation as apply_permutation
 from optperm.permutation._export import export_permutation as export_permutation
 from optperm.permutation._export import permuted_params as permuted_params
@@ -13,5 +12,3 @@ from optperm.permutation._laperm import laperm as laperm
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState as PermuteByCyclesState
 from optperm.permutation._permute_by_cycles import permute_by_cycles as permute_by_cycles
 from optperm.permutation._sgperm import sgperm as sgperm
-
-_show_names(__name__)

@@ -10,8 +10,8 @@ import optax
 
 from optperm.core import checks
 from optperm.core.shardings import can_be_seen, shard_like, unshard
-from optperm.core.states import find_state, without_variables
-from optperm.core.trees import fill_masked, is_masked, mask_like
+from optperm.core.states import find_state
+from optperm.core.trees import fill_masked, is_masked, mask_like, without_variables
 from optperm.permutation._exact_floats import move_bits
 from optperm.permutation._laperm import LapermState, synchronize_params
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
 from optperm.exact import Exact, exact_entries
@@ -30,9 +31,6 @@ from optperm.permutation._weight_vectors import (
     permute_vectors,
     warn_of_constant_vectors,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 # An integer, or a schedule from the number of a step to an integer.
 Interval = int | jax.Array | Callable[[jax.Array], Any]

@@ -10,7 +10,7 @@ import collections
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like, unstack
@@ -36,9 +37,6 @@ from optperm.permutation._weight_vectors import (
     resolve_output_axes,
     warn_of_constant_vectors,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
 
 @functools.partial(

@@ -7,7 +7,7 @@ arXiv 2003.02570, 2020.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,12 @@ from jax.export import register_namedtuple_serialization
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
 from optperm.permutation._falling import falling
 from optperm.permutation._permute_by_cycles import permute_by_cycles
 from optperm.permutation._weight_vectors import OutputAxes
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
 
 # The initial aggressiveness of the default schedule.
 _START = 0.1

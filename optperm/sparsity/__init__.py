@@ -3,7 +3,6 @@
 A mask has an entry for each weight. See ``examples/sparse.py``.
 """
 
-from optperm.core.public import show_names as _show_names
 from optperm.sparsity._choice import erk_sparsity as erk_sparsity
 from optperm.sparsity._export import remove_units as remove_units
 from optperm.sparsity._export import to_sparse as to_sparse
@@ -19,5 +18,3 @@ from optperm.sparsity._straight_through import keep_top as keep_top
 from optperm.sparsity._structures import Blocks as Blocks
 from optperm.sparsity._structures import NOfM as NOfM
 from optperm.sparsity._structures import Units as Units
-
-_show_names(__name__)

@@ -27,8 +27,14 @@ from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.keys import make_key
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
-from optperm.core.states import without_variables
-from optperm.core.trees import fill_masked, is_flag, mask_like, spread_prefix, unstack
+from optperm.core.trees import (
+    fill_masked,
+    is_flag,
+    mask_like,
+    spread_prefix,
+    unstack,
+    without_variables,
+)
 from optperm.sparsity._structures import ENTRIES, Entries, NOfM, check_fits
 
 # The entries that a fraction of zeros refers to. "erk": each leaf, with fractions from `erk_sparsity`;

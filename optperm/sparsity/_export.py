@@ -11,8 +11,7 @@ import numpy as np
 
 from optperm.core import checks
 from optperm.core.optional import import_optional
-from optperm.core.states import without_variables
-from optperm.core.trees import is_masked
+from optperm.core.trees import is_masked, without_variables
 from optperm.sparsity._choice import Include, include_leaves
 
 SparseFormat = Literal["bcsr", "bcoo", "scipy"]

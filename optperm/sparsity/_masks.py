@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import place_like
+from optperm.core.shapes import Array, Bool, PyTree
 from optperm.core.shardings import shard_like
-from optperm.core.states import find_state, replace_state, without_variables
+from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
-from optperm.core.trees import fill_masked, mask_like
+from optperm.core.trees import fill_masked, mask_like, without_variables
 from optperm.exact import Exact
 from optperm.sparsity._choice import (
     Include,
@@ -29,14 +30,10 @@ from optperm.sparsity._choice import (
 from optperm.sparsity._sparse_state import SparseState
 from optperm.sparsity._structures import ENTRIES, Structure, as_structure
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree
-
 PruneCriterion = Literal["magnitude", "random"]
 FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
 
 
-@runtime_checkable
 class PreconditioningState(Protocol):
     """A state that multiplies gradients by its preconditioner H, for `freeze`."""
 

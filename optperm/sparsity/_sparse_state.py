@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optperm.core.dtypes import place_like
+from optperm.core.shapes import Array, Bool, Float32, Int32, PyTree, UInt32
 from optperm.core.trees import is_masked
 from optperm.exact import Exact, exact_entries, placing_states
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float32, Int32, PyTree, UInt32
 
 
 class SparseState(NamedTuple):

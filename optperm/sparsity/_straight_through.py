@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optperm.core import checks
-from optperm.core.states import without_variables
-from optperm.core.trees import fill_masked
+from optperm.core.trees import fill_masked, without_variables
 from optperm.sparsity._choice import (
     Include,
     UnitScope,

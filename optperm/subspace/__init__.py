@@ -4,7 +4,6 @@ DLDR first trains all params, and then trains in a subspace with P-BFGS, P-SGD o
 ``examples/dldr.py``.
 """
 
-from optperm.core.public import show_names as _show_names
 from optperm.subspace._dim_reduce import DimReduceState as DimReduceState
 from optperm.subspace._dim_reduce import dim_reduce as dim_reduce
 from optperm.subspace._dldr import DldrState as DldrState
@@ -18,5 +17,3 @@ from optperm.subspace._trajectory import record_trajectory as record_trajectory
 from optperm.subspace._trajectory import trajectory as trajectory
 from optperm.subspace._twa import TwaState as TwaState
 from optperm.subspace._twa import twa as twa
-
-_show_names(__name__)

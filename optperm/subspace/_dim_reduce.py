@@ -6,7 +6,7 @@ DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.transformation import transformation
 from optperm.exact import apply_updates
 from optperm.subspace._line_searches import LINE_SEARCHES, Line
@@ -30,9 +31,6 @@ from optperm.subspace._subspace import (
     mean_over_replicas,
     step_where,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
 
 # A residual of at most this many rounding errors of the gradient counts as zero.
 _ROUNDINGS = 16

@@ -6,7 +6,7 @@ DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
@@ -22,9 +23,6 @@ from optperm.exact import Exact, exact_entries, placing_states
 from optperm.subspace._pca import principal_rows
 from optperm.subspace._subspace import Subspace, mean_over_replicas, step_where
 from optperm.subspace._trajectory import write_row
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 Restart = Literal["last", "first", "mean"]
 

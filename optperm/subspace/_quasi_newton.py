@@ -5,13 +5,12 @@ J. Nocedal and S. J. Wright, "Numerical Optimization", 2006, chapter 6.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32
+from optperm.core.shapes import Array, Bool, Float, Int32
 
 
 class QuasiNewtonState(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,11 @@ from optperm.core.mapped_axes import (
     shared,
     varying_axes,
 )
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
 from optperm.core.shardings import explicit_sharding, rows_like, shard_like
-from optperm.core.states import find_state, find_states, replace_state, without_variables
-from optperm.core.trees import mask_like, one_row
+from optperm.core.states import find_state, find_states, replace_state
+from optperm.core.trees import mask_like, one_row, without_variables
 from optperm.subspace._quasi_newton import QuasiNewtonState, make_quasi_newton
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 # By default, float32 products have half the precision on accelerators.
 _PRECISION = jax.lax.Precision.HIGHEST

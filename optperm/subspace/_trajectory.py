@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,11 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.shardings import rows_like
 from optperm.core.states import find_state
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like, one_row
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
 
 
 class TrajectoryState(NamedTuple):

@@ -1,6 +1,5 @@
 """Training: Flax train states for any method, and `fit`."""
 
-from optperm.core.public import show_names as _show_names
 from optperm.training._callbacks import EarlyStopping as EarlyStopping
 from optperm.training._callbacks import Event as Event
 from optperm.training._callbacks import metrics_writer as metrics_writer
@@ -11,5 +10,3 @@ from optperm.training._loop import fit as fit
 from optperm.training._run import FitResult as FitResult
 from optperm.training._train_state import Optimizer as Optimizer
 from optperm.training._train_state import TrainState as TrainState
-
-_show_names(__name__)

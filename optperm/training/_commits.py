@@ -11,7 +11,7 @@ import optax
 
 from optperm.core.dtypes import cast_like
 from optperm.core.mapped_axes import mark_varying
-from optperm.core.states import find_running_states, find_states, local_values
+from optperm.core.states import find_running_states, find_states, has_protocol, local_values
 from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked
 from optperm.evaluation import evaluate
@@ -156,12 +156,14 @@ def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
         """Return the steps since a commit after the step that follows `last`; XLA removes the rest."""
 
         def begin(node: Any) -> Any:
-            is_local: bool = isinstance(node, CommittingState)
+            is_local: bool = has_protocol(node, CommittingState)
             if not is_local:
                 return node
             return node._replace(since_commit=cast_like(last, node.since_commit))
 
-        at = jax.tree.map(begin, state.opt_state, is_leaf=lambda x: isinstance(x, CommittingState))
+        at = jax.tree.map(
+            begin, state.opt_state, is_leaf=lambda x: has_protocol(x, CommittingState)
+        )
         zero = optax.tree.sub(state.params, state.params)
 
         def loss_fn(params: Any, _: Any) -> jax.Array:

@@ -6,7 +6,6 @@ problems accurately. On networks, SGD with a tuned learning rate is better after
 gradients: `benchmarks/variance.py` prints the tables. See ``examples/svrg.py``.
 """
 
-from optperm.core.public import show_names as _show_names
 from optperm.variance._full_gradient import full_gradient as full_gradient
 from optperm.variance._katyusha import KatyushaState as KatyushaState
 from optperm.variance._katyusha import katyusha as katyusha
@@ -19,5 +18,3 @@ from optperm.variance._recursive import recursive_gradient as recursive_gradient
 from optperm.variance._svrg import SvrgState as SvrgState
 from optperm.variance._svrg import svrg as svrg
 from optperm.variance._svrg import take_snapshot as take_snapshot
-
-_show_names(__name__)

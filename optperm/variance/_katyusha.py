@@ -7,7 +7,7 @@ Acceleration of Stochastic Gradient Methods", STOC 2017.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,10 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like
+from optperm.core.shapes import Array, Float, PyTree
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, keep_finite
 from optperm.variance._svrg import FULL_GRADIENT, SvrgState, correct_loopless, make_state
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, PyTree
 
 
 class KatyushaState(NamedTuple):

@@ -5,7 +5,7 @@ H. Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training L
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, compute_in_order, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     BATCH_GRADIENT,
@@ -21,9 +22,6 @@ from optperm.variance._batch_gradients import (
     evaluate_gradient,
     keep_finite,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
 
 
 class MarsState(NamedTuple):

@@ -6,7 +6,7 @@ N. Parikh and S. Boyd, "Proximal Algorithms", Foundations and Trends in Optimiza
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,8 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Int32
 from optperm.core.transformation import transformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
 
 
 class ProximalState(NamedTuple):

@@ -7,7 +7,7 @@ NeurIPS 2013.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,12 @@ from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import find_state, replace_state, without_variables
+from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
-from optperm.core.trees import mask_like
+from optperm.core.trees import mask_like, without_variables
 from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, evaluate_gradient
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 FULL_GRADIENT = {
     "full_grad_fn": "the gradient over all examples at given params (in fit, optperm.with_loss passes "

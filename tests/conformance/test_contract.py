@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 import typing
 from typing import Any
 
@@ -54,7 +53,7 @@ WRAPPERS = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
 }
-# What the modules of the methods import for type checkers alone.
+# What `optperm.core.shapes` shows to type checkers alone.
 NAMES = {
     name: getattr(jaxtyping, name)
     for name in ("Array", "Bool", "Float", "Float32", "Int8", "Int32", "PyTree", "Shaped", "UInt32")
@@ -73,17 +72,11 @@ def states_in(opt_state):
     return found
 
 
-def names_of_room(kind):
-    """Return the names in all private files of the room that shows a class as its own."""
-    files = [name for name in sys.modules if name.startswith(f"{kind.__module__}._")]
-    return {name: value for file in files for name, value in vars(sys.modules[file]).items()}
-
-
 def assert_typed(opt_state, params):
     """Assert that each field of each state has the shape and dtype of its annotation."""
     of_params = NAMES["PyTree"][NAMES["Shaped"][jax.Array, "?*shape"], "Params"]
     for state in states_in(opt_state):
-        hints = typing.get_type_hints(type(state), localns=names_of_room(type(state)) | NAMES)
+        hints = typing.get_type_hints(type(state), localns=NAMES)
         with jaxtyping.jaxtyped("context"):
             assert isinstance(params, of_params)
             for name, hint in hints.items():
