@@ -7,14 +7,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, shared, varying_like
-from optperm.core.trees import fill_masked, is_masked, trained_part
+from optperm.core.shardings import take_rows
+from optperm.core.transformation import known_extra_args
+from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
 
 LossFn = Callable[[optax.Params, Any], Any]
+
+# The number of random orders of a batch in which its loss is compared with the losses of its halves. The
+# mean of 16 normal numbers with mean 0 exceeds 6.5 times its standard error in one of 100,000 cases.
+_ORDERS, _ERRORS = 16, 6.5
+# The smallest relative difference that counts.
+_DIFFERS = 0.01
+NOT_MEAN = (
+    "The loss of a batch is not the mean of the losses of its halves, so it is no mean over examples. "
+    "It sums, weights or mixes examples (as predictions (n,) minus labels (n, 1) do): use jnp.mean and "
+    "equal shapes."
+)
+NOT_GRADIENT = (
+    "A transformation before the sampler changes the gradient, so draws do not follow the posterior: "
+    "remove clipping, weight decay (use normal_prior), momentum and Adam's moments."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +189,9 @@ def evaluate_part(
         example_grad_fn: Any = None,
         full_grad_fn: Any = None,
         weight: Any = None,
+        watch: Any = None,
     ) -> jax.Array:
-        del grad_fn, per_example_grad_fn, example_grad_fn, full_grad_fn, weight
+        del grad_fn, per_example_grad_fn, example_grad_fn, full_grad_fn, weight, watch
         trained = trained_part(params)
         return mean(loss_and_aux(shared(trained, batch, axis_name), batch)[0])
 
@@ -304,6 +325,97 @@ def _check_is_whole(params: optax.Params) -> None:
             'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], and '
             "put optperm.with_loss outside of all other transformations."
         )
+
+
+def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False) -> bool:
+    r"""Return whether the loss of a batch is the mean of the losses of its halves, up to noise.
+
+    .. math:: L_B(\theta) = \frac{|B_1|}{|B|} L_{B_1}(\theta) + \frac{|B_2|}{|B|} L_{B_2}(\theta)
+
+    The loss is evaluated on several random orders of the batch, outside of any compiled step. Rounding
+    and random numbers, such as dropout masks, change the loss of a batch from order to order, and these
+    changes show which difference from the mean over the halves is too large. A sum and a count take the
+    place of a loss and the number of examples.
+
+    Args:
+      loss_fn: As in `evaluate`. Random keys that `jax.tree_util.Partial` binds to it are folded with the
+        number of the evaluation.
+      params: The params.
+      batch: The batch, a tree of arrays. Examples share leaves of rank 0; keys among them are folded.
+      has_aux: Whether `loss_fn` returns a pair.
+    """
+    size = num_examples(batch)
+    if size < 2:
+        return True
+    half = size // 2
+
+    def compare(params: optax.Params, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        order = jax.random.permutation(key, size)
+
+        def loss(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+            def fold(leaf: Any) -> Any:
+                return jax.random.fold_in(leaf, jax.random.bits(jax.random.fold_in(key, number)))
+
+            def choose(leaf: Any) -> Any:
+                if jnp.ndim(leaf):
+                    return take_rows(leaf, rows)
+                return fold(leaf) if _is_shared_key(leaf) else leaf
+
+            of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
+            part = jax.tree.map(choose, batch)
+            total, count, _ = checked_sum(of_part, params, part, has_aux=has_aux)
+            value = divide_sum(total, count).astype(float)
+            return value, (jnp.asarray(len(rows)) if count is None else count).astype(float)
+
+        # L_B, and (|B_1| L_B1 + |B_2| L_B2) / |B|
+        (first, n1), (second, n2) = loss(order[:half], 1), loss(order[half:], 2)
+        return loss(order, 0)[0], first + _quotient(n2 * (second - first), n1 + n2)
+
+    run = jit_current(lambda p, b, keys: jax.lax.map(lambda key: compare(p, b, key), keys))
+    keys = jax.random.split(jax.random.key(0), _ORDERS)
+    whole, halves = (np.asarray(x, np.float64) for x in run(params, batch, keys))
+    difference = whole - halves
+    if not np.all(np.isfinite(difference)):
+        return True
+    least = _DIFFERS * abs(whole.mean())
+    error = _ERRORS * difference.std(ddof=1) / _ORDERS**0.5
+    size_of_all, noise = np.sqrt(np.mean(difference**2)), _ERRORS * whole.std(ddof=1)
+    return bool(abs(difference.mean()) <= max(least, error) and size_of_all <= max(least, noise))
+
+
+def gets_gradient(
+    tx: optax.GradientTransformationExtraArgs,
+    opt_state: Any,
+    params: optax.Params,
+    e: Evaluation,
+    **extra_args: Any,
+) -> bool | jax.Array | None:
+    """Return whether all samplers of an optimizer get the gradient that the optimizer gets.
+
+    The result is None if no method in the optimizer looks, True if each looks at the same arrays, and
+    otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument `watch`
+    with the updates that they take for the gradient.
+
+    Args:
+      tx: The optimizer.
+      opt_state: Its state.
+      params: The params.
+      e: The evaluation whose gradient the optimizer gets.
+      **extra_args: Further extra arguments.
+    """
+    seen: list[Any] = []
+    given = known_extra_args(tx, e.extra_args | extra_args | {"watch": seen.append})
+    tx.update(e.grad, opt_state, params, **given)
+    found: bool | jax.Array = True
+    for updates in seen:
+        pairs = zip(*map(jax.tree.leaves, (updates, mask_like(e.grad, updates))), strict=True)
+        for one, other in pairs:
+            if one is not other:
+                wide = accumulation_dtype((one, other))
+                new, old = one.astype(wide), other.astype(wide)
+                limit = _DIFFERS * jnp.linalg.norm(jnp.ravel(old))
+                found &= ~(jnp.linalg.norm(jnp.ravel(new - old)) > limit)
+    return found if seen else None
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:

@@ -9,6 +9,7 @@ import replicas
 import support
 
 import optperm
+from optperm import evaluation
 
 PARAMS, OTHER = support.random_params(0), support.random_params(1)
 BATCH = {"x": support.normal((8, 12), 1), "y": support.normal((8, 5), 2)}
@@ -282,3 +283,84 @@ def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, grad_fn=grad_fn)
     above = optax.tree.add_scale(PARAMS, 0.1 / optax.tree.norm(grads), grads)
     support.assert_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
+
+
+def dropped(params, batch, key):
+    keep = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+    return loss_fn(params, batch | {"x": jnp.where(keep, batch["x"] / 0.9, 0.0)})
+
+
+def normalized(params, batch):
+    """As with BatchNorm, examples are mixed."""
+    x = batch["x"] - jnp.mean(batch["x"], axis=0, keepdims=True)
+    return loss_fn(params, batch | {"x": x / jnp.std(batch["x"], axis=0, keepdims=True)})
+
+
+def weighted(params, batch):
+    weights = jnp.exp(batch["y"][:, 0])
+    errors = (batch["x"] @ params["kernel"] - batch["y"]) ** 2
+    return jnp.sum(weights * jnp.mean(errors, axis=1)) / jnp.sum(weights)
+
+
+KEY = jax.random.key(3)
+# (loss, whether it is a mean over examples)
+LOSSES = {
+    "mean": (loss_fn, True),
+    "mean and penalty": (lambda p, b: loss_fn(p, b) + jnp.sum(p["kernel"] ** 2), True),
+    "mean near zero": (lambda p, b: loss_fn(p, b) - loss_fn(PARAMS, BATCH), True),
+    "dropout": (jax.tree_util.Partial(dropped, key=KEY), True),
+    "key in the batch": (lambda p, b: dropped(p, {k: b[k] for k in "xy"}, b["key"]), True),
+    "zero": (lambda p, b: 0.0 * loss_fn(p, b), True),
+    "infinite": (lambda p, b: jnp.inf * loss_fn(p, b), True),
+    "sum": (lambda p, b: len(b["x"]) * loss_fn(p, b), False),
+    "sum and penalty": (lambda p, b: jnp.sum(b["y"] ** 2) + 100.0, False),
+    "sum of few": (lambda p, b: loss_fn(p, b) * len(b["x"]) / (len(b["x"]) - 1), False),
+    "sum with dropout": (lambda p, b: len(b["x"]) * LOSSES["key in the batch"][0](p, b), False),
+    "mixed": (normalized, False),
+    "weighted": (weighted, False),
+    "broadcast": (lambda p, b: jnp.mean((b["x"][None, :, 0] - b["y"][:, :1]) ** 2), False),
+}
+
+
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_are_no_means_over_examples_are_found(name, size):
+    loss, is_mean = LOSSES[name]
+    batch = {name: leaf[:size] for name, leaf in BATCH.items()} | {"key": KEY}
+    assert evaluation.is_mean(loss, PARAMS, batch) == is_mean
+
+
+def test_loss_of_one_example_passes_as_a_mean():
+    one = {name: leaf[:1] for name, leaf in BATCH.items()}
+    assert evaluation.is_mean(LOSSES["sum"][0], PARAMS, one)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The updates are not the gradient", "ignore:svrg has no snapshot"
+)
+@pytest.mark.parametrize(
+    ("before", "scale", "found"),
+    [
+        ([], 1.0, True),
+        ([optperm.svrg()], 1.0, True),
+        ([optperm.svrg(every=2)], 1.0, True),
+        ([optperm.svrg(probability=0.5)], 1e3, True),
+        ([optax.scale_by_rss()], 1.0, False),
+        ([optax.clip_by_global_norm(1.0)], 1e3, False),
+        ([optax.add_decayed_weights(0.1)], 1e-3, False),
+        ([optax.trace(0.9), optax.scale(0.1)], 1.0, False),
+    ],
+)
+def test_transformations_that_change_the_gradient_of_a_sampler_are_found(before, scale, found):
+    """For every method that looks, also in a part of the params."""
+    e = optperm.evaluate(lambda p, b: scale * loss_fn(p, b), PARAMS, BATCH)
+    for sampler in (
+        optperm.sgld(1e-3, 8), optperm.sghmc(1e-3, 8, 0.1), optperm.constant_sgd(80, 8),
+        optperm.mandt_sgd(80, 8), optperm.ivon(0.1, 8.0),
+        optax.partition({"a": optperm.sgld(1e-3, 8), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}),
+    ):  # fmt: skip
+        tx = optax.with_extra_args_support(optax.chain(*before, sampler))
+        extras = {"full_grad_fn": e.extra_args["grad_fn"], "draw": OTHER}
+        assert evaluation.gets_gradient(tx, tx.init(PARAMS), PARAMS, e, **extras) == found
+    other = optax.with_extra_args_support(optax.chain(*before, optax.sgd(0.1)))
+    assert evaluation.gets_gradient(other, other.init(PARAMS), PARAMS, e, **extras) is None

@@ -320,6 +320,7 @@ def constant_sgd(
         like=(lambda state: state.window.direction) if learns else None,
         needs=NEEDS[estimator] | _NEEDS_CURVATURE if learns else None,
         axis_name=axis_name,
+        takes_gradient=True,
     )
     # theta' = theta - (1 - mu) v', v' = mu v + H (g + xi)
     steps = sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)

@@ -189,7 +189,7 @@ def sgld(
         )
 
     return with_masters(
-        transformation(init, update, method="sgld"),
+        transformation(init, update, method="sgld", takes_gradient=True),
         method="sgld",
     )
 
@@ -302,7 +302,13 @@ def sghmc(
         )
 
     return with_masters(
-        transformation(init, update, method="sghmc", like=lambda state: state.velocity),
+        transformation(
+            init,
+            update,
+            method="sghmc",
+            like=lambda state: state.velocity,
+            takes_gradient=True,
+        ),
         method="sghmc",
     )
 

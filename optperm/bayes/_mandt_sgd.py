@@ -305,6 +305,7 @@ def mandt_sgd(
         like=lambda state: state.direction,
         needs=NEEDS[estimator],
         axis_name=axis_name,
+        takes_gradient=True,
     )
 
     def rate(count: jax.Array) -> jax.Array:

@@ -104,6 +104,14 @@ def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
     return leaf.at[places].get(out_sharding=one)[0]
 
 
+def take_rows(leaf: Any, rows: jax.Array) -> jax.Array:
+    """Return the rows of a leaf's leading axis at given indices; the other axes stay sharded."""
+    sharding = explicit_sharding(leaf)
+    if sharding is None:
+        return jnp.asarray(leaf)[rows]
+    return leaf.at[rows].get(out_sharding=sharding.update(spec=P(None, *sharding.spec[1:])))
+
+
 def can_be_seen(leaf: Any) -> bool:
     """Return whether this process has all entries of an array, and the array is not traced."""
     if isinstance(leaf, np.ndarray | np.generic):  # from a checkpoint
