@@ -87,7 +87,6 @@ class WarningState(Protocol):
         ...
 
 
-@runtime_checkable
 class GoalState(Protocol):
     """A state of a method whose params are what the method was asked for only from some step on."""
 
@@ -183,16 +182,16 @@ def reached_goal(opt_state: Any) -> jax.Array:
     """Return whether all running states in any nesting reached their goals; True without goals."""
 
     def is_end(node: Any) -> bool:
-        return isinstance(node, GoalState | PhasedState)
+        return has_protocol(node, GoalState) or has_protocol(node, PhasedState)
 
     reached = jnp.asarray(True)
     for node in jax.tree.leaves(opt_state, is_leaf=is_end):
-        if isinstance(node, GoalState):
+        if has_protocol(node, GoalState):
             reached &= without_variables(node).reached_goal()
-        if isinstance(node, PhasedState):
+        if has_protocol(node, PhasedState):
             for part, flag in without_variables(node).phases():
                 reached &= jnp.logical_not(flag) | reached_goal(part)
-        elif isinstance(node, GoalState):
+        elif has_protocol(node, GoalState):
             for part in _children(node):
                 reached &= reached_goal(part)
     return reached
