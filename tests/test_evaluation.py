@@ -193,6 +193,86 @@ def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
     support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
+# Three of eight examples are padding, and a replica of four has nothing else.
+MASK = np.float32([1, 1, 1, 0, 1, 1, 0, 0])
+
+
+def masked_sum(params, batch):
+    """Squared errors of the examples that count, and a count that depends on the params as well."""
+    prediction = batch["x"] @ params["kernel"] + params["bias"][None]
+    weights = batch["mask"] * (1.0 + jnp.sum(params["bias"] ** 2))
+    return jnp.sum(weights * jnp.mean((prediction - batch["y"]) ** 2, axis=1)), jnp.sum(weights)
+
+
+def counted(shared, batch, axis_name=replicas.AXIS):
+    """All that is averaged, and the per-example gradients and the number, which are not."""
+    params, other = shared
+    e = optperm.evaluate(masked_sum, params, batch, axis_name=axis_name)
+    fns = e.extra_args
+    slope = jax.grad(fns["value_fn"])(params)
+    averaged = (e.value, e.grad, fns["value_fn"](other), fns["grad_fn"](other), slope, e.count)
+    return averaged, fns["per_example_grad_fn"](other)
+
+
+def test_a_sum_and_a_count_are_the_quotient_of_all_that_counts():
+    """Padding has no weight: value and gradients are those of the examples that count."""
+    batch, few = BATCH | {"mask": MASK}, jax.tree.map(lambda leaf: leaf[MASK > 0], BATCH)
+    whole, part = MASK.astype(bool), {"start": 2, "size": 2}
+    at = jax.jit(jax.value_and_grad(lambda p, b: divided(masked_sum(p, b))))
+    value, grad = at(PARAMS, batch)
+    (got, grads, *_, count), each = counted((PARAMS, OTHER), batch, axis_name=None)
+    np.testing.assert_allclose([got, count], [value, masked_sum(PARAMS, batch)[1]], rtol=1e-5)
+    support.assert_close(grads, grad, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(value, loss_fn(PARAMS, few), rtol=1e-5)
+    # An example, or a part of the batch, has its own sum and count; padding has no gradient.
+    e = optperm.evaluate(masked_sum, OTHER, batch)
+    for i in range(8):
+        alone = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], batch)
+        own = at(OTHER, alone)[1] if whole[i] else jax.tree.map(jnp.zeros_like, OTHER)
+        support.assert_close(replicas.take(each, i), own, rtol=1e-4, atol=1e-6)
+    two = jax.tree.map(lambda leaf: leaf[2:4], batch)
+    support.assert_close(
+        e.extra_args["grad_fn"](OTHER, **part), at(OTHER, two)[1], rtol=1e-4, atol=1e-6
+    )
+    assert e.extra_args["weight"] == e.count
+    with_both = optperm.evaluate(lambda p, b: (masked_sum(p, b), "aux"), OTHER, batch, has_aux=True)
+    assert (with_both.value, with_both.aux) == (e.value, "aux")
+
+
+def divided(pair):
+    return pair[0] / pair[1]
+
+
+@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+def test_sums_and_counts_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
+    """Not means of means; the last replica has nothing that counts."""
+    batch = BATCH | {"mask": MASK}
+    expected, each = counted((PARAMS, OTHER), batch, axis_name=None)
+    got, got_each = replicas.share(counted, mapping, 4)((PARAMS, OTHER), quarters(batch))
+    for replica in range(4):
+        support.assert_close(replicas.take(got, replica), expected, rtol=1e-4, atol=1e-6)
+    support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
+
+
+def test_where_nothing_counts_loss_and_gradient_are_zero():
+    empty = BATCH | {"mask": 0 * MASK}
+    (value, grad, *_, count), each = counted((PARAMS, OTHER), empty, axis_name=None)
+    assert value == count == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((grad, each)))
+    # What is not a number is no count of zero.
+    assert np.isnan(counted((PARAMS, OTHER), BATCH | {"mask": MASK * np.nan}, axis_name=None)[0][0])
+
+
+@pytest.mark.parametrize(
+    "out", [(1.0, {}), (1.0, None), (1.0, 1.0, 1.0), (np.ones(2), 1.0), (1, 1)]
+)
+def test_what_is_neither_a_loss_nor_a_sum_and_a_count_is_refused(out):
+    with pytest.raises(
+        TypeError, match=r"a pair of scalars \(sum, count\), or a pair \(loss, aux\)"
+    ):
+        optperm.evaluate(lambda p, b: out, PARAMS, BATCH)
+
+
 def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     """Its opaque mode passes the number of the step too; every one sees the same batch."""
     grad_fn = optperm.evaluate(loss_fn, PARAMS, BATCH).extra_args["grad_fn"]

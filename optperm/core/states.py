@@ -101,6 +101,18 @@ class SnapshotState(Protocol):
         ...
 
 
+class GoalState(Protocol):
+    """A state of a method whose params are what the method was asked for only from some step on."""
+
+    def reached_goal(self) -> jax.Array:
+        """Return whether the params after the last step are what the method was asked for, a boolean.
+
+        The answer is about this state alone, and does not repeat the answers of states inside it. In
+        a state stacked over replicas, each replica has an answer.
+        """
+        ...
+
+
 class ForLoop(NamedTuple):
     """The requirements of a method on a training loop.
 
@@ -191,6 +203,30 @@ def take_snapshots(opt_state: Any, params: Any, full_grad: Any) -> Any:
         opt_state,
         is_leaf=is_taken,
     )
+
+
+def reached_goal(opt_state: Any) -> jax.Array:
+    """Return whether all running states in any nesting reached their goals; True without goals."""
+
+    def is_end(node: Any) -> bool:
+        return has_protocol(node, GoalState) or has_protocol(node, PhasedState)
+
+    reached = jnp.asarray(True)
+    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
+        if has_protocol(node, GoalState):
+            reached &= without_variables(node).reached_goal()
+        if has_protocol(node, PhasedState):
+            for part, flag in without_variables(node).phases():
+                reached &= jnp.logical_not(flag) | reached_goal(part)
+        elif has_protocol(node, GoalState):
+            for part in _children(node):
+                reached &= reached_goal(part)
+    return reached
+
+
+def _children(node: Any) -> list[Any]:
+    """Return the nodes one level below a node."""
+    return jax.tree.leaves(node, is_leaf=lambda each: each is not node)
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
@@ -394,7 +430,7 @@ def match_within_states(state: Any, params: Any) -> list[tuple[Match, Place]]:
             is_state = hasattr(node, "_fields")
             owner = type(node).__name__ if is_state else owner
             at = Place(next(numbers) if is_state else at.state, is_state)
-            for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):
+            for child in _children(node):
                 visit(child, owner, at)
 
     visit(jax.tree.unflatten(structure, range(len(leaves))), "state", Place(0, False))
