@@ -75,6 +75,9 @@ def _commit(
     extras: dict[str, Any] = {"commit": "only"}
     if batch is not None:
         extras |= evaluate_step(state, batch, model, layout, key)[1]
+    if state.weights is not None:
+        total, steps = state.weights
+        extras["weight"] = jnp.where(steps == 0, 1, total / jnp.where(steps == 0, 1, steps))
     # The gradient is not used, but must have the types of this replica's gradients.
     grads = optax.tree.sub(state.params, state.params)
     extras = known_extra_args(state.tx, extras)
@@ -111,7 +114,7 @@ def _center(
     for center in centers:
         params = fill_masked(center, params)
     # The center may have a wider dtype than the params.
-    state = first.replace(params=optax.tree.cast_like(params, first.params))
+    state = first.replace(params=optax.tree.cast_like(params, first.params), weights=None)
     return state if layout.mesh is None else _share(state, layout)
 
 

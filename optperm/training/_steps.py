@@ -19,15 +19,16 @@ from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
 from optperm.core.states import DRAW_STREAM, LoopState, draw_params, find_states
-from optperm.evaluation import Evaluation, evaluate
+from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
 from optperm.training import _data as datas
+from optperm.training._history import COUNT
 from optperm.training._layout import Layout, average_varying
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
-_RESERVED = ("loss", "epoch", "step", "seconds", "fraction_moved")
+_RESERVED = ("loss", COUNT, "epoch", "step", "seconds", "fraction_moved")
 # The first parts of the names of operations with which replicas exchange arrays.
 _EXCHANGES = "psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter"
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
@@ -84,11 +85,13 @@ _copy_at_once = jax.jit(copy_arrays)  # one program, for arrays without a shardi
 
 def place_state(state: TrainState, layout: Layout) -> TrainState:
     """Place a train state for a run, and initialize the optimizer state if there is none."""
+    state = state.replace(weights=jnp.zeros(2, jnp.float32)) if layout.own else state
     here = wrap_keys(layout.place(unwrap_keys(state)), state)
     with layout.context():
         if here.opt_state is None and not layout.mapped:
             here = here.replace(opt_state=here.tx.init(here.params))
-        here = layout.deal(here, own=False) if layout.own else here
+        if layout.own:
+            here = layout.deal(here, own=False)
         if here.opt_state is not None:
             return copy_arrays(here) if layout.mesh is not None else _copy_at_once(here)
 
@@ -209,10 +212,32 @@ def evaluate_step(
     # If replicas step together, loss and gradient are means over the mapped axes. Otherwise, they belong
     # to one replica. A method that draws averages the products of each replica's draw and gradient.
     averaged = mapped if draw is None and not layout.own else None
+    # Replicas that step together divide their sums by the same count. A replica with local steps divides
+    # by its own count, and the commit weighs it.
+    is_local = bool(find_states(state.opt_state, CommittingState))
+    shared = None if is_local else mapped
     bound = Partial(model, state.model_state, state.step_rng(mapped))
     at, more = (state.params, {}) if draw is None else (draw, {"draw": draw})
-    e = evaluate(bound, at, batch, has_aux=True, axis_name=averaged)
-    return e, e.extra_args | more
+    e = evaluate_part(
+        bound, at, batch, has_aux=True, axis_name=averaged, count_axis=averaged or shared
+    )
+    extras = e.extra_args | more
+    if extras.pop("weight", None) is not None and is_local and mapped:
+        extras["weight"] = _weigh(state, e, batch)[0]
+    return e, extras
+
+
+def _weigh(state: TrainState, e: Evaluation, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the weight of a replica in a commit after this step, and the sums that it comes from.
+
+    The weight of a step is its count per example of its batch, and 1 if there is no count. The weight
+    in a commit is the mean over the steps since the last commit.
+    """
+    count = e.aux.count
+    own = jnp.float32(1) if count is None else count.astype(jnp.float32) / num_examples(batch)
+    before = jnp.zeros(2, jnp.float32) if state.weights is None else state.weights
+    sums = before + jnp.stack([own, jnp.ones_like(own)])
+    return sums[0] / sums[1], sums
 
 
 def _step(
@@ -225,7 +250,11 @@ def _step(
         says = "The optimizer states of the replicas may differ after a step"
         advice = "to the method as well, or leave axis_name of fit out"
         raise ValueError(f"{says}: pass axis_name={_axis_name(layout)!r} {advice}.")
-    metrics = {"loss": e.value.astype(jnp.float32)}
+    metrics = _measure_loss(e)
+    if state.weights is not None:
+        found = find_states(new.opt_state, CommittingState)
+        is_whole = sum((each.steps_since_commit() for each in found), jnp.int32(0)) == 0
+        new = new.replace(weights=jnp.where(is_whole, 0, _weigh(state, e, batch)[1]))
     for each in find_states(new.opt_state, _INJECTED):
         if "learning_rate" in each.hyperparams:
             metrics["learning_rate"] = jnp.asarray(each.hyperparams["learning_rate"], jnp.float32)
@@ -243,6 +272,16 @@ def _step(
     # Values that replicas draw or count separately, such as batch statistics, become equal on all.
     after = after if layout.own else average_varying(after)
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
+
+
+def _measure_loss(e: Evaluation) -> Metrics:
+    """Return the loss of a step, or a replica's part of it, and the count if there is one."""
+    loss, count = e.value, e.aux.count
+    if count is None:
+        return {"loss": loss.astype(jnp.float32)}
+    if "weight" not in e.extra_args and (axes := tuple(varying_axes(loss))):
+        loss = jax.lax.pmean(loss, axes)  # the sums have been divided by the mean count
+    return {"loss": loss.astype(jnp.float32), COUNT: count.astype(jnp.float32)}
 
 
 def _axis_name(layout: Layout) -> str | tuple[str, ...]:
