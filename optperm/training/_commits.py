@@ -16,7 +16,7 @@ from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked
 from optperm.evaluation import evaluate
 from optperm.exact import CommittingState, only_commits
-from optperm.training._layout import Layout
+from optperm.training._layout import Layout, average_statistics
 from optperm.training._steps import compile_on_replicas, evaluate_step, unwrap_keys, wrap_keys
 from optperm.training._train_state import Model, TrainState
 
@@ -110,7 +110,7 @@ def _center(
     if layout.own:
         first, centers = jax.tree.map(lambda leaf: leaf[0], (carry, centers))
         params = jax.tree.map(_average, carry.params) if are_apart else first.params
-        first = first.replace(model_state=jax.tree.map(_average, carry.model_state))
+        first = first.replace(model_state=average_statistics(carry.model_state, _average))
     for center in centers:
         params = fill_masked(center, params)
     # The center may have a wider dtype than the params.

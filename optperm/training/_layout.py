@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from optperm.core import checks
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.states import find_states
+from optperm.core.trees import leaf_paths
 from optperm.exact import CommittingState
 from optperm.training._history import COUNT
 
@@ -235,6 +236,31 @@ def weigh_columns(columns: dict[str, Any], add: Callable[[Any], Any]) -> dict[st
         for name, column in columns.items()
     }
     return means | {COUNT: total}
+
+
+def average_statistics(statistics: Any, average: Callable[[Any], Any]) -> Any:
+    r"""Average the model state over replicas, and add to each variance the spread of its means.
+
+    By Chan's formula, the variance over the examples of all replicas is
+
+    .. math:: v = \overline{v_i} + \overline{(m_i - \overline{m_i})^2}
+
+    A leaf `var` is the variance that belongs to the leaf `mean` beside it, as in BatchNorm of linen and
+    nnx.
+
+    Args:
+      statistics: The model state.
+      average: A function that averages a leaf over the replicas.
+    """
+    leaves: dict[str, Any] = dict(leaf_paths(statistics))
+    averages = {path: average(leaf) for path, leaf in leaves.items()}
+    for path in leaves:
+        parent, _, name = path.rpartition("/")
+        of_mean = f"{parent}/mean".lstrip("/")
+        if name == "var" and of_mean in leaves:
+            spread = average((leaves[of_mean] - averages[of_mean]) ** 2)
+            averages[path] += spread.astype(averages[path].dtype)
+    return jax.tree.unflatten(jax.tree.structure(statistics), list(averages.values()))
 
 
 def average_varying(tree: Any) -> Any:

@@ -23,7 +23,7 @@ from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
 from optperm.training import _data as datas
 from optperm.training._history import COUNT
-from optperm.training._layout import Layout, average_varying
+from optperm.training._layout import Layout, average_statistics, average_varying
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
@@ -270,7 +270,9 @@ def _step(
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
     # Values that replicas draw or count separately, such as batch statistics, become equal on all.
-    after = after if layout.own else average_varying(after)
+    if not layout.own:
+        statistics = average_statistics(after.model_state, average_varying)
+        after = average_varying(after).replace(model_state=statistics)
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
 
 

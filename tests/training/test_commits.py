@@ -6,6 +6,7 @@ import itertools
 import warnings
 
 import fitting
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import loops
@@ -15,8 +16,10 @@ import pytest
 import replicas
 import support
 from fitting import DATA, EVALUATION, linear_fit, linear_loss, linear_params
+from flax import nnx
 
 import optperm
+from optperm import training
 from optperm.core.states import find_state
 
 SGD = optax.sgd(0.1)
@@ -191,3 +194,39 @@ def test_multi_steps_around_diloco_loses_no_whole_steps():
     )
     support.assert_close(result.state.params, same.state.params, atol=1e-6)
     assert int(result.state.opt_state.inner_opt_state.since_commit) == 0
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("tx", [diloco(every=1), SGD], ids=["diloco", "sgd"])
+def test_merged_batch_statistics_are_those_of_all_examples(kind, tx):
+    """The replicas have means of 0, 10, 20 and 30, whose spread is in the variance."""
+    sites = 10.0 * np.repeat(np.arange(4), 16)[:, None] + np.linspace(-2, 2, 64)[:, None]
+    batches, options = [{"x": np.float32(sites)}], {"steps": 1, **fitting.on(4, mapped=True)}
+    if kind == "linen":
+        model = nn.BatchNorm(use_running_average=False, momentum=0.0)
+        variables = model.init(jax.random.key(0), batches[0]["x"])
+
+        def linen_loss(params, batch, *, model_state):
+            given = {"params": params, **model_state}
+            out, model_state = model.apply(given, batch["x"], mutable=["batch_stats"])
+            return jnp.mean(out**2), model_state
+
+        state = training.TrainState.create(
+            apply_fn=None,
+            params=variables["params"],
+            tx=tx,
+            model_state={"batch_stats": variables["batch_stats"]},
+        )
+        trained = training.fit(state, linen_loss, batches, **options).state
+        found = (
+            trained.model_state["batch_stats"]["mean"],
+            trained.model_state["batch_stats"]["var"],
+        )
+    else:
+        norm = nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0))
+        options |= {"optimizer": training.Optimizer(norm, tx, wrt=nnx.Param)}
+        training.fit(
+            norm, lambda model, batch: jnp.mean(model(batch["x"]) ** 2), batches, **options
+        )
+        found = norm.mean.get_value(), norm.var.get_value()
+    np.testing.assert_allclose(np.ravel(found), [sites.mean(), sites.var()], rtol=1e-5)
