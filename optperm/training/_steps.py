@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from optperm.core import checks
@@ -18,7 +19,14 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
-from optperm.core.states import DRAW_STREAM, LoopState, draw_params, find_states
+from optperm.core.states import (
+    DRAW_STREAM,
+    LoopState,
+    draw_params,
+    find_states,
+    match_params,
+)
+from optperm.core.trees import leaf_paths
 from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
 from optperm.training import _data as datas
@@ -29,6 +37,8 @@ from optperm.training._train_state import Model, TrainState, convert_metrics, sp
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
 _RESERVED = ("loss", COUNT, "epoch", "step", "seconds", "fraction_moved")
+# The maximum number of params that a message names.
+_MOST_NAMED = 5
 # The first parts of the names of operations with which replicas exchange arrays.
 _EXCHANGES = "psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter"
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
@@ -156,16 +166,65 @@ def compile_steps(
 def _trace_step(
     step: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout
 ) -> dict[str, Any]:
-    """Return the shapes of a step's metrics; raise if replicas with local steps never communicate."""
+    """Return the shapes of a step's metrics; raise if replicas train some of their params apart."""
     if not (layout.own and find_states(carry.opt_state, CommittingState)):
         forms: dict[str, Any] = jax.eval_shape(step, carry, (), batch)[1]
         return forms
-    program, (_, forms) = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
+    program, forms = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
+    metrics: dict[str, Any] = forms[1]  # type: ignore[index]
     if not _find_axes(program.jaxpr) >= set(layout.mapped):
         says = "The method takes local steps, but its replicas would never commit"
         name = _axis_name(layout)
         raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
-    return forms
+    num_batch = len(jax.tree.leaves(batch))
+    if apart := _find_apart(program.jaxpr, forms, carry, num_batch, set(layout.mapped)):
+        others = ", ..." * (len(apart) > _MOST_NAMED)
+        named = ", ".join(map(repr, apart[:_MOST_NAMED])) + others
+        raise ValueError(
+            f"The replicas would train {len(apart)} of their params apart, because no commit and no "
+            f"exchange reaches {named}: put agn or diloco around optax.partition and optax.masked, "
+            "with all optimizers inside."
+        )
+    return metrics
+
+
+def _find_apart(
+    jaxpr: Any, forms: Any, carry: TrainState, num_batch: int, mapped: set[str]
+) -> list[str]:
+    """Return the paths of the params that a step changes by its batch, and by no exchange.
+
+    Args:
+      jaxpr: The program of a step, whose last inputs are the `num_batch` leaves of the batch.
+      forms: The shapes of its results, the new carry and metrics.
+      carry: The carry.
+      num_batch: The number of leaves of the batch.
+      mapped: The axes over which replicas exchange.
+    """
+    params = leaf_paths(carry.params)
+    # A center contains the params that its method commits.
+    committed = set[int | None]()
+    for state in list[Any](find_states(carry.opt_state, CommittingState)):
+        committed.update(match.place for match in match_params(state.center, carry.params))
+    size = len(jaxpr.outvars)
+    places = jax.tree.unflatten(jax.tree.structure(forms), range(size))
+    left = {
+        at: path
+        for number, (at, (path, _)) in enumerate(
+            zip(jax.tree.leaves(places[0].params), params, strict=True)
+        )
+        if number not in committed
+    }
+
+    def depends(outputs: Iterable[int]) -> tuple[bool, bool]:
+        """Return whether outputs depend on the batch, and whether on an exchange over all axes."""
+        used = [at in set(outputs) for at in range(size)]
+        part, inputs = dce_jaxpr(jaxpr, used)
+        return any(inputs[len(inputs) - num_batch :]), _find_axes(part) >= mapped
+
+    # Usually all these params are frozen, which one look at all of them shows.
+    if not left or not depends(left)[0]:
+        return []
+    return [path for at, path in left.items() if depends([at]) == (True, False)]
 
 
 def _find_axes(jaxpr: Any) -> set[Any]:

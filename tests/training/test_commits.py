@@ -184,6 +184,59 @@ def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
     assert int(find_state(result.state.opt_state, optax.ScaleByAdamState, method="adam").count) == 7
 
 
+def average_gradients():
+    def update(updates, state, params=None):
+        return jax.lax.pmean(updates, "replica"), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def split(other, of_a=None):
+    """Train "a/w" with one method that commits, and "b/w" with another optimizer."""
+    methods = {"a": diloco(every=2) if of_a is None else of_a, "b": other}
+    return optax.partition(methods, {"a": {"w": "a"}, "b": {"w": "b"}})
+
+
+ONLY_A = {"a": {"w": True}, "b": {"w": False}}
+APART = {
+    "adam": split(optax.adam(0.1)),
+    "adam beside agn": split(optax.adam(0.1), agn(every=2)),
+    "steps of the gradient": optax.masked(diloco(every=2), ONLY_A),
+    "a decay and adam": split(optax.adamw(0.1)),
+    "accumulated": optax.MultiSteps(split(optax.adam(0.1)), 2).gradient_transformation(),
+}
+TOGETHER = {
+    "frozen": split(optax.set_to_zero()),
+    "decayed": split(optax.chain(optax.set_to_zero(), optax.add_decayed_weights(0.1))),
+    "averaged": split(optax.chain(average_gradients(), optax.adam(0.1))),
+    "committed as well": split(agn(every=2)),
+    "inside diloco": optperm.diloco(split(SGD, SGD), every=2, axis_name="replica"),
+}
+
+
+@pytest.mark.parametrize("name", [*APART, *TOGETHER])
+def test_params_that_no_commit_and_no_exchange_reaches_are_refused(name):
+    """Else each replica would train its own, and `fit` would return their mean."""
+    params = {"a": {"w": jnp.ones(3)}, "b": {"w": jnp.ones(3)}}
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ (params["a"]["w"] * params["b"]["w"]) - 1.0) ** 2)
+
+    def train(tx):
+        options = {"params": params, **fitting.on(2, mapped=True)}
+        with fitting.runs() as runs:
+            linear_fit(loss_fn, [x] * 2, tx, steps=2, **options)
+        return runs[0].carry.params
+
+    if name in APART:
+        with pytest.raises(ValueError, match="no exchange reaches 'b/w': put agn or diloco around"):
+            train(APART[name])
+        return
+    for leaf in jax.tree.leaves(train(TOGETHER[name])):
+        np.testing.assert_allclose(leaf[0], leaf[1], rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_multi_steps_around_diloco_loses_no_whole_steps():
     """A commit comes through once `MultiSteps` passes it on."""
