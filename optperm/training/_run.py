@@ -1,11 +1,12 @@
 """A run of `fit`: the steps, and the tasks between the steps."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -25,7 +26,7 @@ from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, takes_e
 from optperm.training._history import History, find_divergence
 from optperm.training._layout import Layout
 from optperm.training._schedule import Due, Schedule
-from optperm.training._terminal import Interrupt
+from optperm.training._terminal import Interrupt, Interrupted
 from optperm.training._train_state import Model, TrainState
 from optperm.variance._full_gradient import full_gradient
 
@@ -93,6 +94,7 @@ class Run:
     show: Callable[[int], None] | None = None  # shows the progress
     is_warned = False
     commit: Callable[..., Any] | None = None
+    interrupt: Interrupt | None = None
 
     def __init__(self, given: Setup) -> None:
         """Begin a run before its first step."""
@@ -142,14 +144,17 @@ class Run:
 
     def train(self, interrupt: Interrupt) -> Ended:
         """Train until the schedule is over, or until the run ends early."""
-        given, schedule, checkpoints = self.given, self.given.schedule, self.given.checkpoints
+        self.interrupt = interrupt
+        given, schedule = self.given, self.given.schedule
         self._since = time.perf_counter()
         error: BaseException | None = None
         if self.monitored:
             state = commits.merge_replicas(self.carry, self.layout)
             evaluated = given.evaluate.columns(state) if given.evaluate else ()
             callbacks.check_columns(self.monitored, evaluated, None)
-        stop = self._do_what_is_due() or self._was_stopped()
+        stop = False
+        with contextlib.suppress(Interrupted):
+            stop = self._do_what_is_due() or self._was_stopped()
         compiled = programs.compile_steps(
             given.model, self.layout, self.carry, given.feed.rows, given.key
         )
@@ -165,30 +170,43 @@ class Run:
                 count = schedule.count_steps(self.at)
                 fed = given.feed.run(compiled, self.carry, self.at, count, interrupt)
                 self._record(fed)
-                stop, error = self._do_what_is_due(), fed.error
+                error = fed.error
+                stop = self._do_what_is_due()
+            except Interrupted:
+                continue  # all processes see the number of the signal
             except (Exception, SystemExit) as raised:
                 error = raised
-        if code != _FAILED and schedule.is_over(self.at):
+        if code != _FAILED and schedule.is_over(self.at) and self.due == Due():
             code = 0  # a stop or a signal in the last step changes nothing
         if not code and self.at.offset and not self._has_row:
-            # `steps` ends training within an epoch. The result has a row for this part, but the
-            # checkpoint does not, because a resumed run adds a row at the end of the epoch.
             try:
-                if checkpoints is not None:
-                    self._save(checkpoints)
-                self.due = Due(row=True, on_row=True, on_epoch_end=True)
-                self._do_what_is_due()
+                self._end_within_epoch()
+            except Interrupted as raised:
+                code = raised.number
             except (Exception, SystemExit) as raised:
                 error = raised
         if code == _FAILED and error is None:
             error = RuntimeError("Another process has failed: see its error.")
         if error is not None:
-            # A call that failed on the devices has deleted its donated carry.
-            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
-                self.result("stopped", error)  # save the trained state
+            self._save_after(error)
             raise error
         interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
+
+    def _save_after(self, error: BaseException) -> None:
+        """Save the trained state, unless a call that failed on the devices deleted its carry."""
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
+            self.result("stopped", error)
+
+    def _end_within_epoch(self) -> None:
+        """Add a row for the part of an epoch in which `steps` ends training.
+
+        The checkpoint does not have this row, because a resumed run adds a row at the end of the epoch.
+        """
+        if self.given.checkpoints is not None:
+            self._save(self.given.checkpoints)
+        self.due = Due(row=True, on_row=True, on_epoch_end=True)
+        self._do_what_is_due()
 
     def _start_epoch(self) -> None:
         self._judge_steps()
@@ -200,7 +218,7 @@ class Run:
         self.is_judged = True
         with layout.context():
             bound = jax.tree_util.Partial(self.given.model, carry.model_state, carry.step_rng())
-            batches = self.given.feed.all_batches(self.at.epoch)
+            batches = self.given.feed.all_batches(self.at.epoch, self.interrupt)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
             begin = jit_current(change, out_shardings=there)
@@ -240,27 +258,38 @@ class Run:
     def _do_what_is_due(self) -> bool:
         """Do the tasks that are due after the last step; return True if a callback stops the run.
 
-        A row is due until it is added, but a callback is no longer due as soon as it is called.
+        A row is due until it is added, but a callback is no longer due as soon as it is called, unless
+        a signal interrupts it.
         """
         schedule, history, stop = self.given.schedule, self.history, False
         if self.due.row:
             self._add_row()
         self.due = self.due._replace(row=False)
         for n in self.due.every:
-            self.due = self.due._replace(every=self.due.every[1:])
-            event = self._event(functools.partial(history.means, n, history.num_steps))
-            stop |= callbacks.wants_to_stop(f"every[{n}]", schedule.every.get(n, ()), event)
+            with self._task(every=self.due.every[1:]):
+                event = self._event(functools.partial(history.means, n, history.num_steps))
+                stop |= callbacks.wants_to_stop(f"every[{n}]", schedule.every.get(n, ()), event)
         if self.due.on_row or self.due.on_epoch_end:
             called = schedule.find_readers(self.due)
-            self.due = self.due._replace(on_row=False, on_epoch_end=False)
-            metrics = {k: v for k, v in history.last.items() if k not in ("epoch", "step")}
-            event = self._event(lambda: metrics, True)
-            stop |= callbacks.wants_to_stop("on_epoch_end", called, event)
+            with self._task(on_row=False, on_epoch_end=False):
+                metrics = {k: v for k, v in history.last.items() if k not in ("epoch", "step")}
+                event = self._event(lambda: metrics, True)
+                stop |= callbacks.wants_to_stop("on_epoch_end", called, event)
             self._since = time.perf_counter()
         checkpoint, self.due = self.due.checkpoint, Due()
         if checkpoint and self.given.checkpoints is not None:
             self._save(self.given.checkpoints)
         return stop
+
+    @contextlib.contextmanager
+    def _task(self, **done: Any) -> Iterator[None]:
+        """Take a task from the list of due tasks, and put it back if a signal interrupts it."""
+        before, self.due = self.due, self.due._replace(**done)
+        try:
+            yield
+        except Interrupted:
+            self.due = before
+            raise
 
     def _was_stopped(self) -> bool:
         """Return True if callbacks that depend only on rows stopped an earlier run at this step."""
@@ -302,7 +331,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         if self.given.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.given.evaluate(self._merge(), self._epoch)
+        return self.given.evaluate(self._merge(), self._epoch, self.interrupt)
 
     def _merge(self) -> TrainState:
         """Return the trained state so far, after a commit on a copy."""

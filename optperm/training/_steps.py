@@ -32,6 +32,7 @@ from optperm.exact import CommittingState
 from optperm.training import _data as datas
 from optperm.training._history import COUNT
 from optperm.training._layout import Layout, average_statistics, average_varying
+from optperm.training._terminal import Interrupt
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
@@ -375,11 +376,13 @@ class Evaluator:
             forms = jax.eval_shape(self.model.compute_metrics, state, batch, Partial(self.eval_fn))
         return [f"eval_{name}" for name in forms]
 
-    def __call__(self, state: TrainState, epoch: int = 1) -> dict[str, float]:
-        """Return the means."""
+    def __call__(
+        self, state: TrainState, epoch: int = 1, interrupt: Interrupt | None = None
+    ) -> dict[str, float]:
+        """Return the means; a signal raises `Interrupted` between two batches."""
         rows = list[Any]()
         with self.layout.context():
-            source = "eval_data", self.data, epoch, self.batch_size, self.layout
+            source = "eval_data", self.data, epoch, self.batch_size, self.layout, interrupt
             for batch in datas.read_all(*source):
                 rows.append(self._compute(state, batch))
                 # Load the next batches during the computation of the last few.

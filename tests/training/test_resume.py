@@ -390,3 +390,50 @@ def test_damaged_checkpoint_is_refused(tmp_path):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(training.CheckpointError, match="10 is damaged"):
         linear_fit(epochs=3, checkpoints=tmp_path, resume=True)
+
+
+class Preempting:
+    """Batches, of which one comes with a SIGTERM; counts the batches that are taken."""
+
+    def __init__(self, batches, at):
+        self.batches, self.at, self.taken = batches, at, 0
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.taken += 1
+            if self.taken == self.at:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+
+@pytest.mark.parametrize("task", ["row", "callback", "end within an epoch", "full gradient"])
+def test_signal_is_heard_within_one_batch_of_an_evaluation_or_a_full_gradient(task, tmp_path):
+    """The task is cut off and still due; the resumed run is the uninterrupted one."""
+    batches, calls = list(fitting.batches(1)), []
+    tx = fitting.method("svrg" if task == "full gradient" else "adam")
+    options = {"eval_fn": EVALUATION["eval_fn"], "checkpoints": tmp_path, "on_signal": "return"}
+    options |= {"steps": 8} if task == "end within an epoch" else {"epochs": 2}
+    options |= {"on_epoch_end": lambda event: calls.append(event.step)}
+    if task == "callback":
+        options["every"] = {2: lambda event: event.evaluate() and calls.append(f"at {event.step}")}
+    if task == "full gradient":
+        options["epoch_start"] = optperm.variance.take_snapshot
+
+    def train(preempted, folder, **more):
+        at = {"row": 3, "callback": 3, "end within an epoch": 8, "full gradient": 13}[task]
+        own = Preempting(batches, at if preempted else 0)
+        train_data = own if task == "full gradient" else batches
+        given = options | {"eval_data": batches if task == "full gradient" else own}
+        given |= {"checkpoints": folder} | more
+        return own, linear_fit(train_data=train_data, tx=tx, **given)
+
+    own, cut = train(True, tmp_path / "cut")
+    step = {"row": 5, "callback": 2, "end within an epoch": 8, "full gradient": 5}[task]
+    assert (cut.ended, cut.step, own.taken) == ("interrupted", step, own.at)
+    _, resumed = train(False, tmp_path / "cut", resume=True)
+    ran, calls[:] = list(calls), []
+    _, whole = train(False, tmp_path / "whole")
+    assert resumed.ended == "finished"
+    assert ran == calls
+    assert rows_of(resumed) == rows_of(whole)
+    support.assert_same_bits(resumed.state, whole.state)
