@@ -110,7 +110,8 @@ def fit(
         endless stream.
       keep_best: The column of `history.epochs` that determines `best_state` of the result: a name such
         as `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`. The best
-        state has the params that were evaluated.
+        state has the params that were evaluated. Rows before the optimizer reaches its goal do not
+        count: the last phase of `optperm.switch_after`, and the sparsity of `optperm.prune_gradually`.
       mesh: A `jax.sharding.Mesh`, whose first axis (or `axis_name`) divides batches, or the
         `NamedSharding` of a batch. The default is the mesh on which the state is sharded, if any.
         Otherwise, with `axis_name` or several processes, it is a mesh of all devices of all processes
@@ -240,11 +241,7 @@ def fit(
     if jax.process_count() > 1 or checkpoints is not None:
         facts |= feed.facts()
     if jax.process_count() > 1:
-        same = facts | {"the digest of params": processes.digest(initial.params)}
-        same |= {name: given[name] for name in _COUNTS}
-        if isinstance(train_data, list | tuple) and isinstance(feed, StreamFeed):
-            same["the number of batches"] = len(train_data)
-        processes.check_same(same)
+        _check_same(given, facts, initial, feed)
     evaluator = None
     if eval_fn is not None:
         alone = Layout(layout.mesh, layout.batch)
@@ -285,6 +282,17 @@ def fit(
             print(says, file=sys.stderr, flush=True)
         signal.raise_signal(interrupt.number)
     return result
+
+
+def _check_same(given: Mapping[str, Any], facts: Mapping[str, Any], state: Any, feed: Any) -> None:
+    """Check that all processes have the same arguments, params and number of batches."""
+    same = {**facts, "the digest of params": processes.digest(state.params)}
+    same |= {name: given[name] for name in (*_COUNTS, "resume")}
+    same |= {"checkpoints, in any folder,": given["checkpoints"] is not None}
+    data = given["train_data"]
+    if isinstance(data, list | tuple) and isinstance(feed, StreamFeed):
+        same["the number of batches"] = len(data)
+    processes.check_same(same)
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -383,13 +383,17 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
     assert (done.ended, done.step) == ("finished", 10)
 
 
-def test_damaged_checkpoint_is_refused(tmp_path):
-    linear_fit(epochs=2, checkpoints=tmp_path)
+@pytest.mark.parametrize("every", [4, None])
+def test_damaged_checkpoint_is_refused_with_the_steps_of_others(every, tmp_path):
+    linear_fit(epochs=2, checkpoints=tmp_path, checkpoint_every=every)
     for file in (tmp_path / "10" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(training.CheckpointError, match="10 is damaged"):
+    with pytest.raises(training.CheckpointError, match="10 is damaged") as caught:
         linear_fit(epochs=3, checkpoints=tmp_path, resume=True)
+    advice = "Pass resume=STEP for another checkpoint, of the steps [4, 8]."
+    assert str(caught.value).endswith(advice) == (every == 4)
+    assert ("resume=" in str(caught.value)) == (every == 4)
 
 
 class Preempting:
