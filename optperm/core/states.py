@@ -172,10 +172,19 @@ def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple
                 yield from _find_drawing(part, (*flags, flag))
 
 
-def find_warnings(opt_state: Any, params: Any) -> list[str]:
-    """Return the warnings of all running states, in any nesting."""
-    states = find_running_states(opt_state, WarningState)
-    return [text for state in states for text in state.warnings(params)]
+def find_warnings(opt_state: Any, params: Any, *, is_over: bool = True) -> list[str]:
+    """Return the warnings of all running states, in any nesting.
+
+    While training is not over, a state with a goal does not warn, because it may still reach its goal.
+    The states inside it do.
+    """
+    found = list[str]()
+    for state in find_running_states(opt_state, WarningState):
+        if is_over or not has_protocol(state, GoalState):
+            found += state.warnings(params)
+        else:
+            found += find_warnings(_children(state), params, is_over=False)
+    return found
 
 
 def reached_goal(opt_state: Any) -> jax.Array:

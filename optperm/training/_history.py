@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 Columns = dict[str, np.ndarray]
+# The column of rows that says whether the optimizer had reached its goal.
+GOAL = "reached_goal"
 # The column with the count of each step, if the loss is a sum and a count.
 COUNT = "loss_count"
 
@@ -83,7 +85,9 @@ class History:
         `epoch`, from 1, and `step`, the number of steps taken so far, are int64. The other columns are
         float64: `seconds` of wall time, the mean of each column of `steps` over the steps since the
         last row, and the metrics of the evaluation as `eval_<name>`. With a column `loss_count`, the
-        other means are weighed by it. If the argument `steps` ends training within an epoch, the
+        other means are weighed by it. If a method reaches what it was asked for only after some steps,
+        such as `optperm.prune_gradually` or `optperm.switch_after`, `reached_goal` is 0 before and 1
+        from then on. If the argument `steps` ends training within an epoch, the
         partial epoch has a row; when training resumes, the row of the whole epoch replaces this row. If
         a callback, a signal or an error ends an epoch early, this epoch has no row.
         """
@@ -125,9 +129,15 @@ class History:
         return {name: mean(name, wide[name]) for name in wide if name in self._names}
 
     def add_epoch(
-        self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
+        self,
+        epoch: int,
+        step: int,
+        seconds: float,
+        evaluated: Mapping[str, float],
+        reached_goal: bool | None = None,
     ) -> None:
         """Add the row of an epoch, with means over the steps added since the last row."""
         row = {"epoch": epoch, "step": step, "seconds": seconds}
+        row |= {} if reached_goal is None else {GOAL: float(reached_goal)}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})

@@ -15,7 +15,14 @@ from flax import nnx
 
 from optperm.core import checks
 from optperm.core.current import jit_current
-from optperm.core.states import LoopState, find_states, find_warnings
+from optperm.core.states import (
+    GoalState,
+    LoopState,
+    find_states,
+    find_warnings,
+    local_values,
+    reached_goal,
+)
 from optperm.training import _callbacks as callbacks
 from optperm.training import _commits as commits
 from optperm.training import _processes as processes
@@ -23,7 +30,7 @@ from optperm.training import _steps as programs
 from optperm.training._callbacks import Event
 from optperm.training._checkpoints import CheckpointError, Checkpoints
 from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, takes_epoch
-from optperm.training._history import History, find_divergence
+from optperm.training._history import GOAL, History, find_divergence
 from optperm.training._layout import Layout
 from optperm.training._schedule import Due, Schedule
 from optperm.training._terminal import Interrupt, Interrupted
@@ -300,7 +307,8 @@ class Run:
         """Add a row to the history, with an evaluation, and keep the best state."""
         at, seconds, keep_best = self.at, time.perf_counter() - self._since, self.given.keep_best
         evaluated = self._evaluate() if self.given.evaluate else {}
-        self.history.add_epoch(self._epoch, at.step, seconds, evaluated)
+        has_reached = self._has_reached_goal()
+        self.history.add_epoch(self._epoch, at.step, seconds, evaluated, has_reached)
         if self.is_judged:
             self.warn_of_state(stacklevel=6)
         if keep_best is None:
@@ -309,9 +317,16 @@ class Run:
         row = self.history.last
         callbacks.check_columns([name], row, row)
         value = row[name] * (1.0 if mode == "min" else -1.0)
-        if value < self.best.get("value", math.inf):
+        if has_reached is not False and value < self.best.get("value", math.inf):
             state = programs.copy_arrays(self._merge())
             self.best = {"value": value, "step": at.step, "state": state}
+
+    def _has_reached_goal(self) -> bool | None:
+        """Return whether the optimizer has reached its goal; None if it has no goal."""
+        opt_state = self.carry.opt_state
+        if not find_states(opt_state, GoalState):
+            return None
+        return bool(np.all(local_values(reached_goal(opt_state))))
 
     @property
     def _epoch(self) -> int:
@@ -364,9 +379,9 @@ class Run:
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
 
-    def warn_of_state(self, stacklevel: int = 3) -> None:
+    def warn_of_state(self, stacklevel: int = 3, *, is_over: bool = False) -> None:
         """Issue each warning of the optimizer state once, at the call of `fit`."""
-        for text in find_warnings(self.carry.opt_state, self.carry.params):
+        for text in find_warnings(self.carry.opt_state, self.carry.params, is_over=is_over):
             if text not in self.said:
                 self.said.add(text)
                 warnings.warn(text, stacklevel=stacklevel)
@@ -389,9 +404,14 @@ class Run:
         commits.warn_of_lost_steps(self.carry, self.merged, self.layout, 4)
         if math.isinf(total) and result.ended == "finished":  # the length was not known before
             self._warn_without_commit(self.at.step, 0)
+        if result.ended != "interrupted" and self._has_reached_goal() is not None:
+            self.warn_of_state(stacklevel=4, is_over=True)
         keep_best = self.given.keep_best
         if keep_best is not None and result.best_step is None and self.history.epoch_rows:
-            says = f"{keep_best[0]} was never finite, so keep_best has stored no best_state."
+            says = f"{keep_best[0]} was never finite"
+            if not any(self.history.epochs.get(GOAL, [True])):
+                says = "The optimizer reached its goal (its last phase, or its sparsity) in no row"
+            says = f"{says}, so keep_best has stored no best_state."
             warnings.warn(says, RuntimeWarning, stacklevel=3)
         if (row := find_divergence(self.history)) is not None:
             says = f"The loss stopped being finite at step {row} of {self.at.step}."

@@ -30,14 +30,14 @@ from optperm.core.trees import leaf_paths
 from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
 from optperm.training import _data as datas
-from optperm.training._history import COUNT
+from optperm.training._history import COUNT, GOAL
 from optperm.training._layout import Layout, average_statistics, average_varying
 from optperm.training._terminal import Interrupt
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
-_RESERVED = ("loss", COUNT, "epoch", "step", "seconds", "fraction_moved")
+_RESERVED = ("loss", COUNT, GOAL, "epoch", "step", "seconds", "fraction_moved")
 # The maximum number of params that a message names.
 _MOST_NAMED = 5
 # The first parts of the names of operations with which replicas exchange arrays.
