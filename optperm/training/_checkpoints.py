@@ -7,6 +7,7 @@ earlier checkpoints stay intact.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import operator
@@ -18,10 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from optperm.core.fingerprints import compare_fingerprints
 from optperm.core.optional import import_optional
 from optperm.training import _processes as processes
 
 _DROPPED = ".dropped"
+_MOST_NAMED = 3  # differing arrays in a message
 _LONGEST = 300  # characters of an error of Orbax, which may quote its whole configuration
 _DAMAGED = "is damaged or was not written by this version of optperm"
 # The time in which a file of one process must appear to the others. Network file systems may be late.
@@ -38,6 +41,39 @@ class CheckpointError(RuntimeError):
 
     result: Any = None
     unread: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What determines how the arrays of a carry are read.
+
+    Attributes:
+      arrays: The dtype and shape of each array, by its path.
+      arguments: The fingerprints of the optimizer's states (`core.fingerprints.list_fingerprints`).
+    """
+
+    arrays: dict[str, str]
+    arguments: list[dict[str, list[int]]]
+
+    def check(self, here: "Shapes", path: Any) -> None:
+        """Raise a ValueError that names what differs between these saved shapes and other shapes."""
+        if len(self.arguments) == len(here.arguments):
+            for name in compare_fingerprints(self.arguments, here.arguments):
+                raise ValueError(
+                    f"The checkpoint {path} was made with another {name}= of the optimizer. Pass the "
+                    "value of the earlier run, or another folder."
+                )
+        paths = dict.fromkeys([*self.arrays, *here.arrays])
+        pairs = {
+            at: (self.arrays.get(at, "missing"), here.arrays.get(at, "missing")) for at in paths
+        }
+        which = [f"{at} is {a} there and {b} here" for at, (a, b) in pairs.items() if a != b]
+        if which:
+            more = f"; and {len(which) - _MOST_NAMED} more" * (len(which) > _MOST_NAMED)
+            says = "; ".join(which[:_MOST_NAMED])
+            raise ValueError(
+                f"The checkpoint {path} belongs to another optimizer or model: {says}{more}."
+            )
 
 
 class Checkpoints:
@@ -114,13 +150,14 @@ class Checkpoints:
             )
         return step
 
-    def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the `run` of a step's checkpoint; raise a ValueError if its facts differ."""
+    def read(self, step: int, facts: Mapping[str, Any], shapes: "Shapes") -> dict[str, Any]:
+        """Read the `run` of a step's checkpoint; raise a ValueError if its facts or shapes differ."""
         path, args = self.folder / str(step), self._ocp.args
         with self._reading(step):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
         if which := describe_differences(run["facts"], json.loads(json.dumps(facts))):
             raise ValueError(f"The checkpoint {path} belongs to another run: {which}.")
+        Shapes(**run["shapes"]).check(shapes, path)
         return dict(run)
 
     def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:

@@ -15,6 +15,7 @@ from flax import nnx
 
 from optperm.core import checks
 from optperm.core.current import jit_current
+from optperm.core.fingerprints import list_fingerprints
 from optperm.core.states import (
     GoalState,
     LoopState,
@@ -28,7 +29,7 @@ from optperm.training import _commits as commits
 from optperm.training import _processes as processes
 from optperm.training import _steps as programs
 from optperm.training._callbacks import Event
-from optperm.training._checkpoints import CheckpointError, Checkpoints
+from optperm.training._checkpoints import CheckpointError, Checkpoints, Shapes
 from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, takes_epoch
 from optperm.training._history import GOAL, History, find_divergence
 from optperm.training._layout import Layout
@@ -120,7 +121,7 @@ class Run:
         if checkpoints is None or (chosen := checkpoints.choose(resume)) is None:
             return
         arrays = programs.unwrap_keys(self.carry)
-        run = checkpoints.read(chosen, self.facts)
+        run = checkpoints.read(chosen, self.facts, self.shapes)
         is_dealt = layout.own and run["replicas"] != layout.replicas
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
@@ -139,15 +140,15 @@ class Run:
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
         """The values that identify the run in its checkpoints."""
+        return {**self.given.facts, "each replica with its own": self.layout.own}
+
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        """The arrays of the carry and the arguments that shape them, which never change."""
         own = int(self.layout.own)
         leaves = jax.tree_util.tree_leaves_with_path(programs.unwrap_keys(self.carry))
-        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
-        digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        return {
-            **self.given.facts,
-            "the form of optimizer and model": f"{len(form)} arrays, {digest}",
-            "each replica with its own": self.layout.own,
-        }
+        arrays = {jax.tree_util.keystr(path): f"{x.dtype}{x.shape[own:]}" for path, x in leaves}
+        return Shapes(arrays, list_fingerprints(self.carry.opt_state))
 
     def train(self, interrupt: Interrupt) -> Ended:
         """Train until the schedule is over, or until the run ends early."""
@@ -361,12 +362,15 @@ class Run:
         return self.given.model.unwrap(self.layout.bring_home(state))
 
     def _save(self, checkpoints: Checkpoints) -> None:
+        if not self.at.step:
+            return  # there is nothing to resume, and Orbax cannot write arrays without entries
         feed, best = self.given.feed, dict(self.best)
         trees = {"state": programs.unwrap_keys(self.carry)}
         if best:
             trees["best"] = programs.unwrap_keys(best.pop("state"))
         run = {
             "facts": self.facts,
+            "shapes": dataclasses.asdict(self.shapes),
             "position": list(self.at),
             "due": self.due._asdict(),
             "names": list(self.history.steps),
