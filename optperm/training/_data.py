@@ -246,6 +246,9 @@ class ArrayFeed:
     """Examples in memory, shuffled in each epoch; each device stores all examples.
 
     With `replace`, examples are drawn with replacement, because shuffled batches are not independent.
+
+    Attributes:
+      look: A function that is called with a batch before the first step.
     """
 
     def __init__(
@@ -262,6 +265,7 @@ class ArrayFeed:
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
+        self.look: Callable[[Any], None] | None = None
         self._calls: list[tuple[dict[str, Any], int]] = []  # calls that may still be running
         self._began = -math.inf
 
@@ -281,6 +285,9 @@ class ArrayFeed:
             order = order.reshape(self.steps_per_epoch, -1)
             self._order = self._layout.put(order, None, *self._layout.batch[:1])
             self._epoch = at.epoch
+        look, self.look = self.look, None
+        if look is not None:
+            look(self.example())
         first, last = at.offset, min(at.offset + limit, self.steps_per_epoch)
         shared = self._examples, np.int32(first), np.int32(last)
         with self._layout.context():
@@ -309,7 +316,11 @@ class ArrayFeed:
 class StreamFeed:
     """Batches from an iterable, or from a callable that returns an iterable for each epoch.
 
-    A batch is requested only for its step, so the remaining batches stay in the iterator.
+    A batch is requested only for its step, so the remaining batches stay in the iterator. Several
+    processes read some batches ahead within a call.
+
+    Attributes:
+      look: A function that is called with the first batch before its step.
     """
 
     steps_per_epoch, rows = None, 1
@@ -320,6 +331,7 @@ class StreamFeed:
                 "batch_size is for arrays, but train_data yields batches: leave batch_size out."
             )
         self._source, self._layout = source, layout
+        self.look: Callable[[Any], None] | None = None
         self._iterator: Any = None
         self._last: Any = None  # the batch of the last step
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
@@ -363,6 +375,9 @@ class StreamFeed:
                     if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
                         raise ValueError("A batch of train_data contains no examples.")
                     self._last = batch = self._layout.put_batch(batch, local=True)
+                    look, self.look = self.look, None
+                    if look is not None:
+                        look(batch)
                     carry, row = steps.one(carry, (), batch)
                 except Exception as error:  # from the loader or from the loss function
                     if not rows:

@@ -26,6 +26,7 @@ from optperm.core.states import (
 )
 from optperm.training import _callbacks as callbacks
 from optperm.training import _commits as commits
+from optperm.training import _conditions as conditions
 from optperm.training import _processes as processes
 from optperm.training import _steps as programs
 from optperm.training._callbacks import Event
@@ -112,6 +113,8 @@ class Run:
         self.said = set[str]()  # warnings of the optimizer state
         # An `epoch_start` may change the state later, even if it has not changed anything yet.
         self.is_judged = given.epoch_start is None
+        if given.epoch_start is not None or conditions.samples(given.carry.opt_state):
+            given.feed.look = self._check_conditions
         self.monitored = [each.monitor for each in given.schedule.find_early_stopping()]
         self.monitored += [given.keep_best[0]] if given.keep_best else []
 
@@ -215,6 +218,13 @@ class Run:
             self._save(self.given.checkpoints)
         self.due = Due(row=True, on_row=True, on_epoch_end=True)
         self._do_what_is_due()
+
+    def _check_conditions(self, batch: Any) -> None:
+        """Warn if the loss is not a mean, or if its gradient does not reach a sampler."""
+        given = self.given
+        args = self.carry, batch, given.model, self.layout, given.key
+        for text in conditions.find_broken_conditions(*args):
+            warnings.warn(text, stacklevel=5)  # where fit is called
 
     def _start_epoch(self) -> None:
         self._judge_steps()
