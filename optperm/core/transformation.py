@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import cast_like
+from optperm.core.dtypes import cast_like, restore_booleans
 from optperm.core.fingerprints import check_fingerprint, fill_fingerprint
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
@@ -110,7 +110,8 @@ def transformation(
         if params is not None:
             # Operations on an explicit mesh reject gradients whose sharding differs from the params'.
             updates = jax.tree.map(shard_like, updates, params)
-        new_updates, new_state = update(updates, state, params, **extra_args)
+        booleans = restore_booleans(state)
+        new_updates, new_state = update(updates, booleans, params, **extra_args)
         # The method may compute in other dtypes, but the types of state and updates never change.
         other = params if updates_like == "params" and params is not None else updates
         return cast_like(new_updates, other), cast_like(new_state, state)
@@ -146,7 +147,8 @@ def wrapper(
     ) -> tuple[optax.Updates, Any]:
         checks.check_state(method, state, own_type)
         _check_are_given(method, params)
-        new_updates, new_state = update(updates, state, params, **extra_args)
+        booleans = restore_booleans(state)
+        new_updates, new_state = update(updates, booleans, params, **extra_args)
         return cast_like(new_updates, params), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
