@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import cast_like
+from optperm.core.dtypes import cast_like, restore_booleans
 from optperm.core.fingerprints import check_fingerprint, fill_fingerprint
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
@@ -41,6 +41,7 @@ def transformation(
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
     shape_arguments: Callable[[Any], Mapping[str, Any]] | None = None,
+    takes_gradient: bool = False,
     conversion: str = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that checks its inputs and returns everything in the types of the inputs.
@@ -65,6 +66,8 @@ def transformation(
       shape_arguments: `shape_arguments(params)` returns the values of the arguments by which the state
         is shaped, as for `optperm.core.fingerprints.fill_fingerprint`. The state is a `ShapedState`,
         whose fingerprint is filled in here, and compared in each `update` that is not traced.
+      takes_gradient: Whether the updates must be the gradient of the loss, as for samplers. The extra
+        argument `watch`, if given, is then called with the updates.
       conversion: A sentence about the conversion of another optimizer's state, for the message.
 
     Returns:
@@ -102,10 +105,13 @@ def transformation(
             extra_args["grad_fn"] = _make_grad_fn(value_fn, method)
         _check_extras(method, wanted, extra_args)
         checks.check_axis_is_bound(axis_name)
+        if takes_gradient and extra_args.get("watch") is not None:
+            extra_args["watch"](updates)
         if params is not None:
             # Operations on an explicit mesh reject gradients whose sharding differs from the params'.
             updates = jax.tree.map(shard_like, updates, params)
-        new_updates, new_state = update(updates, state, params, **extra_args)
+        booleans = restore_booleans(state)
+        new_updates, new_state = update(updates, booleans, params, **extra_args)
         # The method may compute in other dtypes, but the types of state and updates never change.
         other = params if updates_like == "params" and params is not None else updates
         return cast_like(new_updates, other), cast_like(new_state, state)
@@ -141,7 +147,8 @@ def wrapper(
     ) -> tuple[optax.Updates, Any]:
         checks.check_state(method, state, own_type)
         _check_are_given(method, params)
-        new_updates, new_state = update(updates, state, params, **extra_args)
+        booleans = restore_booleans(state)
+        new_updates, new_state = update(updates, booleans, params, **extra_args)
         return cast_like(new_updates, params), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
