@@ -88,8 +88,6 @@ def transformation(
         checks.check_state(method, state, own_type, conversion)
         if needs_params:
             _check_are_given(method, params)
-        if shape_arguments is not None and not isinstance(state.fingerprint, jax.core.Tracer):
-            check_fingerprint(method, state, shape_arguments(updates if params is None else params))
         # Params and updates must match the state, or JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)
@@ -100,6 +98,8 @@ def transformation(
             checks.check_same_tree("updates", seen, expected, source=_SOURCE, dtypes=False)
         if params is not None:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
+        if shape_arguments is not None and not isinstance(state.fingerprint, jax.core.Tracer):
+            check_fingerprint(method, state, shape_arguments(updates if params is None else params))
         value_fn = extra_args.get("value_fn")
         if "grad_fn" in wanted and extra_args.get("grad_fn") is None and value_fn is not None:
             extra_args["grad_fn"] = _make_grad_fn(value_fn, method)
