@@ -111,8 +111,8 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
       leaf        shape      low rank             bytes  words    words/param
       ['bias']    (64,)      full rank            524    131      2.05
       ['kernel']  (64, 256)  rank 16 of 64 x 256  36872  9218     0.56
-      others                                      21     5.25
-      all                                         37417  9354.25  0.57
+      others                                      25     6.25
+      all                                         37421  9355.25  0.57
 
     Raises:
       TypeError: If `tx` is not a transformation.

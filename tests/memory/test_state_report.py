@@ -28,8 +28,9 @@ IN_PARTS = {
     "chain": (optax.chain(optax.scale_by_adam(), optax.trace(0.9)), [3.0, 3.0, 3.0]),
     "MultiSteps": (optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), [3.0] * 3),
     "bits": (
+        # Of two booleans per entry: whether it may move, and whether it is kept at zero
         optax.chain(optax.scale_by_lion(mu_dtype="bfloat16"), optperm.mask_elements()),
-        3 * [0.75],
+        3 * [1.0],
     ),
     "flatten": (optax.flatten(optax.scale_by_adam()), [0.0] * 3),
 }
