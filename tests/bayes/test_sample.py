@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,23 @@ def test_starts_draws_and_progress():
     assert np.ptp(np.asarray(drawn)) > 0.01
     with pytest.raises(ValueError, match="starts"):
         run(starts=jnp.ones(3))
+
+
+class Model(NamedTuple):
+    """A tree that can be called, as a model of Equinox."""
+
+    mean: Any
+
+    def __call__(self, key):
+        raise AssertionError(key)
+
+
+def test_starts_that_can_be_called_are_a_tree():
+    starts = Model(jnp.array([2.9, 3.1]))
+    samples = draw(
+        loss_fn=lambda p, y: loss_fn(p.mean, y), params=Model(jnp.zeros(())), starts=starts
+    )
+    support.assert_same_bits(samples.starts, starts)
 
 
 @pytest.mark.parametrize(
