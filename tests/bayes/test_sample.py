@@ -148,7 +148,9 @@ def test_transformation_that_changes_the_gradient_is_named_before_the_first_step
     assert not any("gradient of the loss" in line for line in report.not_checked)
 
 
-@pytest.mark.parametrize("name", ["sgld", "sghmc", "constant_sgd"])
+@pytest.mark.parametrize(
+    "name", ["sgld", "sghmc", pytest.param("constant_sgd", marks=pytest.mark.slow)]
+)
 def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     samples, texts = texts_of(
         lambda: draw(
@@ -230,18 +232,17 @@ def test_chains_that_start_at_one_point_are_told_for_many_params():
     assert any("with one chain, R-hat compares only" in line for line in report.not_checked)
 
 
-def test_data_on_a_mesh_with_explicit_axes_are_sampled():
-    """With and without jax.set_mesh, the draws of the data on one device."""
+@pytest.mark.parametrize("name", ["sgld", pytest.param("constant_sgd", marks=pytest.mark.slow)])
+def test_data_on_a_mesh_with_explicit_axes_are_sampled(name):
+    """With and without jax.set_mesh, from given starts and from a search: as on one device."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     y = jax.device_put(Y, jax.NamedSharding(mesh, jax.P("d")))
-    for options in ({}, {"sampler": lambda n, s: LANGEVIN["constant_sgd"](n), "burn_in": None}):
-        wanted = draw(**options).params
-        for starts in ({}, {"starts": None}):
-            found = draw(data=y, **options, **starts).params
-            if not starts:
-                np.testing.assert_allclose(found, wanted, rtol=1e-3)
-        with jax.set_mesh(mesh):
-            np.testing.assert_allclose(draw(data=y, **options).params, wanted, rtol=1e-3)
+    run = functools.partial(draw, sampler=lambda n, s: LANGEVIN[name](n), burn_in=None)
+    wanted = run().params
+    np.testing.assert_allclose(run(data=y).params, wanted, rtol=1e-3)
+    with jax.set_mesh(mesh):
+        found = run(data=y, starts=None).params
+    np.testing.assert_allclose(found, run(starts=None).params, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:1 of 1 entries", "ignore:The length of the steps")
