@@ -130,10 +130,16 @@ BEFORE = {
 # Steps between the loss and the methods that warn in each step are tried with these methods alone
 PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]
 PAIRS += [("constant_sgd", "nothing"), ("constant_sgd", "clipping"), ("mandt_sgd", "weight decay")]
+QUICK_PAIRS = {("sgld", "svrg"), ("sgld", "clipping")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "before"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        pytest.param(*pair, marks=[] if pair in QUICK_PAIRS else [pytest.mark.slow])
+        for pair in PAIRS
+    ],
+)
 def test_transformation_that_changes_the_gradient_is_named_before_the_first_step(name, before):
     make, is_gradient = BEFORE[before]
     samples, texts = texts_of(
@@ -165,14 +171,13 @@ def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     assert not any("mean over examples" in line for line in report.not_checked)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "svrg"),
     [
-        (None, optperm.svrg),
+        pytest.param(None, optperm.svrg, marks=pytest.mark.slow),
         (lambda key: 5.0 + jax.random.normal(key, (3,)), optperm.svrg),
-        (None, lambda: optperm.svrg(every=200)),
-        (None, lambda: optperm.svrg(probability=0.005)),
+        pytest.param(None, lambda: optperm.svrg(every=200), marks=pytest.mark.slow),
+        pytest.param(None, lambda: optperm.svrg(probability=0.005), marks=pytest.mark.slow),
     ],
 )
 def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, svrg):
