@@ -190,10 +190,8 @@ def permute_by_cycles(
     ) -> tuple[optax.Updates, PermuteByCyclesState]:
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
-        data, outputs = (
-            noise.fold(state.key, state.count),
-            _find_outputs(state.weights, output_axes),
-        )
+        data = noise.fold(state.key, state.count)
+        outputs = _find_outputs(state.weights, output_axes)
         # The kernel draws the subsets from the seeds.
         seeds = _draw_seeds(data, outputs)
         pivots = _draw_pivots(data, outputs, m) if centralize else {}
