@@ -51,6 +51,10 @@ class SwitchAfterState(NamedTuple):
         """Return each optimizer's state with a flag: it took the last step, or will take the first."""
         return [(self.first, jnp.logical_not(self.switched)), (self.then, self.switched)]
 
+    def reached_goal(self) -> jax.Array:
+        """Return whether the last optimizer took the last step."""
+        return self.switched
+
     def replace_targets(self, other: "SwitchAfterState") -> "SwitchAfterState":
         """Return this state with the targets of another state.
 

@@ -30,11 +30,12 @@ from optperm.bayes._power_iteration import power_iteration
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Float32, Int32, PyTree
+from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
@@ -62,6 +63,7 @@ class MandtSgdState(NamedTuple):
       sizes: h of the last step, or of `noise` in the full form, with the structure of `noise`.
       stability: :math:`\eta \lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`; 0 before its first estimate.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
+      fingerprint: A number for each of the arguments of `shaped_by`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -76,6 +78,11 @@ class MandtSgdState(NamedTuple):
     sizes: PyTree[Float[Array, "..."]]
     stability: Float32[Array, ""]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
+    fingerprint: UInt32[Array, "1"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the argument for which the state is made, so that no other argument misreads it."""
+        return ("preconditioner",)
 
     def for_loop(self) -> ForLoop:
         """Return that batches must be drawn with replacement."""
@@ -305,6 +312,8 @@ def mandt_sgd(
         like=lambda state: state.direction,
         needs=NEEDS[estimator],
         axis_name=axis_name,
+        takes_gradient=True,
+        shape_arguments=lambda _: {"preconditioner": preconditioner},
     )
 
     def rate(count: jax.Array) -> jax.Array:

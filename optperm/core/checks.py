@@ -320,7 +320,13 @@ def check_state(method: str, state: Any, own_type: Any, conversion: str = "") ->
     if own_type is Any or isinstance(state, own_type):
         return
     wanted = f"{with_article(own_type.__name__)}, the state that its init makes"
-    raise ValueError(f"{method} needs {wanted}, got {name_states(state)}. {conversion}".rstrip())
+    found = name_states(state)
+    if isinstance(state, dict | list):
+        conversion = (
+            "A checkpoint that is restored without a target has dicts and lists instead of states: "
+            "restore it with the state of init as the target."
+        )
+    raise ValueError(f"{method} needs {wanted}, got {found}. {conversion}".rstrip())
 
 
 def name_states(opt_state: Any) -> str:

@@ -16,7 +16,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
-from optperm.core.trees import in_variables, mask_like, without_variables
+from optperm.core.trees import in_variables, mask_like, without_boxes, without_variables
 
 State = TypeVar("State")
 # `draw_params` folds this number into a key; it is far from the counts folded into the same key
@@ -84,6 +84,31 @@ class WarningState(Protocol):
 
         Raises:
           ValueError: If training must not continue.
+        """
+        ...
+
+
+class SnapshotState(Protocol):
+    """A state of a control variate, which needs the full gradient at a snapshot of the params."""
+
+    def with_snapshot(self, params: Any, full_grad: Any) -> Any:
+        """Return the state with a new snapshot; the old snapshot stays if the new one is not finite.
+
+        Args:
+          params: All params.
+          full_grad: The gradient over all examples at these params.
+        """
+        ...
+
+
+class GoalState(Protocol):
+    """A state of a method whose params are what the method was asked for only from some step on."""
+
+    def reached_goal(self) -> jax.Array:
+        """Return whether the params after the last step are what the method was asked for, a boolean.
+
+        The answer is about this state alone, and does not repeat the answers of states inside it. In
+        a state stacked over replicas, each replica has an answer.
         """
         ...
 
@@ -165,6 +190,43 @@ def find_warnings(opt_state: Any, params: Any) -> list[str]:
     """Return the warnings of all running states, in any nesting."""
     states = find_running_states(opt_state, WarningState)
     return [text for state in states for text in state.warnings(params)]
+
+
+def take_snapshots(opt_state: Any, params: Any, full_grad: Any) -> Any:
+    """Return the optimizer state with a new snapshot in each state that has snapshots."""
+
+    def is_taken(node: Any) -> bool:
+        return has_protocol(node, SnapshotState)
+
+    return jax.tree.map(
+        lambda node: node.with_snapshot(params, full_grad) if is_taken(node) else node,
+        opt_state,
+        is_leaf=is_taken,
+    )
+
+
+def reached_goal(opt_state: Any) -> jax.Array:
+    """Return whether all running states in any nesting reached their goals; True without goals."""
+
+    def is_end(node: Any) -> bool:
+        return has_protocol(node, GoalState) or has_protocol(node, PhasedState)
+
+    reached = jnp.asarray(True)
+    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
+        if has_protocol(node, GoalState):
+            reached &= without_variables(node).reached_goal()
+        if has_protocol(node, PhasedState):
+            for part, flag in without_variables(node).phases():
+                reached &= jnp.logical_not(flag) | reached_goal(part)
+        elif has_protocol(node, GoalState):
+            for part in _children(node):
+                reached &= reached_goal(part)
+    return reached
+
+
+def _children(node: Any) -> list[Any]:
+    """Return the nodes one level below a node."""
+    return jax.tree.leaves(node, is_leaf=lambda each: each is not node)
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
@@ -345,6 +407,8 @@ class Place(NamedTuple):
 def match_within_states(state: Any, params: Any) -> list[tuple[Match, Place]]:
     """Return the matches of `match_params`, each with the place of its array."""
     numbers = itertools.count(1)
+    # A state may have arrays of other shapes than the params, which are then in no boxes.
+    state, params = without_boxes(state), without_boxes(params)
     # Both trees contain numbers instead of arrays, so the arrays are not read.
     leaves, structure = jax.tree.flatten(state)
     wanted: Any = jax.tree.structure(params)
@@ -366,7 +430,7 @@ def match_within_states(state: Any, params: Any) -> list[tuple[Match, Place]]:
             is_state = hasattr(node, "_fields")
             owner = type(node).__name__ if is_state else owner
             at = Place(next(numbers) if is_state else at.state, is_state)
-            for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):
+            for child in _children(node):
                 visit(child, owner, at)
 
     visit(jax.tree.unflatten(structure, range(len(leaves))), "state", Place(0, False))
@@ -374,5 +438,7 @@ def match_within_states(state: Any, params: Any) -> list[tuple[Match, Place]]:
 
 
 def _may_belong(leaf: Any, param: Any) -> bool:
-    is_number = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    return jnp.shape(leaf) == jnp.shape(param) or bool(jnp.ndim(leaf) and is_number)
+    # Raw keys and fingerprints, which may have the length of a parameter, are uint32.
+    dtype = jnp.result_type(leaf)
+    is_number = jnp.ndim(leaf) > 0 and jnp.issubdtype(dtype, jnp.inexact)
+    return dtype != jnp.uint32 and bool(is_number or jnp.shape(leaf) == jnp.shape(param))

@@ -41,6 +41,7 @@ def transformation(
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
     shape_arguments: Callable[[Any], Mapping[str, Any]] | None = None,
+    takes_gradient: bool = False,
     conversion: str = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that checks its inputs and returns everything in the types of the inputs.
@@ -65,6 +66,8 @@ def transformation(
       shape_arguments: `shape_arguments(params)` returns the values of the arguments by which the state
         is shaped, as for `optperm.core.fingerprints.fill_fingerprint`. The state is a `ShapedState`,
         whose fingerprint is filled in here, and compared in each `update` that is not traced.
+      takes_gradient: Whether the updates must be the gradient of the loss, as for samplers. The extra
+        argument `watch`, if given, is then called with the updates.
       conversion: A sentence about the conversion of another optimizer's state, for the message.
 
     Returns:
@@ -102,6 +105,8 @@ def transformation(
             extra_args["grad_fn"] = _make_grad_fn(value_fn, method)
         _check_extras(method, wanted, extra_args)
         checks.check_axis_is_bound(axis_name)
+        if takes_gradient and extra_args.get("watch") is not None:
+            extra_args["watch"](updates)
         if params is not None:
             # Operations on an explicit mesh reject gradients whose sharding differs from the params'.
             updates = jax.tree.map(shard_like, updates, params)

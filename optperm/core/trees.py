@@ -128,6 +128,24 @@ def without_variables(tree: Any) -> Any:
     )
 
 
+def is_box(node: Any) -> bool:
+    """Return whether a node holds an array and metadata: a variable of nnx, or a box of `flax.linen`."""
+    return is_variable(node) or callable(getattr(type(node), "unbox", None))
+
+
+def without_boxes(tree: Any) -> Any:
+    """Return the tree with each box replaced by its array.
+
+    The metadata of a box, such as the names of its axes, are for an array of the parameter's shape.
+    """
+
+    def open_box(node: Any) -> Any:
+        found = jax.tree.leaves(node) if is_box(node) else [node]
+        return found[0] if len(found) == 1 else node
+
+    return jax.tree.map(open_box, tree, is_leaf=is_box)
+
+
 def in_variables(tree: Any, like: Any) -> Any:
     """Return a tree of arrays, inside variables of `flax.nnx` wherever `like` has variables."""
     return jax.tree.map(
