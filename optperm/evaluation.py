@@ -344,12 +344,23 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
       batch: The batch, a tree of arrays. Examples share leaves of rank 0; keys among them are folded.
       has_aux: Whether `loss_fn` returns a pair.
     """
-    size = num_examples(batch)
-    if size < 2:
+    if num_examples(batch) < 2:
         return True
+    run = jit_current(lambda p, b: compare_halves(loss_fn, p, b, has_aux=has_aux))
+    return judge_halves(*run(params, batch))
+
+
+def compare_halves(
+    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of a batch, and the mean of the losses of its halves, for several random orders.
+
+    The arguments are as in `is_mean`; the batch has at least two examples.
+    """
+    size = num_examples(batch)
     half = size // 2
 
-    def compare(params: optax.Params, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def compare(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         order = jax.random.permutation(key, size)
 
         def loss(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
@@ -371,13 +382,15 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
         (first, n1), (second, n2) = loss(order[:half], 1), loss(order[half:], 2)
         return loss(order, 0)[0], first + _quotient(n2 * (second - first), n1 + n2)
 
-    run = jit_current(lambda p, b, keys: jax.lax.map(lambda key: compare(p, b, key), keys))
-    keys = jax.random.split(jax.random.key(0), _ORDERS)
-    whole, halves = (np.asarray(x, np.float64) for x in run(params, batch, keys))
-    difference = whole - halves
+    return jax.lax.map(compare, jax.random.split(jax.random.key(0), _ORDERS))
+
+
+def judge_halves(whole: Any, halves: Any, differs: float = _DIFFERS) -> bool:
+    """Return whether the results of `compare_halves` agree up to noise and a relative difference."""
+    whole, difference = np.asarray(whole, np.float64), np.asarray(whole) - np.asarray(halves)
     if not np.all(np.isfinite(difference)):
         return True
-    least = _DIFFERS * abs(whole.mean())
+    least = differs * abs(whole.mean())
     error = _ERRORS * difference.std(ddof=1) / _ORDERS**0.5
     size_of_all, noise = np.sqrt(np.mean(difference**2)), _ERRORS * whole.std(ddof=1)
     return bool(abs(difference.mean()) <= max(least, error) and size_of_all <= max(least, noise))

@@ -78,11 +78,11 @@ class MandtSgdState(NamedTuple):
     sizes: PyTree[Float[Array, "..."]]
     stability: Float32[Array, ""]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
-    fingerprint: UInt32[Array, "1"] = UNSET
+    fingerprint: UInt32[Array, "2"] = UNSET
 
     def shaped_by(self) -> tuple[str, ...]:
-        """Return the argument for which the state is made, so that no other argument misreads it."""
-        return ("preconditioner",)
+        """Return the names of the arguments in the fingerprint."""
+        return "preconditioner", "momentum"
 
     def for_loop(self) -> ForLoop:
         """Return that batches must be drawn with replacement."""
@@ -313,16 +313,18 @@ def mandt_sgd(
         needs=NEEDS[estimator],
         axis_name=axis_name,
         takes_gradient=True,
-        shape_arguments=lambda _: {"preconditioner": preconditioner},
+        shape_arguments=lambda _: {
+            "preconditioner": preconditioner,
+            "momentum": momentum is not None,
+        },
     )
 
     def rate(count: jax.Array) -> jax.Array:
         return (1 - mu) * resolve_schedule("learning_rate", learning_rate, count)
 
     # theta' = theta - eta (1 - mu) v', v' = mu v + H g
-    steps = [sampler, optax.scale_by_learning_rate(rate)]
-    if momentum is not None:
-        steps.insert(1, optax.trace(momentum))
+    velocity = optax.identity() if momentum is None else optax.trace(momentum)
+    steps = [sampler, velocity, optax.scale_by_learning_rate(rate)]
     if burn_in_optimizer is None:
         chain = optax.with_extra_args_support(optax.chain(*steps))
         return with_masters(chain, method="mandt_sgd")

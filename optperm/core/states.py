@@ -88,6 +88,18 @@ class WarningState(Protocol):
         ...
 
 
+class GoalState(Protocol):
+    """A state of a method whose params are what the method was asked for only from some step on."""
+
+    def reached_goal(self) -> jax.Array:
+        """Return whether the params after the last step are what the method was asked for, a boolean.
+
+        The answer is about this state alone, and does not repeat the answers of states inside it. In
+        a state stacked over replicas, each replica has an answer.
+        """
+        ...
+
+
 class SnapshotState(Protocol):
     """A state of a control variate, which needs the full gradient at a snapshot of the params."""
 
@@ -97,18 +109,6 @@ class SnapshotState(Protocol):
         Args:
           params: All params.
           full_grad: The gradient over all examples at these params.
-        """
-        ...
-
-
-class GoalState(Protocol):
-    """A state of a method whose params are what the method was asked for only from some step on."""
-
-    def reached_goal(self) -> jax.Array:
-        """Return whether the params after the last step are what the method was asked for, a boolean.
-
-        The answer is about this state alone, and does not repeat the answers of states inside it. In
-        a state stacked over replicas, each replica has an answer.
         """
         ...
 
@@ -186,23 +186,19 @@ def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple
                 yield from _find_drawing(part, (*flags, flag))
 
 
-def find_warnings(opt_state: Any, params: Any) -> list[str]:
-    """Return the warnings of all running states, in any nesting."""
-    states = find_running_states(opt_state, WarningState)
-    return [text for state in states for text in state.warnings(params)]
+def find_warnings(opt_state: Any, params: Any, *, is_over: bool = True) -> list[str]:
+    """Return the warnings of all running states, in any nesting.
 
-
-def take_snapshots(opt_state: Any, params: Any, full_grad: Any) -> Any:
-    """Return the optimizer state with a new snapshot in each state that has snapshots."""
-
-    def is_taken(node: Any) -> bool:
-        return has_protocol(node, SnapshotState)
-
-    return jax.tree.map(
-        lambda node: node.with_snapshot(params, full_grad) if is_taken(node) else node,
-        opt_state,
-        is_leaf=is_taken,
-    )
+    While training is not over, a state with a goal does not warn, because it may still reach its goal.
+    The states inside it do.
+    """
+    found = list[str]()
+    for state in find_running_states(opt_state, WarningState):
+        if is_over or not has_protocol(state, GoalState):
+            found += state.warnings(params)
+        else:
+            found += find_warnings(_children(state), params, is_over=False)
+    return found
 
 
 def reached_goal(opt_state: Any) -> jax.Array:
@@ -227,6 +223,19 @@ def reached_goal(opt_state: Any) -> jax.Array:
 def _children(node: Any) -> list[Any]:
     """Return the nodes one level below a node."""
     return jax.tree.leaves(node, is_leaf=lambda each: each is not node)
+
+
+def take_snapshots(opt_state: Any, params: Any, full_grad: Any) -> Any:
+    """Return the optimizer state with a new snapshot in each state that has snapshots."""
+
+    def is_taken(node: Any) -> bool:
+        return has_protocol(node, SnapshotState)
+
+    return jax.tree.map(
+        lambda node: node.with_snapshot(params, full_grad) if is_taken(node) else node,
+        opt_state,
+        is_leaf=is_taken,
+    )
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:

@@ -77,10 +77,7 @@ def transformation(
 
     def init_fn(params: optax.Params) -> Any:
         checks.check_real_floating("params", params)
-        state = init(params)
-        if shape_arguments is not None:
-            state = fill_fingerprint(state, shape_arguments(params))
-        return _with_strong_types(state)
+        return _with_fingerprint(init(params), params, shape_arguments)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -88,8 +85,8 @@ def transformation(
         checks.check_state(method, state, own_type, conversion)
         if needs_params:
             _check_are_given(method, params)
-        if shape_arguments is not None and not isinstance(state.fingerprint, jax.core.Tracer):
-            check_fingerprint(method, state, shape_arguments(updates if params is None else params))
+        like_params = updates if params is None else params
+        _check_arguments(method, state, like_params, shape_arguments)
         # Params and updates must match the state, or JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)
@@ -124,6 +121,7 @@ def wrapper(
     update: Callable[..., tuple[optax.Updates, Any]],
     *,
     method: str,
+    shape_arguments: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that only calls others, which check dtypes and trees themselves.
 
@@ -133,6 +131,7 @@ def wrapper(
       init: `init(params)` returns the state. The state passed to `update` must have the annotated type.
       update: `update(updates, state, params, **extra_args)` returns the new updates and the new state.
       method: The public name, for messages.
+      shape_arguments: As for `transformation`.
 
     Returns:
       The transformation, whose `update` needs params.
@@ -140,13 +139,14 @@ def wrapper(
     own_type = _find_own_type(init)
 
     def init_fn(params: optax.Params) -> Any:
-        return _with_strong_types(init(params))
+        return _with_fingerprint(init(params), params, shape_arguments)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         checks.check_state(method, state, own_type)
         _check_are_given(method, params)
+        _check_arguments(method, state, params, shape_arguments)
         booleans = restore_booleans(state)
         new_updates, new_state = update(updates, booleans, params, **extra_args)
         return cast_like(new_updates, params), cast_like(new_state, state)
@@ -159,9 +159,25 @@ def _find_own_type(init: Callable[..., Any]) -> Any:
     return inspect.get_annotations(init, eval_str=True).get("return", Any)
 
 
-def _with_strong_types(state: Any) -> Any:
+def _with_fingerprint(
+    state: Any, params: Any, shape_arguments: Callable[[Any], Mapping[str, Any]] | None
+) -> Any:
+    """Return a new state with strong types and the fingerprint of the arguments that shape it."""
+    if shape_arguments is not None:
+        state = fill_fingerprint(state, shape_arguments(params))
     # A weak type would become strong in the first step and break a jax.lax.scan.
     return cast_like(state, state)
+
+
+def _check_arguments(
+    method: str,
+    state: Any,
+    params: Any,
+    shape_arguments: Callable[[Any], Mapping[str, Any]] | None,
+) -> None:
+    """Raise if a state was made with other arguments; those of a traced state cannot be read."""
+    if shape_arguments is not None and not isinstance(state.fingerprint, jax.core.Tracer):
+        check_fingerprint(method, state, shape_arguments(params))
 
 
 def _check_are_given(method: str, params: optax.Params | None) -> None:

@@ -224,8 +224,7 @@ def apollo(
 
     def shape_arguments(params: optax.Params) -> dict[str, Any]:
         plans = plan_matrices(params, rank, "smaller", dimension_numbers)
-        ranks = jax.tree.map(lambda m: m.rank, plans)
-        return {"rank": ranks, "dimension_numbers": describe_axes(plans)}
+        return {"rank": rank, "dimension_numbers": describe_axes(plans)}
 
     # An update needs only the gradients; params determine only the dtypes.
     return transformation(

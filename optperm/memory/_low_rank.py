@@ -97,11 +97,11 @@ class LowRankState(NamedTuple):
     norm: PyTree[Float[Array, "..."], "Params"]
     sign: Int8[Array, ""]
     inner_state: Any
-    fingerprint: UInt32[Array, "3"] = UNSET
+    fingerprint: UInt32[Array, "4"] = UNSET
 
     def shaped_by(self) -> tuple[str, ...]:
         """Return the names of the arguments in the fingerprint."""
-        return "side", "carry", "dimension_numbers"
+        return "rank", "side", "carry", "dimension_numbers"
 
 
 def low_rank(
@@ -373,6 +373,7 @@ def low_rank(
         method="low_rank",
         needs_params=False,
         shape_arguments=lambda params: {
+            "rank": rank,
             "side": side,
             "carry": carry,
             "dimension_numbers": describe_axes(
