@@ -85,8 +85,6 @@ def transformation(
         checks.check_state(method, state, own_type, conversion)
         if needs_params:
             _check_are_given(method, params)
-        like_params = updates if params is None else params
-        _check_arguments(method, state, like_params, shape_arguments)
         # Params and updates must match the state, or JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)
@@ -97,6 +95,9 @@ def transformation(
             checks.check_same_tree("updates", seen, expected, source=_SOURCE, dtypes=False)
         if params is not None:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
+        # Functions among the arguments see only params that match the state.
+        like_params = updates if params is None else params
+        _check_arguments(method, state, like_params, shape_arguments)
         value_fn = extra_args.get("value_fn")
         if "grad_fn" in wanted and extra_args.get("grad_fn") is None and value_fn is not None:
             extra_args["grad_fn"] = _make_grad_fn(value_fn, method)
