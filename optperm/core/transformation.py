@@ -95,7 +95,6 @@ def transformation(
             checks.check_same_tree("updates", seen, expected, source=_SOURCE, dtypes=False)
         if params is not None:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
-        # Functions among the arguments see only params that match the state.
         like_params = updates if params is None else params
         _check_arguments(method, state, like_params, shape_arguments)
         value_fn = extra_args.get("value_fn")

@@ -88,7 +88,8 @@ class LowRankState(NamedTuple):
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown or
         without a `residual`.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
-      fingerprint: The arguments `side`, `carry` and `dimension_numbers` with which the state was made.
+      fingerprint: The arguments `rank`, `side`, `carry` and `dimension_numbers` with which the state was
+        made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -257,8 +258,8 @@ def low_rank(
         params, repeats an axis, names a missing axis or names no axes at all; if `carry=True` and a
         state of `inner` is unknown, not like params (`optax.flatten`), in 8 bits
         (`optperm.quantize_state` belongs around this transformation), or decays by another `b1` or `b2`;
-        if `update` gets a state that was made with other `side`, `carry` or `dimension_numbers`; or if
-        `inner` needs params.
+        if `update` gets a state that was made with other `rank`, `side`, `carry` or
+        `dimension_numbers`; or if `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection

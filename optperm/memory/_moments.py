@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from optperm.core.states import Match, find_states, match_params
+from optperm.core.states import Match, find_states, has_protocol, match_params
 from optperm.core.trees import is_masked, mask_like
 from optperm.memory._matrices import Matrix, list_matrices
 from optperm.memory._projections import rotate
@@ -262,6 +262,17 @@ class CodedState(Protocol):
     def decode(self) -> Any:
         """Return the other state, with its moments."""
         ...
+
+
+def decode_states(opt_state: Any) -> Any:
+    """Return an optimizer's state with the decoded state in place of each state with codes."""
+
+    def is_coded(node: Any) -> bool:
+        return has_protocol(node, CodedState)
+
+    return jax.tree.map(
+        lambda node: node.decode() if is_coded(node) else node, opt_state, is_leaf=is_coded
+    )
 
 
 def _check_codes(inner_state: Any, plans: Any, low: Any) -> None:

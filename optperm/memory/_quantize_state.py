@@ -38,7 +38,15 @@ from optperm.core.trees import (
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
-from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known, match_others
+from optperm.memory._moments import (
+    KNOWN,
+    Probe,
+    Second,
+    decode_states,
+    find_known_states,
+    is_known,
+    match_others,
+)
 
 # With jit, these functions are traced once for all leaves of the same shape
 _encode = jax.jit(encode, static_argnums=1)
@@ -330,11 +338,7 @@ def dequantize(opt_state: Any) -> Any:
         raise ValueError(
             "opt_state has no QuantizedState: pass the state of optperm.quantize_state."
         )
-    return jax.tree.map(
-        lambda node: node.decode() if _is_quantized(node) else node,
-        opt_state,
-        is_leaf=_is_quantized,
-    )
+    return decode_states(opt_state)
 
 
 def _is_quantized(node: Any) -> bool:

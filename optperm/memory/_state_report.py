@@ -15,6 +15,7 @@ from optperm.core.states import find_states, match_params
 from optperm.core.tables import align
 from optperm.memory._apollo import ApolloState
 from optperm.memory._low_rank import LowRankState
+from optperm.memory._moments import decode_states
 
 
 class LeafReport(NamedTuple):
@@ -110,8 +111,8 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
       leaf        shape      low rank             bytes  words    words/param
       ['bias']    (64,)      full rank            524    131      2.05
       ['kernel']  (64, 256)  rank 16 of 64 x 256  36872  9218     0.56
-      others                                      21     5.25
-      all                                         37417  9354.25  0.57
+      others                                      25     6.25
+      all                                         37421  9355.25  0.57
 
     Raises:
       TypeError: If `tx` is not a transformation.
@@ -121,7 +122,8 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
 
     def init(params: optax.Params) -> Any:
         state = tx.init(params)
-        treatments.update(_find_treatments(state, params))
+        # Codes of 4 bits are in arrays of half the length
+        treatments.update(_find_treatments(decode_states(state), params))
         return state
 
     state = jax.eval_shape(init, params)

@@ -238,7 +238,7 @@ def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
         return lambda: jax.eval_shape(tx.update, params, tx.init(params), params)
 
     low = functools.partial(optperm.low_rank, rank=2, carry=False)
-    mixed = lambda: optperm.low_rank(adam, 3).update(params, init()())  # noqa: E731
+    mixed = lambda: jax.eval_shape(optperm.low_rank(adam, 3).update, params, init()())  # noqa: E731
     for call, error, message in (
         (init(rank=0), ValueError, "rank must be at least 1, got 0"),
         (lambda: optperm.apollo(rank=0), ValueError, "rank must be at least 1, got 0"),
@@ -411,6 +411,7 @@ def test_a_state_made_with_another_argument_is_refused():
     other = {"dimension_numbers": lambda p: numbers | {"s": Numbers(0, 1)}}
     fewer = {"dimension_numbers": numbers | {"w": None}}
     for made, used, name, is_static in (
+        (low(), optperm.low_rank(adam, 3, dimension_numbers=numbers), "rank", 1),
         (low(), low(side="larger"), "side", 0),
         (low(), low(**other), "dimension_numbers", 0),
         (low(carry=False), low(), "carry", 0),
@@ -422,7 +423,7 @@ def test_a_state_made_with_another_argument_is_refused():
         (quantize(), quantize(include={"w": True, "s": False}), "include", 0),
         (quantize(), quantize(min_size=7), "min_size", 0),
         (low(), low(every=3, projection="svd", scale=2.0, limit=None, key=1), "", 1),
-        (apollo(2), apollo(1 / 3, every=3, by="tensor", scale=1.0, limit=None, key=1), "", 1),
+        (apollo(2), apollo(2, every=3, by="tensor", scale=1.0, limit=None, key=1), "", 1),
         (quantize(), quantize(include=True, key=1), "", 1),
     ):
         state = made.init(params)
