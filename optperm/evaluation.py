@@ -402,10 +402,10 @@ def gets_gradient(
     params: optax.Params,
     e: Evaluation,
     **extra_args: Any,
-) -> bool | jax.Array | None:
-    """Return whether all samplers of an optimizer get the gradient that the optimizer gets.
+) -> tuple[bool | jax.Array | None, Any]:
+    """Return whether all samplers of an optimizer get the optimizer's gradient, and the new state.
 
-    The result is None if no method in the optimizer looks, True if each looks at the same arrays, and
+    The first result is None if no method in the optimizer looks, True if each looks at the same arrays, and
     otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument `watch`
     with the updates that they take for the gradient.
 
@@ -418,7 +418,7 @@ def gets_gradient(
     """
     seen: list[Any] = []
     given = known_extra_args(tx, e.extra_args | extra_args | {"watch": seen.append})
-    tx.update(e.grad, opt_state, params, **given)
+    _, opt_state = tx.update(e.grad, opt_state, params, **given)
     found: bool | jax.Array = True
     for updates in seen:
         pairs = zip(*map(jax.tree.leaves, (updates, mask_like(e.grad, updates))), strict=True)
@@ -428,7 +428,7 @@ def gets_gradient(
                 new, old = one.astype(wide), other.astype(wide)
                 limit = _DIFFERS * jnp.linalg.norm(jnp.ravel(old))
                 found &= ~(jnp.linalg.norm(jnp.ravel(new - old)) > limit)
-    return found if seen else None
+    return found if seen else None, opt_state
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:

@@ -1,6 +1,7 @@
 """Check on the first batch what samplers and control variates need: a mean loss, and its gradient."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import optax
 from jax.tree_util import Partial
 
 from optperm.core.current import jit_current
+from optperm.core.keys import key_data
+from optperm.core.noise import normal_like
 from optperm.core.states import DrawingState, LoopState, find_states
 from optperm.evaluation import (
     NOT_GRADIENT,
@@ -69,18 +72,25 @@ def _is_gradient(
     known = list[Any]()
 
     def compare(state: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
-        # With a new state, and the batch as all examples, the correction of a control variate is zero.
-        opt_state = state.tx.init(state.params)
-        e, extras = evaluate_step(state, batch, model, layout, key)
-        extras = {name: extras[name] for name in extras.keys() - e.extra_args.keys()}
-        extras["full_grad_fn"] = e.extra_args["grad_fn"]
-        norm = optax.tree.norm(e.grad)
+        # Momentum does not change a first gradient, and weight decay does not change it at zero.
+        z = normal_like(key_data(key), state.params)
+        near = jax.tree.map(lambda p, z: p + z.astype(p.dtype), state.params, z)
+        points = [state, state.replace(params=near)]
+        found = [evaluate_step(at, batch, model, layout, key) for at in points]
+        norm = jnp.stack([optax.tree.norm(e.grad) for e, _ in found]).max()
         is_other = jnp.int32(0)
         for wanted in _NORMS:
-            of_norm = _scale(e, jnp.where(norm > 0, wanted / norm, 1.0))
-            known.append(gets_gradient(state.tx, opt_state, state.params, of_norm, **extras))
-            if isinstance(known[-1], jax.Array):
-                is_other |= 1 - known[-1].astype(jnp.int32)
+            factor = jnp.where(norm > 0, wanted / norm, 1.0)
+            # With a new state, and the batch as all examples, the correction of a control variate is zero.
+            opt_state = state.tx.init(state.params)
+            for at, (e, extras) in zip(points, found, strict=True):
+                others = {name: extras[name] for name in extras.keys() - e.extra_args.keys()}
+                scaled = _scale(e, factor)
+                others["full_grad_fn"] = scaled.extra_args["grad_fn"]
+                is_same, opt_state = gets_gradient(state.tx, opt_state, at.params, scaled, **others)
+                known.append(is_same)
+                if isinstance(is_same, jax.Array):
+                    is_other |= 1 - is_same.astype(jnp.int32)
         return state, is_other
 
     try:
@@ -95,9 +105,18 @@ def _is_gradient(
 
 
 def _scale(e: Evaluation, factor: jax.Array) -> Evaluation:
-    grad = optax.tree.cast_like(optax.tree.scale(factor, e.grad), e.grad)
-    extras = {"value": e.value * factor.astype(e.value.dtype), "grad": grad}
-    return dataclasses.replace(e, grad=grad, extra_args=e.extra_args | extras)
+    """Return the evaluation of a loss that is multiplied by a factor."""
+
+    def scale(tree: Any) -> Any:
+        return optax.tree.cast_like(optax.tree.scale(factor, tree), tree)
+
+    def of(each: Any) -> Any:
+        if not callable(each):
+            return scale(each)
+        return functools.wraps(each)(lambda *args, **kwargs: scale(each(*args, **kwargs)))
+
+    extra_args = {name: each if name == "weight" else of(each) for name, each in e.extra_args.items()}
+    return dataclasses.replace(e, grad=extra_args["grad"], extra_args=extra_args)
 
 
 def _run(function: Any, carry: TrainState, batch: Any, layout: Layout) -> Any:

@@ -82,7 +82,9 @@ BEFORE = {
     "identity": optax.identity(),
     "clipped": optax.clip_by_global_norm(10.0),
     "decayed": optax.add_decayed_weights(0.1),
+    "momentum": optax.trace(0.9),
     "svrg": optperm.svrg(),
+    "storm": optperm.recursive_gradient(0.1),
 }
 
 
@@ -94,11 +96,13 @@ BEFORE = {
         ("clipped", "sgld", True, True),
         ("decayed", "ivon", True, False),
         ("identity", "ivon", False, True),
+        ("momentum", "sgld", True, False),
         ("svrg", "sgld", False, False),
+        ("storm", "sgld", False, False),
     ],
 )
 def test_a_gradient_that_is_changed_before_a_sampler_is_said(before, name, is_said, is_mapped):
-    """Also by a limit that the first gradient does not reach, but not by a control variate."""
+    """Also by a limit or a momentum that keeps the first gradient, but not by a control variate."""
     axis_name = "replica" if is_mapped else None
     ivon = optperm.ivon(0.01, NUM_DATA, hess_init=1.0, axis_name=axis_name)
     where = fitting.on(2, mapped=True) if is_mapped else {}
