@@ -149,8 +149,14 @@ class Run:
     def shapes(self) -> Shapes:
         """The arrays of the carry and the arguments that shape them, which never change."""
         own = int(self.layout.own)
-        leaves = jax.tree_util.tree_leaves_with_path(programs.unwrap_keys(self.carry))
-        arrays = {jax.tree_util.keystr(path): f"{x.dtype}{x.shape[own:]}" for path, x in leaves}
+        # States without arrays count too: Orbax compares the whole tree.
+        leaves = jax.tree_util.tree_leaves_with_path(
+            programs.unwrap_keys(self.carry), is_leaf=lambda x: not jax.tree.structure(x).children()
+        )
+        arrays = {
+            jax.tree_util.keystr(path): f"{x.dtype}{x.shape[own:]}" if hasattr(x, "dtype") else "empty"
+            for path, x in leaves
+        }
         return Shapes(arrays, list_fingerprints(self.carry.opt_state))
 
     def train(self, interrupt: Interrupt) -> Ended:
