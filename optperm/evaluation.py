@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, shared, varying_like
-from optperm.core.shardings import take_rows
+from optperm.core.shardings import explicit_sharding, take_rows
 from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
 
@@ -405,9 +406,9 @@ def gets_gradient(
 ) -> tuple[bool | jax.Array | None, Any]:
     """Return whether all samplers of an optimizer get the optimizer's gradient, and the new state.
 
-    The first result is None if no method in the optimizer looks, True if each looks at the same arrays, and
-    otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument `watch`
-    with the updates that they take for the gradient.
+    The first result is None if no method in the optimizer looks, True if each looks at the same arrays,
+    and otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument
+    `watch` with the updates that they take for the gradient.
 
     Args:
       tx: The optimizer.
@@ -483,6 +484,10 @@ def map_examples(
 
     size = checks.count_examples("batch", batch, has_scalars=True) if jax.tree.leaves(axes) else 1
     places = first + jnp.arange(size)
+    # On a mesh with explicit axes, all mapped arrays must be sharded alike.
+    sharding = explicit_sharding(*filter(jnp.ndim, jax.tree.leaves(batch)))
+    if sharding is not None:
+        places = jax.sharding.reshard(places, sharding.update(spec=P(*sharding.spec[:1])))
     return jax.vmap(call, in_axes=(0, axes))(places, batch)
 
 

@@ -30,8 +30,8 @@ def sees_gradient(
     """Return whether the samplers of an optimizer get the gradient of the loss; None if none looks.
 
     If a transformation replaces the gradient by another array, gradients of short and long norms are
-    compared in two steps, at the params and at a random point near them, because momentum does not change
-    a first gradient. A control variate passes, because the batch counts as all examples, so its
+    compared in two steps, at the params and at a random point near them, because momentum does not
+    change a first gradient. A control variate passes, because the batch counts as all examples, so its
     correction is zero.
 
     Args:

@@ -1,4 +1,4 @@
-"""Check on the first batch what samplers and control variates need: a mean loss, and its gradient."""
+"""Check on a batch what methods need: a mean loss, its gradient, and a count that counts."""
 
 import dataclasses
 import functools
@@ -12,11 +12,13 @@ from jax.tree_util import Partial
 from optperm.core.current import jit_current
 from optperm.core.keys import key_data
 from optperm.core.noise import normal_like
+from optperm.core.shardings import take_rows
 from optperm.core.states import DrawingState, LoopState, find_states
 from optperm.evaluation import (
     NOT_GRADIENT,
     NOT_MEAN,
     Evaluation,
+    checked_sum,
     compare_halves,
     gets_gradient,
     judge_halves,
@@ -31,6 +33,13 @@ _NORMS = 1e-2, 1e2
 # The relative difference that counts if the loss depends on the statistics of its batch, as with
 # BatchNorm. The loss of a batch that is a sum differs by one half.
 _DIFFERS_BY_STATISTICS = 0.4
+# The relative difference between a count and the sum of its parts that exceeds rounding in bfloat16.
+_COUNTS_DIFFER = 0.02
+NOT_COUNT = (
+    "loss_fn returns a pair, which is a sum and a count, but its second value for a batch is not the "
+    "sum of the values for the halves of the batch. For a loss and a metric, pass has_aux=True and "
+    'return (loss, {"name": metric}).'
+)
 
 
 def samples(opt_state: Any) -> bool:
@@ -66,6 +75,26 @@ def _is_mean(carry: TrainState, batch: Any, model: Model, layout: Layout) -> boo
     return judge_halves(whole, halves, *[_DIFFERS_BY_STATISTICS] * has_statistics)
 
 
+def is_count(carry: TrainState, batch: Any, model: Model, layout: Layout) -> bool:
+    """Return whether the count of a batch is the sum of the counts of its halves."""
+    if num_examples(batch) < 2 * layout.replicas:
+        return True
+
+    def compare(state: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
+        bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
+        rows = jnp.arange(num_examples(batch))
+
+        def count(rows: jax.Array) -> Any:
+            part = jax.tree.map(lambda x: take_rows(x, rows) if jnp.ndim(x) else x, batch)
+            return checked_sum(bound, state.params, part, has_aux=True)[1]
+
+        half = len(rows) // 2
+        return state, (count(rows), count(rows[:half]), count(rows[half:]))
+
+    whole, *halves = map(float, _run(compare, carry, batch, layout))
+    return not abs(whole - sum(halves)) > _COUNTS_DIFFER * max(abs(whole), *map(abs, halves))
+
+
 def _is_gradient(
     carry: TrainState, batch: Any, model: Model, layout: Layout, key: int | jax.Array
 ) -> bool:
@@ -81,7 +110,7 @@ def _is_gradient(
         is_other = jnp.int32(0)
         for wanted in _NORMS:
             factor = jnp.where(norm > 0, wanted / norm, 1.0)
-            # With a new state, and the batch as all examples, the correction of a control variate is zero.
+            # With a new state, and the batch as all examples, a control variate corrects nothing.
             opt_state = state.tx.init(state.params)
             for at, (e, extras) in zip(points, found, strict=True):
                 others = {name: extras[name] for name in extras.keys() - e.extra_args.keys()}
@@ -115,7 +144,9 @@ def _scale(e: Evaluation, factor: jax.Array) -> Evaluation:
             return scale(each)
         return functools.wraps(each)(lambda *args, **kwargs: scale(each(*args, **kwargs)))
 
-    extra_args = {name: each if name == "weight" else of(each) for name, each in e.extra_args.items()}
+    extra_args = {
+        name: each if name == "weight" else of(each) for name, each in e.extra_args.items()
+    }
     return dataclasses.replace(e, grad=extra_args["grad"], extra_args=extra_args)
 
 

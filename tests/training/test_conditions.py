@@ -10,6 +10,7 @@ from fitting import BATCH, DATA, linear_fit, linear_loss
 
 import optperm
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
+from optperm.training._conditions import NOT_COUNT
 
 NUM_DATA = len(DATA["y"])
 
@@ -126,3 +127,38 @@ def test_batch_statistics_are_no_sum():
 
         with pytest.warns(UserWarning, match="not the mean of the losses of its halves"):
             fitting.fit("linen", name, loss_fn=loss_fn, **options)
+
+
+def with_metric(params, batch):
+    errors = jnp.abs(batch["x"] @ params["w"][:, :1] - 1.0)
+    return linear_loss(params, batch), jnp.mean(errors < 10.0)
+
+
+def finite(params, batch):
+    errors = (batch["x"] @ params["w"][:, 0] - batch["y"]) ** 2
+    return jnp.nansum(errors), jnp.sum(jnp.isfinite(errors))
+
+
+def focal(params, batch):
+    """Weights that depend on the params, by which the losses are averaged."""
+    errors = (batch["x"] @ params["w"][:, 0] - batch["y"]) ** 2
+    weights = 1 - jnp.exp(-errors)
+    return jnp.sum(weights * errors), jnp.sum(weights)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "is_said"), [(with_metric, True), (finite, False), (focal, False), (pair, False)]
+)
+def test_a_metric_in_place_of_a_count_is_said(loss_fn, is_said):
+    """From arrays, streams and replicas; sums of weights and of finite losses are counts."""
+    diloco = optperm.diloco(optax.sgd(0.01), every=2, axis_name="replica")
+    for options in (
+        {},
+        {"train_data": fitting.batches},
+        {"tx": diloco, **fitting.on(2, mapped=True)},
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            linear_fit(loss_fn, steps=2, **options)
+        found = [each.filename for each in caught if str(each.message) == NOT_COUNT]
+        assert found == [fitting.__file__] * is_said, options
