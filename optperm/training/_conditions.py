@@ -58,6 +58,8 @@ def find_broken_conditions(
     found = [] if _is_mean(carry, batch, model, layout) else [NOT_MEAN]
     if samples(carry.opt_state) and not _is_gradient(carry, batch, model, layout, key):
         found.append(NOT_GRADIENT)
+    if NOT_MEAN not in found and not is_count(carry, batch, model, layout):
+        found.append(NOT_COUNT)
     return found
 
 
@@ -76,7 +78,7 @@ def _is_mean(carry: TrainState, batch: Any, model: Model, layout: Layout) -> boo
 
 
 def is_count(carry: TrainState, batch: Any, model: Model, layout: Layout) -> bool:
-    """Return whether the count of a batch is the sum of the counts of its halves."""
+    """Return whether the count of a batch is the sum of the counts of its halves, or there is none."""
     if num_examples(batch) < 2 * layout.replicas:
         return True
 
@@ -91,7 +93,10 @@ def is_count(carry: TrainState, batch: Any, model: Model, layout: Layout) -> boo
         half = len(rows) // 2
         return state, (count(rows), count(rows[:half]), count(rows[half:]))
 
-    whole, *halves = map(float, _run(compare, carry, batch, layout))
+    counts = jax.tree.leaves(_run(compare, carry, batch, layout))
+    if not counts:
+        return True
+    whole, *halves = map(float, counts)
     return not abs(whole - sum(halves)) > _COUNTS_DIFFER * max(abs(whole), *map(abs, halves))
 
 

@@ -162,3 +162,9 @@ def test_a_metric_in_place_of_a_count_is_said(loss_fn, is_said):
             linear_fit(loss_fn, steps=2, **options)
         found = [each.filename for each in caught if str(each.message) == NOT_COUNT]
         assert found == [fitting.__file__] * is_said, options
+
+
+def test_a_mean_with_a_constant_is_no_sum_for_a_sampler():
+    """It would divide the loss by the constant, and widen the posterior."""
+    with pytest.warns(UserWarning, match="its second value for a batch is not the sum"):
+        linear_fit(lambda p, batch: (linear_loss(p, batch), 8), tx=SGLD, steps=1)
