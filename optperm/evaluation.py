@@ -281,7 +281,9 @@ def split_loss(loss: Any) -> tuple[jax.Array, jax.Array | None]:
         wanted = (
             "a real scalar, a pair of scalars (sum, count), or a pair (loss, aux) with has_aux=True"
         )
-        came = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else jax.typeof(loss)
+        is_array = jax.tree_util.all_leaves([loss])
+        came = jax.typeof(loss) if is_array else f"a {type(loss).__name__}"
+        came = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else came
         raise TypeError(f"loss_fn must return {wanted}, got {came}.")
     return total, jnp.asarray(count).astype(jnp.result_type(total)) if is_pair else None
 

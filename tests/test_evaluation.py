@@ -274,7 +274,7 @@ def test_where_nothing_counts_loss_and_gradient_are_zero():
 
 
 @pytest.mark.parametrize(
-    "out", [(1.0, {}), (1.0, None), (1.0, 1.0, 1.0), (np.ones(2), 1.0), (1, 1)]
+    "out", [(1.0, {}), (1.0, None), (1.0, 1.0, 1.0), (np.ones(2), 1.0), (1, 1), [1.0, 1], None]
 )
 def test_what_is_neither_a_loss_nor_a_sum_and_a_count_is_refused(out):
     with pytest.raises(
