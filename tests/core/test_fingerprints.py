@@ -113,7 +113,10 @@ def test_signed_numbers_are_read_and_means_of_states_count_as_any_value():
     state = tx.init(params)
     signed = state._replace(fingerprint=state.fingerprint.astype(jnp.int32))
     assert (np.asarray(signed.fingerprint) < 0).any()
-    for same in (signed, jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), state, state)):
+    for same in (
+        signed,
+        jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), state, state),
+    ):
         tx.update(params, same, params)
     with pytest.raises(ValueError, match="made with another power="):
         scaled(power=2).update(params, signed, params)
