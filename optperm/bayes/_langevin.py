@@ -72,8 +72,12 @@ class SgldState(NamedTuple):
     def reach(self, step_size: Any, temperature: Any) -> Any:
         r"""Return :math:`r = \epsilon T / 2`, for the increase of a variance by the steps.
 
-        The variance :math:`V_0` of the posterior becomes :math:`V_0 / (1 - r / (2 V_0))`, because its
-        ratio to r is the step times the curvature.
+        The variance :math:`V_0` of the posterior becomes :math:`V_0 / (1 - r / (2 V_0))`, where
+        :math:`r / V_0` is the step times the curvature.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
         """
         return step_size * temperature / 2
 
@@ -82,6 +86,10 @@ class SgldState(NamedTuple):
 
         The product with the variance of a batch's gradient is the fraction by which the noise of the
         batches increases a variance.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
         """
         return step_size * float(np.max(self.num_data)) ** 2 / (4 * temperature)
 
@@ -133,11 +141,20 @@ class SghmcState(NamedTuple):
         :math:`\theta_{t+1} = (2 - \alpha - b) \theta_t - (1 - \alpha) \theta_{t-1} + \sigma \xi`, whose
         variance is :math:`\sigma^2 (2 - \alpha) / (\alpha b (2 (2 - \alpha) - b))`, which is
         :math:`V_0 / (1 - r / (2 V_0))` for :math:`\sigma^2 = 2 \alpha \eta T`.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
         """
         return step_size * temperature / (2 - float(np.max(self.friction)))
 
     def gain(self, step_size: Any, temperature: Any) -> Any:
-        r"""Return :math:`\eta N^2 / (2 \alpha T)`, as for `SgldState`."""
+        r"""Return :math:`\eta N^2 / (2 \alpha T)`, as for `SgldState`.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
+        """
         n, alpha = (float(np.max(x)) for x in (self.num_data, self.friction))
         return step_size * n**2 / (2 * alpha * temperature)
 

@@ -22,7 +22,7 @@ from optperm.bayes._covariance import (
     batch_gradients,
     check_noise_arguments,
 )
-from optperm.bayes._faults import are_seen, judge_mean, judge_stability
+from optperm.bayes._faults import are_seen, judge_mean, judge_stability, judge_temperature
 from optperm.bayes._forms import FORMS, Form, Full, Preconditioner, update_mean
 from optperm.bayes._kernel import precondition
 from optperm.bayes._masters import with_masters
@@ -36,6 +36,7 @@ from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
+from optperm.core.shardings import can_be_seen
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
@@ -116,6 +117,11 @@ class MandtSgdState(NamedTuple):
                 "smaller max_step or more damping."
             )
         found = judge_stability(self.stability, self.steps, "max_step")
+        # Only at a temperature of 0, all steps have the length 0
+        sizes = jax.tree.leaves(self.sizes)
+        if all(map(can_be_seen, sizes)):
+            longest = max((np.max(h, initial=0.0) for h in sizes), default=1.0)
+            found += judge_temperature(self.steps, np.float32(longest))
         return found + judge_mean(self.uneven, np.asarray(self.estimates))
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,23 @@ def test_starts_draws_and_progress():
         run(starts=jnp.ones(3))
 
 
+class Model(NamedTuple):
+    """A tree that can be called, as a model of Equinox."""
+
+    mean: Any
+
+    def __call__(self, key):
+        raise AssertionError(key)
+
+
+def test_starts_that_can_be_called_are_a_tree():
+    starts = Model(jnp.array([2.9, 3.1]))
+    samples = draw(
+        loss_fn=lambda p, y: loss_fn(p.mean, y), params=Model(jnp.zeros(())), starts=starts
+    )
+    support.assert_same_bits(samples.starts, starts)
+
+
 @pytest.mark.parametrize(
     ("sampler", "says"),
     [
@@ -112,10 +130,16 @@ BEFORE = {
 # Steps between the loss and the methods that warn in each step are tried with these methods alone
 PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]
 PAIRS += [("constant_sgd", "nothing"), ("constant_sgd", "clipping"), ("mandt_sgd", "weight decay")]
+QUICK_PAIRS = {("sgld", "svrg"), ("sgld", "clipping")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "before"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        pytest.param(*pair, marks=[] if pair in QUICK_PAIRS else [pytest.mark.slow])
+        for pair in PAIRS
+    ],
+)
 def test_transformation_that_changes_the_gradient_is_named_before_the_first_step(name, before):
     make, is_gradient = BEFORE[before]
     samples, texts = texts_of(
@@ -130,7 +154,9 @@ def test_transformation_that_changes_the_gradient_is_named_before_the_first_step
     assert not any("gradient of the loss" in line for line in report.not_checked)
 
 
-@pytest.mark.parametrize("name", ["sgld", "sghmc", "constant_sgd"])
+@pytest.mark.parametrize(
+    "name", ["sgld", "sghmc", pytest.param("constant_sgd", marks=pytest.mark.slow)]
+)
 def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     samples, texts = texts_of(
         lambda: draw(
@@ -145,14 +171,13 @@ def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     assert not any("mean over examples" in line for line in report.not_checked)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "svrg"),
     [
-        (None, optperm.svrg),
+        pytest.param(None, optperm.svrg, marks=pytest.mark.slow),
         (lambda key: 5.0 + jax.random.normal(key, (3,)), optperm.svrg),
-        (None, lambda: optperm.svrg(every=200)),
-        (None, lambda: optperm.svrg(probability=0.005)),
+        pytest.param(None, lambda: optperm.svrg(every=200), marks=pytest.mark.slow),
+        pytest.param(None, lambda: optperm.svrg(probability=0.005), marks=pytest.mark.slow),
     ],
 )
 def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, svrg):
@@ -212,18 +237,17 @@ def test_chains_that_start_at_one_point_are_told_for_many_params():
     assert any("with one chain, R-hat compares only" in line for line in report.not_checked)
 
 
-def test_data_on_a_mesh_with_explicit_axes_are_sampled():
-    """With and without jax.set_mesh, the draws of the data on one device."""
+@pytest.mark.parametrize("name", ["sgld", pytest.param("constant_sgd", marks=pytest.mark.slow)])
+def test_data_on_a_mesh_with_explicit_axes_are_sampled(name):
+    """With and without jax.set_mesh, from given starts and from a search: as on one device."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     y = jax.device_put(Y, jax.NamedSharding(mesh, jax.P("d")))
-    for options in ({}, {"sampler": lambda n, s: LANGEVIN["constant_sgd"](n), "burn_in": None}):
-        wanted = draw(**options).params
-        for starts in ({}, {"starts": None}):
-            found = draw(data=y, **options, **starts).params
-            if not starts:
-                np.testing.assert_allclose(found, wanted, rtol=1e-3)
-        with jax.set_mesh(mesh):
-            np.testing.assert_allclose(draw(data=y, **options).params, wanted, rtol=1e-3)
+    run = functools.partial(draw, sampler=lambda n, s: LANGEVIN[name](n), burn_in=None)
+    wanted = run().params
+    np.testing.assert_allclose(run(data=y).params, wanted, rtol=1e-3)
+    with jax.set_mesh(mesh):
+        found = run(data=y, starts=None).params
+    np.testing.assert_allclose(found, run(starts=None).params, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:1 of 1 entries", "ignore:The length of the steps")
