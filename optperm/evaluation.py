@@ -27,6 +27,8 @@ LossFn = Callable[[optax.Params, Any], Any]
 _ORDERS, _ERRORS = 16, 6.5
 # The smallest relative difference that counts.
 _DIFFERS = 0.01
+# The relative difference between a count and the sum of its parts that exceeds rounding in bfloat16.
+_COUNTS_DIFFER = 0.02
 NOT_MEAN = (
     "The loss of a batch is not the mean of the losses of its halves, so it is no mean over examples. "
     "It sums, weights or mixes examples (as predictions (n,) minus labels (n, 1) do): use jnp.mean and "
@@ -338,7 +340,7 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
     The loss is evaluated on several random orders of the batch, outside of any compiled step. Rounding
     and random numbers, such as dropout masks, change the loss of a batch from order to order, and these
     changes show which difference from the mean over the halves is too large. A sum and a count take the
-    place of a loss and the number of examples.
+    place of a loss and the number of examples, and counts must add up.
 
     Args:
       loss_fn: As in `evaluate`. Random keys that `jax.tree_util.Partial` binds to it are folded with the
@@ -349,8 +351,14 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
     """
     if num_examples(batch) < 2:
         return True
-    run = jit_current(lambda p, b: compare_halves(loss_fn, p, b, has_aux=has_aux))
-    return judge_halves(*run(params, batch))
+    run = jit_current(
+        lambda p, b: (
+            compare_halves(loss_fn, p, b, has_aux=has_aux),
+            count_halves(loss_fn, p, b, has_aux=has_aux),
+        )
+    )
+    losses, counts = run(params, batch)
+    return judge_halves(*losses) and judge_counts(counts)
 
 
 def compare_halves(
@@ -386,6 +394,32 @@ def compare_halves(
         return loss(order, 0)[0], first + _quotient(n2 * (second - first), n1 + n2)
 
     return jax.lax.map(compare, jax.random.split(jax.random.key(0), _ORDERS))
+
+
+def count_halves(
+    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False
+) -> tuple[jax.Array, ...]:
+    """Return the counts of a batch and of its halves; empty if the loss has no count.
+
+    The arguments are as in `is_mean`; the batch has at least two examples.
+    """
+
+    def count(rows: jax.Array) -> Any:
+        part = jax.tree.map(lambda x: take_rows(x, rows) if jnp.ndim(x) else x, batch)
+        return checked_sum(loss_fn, params, part, has_aux=has_aux)[1]
+
+    rows = jnp.arange(num_examples(batch))
+    half = len(rows) // 2
+    counts = count(rows), count(rows[:half]), count(rows[half:])
+    return tuple(each for each in counts if each is not None)
+
+
+def judge_counts(counts: tuple[Any, ...]) -> bool:
+    """Return whether the counts of `count_halves` add up, so that they are counts."""
+    if not counts:
+        return True
+    whole, *halves = map(float, counts)
+    return not abs(whole - sum(halves)) > _COUNTS_DIFFER * max(abs(whole), *map(abs, halves))
 
 
 def judge_halves(whole: Any, halves: Any, differs: float = _DIFFERS) -> bool:

@@ -326,6 +326,7 @@ LOSSES = {
     "sum and penalty": (lambda p, b: jnp.sum(b["y"] ** 2) + 100.0, False),
     "sum of few": (lambda p, b: loss_fn(p, b) * len(b["x"]) / (len(b["x"]) - 1), False),
     "sum with dropout": (lambda p, b: len(b["x"]) * LOSSES["key in the batch"][0](p, b), False),
+    "mean and a constant": (lambda p, b: (loss_fn(p, b), 16.0), False),
     "mixed": (normalized, False),
     "weighted": (weighted, False),
     "broadcast": (lambda p, b: jnp.mean((b["x"][None, :, 0] - b["y"][:, :1]) ** 2), False),

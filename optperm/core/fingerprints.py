@@ -109,7 +109,11 @@ def find_shaped(opt_state: Any) -> list[Any]:
 
 def _read(state: Any) -> np.ndarray[Any, Any]:
     """Return a row for each argument, with the numbers of all replicas on this process."""
-    return local_values(state.fingerprint).reshape(-1, len(state.shaped_by())).T
+    numbers = local_values(state.fingerprint)
+    # Means over states are no longer fingerprints; other files of checkpoints may store signed integers.
+    is_exact = np.issubdtype(numbers.dtype, np.integer)
+    numbers = numbers.astype(np.uint32) if is_exact else np.full(numbers.shape, _UNKNOWN)
+    return numbers.reshape(-1, len(state.shaped_by())).T
 
 
 def _differ(saved: Any, number: Any) -> bool:

@@ -19,6 +19,7 @@ from optperm.core import checks
 from optperm.core.control import both
 from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
+from optperm.core.shardings import shard_like, unshard
 from optperm.distributed._replicas import Replicas, gather, scale, weigh
 
 _BITS = (1, 2, 4, 8)
@@ -304,9 +305,11 @@ def sum_compressed(
 
     def decode_all(sent: list[Encoded | None]) -> optax.Updates:
         pairs = zip(sent, likes, strict=True)
-        return jax.tree.unflatten(structure, [decode(compress, *pair) for pair in pairs])
+        decoded = [decode(compress, *pair) for pair in pairs]
+        return jax.tree.unflatten(structure, list(map(shard_like, decoded, leaves)))
 
-    sent = [encode(compress, leaf) for leaf in leaves]
+    # The encoder works on whole leaves, also of explicit meshes.
+    sent = [encode(compress, unshard(leaf)) for leaf in leaves]
     own = decode_all(sent)
     rest = optax.tree.sub(e, own)
     is_sent = replicas.are_finite((own, rest))

@@ -168,7 +168,7 @@ def low_rank(
       rank: r, an integer of at least 1, or a fraction in (0, 1) of each leaf's smaller side.
       every: The number of steps from one basis to the next, at least 1, or a schedule of this number.
         All matrices get their first basis in step 0. Later, the j-th of J projected leaves changes its
-        basis at steps equal to j * every // J, modulo `every`.
+        basis at steps equal to j * every // J, modulo `every`. A resumed run may change `every`.
       projection: "random" for uniformly distributed bases, "svd" for the first singular vectors of the
         gradient, or "power". "power" also starts with singular vectors, but then takes one step of
         subspace iteration from the last basis; use it with `every` from 1 to 20.
@@ -441,8 +441,13 @@ def _refresh(
         # This is the leaf's first turn after t
         turns.append(t + 1 + (offset - t - 1) % period)
 
+    def find_due(leaf: _Leaf, turn: Any) -> jax.Array:
+        # If `every` shrinks, in a resumed run or by a schedule, the next turn may be periods away.
+        is_late = (turn - t == period) & (leaf.next_refresh >= turn)
+        return (t >= leaf.next_refresh) | is_late
+
     def refresh_leaf(m: Matrix, g: Any, leaf: _Leaf, number: Any, turn: Any, words: Any) -> _Leaf:
-        is_due = t >= leaf.next_refresh
+        is_due = find_due(leaf, turn)
         if projection != "random":
             is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(g), lambda: is_due)
 
@@ -472,7 +477,9 @@ def _refresh(
         }
 
     # One condition for all leaves contains one per leaf, so a step without new bases waits only once
-    are_due = [jnp.any(t >= leaf.next_refresh) for leaf in leaves.values()]
+    are_due = [
+        jnp.any(find_due(leaf, turn)) for leaf, turn in zip(leaves.values(), turns, strict=True)
+    ]
     leaves = when(functools.reduce(operator.or_, are_due, False), refresh_leaves, leaves)
     for i, leaf in leaves.items():
         bases[i], dues[i], moments[i] = leaf

@@ -150,12 +150,19 @@ def _find_treatments(state: Any, params: optax.Params) -> Iterator[tuple[int, st
     """Yield the positions of the leaves in low-rank methods, and the treatment of each leaf."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     methods: tuple[type[Any], ...] = (LowRankState, ApolloState)
+    # If the params are a single array, `match_params` finds no leaf for an array without axes
+    lone = 0 if jax.tree_util.all_leaves([params]) else None
+
+    def match(tree: Any) -> list[tuple[Any, int | None]]:
+        found = match_params(tree, params)
+        return [(leaf, lone if place is None else place) for leaf, place, _ in found]
+
     for method in find_states(state, methods):
         is_stored = isinstance(method, LowRankState)
         # r is known from a basis (..., d, r) or from moments, (..., r, k) or (..., k, r), of APOLLO
         arrays = method.basis if is_stored else method.inner_state
-        batches = {place: leaf.shape for leaf, place, _ in match_params(method.norm, params)}
-        for array, place, _ in match_params(arrays, params):
+        batches = {place: leaf.shape for leaf, place in match(method.norm)}
+        for array, place in match(arrays):
             if place is None:
                 continue
             shape, batch = shapes[place], batches[place]

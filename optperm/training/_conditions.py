@@ -12,15 +12,15 @@ from jax.tree_util import Partial
 from optperm.core.current import jit_current
 from optperm.core.keys import key_data
 from optperm.core.noise import normal_like
-from optperm.core.shardings import take_rows
 from optperm.core.states import DrawingState, LoopState, find_states
 from optperm.evaluation import (
     NOT_GRADIENT,
     NOT_MEAN,
     Evaluation,
-    checked_sum,
     compare_halves,
+    count_halves,
     gets_gradient,
+    judge_counts,
     judge_halves,
     num_examples,
 )
@@ -33,8 +33,6 @@ _NORMS = 1e-2, 1e2
 # The relative difference that counts if the loss depends on the statistics of its batch, as with
 # BatchNorm. The loss of a batch that is a sum differs by one half.
 _DIFFERS_BY_STATISTICS = 0.4
-# The relative difference between a count and the sum of its parts that exceeds rounding in bfloat16.
-_COUNTS_DIFFER = 0.02
 NOT_COUNT = (
     "loss_fn returns a pair, which is a sum and a count, but its second value for a batch is not the "
     "sum of the values for the halves of the batch. For a loss and a metric, pass has_aux=True and "
@@ -84,20 +82,9 @@ def is_count(carry: TrainState, batch: Any, model: Model, layout: Layout) -> boo
 
     def compare(state: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
         bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
-        rows = jnp.arange(num_examples(batch))
+        return state, count_halves(bound, state.params, batch, has_aux=True)
 
-        def count(rows: jax.Array) -> Any:
-            part = jax.tree.map(lambda x: take_rows(x, rows) if jnp.ndim(x) else x, batch)
-            return checked_sum(bound, state.params, part, has_aux=True)[1]
-
-        half = len(rows) // 2
-        return state, (count(rows), count(rows[:half]), count(rows[half:]))
-
-    counts = jax.tree.leaves(_run(compare, carry, batch, layout))
-    if not counts:
-        return True
-    whole, *halves = map(float, counts)
-    return not abs(whole - sum(halves)) > _COUNTS_DIFFER * max(abs(whole), *map(abs, halves))
+    return judge_counts(_run(compare, carry, batch, layout))
 
 
 def _is_gradient(
