@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optperm.core import checks
-from optperm.core.fingerprints import check_fingerprint
+from optperm.core.fingerprints import check_fingerprint, check_not_stacked
 from optperm.core.shardings import can_be_seen, shard_like, unshard
 from optperm.core.states import find_state
 from optperm.core.trees import fill_masked, in_variables, is_masked, mask_like, without_variables
@@ -198,7 +198,8 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
 def _check_axes(
     method: str, state: PermuteByCyclesState | LapermState, output_axes: OutputAxes
 ) -> None:
-    """Raise if a state was made with other output axes."""
+    """Raise if a state was made with other output axes, or is a stack of states."""
+    check_not_stacked(method, state)
     axes = resolve_output_axes(state.weights, output_axes)
     check_fingerprint(method, state, {"output_axes": axes})
 

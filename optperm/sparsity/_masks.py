@@ -15,7 +15,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import place_like
-from optperm.core.fingerprints import UNSET
+from optperm.core.fingerprints import UNSET, check_not_stacked
 from optperm.core.shapes import Array, Bool, PyTree, UInt32
 from optperm.core.shardings import can_be_seen, shard_like
 from optperm.core.states import find_state, replace_state
@@ -36,6 +36,7 @@ from optperm.sparsity._choice import (
     draw_codes,
     encode_scores,
     include_leaves,
+    is_zero,
     keep,
     select_masked,
     widen_scores,
@@ -324,6 +325,8 @@ def prune(
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
     units = as_structure(structure)
+    if not is_zero(sparsity):
+        check_not_stacked("prune", state)
     taken = include_leaves(include, state.mask, plain, fractions=sparsity)
     if criterion == "random":
         codes = draw_codes(state.mask, taken, units, key)
@@ -413,6 +416,8 @@ def freeze(
     if key is not None:
         checks.check_key("key", key)
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
+    if not is_zero(fraction):
+        check_not_stacked("freeze", state)
     taken = include_leaves(include, state.mask, name="fraction", fractions=fraction)
     if criterion == "random":
         codes = draw_codes(state.mask, taken, ENTRIES, key)
