@@ -171,3 +171,10 @@ def test_targets_of_another_state_bring_their_order():
     merged = replace_targets(start, other)
     support.assert_same_bits((merged.weights, merged.ranks), (other.weights, other.ranks))
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
+
+
+def test_an_inner_optimizer_that_keeps_averages_of_params_is_refused():
+    """Synchronizations would not move the averages, which the next steps would mix with the params."""
+    for inner in (optax.contrib.schedule_free_sgd(0.1), optax.contrib.mechanize(optax.sgd(0.1))):
+        with pytest.raises(ValueError, match="inside laperm stores its own params"):
+            optperm.laperm(inner, 2).init(params())
