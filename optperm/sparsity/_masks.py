@@ -41,7 +41,12 @@ from optperm.sparsity._choice import (
     select_masked,
     widen_scores,
 )
-from optperm.sparsity._sparse_state import SparseState, describe_removed, find_removed
+from optperm.sparsity._sparse_state import (
+    SparseState,
+    describe_removed,
+    find_removed,
+    zero_dead,
+)
 from optperm.sparsity._structures import ENTRIES, Structure, as_structure
 
 PruneCriterion = Literal["magnitude", "random"]
@@ -324,6 +329,12 @@ def prune(
     state = _find_masked_state(opt_state)
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
+    # The zeros of the state have the lowest magnitude, also in params that were dense. A dead entry of a
+    # `SparseState` is zero, but `mask_elements` may fix an entry at any value.
+    if isinstance(state, MaskElementsState):
+        weights = zero_dead(jax.tree.map(jnp.logical_not, state.zeros), weights)
+    else:
+        weights = zero_dead(state.mask, weights)
     units = as_structure(structure)
     if not is_zero(sparsity):
         check_not_stacked("prune", state)
@@ -341,9 +352,7 @@ def prune(
         _warn_of_removed(mask_like(kept, taken))
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
-    new = state._replace(mask=mask)
-    # A dead entry of a `SparseState` is zero, but `mask_elements` may fix an entry at any value.
-    stays = mask
+    new, stays = state._replace(mask=mask), mask
     if isinstance(state, MaskElementsState):
         zeros = jax.tree.map(lambda z, k: z | ~shard_like(k, z), state.zeros, kept)
         new, stays = new._replace(zeros=zeros), jax.tree.map(jnp.logical_not, zeros)

@@ -366,6 +366,17 @@ def test_a_stack_of_states_is_pruned_and_frozen_within_vmap():
     assert prune(params, state, 0.0)[0]["a"].tolist() == pruned["a"].tolist()
 
 
+@pytest.mark.parametrize("tx", [MASKS, optperm.rigl(SGD, 0.5, end=200)], ids=["masks", "rigl"])
+def test_zeros_of_a_state_count_in_params_that_are_dense(tx):
+    """Make as many zeros as asked for, since the zeros of the state rank below all weights."""
+    params, other = support.normal((8, 6)), support.normal((8, 6), 1)
+    _, state = prune(params, tx.init(params), 0.5)
+    before = ~state.mask
+    pruned, state = prune(other, state, 0.75)
+    assert (pruned == 0).sum() == (~state.mask).sum() == 36
+    assert (pruned == 0)[before].all()
+
+
 def test_a_model_that_can_be_called_is_a_tree_of_fractions():
     model = Layer(support.normal((4, 3)), jnp.ones(3))
     fractions = jax.tree.map(lambda leaf: 0.5 * (leaf.ndim > 1), model)
