@@ -21,9 +21,10 @@ from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.fingerprints import UNSET
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.states import find_states
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
-from optperm.exact import Exact, check_no_averages, exact_entries
+from optperm.exact import OWN_POINTS, Exact, exact_entries
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (
     OutputAxes,
@@ -105,8 +106,9 @@ def laperm(
 
     Args:
       inner: The optimizer that moves the weights. Optimizers that set exact params (`optperm.sgperm`,
-        `optperm.mask_elements`, `optperm.rigl`) or keep averages of params
-        (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`) are not allowed.
+        `optperm.mask_elements`, `optperm.rigl`) or keep their own params
+        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, and `optperm.katyusha`) are not
+        allowed.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       output_axes: As in `optperm.permute_by_cycles`.
@@ -149,7 +151,7 @@ def laperm(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer sets exact params or keeps averages of params,
+      ValueError: If `every` is below 1, the inner optimizer sets exact params or keeps its own params,
         the state was made with other `output_axes`, or the trees passed to `update` do not match.
 
     References:
@@ -168,7 +170,11 @@ def laperm(
             raise ValueError(
                 "inner sets exact params (as sgperm or mask_elements does): use another optimizer."
             )
-        check_no_averages(inner_state, "laperm")
+        for each in find_states(inner_state, OWN_POINTS):
+            raise ValueError(
+                f"{type(each).__name__} in inner stores its own params, which a synchronization does "
+                "not move: use another optimizer."
+            )
         return LapermState(
             count=jnp.zeros([], jnp.int32),
             inner_state=inner_state,

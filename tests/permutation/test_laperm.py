@@ -173,8 +173,17 @@ def test_targets_of_another_state_bring_their_order():
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
 
 
-def test_an_inner_optimizer_that_keeps_averages_of_params_is_refused():
-    """Synchronizations would not move the averages, which the next steps would mix with the params."""
-    for inner in (optax.contrib.schedule_free_sgd(0.1), optax.contrib.mechanize(optax.sgd(0.1))):
-        with pytest.raises(ValueError, match="inside laperm stores its own params"):
-            optperm.laperm(inner, 2).init(params())
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.contrib.schedule_free_sgd(0.1),
+        optax.contrib.mechanize(optax.sgd(0.1)),
+        optax.contrib.madgrad(0.1),
+        optax.contrib.cocob(),
+        optperm.katyusha(0.1, strong_convexity=0.1, probability=0.1),
+    ],
+)
+def test_an_inner_optimizer_that_keeps_its_own_params_is_refused(inner):
+    """A synchronization would not move them, and the next steps would lead back to them."""
+    with pytest.raises(ValueError, match="in inner stores its own params"):
+        optperm.laperm(inner, 2).init(params())
