@@ -108,7 +108,7 @@ def mask_elements(
     Args:
       mask: The entries that may move initially: a tree like params with a boolean, or a boolean array of
         the leaf's shape, for each leaf; a prefix of such a tree; or a function from params to such a
-        tree. The function gets params without variables of `flax.nnx`. None for all entries.
+        tree. The function gets params without boxes of Flax. None for all entries.
 
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
@@ -284,7 +284,7 @@ def prune(
         `"magnitude"` ignores the key.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree, or a
         function from params to such a tree. None for all leaves of rank 2 or higher. The function gets
-        params without variables of `flax.nnx`, so its paths are as in "layer/kernel".
+        params without boxes of Flax, so its paths are as in "layer/kernel".
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
 
