@@ -58,7 +58,8 @@ def permuted_params(
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if `params` do not match
-        this state, or if a state of `optperm.laperm` was made with other `output_axes`.
+        this state, or if a state of `optperm.laperm` was made with other `output_axes`, or is a stack of
+        states outside `jax.vmap`.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
@@ -101,7 +102,8 @@ def export_permutation(
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if the structure, shapes
         or dtypes of `initial_params` or `params` do not match this state, if this state was made with
-        other `output_axes`, or if the trained weights are not a permutation of the initial weights.
+        other `output_axes` or is a stack of states outside `jax.vmap`, or if the trained weights are not
+        a permutation of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks

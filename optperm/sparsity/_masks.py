@@ -261,7 +261,7 @@ def prune(
     lowest magnitude, so pruning 0.5 and then 0.6 leaves a fraction of 0.4. A frozen weight is set to
     zero if it ranks low. Otherwise, it keeps its value.
 
-    All entries that were pruned before are set to zero again, also in other params. So
+    All entries that were pruned before are set to zero again and rank as zeros, also in other params. So
     `prune(params, opt_state, 0.0)` puts the zeros of `opt_state` into params that were dense: initial
     params to which a lottery ticket is rewound, a merged adapter, or an average. Before the first step
     of `optperm.rigl`, the same call makes the first gradient that of the sparse network.
@@ -316,8 +316,9 @@ def prune(
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `sparsity` is out of range, or is not 0 for a leaf that is not included; if
         `criterion` or `scope` is unknown; if `key` is missing; if a tree does not match the masks; if a
-        structure does not fit a leaf; if no leaf is included although `sparsity` is not 0; or if there
-        is not exactly one state with masks.
+        structure does not fit a leaf; if no leaf is included although `sparsity` is not 0; if there is
+        not exactly one state with masks; or if `opt_state` is a stack of states outside `jax.vmap` and
+        `sparsity` is not 0.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
@@ -414,8 +415,9 @@ def freeze(
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if no leaf
         is included although `fraction` is not 0; if `criterion` or `scope` is unknown; if `scores` or
-        `key` is missing; if a tree does not match the masks; or if there is not exactly one state of
-        `mask_elements`, or of a preconditioner if the criterion needs one.
+        `key` is missing; if a tree does not match the masks; if there is not exactly one state of
+        `mask_elements`, or of a preconditioner if the criterion needs one; or if `opt_state` is a stack
+        of states outside `jax.vmap`.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
