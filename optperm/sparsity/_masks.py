@@ -353,7 +353,8 @@ def prune(
         _warn_of_removed(mask_like(kept, taken))
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
-    new, stays = state._replace(mask=mask), mask
+    new = state._replace(mask=mask)
+    stays = mask
     if isinstance(state, MaskElementsState):
         zeros = jax.tree.map(lambda z, k: z | ~shard_like(k, z), state.zeros, kept)
         new, stays = new._replace(zeros=zeros), jax.tree.map(jnp.logical_not, zeros)
