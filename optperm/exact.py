@@ -156,6 +156,16 @@ class AnchoredState(Protocol):
         ...
 
 
+# States whose updates lead to params in the state, not to a step from the current params.
+OWN_POINTS: tuple[Any, ...] = (
+    optax.contrib.ScheduleFreeState,
+    optax.contrib.MechanicState,
+    optax.contrib.MadgradState,
+    optax.contrib.COCOBState,
+    AnchoredState,
+)
+
+
 class WatchingState(Protocol):
     """A state of a transformation that may report that it does not change updates."""
 

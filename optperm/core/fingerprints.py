@@ -61,6 +61,12 @@ def check_fingerprint(method: str, state: Any, arguments: Mapping[str, Any]) -> 
             raise ValueError(describe_difference(method, name))
 
 
+def check_not_stacked(method: str, state: Any) -> None:
+    """Raise a ValueError if a `ShapedState` is a stack of states, as `jax.vmap` makes."""
+    if state.fingerprint is not UNSET and np.ndim(state.fingerprint) > 1:
+        raise ValueError(f"{method} got a stack of states: call it within jax.vmap.")
+
+
 def describe_difference(method: str, name: str) -> str:
     """Return the message for a state that was made with another value of an argument."""
     return (

@@ -47,7 +47,7 @@ from optperm.core.mapped_axes import (
 from optperm.core.states import find_states
 from optperm.distributed._replicas import Center, CenterStep, Replicas
 from optperm.exact import (
-    AnchoredState,
+    OWN_POINTS,
     apply_updates,
     exact_entries,
     placing_states,
@@ -57,15 +57,6 @@ from optperm.switching import SwitchAfterState
 
 # The number of steps from one commit to the next, or a schedule of the number of commits so far.
 Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
-
-# States whose updates lead to params in the state, not to a step from the current params.
-_OWN_POINTS: tuple[Any, ...] = (
-    optax.contrib.ScheduleFreeState,
-    optax.contrib.MechanicState,
-    optax.contrib.MadgradState,
-    optax.contrib.COCOBState,
-    AnchoredState,
-)
 
 
 def check_period(name: str, value: object) -> None:
@@ -331,7 +322,7 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
         raise ValueError(
             f"MultiSteps in the center's optimizer would lose commits: write {wanted}."
         )
-    for each in find_states(local_state, _OWN_POINTS):
+    for each in find_states(local_state, OWN_POINTS):
         raise ValueError(
             f"{type(each).__name__} stores its own params, which a pull to the center does not move. "
             f"Use another optimizer for the local steps of {method}, or use this optimizer for the "

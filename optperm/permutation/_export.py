@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optperm.core import checks
-from optperm.core.fingerprints import check_fingerprint
+from optperm.core.fingerprints import check_fingerprint, check_not_stacked
 from optperm.core.shardings import can_be_seen, shard_like, unshard
 from optperm.core.states import find_state
 from optperm.core.trees import fill_masked, in_variables, is_masked, mask_like, without_variables
@@ -58,7 +58,8 @@ def permuted_params(
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if `params` do not match
-        this state, or if a state of `optperm.laperm` was made with other `output_axes`.
+        this state, or if a state of `optperm.laperm` was made with other `output_axes`, or is a stack of
+        states outside `jax.vmap`.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
@@ -101,7 +102,8 @@ def export_permutation(
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if the structure, shapes
         or dtypes of `initial_params` or `params` do not match this state, if this state was made with
-        other `output_axes`, or if the trained weights are not a permutation of the initial weights.
+        other `output_axes` or is a stack of states outside `jax.vmap`, or if the trained weights are not
+        a permutation of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks
@@ -198,7 +200,8 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
 def _check_axes(
     method: str, state: PermuteByCyclesState | LapermState, output_axes: OutputAxes
 ) -> None:
-    """Raise if a state was made with other output axes."""
+    """Raise if a state was made with other output axes, or is a stack of states."""
+    check_not_stacked(method, state)
     axes = resolve_output_axes(state.weights, output_axes)
     check_fingerprint(method, state, {"output_axes": axes})
 

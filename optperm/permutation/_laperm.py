@@ -21,9 +21,10 @@ from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.fingerprints import UNSET
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.states import find_states
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
-from optperm.exact import Exact, exact_entries
+from optperm.exact import OWN_POINTS, Exact, exact_entries
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (
     OutputAxes,
@@ -105,7 +106,9 @@ def laperm(
 
     Args:
       inner: The optimizer that moves the weights. Optimizers that set exact params (`optperm.sgperm`,
-        `optperm.mask_elements`, `optperm.rigl`) are not allowed.
+        `optperm.mask_elements`, `optperm.rigl`) or keep their own params
+        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, and `optperm.katyusha`) are not
+        allowed.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       output_axes: As in `optperm.permute_by_cycles`.
@@ -148,8 +151,8 @@ def laperm(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer sets exact params, the state was made with
-        other `output_axes`, or the trees passed to `update` do not match.
+      ValueError: If `every` is below 1, the inner optimizer sets exact params or keeps its own params,
+        the state was made with other `output_axes`, or the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
@@ -166,6 +169,11 @@ def laperm(
         if exact_entries(inner_state):
             raise ValueError(
                 "inner sets exact params (as sgperm or mask_elements does): use another optimizer."
+            )
+        for each in find_states(inner_state, OWN_POINTS):
+            raise ValueError(
+                f"{type(each).__name__} in inner stores its own params, which a synchronization does "
+                "not move: use another optimizer."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),

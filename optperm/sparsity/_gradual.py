@@ -11,7 +11,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite, place_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, any_nonzero, place_like
 from optperm.core.mapped_axes import AxisName, varying_like, varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
@@ -72,8 +72,8 @@ def prune_gradually(
     The scores are :math:`|\theta|` before the step ("magnitude"), :math:`|\theta g|` with the batch's
     gradient ("saliency"), or S with :math:`S \leftarrow S - \theta g` in each step ("movement"). With
     "movement", weights that move away from zero have high scores. Ties keep the earlier entry. If the
-    score of a live entry (for "movement", the gradient) is not finite, no mask changes until the next
-    multiple of `every`.
+    score of a live entry (for "movement", the gradient) is not finite, or if the scores of all live
+    entries are 0, as for a batch of padding, no mask changes until the next multiple of `every`.
 
     Args:
       inner: The optimizer, which sees gradients with zeros for pruned entries, so clipping inside it
@@ -276,8 +276,9 @@ def _keep_highest(
     """Return the mask of live entries after each group gets the given number of zero units."""
     leaves, treedef = jax.tree.flatten(mask)
     units = _live_units(mask, structure)
-    # Nonfinite scores would be ranked by their positions.
-    zeros = jnp.where(all_finite(zero_dead(mask, scores)), zeros, 0)
+    # Nonfinite scores would be ranked by their positions, and so would scores that are all 0.
+    of_live = zero_dead(mask, scores)
+    zeros = jnp.where(all_finite(of_live) & any_nonzero(of_live), zeros, 0)
     # A dead unit has code 0 and stays dead, because all codes of live units are above 0.
     codes = [order_codes(structure.pool(s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]

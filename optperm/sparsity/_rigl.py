@@ -13,7 +13,7 @@ import optax
 
 from optperm.core import checks, noise
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, any_nonzero, cast_like
 from optperm.core.keys import make_key
 from optperm.core.mapped_axes import AxisName, varying_zeros
 from optperm.core.schedules import resolve_schedule
@@ -71,7 +71,8 @@ def rigl(
     weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
     gradients and params with zeros for dead entries. Each leaf keeps its number of live weights. With
     `grow="random"`, grown entries are random (SET). With `drop_fraction=0`, the mask never changes. With
-    `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
+    `grow="gradient"`, no mask changes in a step with a nonfinite gradient. The mask of a leaf does not
+    change in a step in which all its gradients are 0, as for a batch of padding.
 
     Args:
       inner: Any optimizer whose state consists of trees like params, scalars, counts, keys and, as in
@@ -200,8 +201,8 @@ def rigl(
             if grow == "random":
                 new = _move(before, w, _draw_codes(before, state.key, t), alpha)
             else:
-                # Nonfinite gradients would be ranked by their positions.
-                alpha = jnp.where(all_finite(g), alpha, 0)
+                # Nonfinite gradients would be ranked by their positions, and so would a leaf's zeros.
+                alpha = jnp.where(all_finite(g) & jnp.stack([any_nonzero(x) for x in g]), alpha, 0)
                 new = _move(before, w, [order_codes(x) for x in g], alpha)
             return new, jnp.where(_are_equal(new, before), still, 0)
 
