@@ -59,8 +59,8 @@ def _is_mean(carry: TrainState, batch: Any, model: Model, layout: Layout) -> boo
 
     statistics = jax.tree.leaves(carry.model_state)
     has_statistics = any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in statistics)
-    whole, halves = _run(compare, carry, batch, layout)
-    return judge_halves(whole, halves, *[_DIFFERS_BY_STATISTICS] * has_statistics)
+    compared = _run(compare, carry, batch, layout)
+    return judge_halves(*compared, *[_DIFFERS_BY_STATISTICS] * has_statistics)
 
 
 def _is_gradient(

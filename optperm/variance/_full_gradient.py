@@ -19,12 +19,12 @@ from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
-from optperm.core.shardings import can_be_seen, shard_like, take, take_rows
-from optperm.evaluation import LossFn, checked_sum, map_examples
+from optperm.core.shardings import can_be_seen, explicit_mesh, shard_like, take, take_rows
+from optperm.evaluation import LossFn, checked_sum, is_mean, map_examples
 
 # The number of examples at each end of a batch whose losses are compared with their mean, and the
-# smallest difference that counts, relative to the largest of these losses.
-_FEW, _ROUNDING = 16, 1e-3
+# smallest difference that counts, relative to the largest of these losses. Gradients cost more.
+_FEW, _ROUNDING, _FEWER = 16, 1e-3, 4
 
 
 class _Sums(NamedTuple):
@@ -162,7 +162,8 @@ def full_gradient(
                     f"from this mean by {gap:.3g}."
                 )
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
-        sums = sum_batch(params, batch, of_batch, arrays)
+        with explicit_mesh(params, batch):
+            sums = sum_batch(params, batch, of_batch, arrays)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
@@ -178,9 +179,9 @@ def full_gradient(
         warnings.warn(
             "The loss of some examples is not the mean of their losses, so the full gradient gives "
             f"examples wrong weights (the difference is {gap:.3g}, or inf if an example alone has no "
-            "loss). For padded or masked examples, return a pair (sum, count) from loss_fn, or pass "
-            "weights=. BatchNorm has to use its running averages, and random numbers have to come from "
-            "a key in the batch.",
+            "loss, or if only gradients, sums or counts differ). For padded or masked examples, return "
+            "a pair (sum, count) from loss_fn, or pass weights=. BatchNorm has to use its running "
+            "averages, and random numbers have to come from a key in the batch.",
             UserWarning,
             stacklevel=2,
         )
@@ -271,9 +272,10 @@ def _measure_gap(
 ) -> float:
     """Return the gap between the loss of a few examples and the mean of their losses.
 
-    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, if the loss is
-    a sum with a count, for values that Python cannot see, and if random keys would give the two losses
-    different draws.
+    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, for values
+    that Python cannot see, and if random keys would give the two losses different draws. The gap is
+    infinite if the losses agree, but not the gradients, or if the sums and counts of halves do not add
+    up.
     """
     arrays, structure = jax.tree.flatten(loss_fn)
     leaves = jax.tree.leaves((arrays, params, batch, weights))
@@ -282,7 +284,7 @@ def _measure_gap(
     size = _count_batch(batch)
     ends = jnp.asarray(np.unique(np.r_[: min(_FEW, size), max(size - _FEW, 0) : size]))
     few = jax.tree.map(lambda leaf: take_rows(leaf, ends) if jnp.ndim(leaf) else leaf, batch)
-    kept = jnp.ones(len(ends), bool) if weights is None else jnp.asarray(weights)[ends] > 0.0
+    kept = jnp.ones(len(ends), bool) if weights is None else take_rows(weights, ends) > 0.0
 
     @jit_current
     def compare(
@@ -301,8 +303,14 @@ def _measure_gap(
         error = jnp.where(jnp.isfinite(together) & ~jnp.isfinite(error), jnp.inf, error)
         return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
 
-    error, rounding = (float(x) for x in compare(params, few, kept, arrays))
-    return error if error > rounding or error == math.inf else 0.0
+    with explicit_mesh(params, batch):
+        error, rounding = (float(x) for x in compare(params, few, kept, arrays))
+        if error > rounding or error == math.inf:
+            return error
+        rows = np.unique(np.r_[: min(_FEWER, len(ends)), max(len(ends) - _FEWER, 0) : len(ends)])
+        fewer = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, few)
+        agrees = weights is not None or is_mean(loss_fn, params, fewer, has_aux=has_aux)
+        return 0.0 if agrees else math.inf
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))
