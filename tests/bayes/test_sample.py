@@ -172,9 +172,10 @@ def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
 
 
 def test_sampler_in_accumulation_is_sampled_and_its_noise_is_not_known():
-    samples, _ = texts_of(
-        lambda: draw(sampler=lambda n, s: optax.MultiSteps(LANGEVIN["sgld"](n), 2))
-    )
+    with jax.numpy_dtype_promotion("standard"):
+        samples, _ = texts_of(
+            lambda: draw(sampler=lambda n, s: optax.MultiSteps(LANGEVIN["sgld"](n), 2))
+        )
     report = optperm.bayes.posterior_report(samples)
     assert any("due to the batches' noise (not known here)" in line for line in report.not_checked)
 
