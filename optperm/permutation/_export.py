@@ -57,8 +57,8 @@ def permuted_params(
       synchronization, are within one rounding error of these weights.
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one permutation state, or if `params` do not
-        match this state.
+      ValueError: If `opt_state` does not contain exactly one permutation state, if `params` do not match
+        this state, or if a state of `optperm.laperm` was made with other `output_axes`.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
@@ -100,8 +100,8 @@ def export_permutation(
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if the structure, shapes
-        or dtypes of `initial_params` or `params` do not match this state, or if the trained weights are
-        not a permutation of the initial weights.
+        or dtypes of `initial_params` or `params` do not match this state, if this state was made with
+        other `output_axes`, or if the trained weights are not a permutation of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks

@@ -148,8 +148,8 @@ def laperm(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer sets exact params, or the trees passed to
-        `update` do not match.
+      ValueError: If `every` is below 1, the inner optimizer sets exact params, the state was made with
+        other `output_axes`, or the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",

@@ -134,8 +134,8 @@ def permute_by_cycles(
       key: The random key of the partitions and pivots, or an int as its seed. The same key gives the
         same partitions on every platform.
       output_axes: The axes of a parameter that index output units: one or several integers, or a
-        function that computes them from a path, such as "Dense_0/kernel", and the parameter. Parameters
-        of rank 1 are one weight vector.
+        function that computes them from a path, such as "Dense_0/kernel", and the parameter as a plain
+        array. Parameters of rank 1 are one weight vector.
 
     Returns:
       A transformation whose state is a `PermuteByCyclesState`. Its `update` needs `params`.
@@ -159,7 +159,8 @@ def permute_by_cycles(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, if the state was made with other `output_axes`, or if
+        the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
@@ -189,10 +190,8 @@ def permute_by_cycles(
     ) -> tuple[optax.Updates, PermuteByCyclesState]:
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
-        data, outputs = (
-            noise.fold(state.key, state.count),
-            _find_outputs(state.weights, output_axes),
-        )
+        data = noise.fold(state.key, state.count)
+        outputs = _find_outputs(state.weights, output_axes)
         # The kernel draws the subsets from the seeds.
         seeds = _draw_seeds(data, outputs)
         pivots = _draw_pivots(data, outputs, m) if centralize else {}

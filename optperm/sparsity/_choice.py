@@ -303,7 +303,8 @@ def erk_sparsity(
 
     Raises:
       TypeError: If `sparsity` is not a number, or a leaf is not an array.
-      ValueError: If `sparsity` is out of range, or `include` does not fit.
+      ValueError: If `sparsity` is out of range, if `include` does not fit, or if no leaf is included
+        although `sparsity` is not 0.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,

@@ -115,8 +115,10 @@ def prune_gradually(
 
     Notes:
       Masks only shrink, so a decreasing ramp has no effect. The sparsity reaches its final value at the
-      first multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more
-      entries, and `optperm.sparsity.reset_masks` frees all entries.
+      first multiple of `every` at or after the end of the ramp. `warnings()` of the state says if it has
+      not, and `reached_goal()` returns whether it has. A higher `sparsity` for a later part of the run
+      is reached in the same way, while a lower `sparsity` is an error. `optperm.sparsity.prune` prunes
+      more entries, and `optperm.sparsity.reset_masks` frees all entries.
 
       Products stay dense, so training is not faster. While the ramp rises, steps that may change the
       mask also select entries; under `jax.vmap`, all steps do. "movement" reads and writes S, a float32
@@ -127,8 +129,9 @@ def prune_gradually(
     Raises:
       TypeError: If `inner` is not a transformation, a sparsity or the ramp is not a number, or a
         parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `include` is None and no leaf has rank 2 or higher;
-        if a structure does not fit a leaf; if `inner` sets exact params or keeps averages of params
+      ValueError: If an argument is out of range; if no leaf is included although `sparsity` is not 0; if
+        the state was made with another `criterion`, `include`, `scope` or `structure`; if a structure
+        does not fit a leaf; if `inner` sets exact params or keeps averages of params
         (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`); if `axis_name` is
         not bound in `update`; or if trees do not match.
 

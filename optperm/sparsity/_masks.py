@@ -102,7 +102,7 @@ def mask_elements(
     Args:
       mask: The entries that may move initially: a tree like params with a boolean, or a boolean array of
         the leaf's shape, for each leaf; a prefix of such a tree; or a function from params to such a
-        tree. None for all entries.
+        tree. The function gets params without variables of `flax.nnx`. None for all entries.
 
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
@@ -127,7 +127,8 @@ def mask_elements(
 
     Raises:
       TypeError: If a parameter does not have a real floating dtype, or the mask does not have booleans.
-      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
+      ValueError: If the mask does not fit params, if a function returns the same boolean for all leaves,
+        if the state was made with another mask, or if the trees passed to `update` do not match.
     """
 
     # The entries of a given array are read once.
@@ -252,9 +253,12 @@ def prune(
 
     The ranking includes masked entries, which stay masked: masks accumulate. Pruned entries have the
     lowest magnitude, so pruning 0.5 and then 0.6 leaves a fraction of 0.4. A frozen weight is set to
-    zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl`, all dead entries are set to
-    zero. If you call `prune(params, opt_state, 0.0)` before the first step of `optperm.rigl`, the first
-    gradient is that of the sparse network.
+    zero if it ranks low. Otherwise, it keeps its value.
+
+    All entries that were pruned before are set to zero again, also in other params. So
+    `prune(params, opt_state, 0.0)` puts the zeros of `opt_state` into params that were dense: initial
+    params to which a lottery ticket is rewound, a merged adapter, or an average. Before the first step
+    of `optperm.rigl`, the same call makes the first gradient that of the sparse network.
 
     Args:
       params: All params. If the mask is inside `optax.masked` or `optax.partition`, the other params do
@@ -273,7 +277,8 @@ def prune(
       key: The random key for `"random"`: an int or a `jax.random.key`. All replicas need the same key.
         `"magnitude"` ignores the key.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree, or a
-        function from params to such a tree. None for all leaves of rank 2 or higher.
+        function from params to such a tree. None for all leaves of rank 2 or higher. The function gets
+        params without variables of `flax.nnx`, so its paths are as in "layer/kernel".
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
 
@@ -298,13 +303,14 @@ def prune(
       multiple of :math:`2^{-24}`. A traced sparsity is clipped to [0, 1], and NaN counts as 0.
 
       16-bit scores often tie; then the position decides. On a mesh, only `NOfM` and `Blocks` gather
-      data.
+      data. With `"global"`, a leaf with small weights may lose all of them. Outside `jax.jit`, a
+      `UserWarning` names this leaf.
 
     Raises:
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `sparsity` is out of range, or is not 0 for a leaf that is not included; if
         `criterion` or `scope` is unknown; if `key` is missing; if a tree does not match the masks; if a
-        structure does not fit a leaf; if `include` is None and no leaf has rank 2 or higher; or if there
+        structure does not fit a leaf; if no leaf is included although `sparsity` is not 0; or if there
         is not exactly one state with masks.
 
     References:
@@ -394,10 +400,10 @@ def freeze(
 
     Raises:
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
-      ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if
-        `criterion` or `scope` is unknown; if `scores` or `key` is missing; if a tree does not match the
-        masks; or if there is not exactly one state of `mask_elements`, or of a preconditioner if the
-        criterion needs one.
+      ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if no leaf
+        is included although `fraction` is not 0; if `criterion` or `scope` is unknown; if `scores` or
+        `key` is missing; if a tree does not match the masks; or if there is not exactly one state of
+        `mask_elements`, or of a preconditioner if the criterion needs one.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference

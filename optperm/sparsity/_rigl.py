@@ -74,16 +74,17 @@ def rigl(
     `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
 
     Args:
-      inner: Any optimizer whose state consists of trees like params, scalars, counts and keys. This
-        excludes `optax.flatten`, factored moments and low-rank states. Clipping inside `inner` uses the
-        norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses the norm
-        of all entries.
+      inner: Any optimizer whose state consists of trees like params, scalars, counts, keys and, as in
+        Muon, vectors of constants. This excludes `optax.flatten`, factored moments and low-rank states.
+        Clipping inside `inner` uses the norm of the live entries. Clipping before this transformation,
+        in an `optax.chain`, uses the norm of all entries.
       sparsity: The fraction of zeros, in [0, 1], which `optperm.sparsity.erk_sparsity` distributes over
-        the leaves; or a tree of fractions like params, or a prefix of such a tree. Only `init` uses this
-        argument; to raise the sparsity of a resumed run, call `optperm.sparsity.prune`.
+        the leaves; or a tree of fractions like params, or a prefix of such a tree. Masks keep their
+        numbers of zeros, so `update` needs the sparsity of `init`. To raise the sparsity of a resumed
+        run, call `optperm.sparsity.prune` and keep this argument.
       end: T, the step from which on the mask no longer changes, about three quarters of the run.
       key: The random key of the first mask and of random growth: an int or a `jax.random.key`. All
-        replicas need the same key.
+        replicas need the same key. The state stores the key, so `update` does not use this argument.
       every: The number of steps between changes of the mask.
       drop_fraction: :math:`\alpha`, in [0, 1], or a schedule of :math:`\alpha_t` itself.
       grow: `"gradient"` or `"random"`.
@@ -124,15 +125,16 @@ def rigl(
       farther than an old weight, because its moments are new but the step count is not. With the decay
       rates 0.9 and 0.999, it moves 3.2 to 6.6 times as far. If this hurts, use b2=0.99.
 
-      Under `jax.vmap`, every step selects entries. Within `jax.lax.scan`, a step that does not change
+      `warnings()` of the state says if the mask has not moved although `drop_fraction` is not 0. Under
+      `jax.vmap`, every step selects entries. Within `jax.lax.scan`, a step that does not change
       the mask costs as much as a step of the optimizer with `optperm.mask_elements`. A compiled program
       of a single step always allocates memory for a selection, four times the bytes of the params.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `include` is None and no leaf has rank 2 or higher;
-        if a state of `inner` is not like params; if `axis_name` is not bound in `update`; or if trees do
-        not match.
+      ValueError: If an argument is out of range; if no leaf is included although `sparsity` is not 0; if
+        the state was made with another `include` or `sparsity`; if a state of `inner` is not like
+        params; if `axis_name` is not bound in `update`; or if trees do not match.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,

@@ -176,12 +176,16 @@ def full_gradient(
     # Padding is usually at the end of the last batch.
     gap = gap or measure_gap(batch, of_batch)
     if gap:
+        found = (
+            f"it differs by {gap:.3g}"
+            if gap < math.inf
+            else "an example alone has no finite loss, or only gradients, sums or counts differ"
+        )
         warnings.warn(
-            "The loss of some examples is not the mean of their losses, so the full gradient gives "
-            f"examples wrong weights (the difference is {gap:.3g}, or inf if an example alone has no "
-            "loss, or if only gradients, sums or counts differ). For padded or masked examples, return "
-            "a pair (sum, count) from loss_fn, or pass weights=. BatchNorm has to use its running "
-            "averages, and random numbers have to come from a key in the batch.",
+            f"The loss of some examples is not the mean of their losses ({found}), so the full gradient "
+            "gives examples wrong weights. For padded or masked examples, return a pair (sum, count) "
+            "from loss_fn, or pass weights=. BatchNorm has to use its running averages, and random "
+            "numbers have to come from a key in the batch.",
             UserWarning,
             stacklevel=2,
         )
