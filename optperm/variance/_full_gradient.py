@@ -176,11 +176,10 @@ def full_gradient(
     # Padding is usually at the end of the last batch.
     gap = gap or measure_gap(batch, of_batch)
     if gap:
-        found = (
-            f"it differs by {gap:.3g}"
-            if gap < math.inf
-            else "an example alone has no finite loss, or only gradients, sums or counts differ"
-        )
+        found = f"it differs by {gap:.3g}"
+        if not gap < math.inf:
+            only = "only gradients, sums or counts differ"
+            found = only if math.isnan(gap) else "an example alone has no finite loss"
         warnings.warn(
             f"The loss of some examples is not the mean of their losses ({found}), so the full gradient "
             "gives examples wrong weights. For padded or masked examples, return a pair (sum, count) "
@@ -278,8 +277,7 @@ def _measure_gap(
 
     The examples come from both ends of the batch. The gap is 0 if it is a rounding error, for values
     that Python cannot see, and if random keys would give the two losses different draws. The gap is
-    infinite if the losses agree, but not the gradients, or if the sums and counts of halves do not add
-    up.
+    NaN if the losses agree, but not the gradients, or if the sums and counts of halves do not add up.
     """
     arrays, structure = jax.tree.flatten(loss_fn)
     leaves = jax.tree.leaves((arrays, params, batch, weights))
@@ -314,7 +312,7 @@ def _measure_gap(
         rows = np.unique(np.r_[: min(_FEWER, len(ends)), max(len(ends) - _FEWER, 0) : len(ends)])
         fewer = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, few)
         agrees = weights is not None or is_mean(loss_fn, params, fewer, has_aux=has_aux)
-        return 0.0 if agrees else math.inf
+        return 0.0 if agrees else math.nan
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))
