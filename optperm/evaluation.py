@@ -284,7 +284,9 @@ def split_loss(loss: Any) -> tuple[jax.Array, jax.Array | None]:
         wanted = (
             "a real scalar, a pair of scalars (sum, count), or a pair (loss, aux) with has_aux=True"
         )
-        came = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else jax.typeof(loss)
+        is_array = jax.tree_util.all_leaves([loss])
+        came = jax.typeof(loss) if is_array else f"a {type(loss).__name__}"
+        came = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else came
         raise TypeError(f"loss_fn must return {wanted}, got {came}.")
     return total, jnp.asarray(count).astype(jnp.result_type(total)) if is_pair else None
 
@@ -426,12 +428,12 @@ def gets_gradient(
     params: optax.Params,
     e: Evaluation,
     **extra_args: Any,
-) -> bool | jax.Array | None:
-    """Return whether all samplers of an optimizer get the gradient that the optimizer gets.
+) -> tuple[bool | jax.Array | None, Any]:
+    """Return whether all samplers of an optimizer get the optimizer's gradient, and the new state.
 
-    The result is None if no method in the optimizer looks, True if each looks at the same arrays, and
-    otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument `watch`
-    with the updates that they take for the gradient.
+    The first result is None if no method in the optimizer looks, True if each looks at the same arrays,
+    and otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument
+    `watch` with the updates that they take for the gradient.
 
     Args:
       tx: The optimizer.
@@ -442,7 +444,7 @@ def gets_gradient(
     """
     seen: list[Any] = []
     given = known_extra_args(tx, e.extra_args | extra_args | {"watch": seen.append})
-    tx.update(e.grad, opt_state, params, **given)
+    _, opt_state = tx.update(e.grad, opt_state, params, **given)
     found: bool | jax.Array = True
     for updates in seen:
         pairs = zip(*map(jax.tree.leaves, (updates, mask_like(e.grad, updates))), strict=True)
@@ -452,7 +454,7 @@ def gets_gradient(
                 new, old = one.astype(wide), other.astype(wide)
                 limit = _DIFFERS * jnp.linalg.norm(jnp.ravel(old))
                 found &= ~(jnp.linalg.norm(jnp.ravel(new - old)) > limit)
-    return found if seen else None
+    return found if seen else None, opt_state
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
@@ -507,7 +509,8 @@ def map_examples(
 
     size = checks.count_examples("batch", batch, has_scalars=True) if jax.tree.leaves(axes) else 1
     places = first + jnp.arange(size)
-    sharding = explicit_sharding(*(x for x in jax.tree.leaves(batch) if jnp.ndim(x) > 0))
+    # On a mesh with explicit axes, all mapped arrays must be sharded alike.
+    sharding = explicit_sharding(*filter(jnp.ndim, jax.tree.leaves(batch)))
     if sharding is not None:
         places = jax.sharding.reshard(places, sharding.update(spec=P(*sharding.spec[:1])))
     return jax.vmap(call, in_axes=(0, axes))(places, batch)

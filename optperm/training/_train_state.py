@@ -127,9 +127,15 @@ def convert_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[s
     is_dict = isinstance(metrics, Mapping)
     for name, value in (metrics if is_dict else {"": metrics}).items():
         is_pair = pairs and isinstance(value, tuple) and len(value) == 2
-        shapes = [jnp.shape(part) for part in (value if is_pair else (value,))]
-        if not is_dict or any(shapes):
-            came = f"{name!r} of shape {shapes[-1]}" if is_dict else type(metrics).__name__
+        parts = value if is_pair else (value,)
+        is_array = jax.tree_util.all_leaves(parts)
+        if not (is_dict and is_array) or any(map(jnp.shape, parts)):
+            of = (
+                f"of shape {jnp.shape(parts[-1])}"
+                if is_array
+                else f"of type {type(value).__name__}"
+            )
+            came = f"{name!r} {of}" if is_dict else type(metrics).__name__
             wanted = f"a dict of scalar metrics{' or pairs of scalars' * pairs}"
             raise TypeError(f"{source} must be {wanted}, got {came}.")
     return jax.tree.map(lambda value: jnp.asarray(value).astype(jnp.float32), dict(metrics))

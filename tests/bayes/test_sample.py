@@ -125,7 +125,8 @@ BEFORE = {
     "RMSProp": (optax.scale_by_rss, False),
     "clipping": (lambda: optax.clip_by_global_norm(1.0), False),
     "weight decay": (lambda: optax.add_decayed_weights(1e-2), False),
-    "momentum": (lambda: optax.chain(optax.trace(0.9), optax.scale(0.1)), False),
+    "momentum": (lambda: optax.trace(0.9), False),
+    "STORM": (lambda: optperm.recursive_gradient(0.1), True),
 }
 # Steps between the loss and the methods that warn in each step are tried with these methods alone
 PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]

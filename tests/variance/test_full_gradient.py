@@ -171,7 +171,7 @@ def test_padding_counts_nothing_with_sums_and_counts_and_is_noticed_without(at_l
         total, count = sums_of_real(params, batch)
         return total / jnp.maximum(count, at_least)
 
-    found = r"it differs by 0\.\d+" if at_least else "an example alone has no finite loss"
+    found = r"it differs by [\d.]+" if at_least else "an example alone has no finite loss"
     with pytest.warns(UserWarning, match=rf"\({found}\).* return a pair \(sum, count\)"):
         full_gradient(mean, params, batches)
     with pytest.raises(ValueError, match="leave out weights="):
