@@ -16,6 +16,7 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, shared, varying_like
+from optperm.core.noise import normal_like
 from optperm.core.shardings import explicit_sharding, take_rows
 from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
@@ -29,10 +30,12 @@ _ORDERS, _ERRORS = 16, 6.5
 _DIFFERS = 0.01
 # The relative difference between a count and the sum of its parts that exceeds rounding in bfloat16.
 _COUNTS_DIFFER = 0.02
+# The place of the gradient's number in the results of `compare_halves`.
+_SLOPE = 1
 NOT_MEAN = (
     "The loss of a batch is not the mean of the losses of its halves, so it is no mean over examples. "
-    "It sums, weights or mixes examples (as predictions (n,) minus labels (n, 1) do): use jnp.mean and "
-    "equal shapes."
+    "It sums, weights or mixes examples (as predictions (n,) minus labels (n, 1) do), or returns a pair "
+    "that is not (sum, count), such as (loss, accuracy): use jnp.mean and equal shapes."
 )
 NOT_GRADIENT = (
     "A transformation before the sampler changes the gradient, so draws do not follow the posterior: "
@@ -337,10 +340,12 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
 
     .. math:: L_B(\theta) = \frac{|B_1|}{|B|} L_{B_1}(\theta) + \frac{|B_2|}{|B|} L_{B_2}(\theta)
 
-    The loss is evaluated on several random orders of the batch, outside of any compiled step. Rounding
-    and random numbers, such as dropout masks, change the loss of a batch from order to order, and these
-    changes show which difference from the mean over the halves is too large. A sum and a count take the
-    place of a loss and the number of examples, and counts must add up.
+    The same holds for the gradients, which are compared too: at params of zero, a loss that mixes
+    examples may still have the right values. The loss is evaluated on several random orders of the
+    batch, outside of any compiled step. Rounding and random numbers, such as dropout masks, change the
+    loss of a batch from order to order, and these changes show which difference from the mean over the
+    halves is too large. A sum and a count take the place of a loss and the number of examples, and the
+    counts of the halves have to add up.
 
     Args:
       loss_fn: As in `evaluate`. Random keys that `jax.tree_util.Partial` binds to it are folded with the
@@ -351,30 +356,25 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
     """
     if num_examples(batch) < 2:
         return True
-    run = jit_current(
-        lambda p, b: (
-            compare_halves(loss_fn, p, b, has_aux=has_aux),
-            count_halves(loss_fn, p, b, has_aux=has_aux),
-        )
-    )
-    losses, counts = run(params, batch)
-    return judge_halves(*losses) and judge_counts(counts)
+    run = jit_current(lambda p, b: compare_halves(loss_fn, p, b, has_aux=has_aux))
+    return judge_halves(*run(params, batch))
 
 
 def compare_halves(
     loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of a batch, and the mean of the losses of its halves, for several random orders.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return numbers of a batch, their means over its halves, and the sizes of the halves' numbers.
 
-    The arguments are as in `is_mean`; the batch has at least two examples.
+    The numbers are the loss, the gradient in a random direction, and the count, in a row for each of
+    several random orders. The arguments are as in `is_mean`; the batch has at least two examples.
     """
     size = num_examples(batch)
     half = size // 2
 
-    def compare(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def compare(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         order = jax.random.permutation(key, size)
 
-        def loss(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+        def numbers(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
             def fold(leaf: Any) -> Any:
                 return jax.random.fold_in(leaf, jax.random.bits(jax.random.fold_in(key, number)))
 
@@ -384,14 +384,19 @@ def compare_halves(
                 return fold(leaf) if _is_shared_key(leaf) else leaf
 
             of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
-            part = jax.tree.map(choose, batch)
-            total, count, _ = checked_sum(of_part, params, part, has_aux=has_aux)
-            value = divide_sum(total, count).astype(float)
-            return value, (jnp.asarray(len(rows)) if count is None else count).astype(float)
+            e = evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
+            z = normal_like(jax.random.key_data(jax.random.key(1)), e.grad)
+            slope = optax.tree.vdot(*optax.tree.cast((e.grad, z), float))
+            count = jnp.asarray(len(rows) if e.count is None else e.count, float)
+            return jnp.stack([e.value.astype(float), slope]), count
 
         # L_B, and (|B_1| L_B1 + |B_2| L_B2) / |B|
-        (first, n1), (second, n2) = loss(order[:half], 1), loss(order[half:], 2)
-        return loss(order, 0)[0], first + _quotient(n2 * (second - first), n1 + n2)
+        (whole, n), (first, n1), (second, n2) = (
+            numbers(rows, index) for index, rows in enumerate((order, order[:half], order[half:]))
+        )
+        halves = first + _quotient(n2 * (second - first), n1 + n2)
+        sizes = (jnp.abs(first) + jnp.abs(second)) / 2
+        return jnp.append(whole, n), jnp.append(halves, n1 + n2), jnp.append(sizes, n1 + n2)
 
     return jax.lax.map(compare, jax.random.split(jax.random.key(0), _ORDERS))
 
@@ -422,12 +427,24 @@ def judge_counts(counts: tuple[Any, ...]) -> bool:
     return not abs(whole - sum(halves)) > _COUNTS_DIFFER * max(abs(whole), *map(abs, halves))
 
 
-def judge_halves(whole: Any, halves: Any, differs: float = _DIFFERS) -> bool:
-    """Return whether the results of `compare_halves` agree up to noise and a relative difference."""
-    whole, difference = np.asarray(whole, np.float64), np.asarray(whole) - np.asarray(halves)
+def judge_halves(whole: Any, halves: Any, sizes: Any, differs: float | None = None) -> bool:
+    """Return whether the results of `compare_halves` agree up to noise and a relative difference.
+
+    With `differs`, a difference between the losses or the counts, the gradients are not compared.
+    """
+    found = [np.moveaxis(np.asarray(x, np.float64), -1, 0) for x in (whole, halves, sizes)]
+    return all(
+        _agree(one, mean, size, differs or _DIFFERS)
+        for index, (one, mean, size) in enumerate(zip(*found, strict=True))
+        if differs is None or index != _SLOPE
+    )
+
+
+def _agree(whole: Any, halves: Any, sizes: Any, differs: float) -> bool:
+    difference = whole - halves
     if not np.all(np.isfinite(difference)):
         return True
-    least = differs * abs(whole.mean())
+    least = differs * max(abs(whole.mean()), sizes.mean())
     error = _ERRORS * difference.std(ddof=1) / _ORDERS**0.5
     size_of_all, noise = np.sqrt(np.mean(difference**2)), _ERRORS * whole.std(ddof=1)
     return bool(abs(difference.mean()) <= max(least, error) and size_of_all <= max(least, noise))

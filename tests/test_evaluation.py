@@ -312,6 +312,12 @@ def weighted(params, batch):
     return jnp.sum(weights * jnp.mean(errors, axis=1)) / jnp.sum(weights)
 
 
+def masked(params, batch):
+    mask = jnp.float32(batch["y"][:, 0] > 0.0)
+    errors = jnp.mean((batch["x"] @ params["kernel"] - batch["y"]) ** 2, axis=1)
+    return jnp.sum(mask * errors), jnp.sum(mask)
+
+
 KEY = jax.random.key(3)
 # (loss, whether it is a mean over examples)
 LOSSES = {
@@ -330,7 +336,22 @@ LOSSES = {
     "mixed": (normalized, False),
     "weighted": (weighted, False),
     "broadcast": (lambda p, b: jnp.mean((b["x"][None, :, 0] - b["y"][:, :1]) ** 2), False),
+    "broadcast of zeros": (
+        lambda p, b: jnp.mean((_zeros(p, b)[:, :1] - b["y"][:, 0][None]) ** 2),
+        False,
+    ),
+    "mean of zeros": (lambda p, b: jnp.mean((_zeros(p, b) - b["y"]) ** 2), True),
+    "sum and count": (lambda p, b: (len(b["x"]) * loss_fn(p, b), len(b["x"])), True),
+    "masked sum and count": (masked, True),
+    "loss and accuracy": (lambda p, b: (loss_fn(p, b), jnp.mean(b["x"] > 0.0)), False),
+    "mean and count": (lambda p, b: (loss_fn(p, b), len(b["x"])), False),
+    "sum and constant": (lambda p, b: (len(b["x"]) * loss_fn(p, b), 3.0), False),
 }
+
+
+def _zeros(params, batch):
+    """Return predictions that are zero at PARAMS, as of a model that is initialized with zeros."""
+    return batch["x"] @ (params["kernel"] - PARAMS["kernel"])
 
 
 @pytest.mark.parametrize("size", [8, 7])

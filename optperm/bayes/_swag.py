@@ -15,6 +15,7 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros
+from optperm.core.fingerprints import describe_difference
 from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
@@ -117,6 +118,9 @@ def swag(
     def update(
         updates: optax.Updates, state: SwagState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, SwagState]:
+        if any(len(rows) != rank for rows in jax.tree.leaves(state.deviations)):
+            raise ValueError(describe_difference("swag", "rank"))
+
         def collect(state: SwagState) -> SwagState:
             n = optax.safe_increment(state.num_models)
 

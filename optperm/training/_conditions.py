@@ -53,11 +53,13 @@ def find_broken_conditions(
 
     The check is outside of the compiled steps. With replicas, each looks at its part of the batch.
     """
-    found = [] if _is_mean(carry, batch, model, layout) else [NOT_MEAN]
+    found = list[str]()
+    if not is_count(carry, batch, model, layout):
+        found.append(NOT_COUNT)
+    elif not _is_mean(carry, batch, model, layout):
+        found.append(NOT_MEAN)
     if samples(carry.opt_state) and not _is_gradient(carry, batch, model, layout, key):
         found.append(NOT_GRADIENT)
-    if NOT_MEAN not in found and not is_count(carry, batch, model, layout):
-        found.append(NOT_COUNT)
     return found
 
 
@@ -71,8 +73,9 @@ def _is_mean(carry: TrainState, batch: Any, model: Model, layout: Layout) -> boo
 
     statistics = jax.tree.leaves(carry.model_state)
     has_statistics = any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in statistics)
-    whole, halves = _run(compare, carry, batch, layout)
-    return judge_halves(whole, halves, *[_DIFFERS_BY_STATISTICS] * has_statistics)
+    # `is_count` looks at the counts, which are the last numbers.
+    compared = [x[..., :-1] for x in _run(compare, carry, batch, layout)]
+    return judge_halves(*compared, *[_DIFFERS_BY_STATISTICS] * has_statistics)
 
 
 def is_count(carry: TrainState, batch: Any, model: Model, layout: Layout) -> bool:

@@ -19,12 +19,12 @@ from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
-from optperm.core.shardings import can_be_seen, shard_like, take, take_rows
-from optperm.evaluation import LossFn, checked_sum, map_examples
+from optperm.core.shardings import can_be_seen, explicit_mesh, shard_like, take, take_rows
+from optperm.evaluation import LossFn, checked_sum, is_mean, map_examples
 
 # The number of examples at each end of a batch whose losses are compared with their mean, and the
-# smallest difference that counts, relative to the largest of these losses.
-_FEW, _ROUNDING = 16, 1e-3
+# smallest difference that counts, relative to the largest of these losses. Gradients cost more.
+_FEW, _ROUNDING, _FEWER = 16, 1e-3, 4
 
 
 class _Sums(NamedTuple):
@@ -162,7 +162,8 @@ def full_gradient(
                     f"from this mean by {gap:.3g}."
                 )
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
-        sums = sum_batch(params, batch, of_batch, arrays)
+        with explicit_mesh(params, batch):
+            sums = sum_batch(params, batch, of_batch, arrays)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
@@ -175,9 +176,10 @@ def full_gradient(
     # Padding is usually at the end of the last batch.
     gap = gap or measure_gap(batch, of_batch)
     if gap:
-        found = (
-            f"it differs by {gap:.3g}" if gap < math.inf else "an example alone has no finite loss"
-        )
+        found = f"it differs by {gap:.3g}"
+        if not gap < math.inf:
+            only = "only gradients, sums or counts differ"
+            found = only if math.isnan(gap) else "an example alone has no finite loss"
         warnings.warn(
             f"The loss of some examples is not the mean of their losses ({found}), so the full gradient "
             "gives examples wrong weights. For padded or masked examples, return a pair (sum, count) "
@@ -273,9 +275,9 @@ def _measure_gap(
 ) -> float:
     """Return the gap between the loss of a few examples and the mean of their losses.
 
-    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, if the loss is
-    a sum with a count, for values that Python cannot see, and if random keys would give the two losses
-    different draws.
+    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, for values
+    that Python cannot see, and if random keys would give the two losses different draws. The gap is
+    NaN if the losses agree, but not the gradients, or if the sums and counts of halves do not add up.
     """
     arrays, structure = jax.tree.flatten(loss_fn)
     leaves = jax.tree.leaves((arrays, params, batch, weights))
@@ -284,7 +286,7 @@ def _measure_gap(
     size = _count_batch(batch)
     ends = jnp.asarray(np.unique(np.r_[: min(_FEW, size), max(size - _FEW, 0) : size]))
     few = jax.tree.map(lambda leaf: take_rows(leaf, ends) if jnp.ndim(leaf) else leaf, batch)
-    kept = jnp.ones(len(ends), bool) if weights is None else jnp.asarray(weights)[ends] > 0.0
+    kept = jnp.ones(len(ends), bool) if weights is None else take_rows(weights, ends) > 0.0
 
     @jit_current
     def compare(
@@ -303,8 +305,14 @@ def _measure_gap(
         error = jnp.where(jnp.isfinite(together) & ~jnp.isfinite(error), jnp.inf, error)
         return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
 
-    error, rounding = (float(x) for x in compare(params, few, kept, arrays))
-    return error if error > rounding or error == math.inf else 0.0
+    with explicit_mesh(params, batch):
+        error, rounding = (float(x) for x in compare(params, few, kept, arrays))
+        if error > rounding or error == math.inf:
+            return error
+        rows = np.unique(np.r_[: min(_FEWER, len(ends)), max(len(ends) - _FEWER, 0) : len(ends)])
+        fewer = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, few)
+        agrees = weights is not None or is_mean(loss_fn, params, fewer, has_aux=has_aux)
+        return 0.0 if agrees else math.nan
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))

@@ -17,8 +17,8 @@ from optperm.variance._batch_gradients import (
     keep_finite,
 )
 from optperm.variance._svrg import (
+    RecursiveGradientState,
     Snapshot,
-    SvrgState,
     correct_gradient,
     is_due,
     list_extra_args,
@@ -57,8 +57,8 @@ def recursive_gradient(
       key: The random key of the restarts: an int or a `jax.random.key`.
 
     Returns:
-      A transformation whose state is an `SvrgState`, with the last params and the last estimate as its
-      snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)` of
+      A transformation whose state is a `RecursiveGradientState`, with the last params and the last
+      estimate as its snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)` of
       `optperm.evaluate`, the gradient on this batch at given params. To restart, it also needs
       `full_grad_fn(params)`, the gradient over all examples.
 
@@ -122,18 +122,18 @@ def recursive_gradient(
     checks.check_key("key", key)
     restarts = every is not None or probability is not None
 
-    def init(params: optax.Params) -> SvrgState:
-        return make_state(params, key)
+    def init(params: optax.Params) -> RecursiveGradientState:
+        return RecursiveGradientState(*make_state(params, key))
 
     def update(
         grads: optax.Updates,
-        state: SvrgState,
+        state: RecursiveGradientState,
         params: optax.Params,
         *,
         grad_fn: GradFn,
         full_grad_fn: Any = None,  # needed for restarts
         **_: Any,
-    ) -> tuple[optax.Updates, SvrgState]:
+    ) -> tuple[optax.Updates, RecursiveGradientState]:
         last = state.snapshot
 
         # d_t = grad f_B(theta_t) + (1 - a) (d_{t-1} - grad f_B(theta_{t-1})) is the correction of SVRG
@@ -161,7 +161,8 @@ def recursive_gradient(
         d, old = compute_in_order(cast_like(d, last.full_grad), last.params)
         new, d = compute_in_order(keep_finite(params, old), d)
         snapshot = Snapshot(jnp.ones_like(last.is_taken), new, d)
-        return d, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
+        count = optax.safe_increment(state.count)
+        return d, RecursiveGradientState(count, state.key, snapshot)
 
     return transformation(
         init,

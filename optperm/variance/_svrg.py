@@ -56,13 +56,12 @@ class Snapshot(NamedTuple):
 
 
 class SvrgState(NamedTuple):
-    """State of `svrg` and of `recursive_gradient`.
+    """State of `svrg`.
 
     Attributes:
       count: Number of steps taken.
       key: Data of the threefry key for the random draws of `probability`.
-      snapshot: The snapshot that the next step uses. For `recursive_gradient`, the last params and the
-        estimate of the full gradient at these params.
+      snapshot: The snapshot that the next step uses.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -82,6 +81,31 @@ class SvrgState(NamedTuple):
 
     def with_snapshot(self, params: optax.Params, full_grad: optax.Updates) -> SvrgState:
         """Return the state with a snapshot at given params, if the params and the gradient are finite.
+
+        Args:
+          params: All params.
+          full_grad: The full gradient at these params.
+        """
+        return self._replace(snapshot=install_snapshot(self.snapshot, params, full_grad)[0])
+
+
+class RecursiveGradientState(NamedTuple):
+    """State of `recursive_gradient`.
+
+    Attributes:
+      count: Number of steps taken.
+      key: Data of the threefry key for the random draws of `probability`.
+      snapshot: The last params, and the estimate of the full gradient at these params.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    snapshot: Snapshot
+
+    def with_snapshot(
+        self, params: optax.Params, full_grad: optax.Updates
+    ) -> RecursiveGradientState:
+        """Return the state with an estimate at given params, if the params and the gradient are finite.
 
         Args:
           params: All params.
@@ -371,7 +395,7 @@ def list_extra_args(
 
 
 def is_due(
-    state: SvrgState,
+    state: SvrgState | RecursiveGradientState,
     every: int | jax.Array | None,
     probability: optax.ScalarOrSchedule | None,
 ) -> jax.Array:
@@ -420,9 +444,10 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       [0.5, 0.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one `SvrgState`, or the trees do not match.
+      ValueError: If `opt_state` does not contain exactly one `SvrgState` or `RecursiveGradientState`, or
+        the trees do not match.
     """
-    state = find_state(opt_state, SvrgState, method="svrg")
+    state: Any = find_state(opt_state, (SvrgState, RecursiveGradientState), method="svrg")
     snapshot, is_finite = install_snapshot(
         state.snapshot, without_variables(params), without_variables(full_grad)
     )
@@ -430,4 +455,4 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
         message = "The snapshot was not taken: the params or their full gradient are not finite."
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     new = state._replace(snapshot=snapshot)
-    return replace_state(opt_state, SvrgState, new, method="svrg")
+    return replace_state(opt_state, type(state), new, method="svrg")

@@ -172,6 +172,29 @@ def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     assert not any("mean over examples" in line for line in report.not_checked)
 
 
+def test_sampler_in_accumulation_is_sampled_and_its_noise_is_not_known():
+    with jax.numpy_dtype_promotion("standard"):
+        samples, _ = texts_of(
+            lambda: draw(sampler=lambda n, s: optax.MultiSteps(LANGEVIN["sgld"](n), 2))
+        )
+    report = optperm.bayes.posterior_report(samples)
+    assert any("due to the batches' noise (not known here)" in line for line in report.not_checked)
+
+
+def test_sums_with_counts_sample_the_posterior_of_all_sums():
+    """Each example has two tokens: the draws are those of the mean over examples."""
+
+    def draws_of(loss_fn):
+        return draw(loss_fn=loss_fn, sampler=lambda n, s: LANGEVIN["sgld"](n))
+
+    pair, texts = texts_of(lambda: draws_of(lambda m, y: (jnp.sum((y - m) ** 2), 2 * y.size)))
+    mean, _ = texts_of(lambda: draws_of(lambda m, y: jnp.mean((y - m) ** 2)))
+    np.testing.assert_allclose(pair.params, mean.params, rtol=1e-4, atol=1e-5)
+    assert pair.is_mean
+    _, texts = texts_of(lambda: draws_of(lambda m, y: (jnp.mean((y - m) ** 2), 0.9)))
+    assert texts[0].startswith("The loss of a batch is not the mean of the losses of its halves")
+
+
 @pytest.mark.parametrize(
     ("starts", "svrg"),
     [

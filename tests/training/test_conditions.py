@@ -51,7 +51,7 @@ def said(tx, loss_fn=linear_loss, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         linear_fit(loss_fn, tx=tx, steps=2, **options)
-    found = [each for each in caught if str(each.message) in (NOT_MEAN, NOT_GRADIENT)]
+    found = [each for each in caught if str(each.message) in (NOT_MEAN, NOT_GRADIENT, NOT_COUNT)]
     assert {each.filename for each in found} <= {fitting.__file__}
     return [str(each.message) for each in found]
 
@@ -74,7 +74,8 @@ def test_a_loss_that_is_no_mean_is_said_for_methods_that_need_a_mean(name, losse
     """From arrays and from streams; other optimizers may have any loss."""
     start = {"epoch_start": optperm.variance.take_snapshot} if name == "svrg" else {}
     for loss_fn in losses:
-        expected = [NOT_MEAN] * (loss_fn not in MEANS and name != "adam")
+        wrong = NOT_COUNT if loss_fn is wrong_pair else NOT_MEAN
+        expected = [wrong] * (loss_fn not in MEANS and name != "adam")
         data = {"train_data": fitting.batches} if loss_fn is mixed else {}
         assert said(METHODS[name], loss_fn, **data, **start) == expected, loss_fn
 
