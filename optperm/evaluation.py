@@ -17,11 +17,12 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, shared, varying_like
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import explicit_sharding, take_rows
 from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
 
-LossFn = Callable[[optax.Params, Any], Any]
+LossFn = Callable[[Params, Any], Any]
 
 # The number of random orders of a batch in which its loss is compared with the losses of its halves. The
 # mean of 16 normal numbers with mean 0 exceeds 6.5 times its standard error in one of 100,000 cases.
@@ -59,7 +60,7 @@ class Evaluation:
     """
 
     value: jax.Array
-    grad: optax.Updates
+    grad: Updates
     aux: Any
     extra_args: dict[str, Any]
     count: jax.Array | None = None
@@ -67,7 +68,7 @@ class Evaluation:
 
 def evaluate(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     batch: Any,
     *,
     has_aux: bool = False,
@@ -159,7 +160,7 @@ def evaluate(
 
 def evaluate_part(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     batch: Any,
     *,
     has_aux: bool = False,
@@ -175,7 +176,7 @@ def evaluate_part(
     here, params = params, trained_part(params)
 
     def loss_and_aux(
-        params: optax.Params,
+        params: Params,
         batch: Any,
         loss_fn: LossFn = loss_fn,
         count_axis: AxisName | None = count_axis,
@@ -188,7 +189,7 @@ def evaluate_part(
 
     # Optax's line searches pass all their extra arguments to value_fn, which must accept them.
     def value_fn(
-        params: optax.Params,
+        params: Params,
         *,
         grad_fn: Any = None,
         per_example_grad_fn: Any = None,
@@ -203,8 +204,8 @@ def evaluate_part(
 
     # g = grad L_B at params that vary like the batch, so the gradient stays local and is averaged once
     def value_and_grad(
-        params: optax.Params, examples: Any, count_axis: AxisName | None = count_axis
-    ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
+        params: Params, examples: Any, count_axis: AxisName | None = count_axis
+    ) -> tuple[tuple[jax.Array, Any], Updates]:
         local = varying_like(trained_part(params), examples, axis_name)
         loss = functools.partial(loss_and_aux, count_axis=count_axis)
         found, grad = jax.value_and_grad(loss, has_aux=True)(local, examples)
@@ -212,28 +213,28 @@ def evaluate_part(
 
     # The opaque mode of Optax's SAM also passes the number of its inner step.
     def grad_fn(
-        params: optax.Params,
+        params: Params,
         inner_step: Any = None,
         *,
         start: int | jax.Array = 0,
         size: int | None = None,
-    ) -> optax.Updates:
+    ) -> Updates:
         del inner_step
         return mean(value_and_grad(params, part_of(batch, start, size))[1])
 
     def per_example_grad_fn(
-        params: optax.Params, *, start: int | jax.Array = 0, size: int | None = None
-    ) -> optax.Updates:
+        params: Params, *, start: int | jax.Array = 0, size: int | None = None
+    ) -> Updates:
         local = varying_like(trained_part(params), batch, axis_name)
 
         # One example is a batch of one, so for any loss_fn, the mean loss is the example's loss.
-        def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
+        def grad_of_one(loss_fn: LossFn, example: Any) -> Updates:
             grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn, None)[0])(local)
             return jax.tree.map(jnp.conj, grad)
 
         return map_examples(grad_of_one, loss_fn, part_of(batch, start, size), first=start)
 
-    def example_grad_fn(params: optax.Params) -> optax.Updates:
+    def example_grad_fn(params: Params) -> Updates:
         return value_and_grad(params, example, None)[1]
 
     # Estimators of the gradient noise compare this number with their batch_size.
@@ -261,7 +262,7 @@ def evaluate_part(
 
 
 def checked_loss(
-    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, Any]:
     """Return the loss, a real scalar, and the second result of `loss_fn`."""
     total, count, aux = checked_sum(loss_fn, params, batch, has_aux=has_aux)
@@ -269,7 +270,7 @@ def checked_loss(
 
 
 def checked_sum(
-    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """Return the loss and None, or a sum and its count, and the second result of `loss_fn`."""
     _check_is_whole(params)
@@ -324,7 +325,7 @@ def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(is_none, jnp.zeros_like(total), total / jnp.where(is_none, 1, count))
 
 
-def _check_is_whole(params: optax.Params) -> None:
+def _check_is_whole(params: Params) -> None:
     """Raise a ValueError if some params are masked, because a loss needs all params."""
     if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
         raise ValueError(
@@ -335,7 +336,7 @@ def _check_is_whole(params: optax.Params) -> None:
         )
 
 
-def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False) -> bool:
+def is_mean(loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool = False) -> bool:
     r"""Return whether the loss of a batch is the mean of the losses of its halves, up to noise.
 
     .. math:: L_B(\theta) = \frac{|B_1|}{|B|} L_{B_1}(\theta) + \frac{|B_2|}{|B|} L_{B_2}(\theta)
@@ -361,7 +362,7 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
 
 
 def compare_halves(
-    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return numbers of a batch, their means over its halves, and the sizes of the halves' numbers.
 
@@ -402,7 +403,7 @@ def compare_halves(
 
 
 def count_halves(
-    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool = False
 ) -> tuple[jax.Array, ...]:
     """Return the counts of a batch and of its halves; empty if the loss has no count.
 
@@ -453,7 +454,7 @@ def _agree(whole: Any, halves: Any, sizes: Any, differs: float) -> bool:
 def gets_gradient(
     tx: optax.GradientTransformationExtraArgs,
     opt_state: Any,
-    params: optax.Params,
+    params: Params,
     e: Evaluation,
     **extra_args: Any,
 ) -> tuple[bool | jax.Array | None, Any]:

@@ -13,6 +13,7 @@ import optax
 
 from optperm.core.current import jit_current
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Params
 from optperm.evaluation import evaluate, gets_gradient
 
 Loss = Callable[[Any, Any], jax.Array]
@@ -23,7 +24,7 @@ _NORMS = 1e-2, 1e2
 def sees_gradient(
     tx: optax.GradientTransformationExtraArgs,
     loss: Loss,
-    params: optax.Params,
+    params: Params,
     batch: Any,
     key: Any,
 ) -> bool | None:

@@ -26,6 +26,7 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_mesh, take_rows
 from optperm.core.states import (
     SnapshotState,
@@ -66,7 +67,7 @@ Sampler = Callable[..., optax.GradientTransformation]
 def sample(
     loss_fn: Callable[[Any, Any], jax.Array],
     data: Any,
-    params: optax.Params,
+    params: Params,
     key: int | jax.Array,
     *,
     log_prior: Callable[[Any], jax.Array] | None = None,
@@ -463,9 +464,7 @@ def _hand_over(
     return tx, replace_state(begun, ConstantSgdState, learned, method="constant_sgd")
 
 
-def _mean_over_rows(
-    loss_fn: LossFn, params: optax.Params, data: Any
-) -> Callable[[Any, Any], jax.Array]:
+def _mean_over_rows(loss_fn: LossFn, params: Params, data: Any) -> Callable[[Any, Any], jax.Array]:
     """Return the loss, or the sum of a pair divided by the number of the batch's examples.
 
     N times this mean is the negative log likelihood for any counts, such as of tokens or of a mask.

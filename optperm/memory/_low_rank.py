@@ -26,7 +26,7 @@ from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold
-from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Float, Int8, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import leaf_paths, without_boxes
@@ -286,7 +286,7 @@ def low_rank(
     optimizer = optax.with_extra_args_support(inner)
     probe = Probe(inner)
 
-    def init(params: optax.Params) -> LowRankState:
+    def init(params: Params) -> LowRankState:
         plain, plans = without_boxes(params), plan_matrices(params, rank, side, dimension_numbers)
         warn_of_full_rank(params, plans, dimension_numbers, "low_rank")
         low = make_low(params, plans)
@@ -305,8 +305,8 @@ def low_rank(
         )
 
     def update(
-        updates: optax.Updates, state: LowRankState, _: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, LowRankState]:
+        updates: Updates, state: LowRankState, _: Any = None, **extra_args: Any
+    ) -> tuple[Updates, LowRankState]:
         plans = plan_matrices(updates, rank, side, dimension_numbers)
         grads = without_boxes(updates)
 
@@ -400,7 +400,7 @@ class _Leaf(NamedTuple):
 
 def _refresh(
     state: LowRankState,
-    updates: optax.Updates,
+    updates: Updates,
     plans: Any,
     formulas: Sequence[Formula] | None,
     projection: Projection,

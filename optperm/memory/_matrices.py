@@ -14,13 +14,13 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import varying_zeros
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
 from optperm.core.trees import is_box, mask_like, resolve_tree, without_boxes
 from optperm.memory._matrix_axes import find_matrix_axes
@@ -128,7 +128,7 @@ class Matrix:
 
 
 def plan_matrices(
-    tree: optax.Updates, rank: float, side: Side, dimension_numbers: DimensionNumbers | None
+    tree: Updates, rank: float, side: Side, dimension_numbers: DimensionNumbers | None
 ) -> Any:
     """Return a tree with a view of each leaf as matrices, or None for leaves at full rank.
 
@@ -194,7 +194,7 @@ def list_matrices(plans: Any, tree: Any) -> list[Matrix | None]:
     return found
 
 
-def find_low_structure(tree: optax.Updates, plans: Any) -> Any:
+def find_low_structure(tree: Updates, plans: Any) -> Any:
     """Return the structure of the tree of low-rank leaves, where only leaves at full rank have boxes."""
     matrices = iter(list_matrices(plans, tree))
 
@@ -220,9 +220,7 @@ def describe_axes(plans: Any) -> Any:
     return jax.tree.map(describe, plans)
 
 
-def warn_of_full_rank(
-    params: optax.Params, plans: Any, dimension_numbers: object, method: str
-) -> None:
+def warn_of_full_rank(params: Params, plans: Any, dimension_numbers: object, method: str) -> None:
     """Warn if no axes are given and most entries in leaves of two or more axes stay at full rank."""
     pairs = zip(jax.tree.leaves(params), list_matrices(plans, params), strict=True)
     sizes = [(jnp.size(leaf), m is None) for leaf, m in pairs if jnp.ndim(leaf) > 1]

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from optax.contrib import GaLoreDimensionNumbers
 
+from optperm.core.shapes import Params
 from optperm.core.tables import align
 from optperm.core.trees import without_boxes
 
@@ -33,7 +33,7 @@ class _Taken(NamedTuple):
     numbers: GaLoreDimensionNumbers | None
 
 
-def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None) -> optax.Params:
+def matrix_axes(params: Params, **overrides: GaLoreDimensionNumbers | None) -> Params:
     r"""Find the axes that make each leaf a matrix, print them, and return them.
 
     - A leaf with two axes is a matrix.
@@ -101,7 +101,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
     return structure.unflatten(numbers for _, numbers in taken)
 
 
-def find_matrix_axes(params: optax.Params) -> optax.Params:
+def find_matrix_axes(params: Params) -> Params:
     """Return the tree of `matrix_axes` without printing, for params without variables."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _take(path, jnp.shape(leaf), {}).numbers, params

@@ -6,9 +6,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optperm.core import checks
+from optperm.core.shapes import Params
 from optperm.memory._matrices import DimensionNumbers, Matrix, list_matrices, plan_matrices
 
 # The candidates for the rank are this many ratios to the smaller side of each matrix.
@@ -16,7 +16,7 @@ _STEPS = 256
 
 
 def rank_for(
-    params: optax.Params,
+    params: Params,
     words: float = 0.6,
     *,
     dimension_numbers: DimensionNumbers | None = None,

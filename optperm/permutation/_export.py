@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optperm.core import checks
 from optperm.core.fingerprints import check_fingerprint, check_not_stacked
+from optperm.core.shapes import Params
 from optperm.core.shardings import can_be_seen, shard_like, unshard
 from optperm.core.states import find_state
 from optperm.core.trees import fill_masked, in_variables, is_masked, mask_like, without_variables
@@ -28,8 +28,8 @@ PERMUTED_STATES = (PermuteByCyclesState, LapermState)
 
 
 def permuted_params(
-    opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
-) -> optax.Params:
+    opt_state: Any, params: Params | None = None, *, output_axes: OutputAxes = (-1,)
+) -> Params:
     """Return the exact weights of a permutation method: its initial weights in another order.
 
     For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the weights
@@ -70,9 +70,9 @@ def permuted_params(
 
 
 def export_permutation(
-    initial_params: optax.Params,
+    initial_params: Params,
     opt_state: Any,
-    params: optax.Params | None = None,
+    params: Params | None = None,
     *,
     output_axes: OutputAxes = (-1,),
 ) -> Any:
@@ -139,7 +139,7 @@ def export_permutation(
     return permutation
 
 
-def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.Params:
+def apply_permutation(initial_params: Params, permutation: Any) -> Params:
     """Rebuild trained weights bit for bit from the initial weights and a permutation.
 
     Args:
@@ -209,9 +209,9 @@ def _check_axes(
 def _weights_and_ranks(
     method: str,
     state: PermuteByCyclesState | LapermState,
-    params: optax.Params,
+    params: Params,
     output_axes: OutputAxes,
-) -> tuple[optax.Params, Any]:
+) -> tuple[Params, Any]:
     """Return the exact weights at given params, masked like the state, and their ranks."""
     trained = mask_like(params, state.weights)
     checks.check_same_tree("params", trained, state.weights, source="the optimizer state")

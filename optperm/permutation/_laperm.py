@@ -20,7 +20,7 @@ from optperm.core.control import when
 from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.fingerprints import UNSET
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.states import find_states
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
@@ -163,7 +163,7 @@ def laperm(
         checks.check_count("every", every)
     optimizer = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> LapermState:
+    def init(params: Params) -> LapermState:
         warn_of_constant_vectors(params, output_axes)
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
@@ -184,22 +184,22 @@ def laperm(
         )
 
     def update(
-        g: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, LapermState]:
+        g: Updates, state: LapermState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, LapermState]:
         k = resolve_schedule("every", every, state.count, jnp.int32, low=1)
         t = optax.safe_increment(state.count)
         is_due = t % k == 0
 
         # The inner optimizer moves all weights except scalars. Nonfinite gradients count as zero,
         # because otherwise they would stay in the inner state forever.
-        def step(p: optax.Params, inner_state: Any) -> tuple[optax.Updates, Any]:
+        def step(p: Params, inner_state: Any) -> tuple[Updates, Any]:
             moves, new = optimizer.update(zero_if_not_finite(g), inner_state, p, **extra_args)
             moves = jax.tree.map(lambda m: m if m.ndim else jnp.zeros_like(m), cast_like(moves, p))
             return moves, new
 
         # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector. The moves are
         # computed again, because as inputs of the loop, they would be stored in every step.
-        def synchronize(at: tuple[optax.Params, Any]) -> tuple[optax.Params, Any]:
+        def synchronize(at: tuple[Params, Any]) -> tuple[Params, Any]:
             moved = optax.apply_updates(params, step(params, state.inner_state)[0])
             before = state._replace(weights=at[0], ranks=at[1])
             return synchronize_params(before, moved, output_axes)
@@ -230,8 +230,8 @@ def laperm(
 
 
 def synchronize_params(
-    state: LapermState, params: optax.Params, output_axes: OutputAxes
-) -> tuple[optax.Params, Any]:
+    state: LapermState, params: Params, output_axes: OutputAxes
+) -> tuple[Params, Any]:
     """Put the initial values of each weight vector into the order of the params.
 
     Args:

@@ -14,6 +14,7 @@ from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, any_nonzero, place_like
 from optperm.core.mapped_axes import AxisName, varying_like, varying_zeros
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Params, Updates
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
 from optperm.exact import check_no_averages
@@ -152,7 +153,7 @@ def prune_gradually(
     units = as_structure(structure)
     optimizer = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> SparseState:
+    def init(params: Params) -> SparseState:
         mask = make_masks(include_leaves(include, params, fractions=sparsity))
         check_fits(units, mask)
         groups = group_leaves("sparsity", sparsity, scope, mask, units)
@@ -172,8 +173,8 @@ def prune_gradually(
         )
 
     def update(
-        grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, SparseState]:
+        grads: Updates, state: SparseState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, SparseState]:
         mask, scores = state.mask, state.scores
         w, g = mask_like(params, mask), mask_like(grads, mask)
         if scores is not None:
@@ -230,7 +231,7 @@ def prune_gradually(
             zeros=counts,
         )
 
-    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+    def shape_arguments(params: Params) -> dict[str, Any]:
         return sparse_arguments(
             resolve_include(include, params), criterion=criterion, scope=scope, structure=structure
         )

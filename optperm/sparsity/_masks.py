@@ -16,7 +16,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import place_like
 from optperm.core.fingerprints import UNSET, check_not_stacked
-from optperm.core.shapes import Array, Bool, PyTree, UInt32
+from optperm.core.shapes import Array, Bool, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import can_be_seen, shard_like
 from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
@@ -56,7 +56,7 @@ FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
 class PreconditioningState(Protocol):
     """A state that multiplies gradients by its preconditioner H, for `freeze`."""
 
-    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+    def preconditioned(self, grads: Updates) -> Updates:
         """Return H g.
 
         Args:
@@ -93,7 +93,7 @@ class MaskElementsState(NamedTuple):
 
 
 def mask_elements(
-    mask: Any | Callable[[optax.Params], Any] = None,
+    mask: Any | Callable[[Params], Any] = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the masked entries of the params at their values.
 
@@ -142,7 +142,7 @@ def mask_elements(
     def describe() -> Any:
         return jax.tree.map(_describe_flags, without_variables(mask))
 
-    def init(params: optax.Params) -> MaskElementsState:
+    def init(params: Params) -> MaskElementsState:
         given = resolve_tree(mask, params)
         if is_function(mask):
             _check_selects(given, params)
@@ -150,8 +150,8 @@ def mask_elements(
         return MaskElementsState(masks, _find_zeros(given, masks, params))
 
     def update(
-        updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
-    ) -> tuple[optax.Updates, MaskElementsState]:
+        updates: Updates, state: MaskElementsState, params: Params | None, **_: Any
+    ) -> tuple[Updates, MaskElementsState]:
         del params
 
         # u_i where m_i, otherwise -0: adding -0 changes neither 0.0 nor -0.0
@@ -160,7 +160,7 @@ def mask_elements(
 
         return jax.tree.map(hold, state.mask, updates), state
 
-    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+    def shape_arguments(params: Params) -> dict[str, Any]:
         # A function may compute entries from the values of params, which change, so only flags count.
         given = _keep_flags(resolve_tree(mask, params)) if is_function(mask) else describe()
         given = True if given is None else given
@@ -192,7 +192,7 @@ def _describe_flags(allowed: Any) -> Any:
     return f"{array.shape} {zlib.crc32(np.packbits(array != 0).tobytes())}"
 
 
-def _check_selects(mask: Any, params: optax.Params) -> None:
+def _check_selects(mask: Any, params: Params) -> None:
     """Raise if a mask has the same flag for all leaves."""
     flags = jax.tree.leaves(mask)
     if not flags or not all(map(is_flag, flags)) or len(set(map(bool, flags))) > 1:
@@ -202,7 +202,7 @@ def _check_selects(mask: Any, params: optax.Params) -> None:
     raise ValueError(f"The function mask= returns {holds}. The paths of the leaves are {paths}.")
 
 
-def _find_zeros(given: Any, masks: Any, params: optax.Params) -> Any:
+def _find_zeros(given: Any, masks: Any, params: Params) -> Any:
     """Return the entries that a mask of entries, not of whole leaves, masks at 0."""
 
     def find(allowed: Any, mask: jax.Array, w: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ def _find_zeros(given: Any, masks: Any, params: optax.Params) -> Any:
     return jax.tree.map(find, given, masks, params)
 
 
-def _spread_mask(mask: Any, params: optax.Params) -> Any:
+def _spread_mask(mask: Any, params: Params) -> Any:
     """Return a mask, or a prefix of a mask, as an array of booleans for each leaf."""
 
     def spread(allowed: Any, leaf: jax.Array) -> jax.Array:
@@ -236,7 +236,7 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
 
 
 def prune(
-    params: optax.Params,
+    params: Params,
     opt_state: Any,
     sparsity: Any,
     *,
@@ -246,7 +246,7 @@ def prune(
     key: int | jax.Array | None = None,
     include: Include | None = None,
     structure: Structure | None = None,
-) -> tuple[optax.Params, Any]:
+) -> tuple[Params, Any]:
     r"""Set a fraction of the weights to zero, and mask them to keep them zero.
 
     For the sparsity p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` entries with the highest scores

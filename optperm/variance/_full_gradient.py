@@ -19,6 +19,7 @@ from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import can_be_seen, explicit_mesh, shard_like, take, take_rows
 from optperm.evaluation import LossFn, checked_sum, is_mean, map_examples
 
@@ -35,20 +36,20 @@ class _Sums(NamedTuple):
       weight: Sum of the weights; NaN if a weight is negative or not finite.
     """
 
-    grad: optax.Updates
+    grad: Updates
     weight: jax.Array
 
 
 def full_gradient(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     batches: Iterable[Any],
     *,
     weights: Iterable[Any] | None = None,
     axis_name: AxisName | None = None,
     has_aux: bool = False,
     progress: bool = False,
-) -> optax.Updates:
+) -> Updates:
     r"""Compute the mean gradient over all examples of all batches.
 
     .. math::
@@ -142,7 +143,7 @@ def full_gradient(
     arrays, structure = jax.tree.flatten(bound)
 
     @jit_current
-    def sum_batch(params: optax.Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
+    def sum_batch(params: Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
         bound = jax.tree.unflatten(structure, arrays)
         return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
 
@@ -197,7 +198,7 @@ def full_gradient(
 
 
 def _sum_batch(
-    params: optax.Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
+    params: Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
 ) -> _Sums:
     # In shard_map's checked mode, gradients with respect to unvarying params are summed over devices,
     # but the gradient on this device's batch is needed here.
@@ -205,7 +206,7 @@ def _sum_batch(
     if weights is None:
         size = float(_count_batch(batch))
 
-        def sum_or_mean(params: optax.Params) -> tuple[jax.Array, jax.Array | None]:
+        def sum_or_mean(params: Params) -> tuple[jax.Array, jax.Array | None]:
             total, count, _ = checked_sum(loss_fn, params, batch, has_aux=has_aux)
             return total, None if count is None else jax.lax.stop_gradient(count)
 
@@ -222,7 +223,7 @@ def _sum_batch(
     counts = weights > 0.0
     examples = _replace_padding(batch, counts)
 
-    def evaluate(params: optax.Params) -> jax.Array:
+    def evaluate(params: Params) -> jax.Array:
         return _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
 
     # Exact division of the weights by a power of two keeps sums as small as their terms. If the losses
@@ -245,7 +246,7 @@ def _sum_batch(
 
 
 def _evaluate_examples(
-    loss_fn: Partial, params: optax.Params, examples: Any, *, has_aux: bool
+    loss_fn: Partial, params: Params, examples: Any, *, has_aux: bool
 ) -> jax.Array:
     def evaluate_one(loss_fn: LossFn, example: Any) -> jax.Array:
         loss, count, _ = checked_sum(loss_fn, params, example, has_aux=has_aux)
@@ -271,7 +272,7 @@ def _replace_padding(batch: Any, counts: jax.Array) -> Any:
 
 
 def _measure_gap(
-    loss_fn: Partial, params: optax.Params, batch: Any, weights: Any, *, has_aux: bool
+    loss_fn: Partial, params: Params, batch: Any, weights: Any, *, has_aux: bool
 ) -> float:
     """Return the gap between the loss of a few examples and the mean of their losses.
 
@@ -290,7 +291,7 @@ def _measure_gap(
 
     @jit_current
     def compare(
-        params: optax.Params, few: Any, kept: jax.Array, arrays: list[Any]
+        params: Params, few: Any, kept: jax.Array, arrays: list[Any]
     ) -> tuple[jax.Array, jax.Array]:
         loss_fn = jax.tree.unflatten(structure, arrays)
         examples = _replace_padding(few, kept)
@@ -331,9 +332,7 @@ def _add(total: tuple[_Sums, _Sums], new: _Sums) -> tuple[_Sums, _Sums]:
 
 
 @functools.partial(jax.jit, static_argnames=("axis_name",))
-def _divide(
-    sums: _Sums, errors: _Sums, *, axis_name: AxisName | None
-) -> tuple[optax.Updates, jax.Array]:
+def _divide(sums: _Sums, errors: _Sums, *, axis_name: AxisName | None) -> tuple[Updates, jax.Array]:
     if axis_name is not None:
         sums, errors = jax.lax.psum((sums, errors), axis_name)
     # mu = sum_i w_i grad l_i / sum_i w_i

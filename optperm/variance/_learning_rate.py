@@ -17,6 +17,7 @@ import optax
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.keys import make_key
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import explicit_mesh, unshard
 from optperm.evaluation import NOT_MEAN, LossFn, checked_loss, evaluate, is_mean
 from optperm.variance._svrg import svrg
@@ -29,7 +30,7 @@ _ROUNDING = 1e-5
 
 def svrg_learning_rate(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     data: Any,
     batch_size: int,
     *,
@@ -151,7 +152,7 @@ def _find_rate(
     n = jax.tree.leaves(data)[0].shape[0]
     _check_is_mean(loss_fn, params, jax.tree.map(lambda leaf: leaf[: max(batch_size, 2)], data))
 
-    def mean_loss(params: optax.Params, batch: Any) -> jax.Array:
+    def mean_loss(params: Params, batch: Any) -> jax.Array:
         return checked_loss(loss_fn, params, batch, has_aux=False)[0]
 
     # L and L_max
@@ -187,7 +188,7 @@ def _find_rate(
     return rate, curvature
 
 
-def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
+def _check_is_mean(loss_fn: LossFn, params: Params, few: Any) -> None:
     if not is_mean(loss_fn, params, few):
         raise ValueError(f"loss_fn must be a mean over examples. {NOT_MEAN}")
 
@@ -215,7 +216,7 @@ def _make_trial(
     def run(rate: jax.Array, params: Any, data: Any, key: jax.Array) -> jax.Array:
         tx = optax.chain(svrg(every=2 * steps), optax.sgd(rate))
 
-        def full_grad_fn(w: optax.Params) -> optax.Updates:
+        def full_grad_fn(w: Params) -> Updates:
             return jax.grad(loss_fn)(w, data)
 
         def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:

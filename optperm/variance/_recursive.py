@@ -10,6 +10,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import cast_like, compute_in_order
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Params, Updates
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     GradFn,
@@ -122,28 +123,28 @@ def recursive_gradient(
     checks.check_key("key", key)
     restarts = every is not None or probability is not None
 
-    def init(params: optax.Params) -> RecursiveGradientState:
+    def init(params: Params) -> RecursiveGradientState:
         return RecursiveGradientState(*make_state(params, key))
 
     def update(
-        grads: optax.Updates,
+        grads: Updates,
         state: RecursiveGradientState,
-        params: optax.Params,
+        params: Params,
         *,
         grad_fn: GradFn,
         full_grad_fn: Any = None,  # needed for restarts
         **_: Any,
-    ) -> tuple[optax.Updates, RecursiveGradientState]:
+    ) -> tuple[Updates, RecursiveGradientState]:
         last = state.snapshot
 
         # d_t = grad f_B(theta_t) + (1 - a) (d_{t-1} - grad f_B(theta_{t-1})) is the correction of SVRG
         # with the coefficient 1 - a and the last step as the snapshot
-        def follow() -> optax.Updates:
+        def follow() -> Updates:
             rest = 1.0 - resolve_schedule("a", a, state.count, float, high=1.0)
             return correct_gradient(last, rest, grads, params, grad_fn=grad_fn)
 
         # d_t = grad f(theta_t), or the batch's gradient where grad f is not finite
-        def restart() -> optax.Updates:
+        def restart() -> Updates:
             full_grad = evaluate_gradient(params, full_grad_fn, "full_grad_fn")
             full_grad = cast_like(full_grad, last.full_grad)
             return jax.tree.map(
