@@ -15,7 +15,7 @@ from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import is_key
-from optperm.core.mapped_axes import AxisName, shared, varying_like
+from optperm.core.mapped_axes import AxisName, mark_varying, shared, varying_axes, varying_like
 from optperm.core.noise import normal_like
 from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import explicit_sharding, take_rows
@@ -371,6 +371,8 @@ def compare_halves(
     """
     size = num_examples(batch)
     half = size // 2
+    # In shard_map's checked mode, gradients with respect to unvarying params are sums over devices.
+    params = mark_varying(params, varying_axes(batch))
 
     def compare(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         order = jax.random.permutation(key, size)
