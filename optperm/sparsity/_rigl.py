@@ -203,7 +203,7 @@ def rigl(
                 new = _move(before, w, _draw_codes(before, state.key, t), alpha)
             else:
                 # Nonfinite gradients would be ranked by their positions, and so would a leaf's zeros.
-                alpha = jnp.where(all_finite(g) & jnp.stack([any_nonzero(x) for x in g]), alpha, 0)
+                alpha = jnp.where(all_finite(g) & _have_nonzero(g), alpha, 0)
                 new = _move(before, w, [order_codes(x) for x in g], alpha)
             return new, jnp.where(_are_equal(new, before), still, 0)
 
@@ -237,6 +237,11 @@ def rigl(
         axis_name=axis_name,
         shape_arguments=functools.partial(_shape_arguments, include, sparsity),
     )
+
+
+def _have_nonzero(leaves: list[jax.Array]) -> jax.Array:
+    """Return for each leaf whether it has an entry that is not zero."""
+    return jnp.array([any_nonzero(leaf) for leaf in leaves], bool)
 
 
 def _shape_arguments(include: Include | None, sparsity: Any, params: Params) -> dict[str, Any]:
