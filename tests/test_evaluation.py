@@ -62,11 +62,17 @@ def test_minus_the_gradient_of_complex_params_descends():
 
 
 def test_gradients_of_examples_of_a_batch_on_an_explicit_mesh_are_those_of_one_device():
-    wanted = optperm.evaluate(loss_fn, PARAMS, BATCH).extra_args["per_example_grad_fn"](PARAMS)
+    """By products and sums: in JAX 0.10, the gradient of a matrix product needs an unsharded batch."""
+
+    def of_sums(params, batch):
+        outputs = jnp.sum(batch["x"][:, :, None] * params["kernel"][None], axis=1)
+        return jnp.mean(jnp.sum((outputs + params["bias"][None] - batch["y"]) ** 2, axis=1))
+
+    wanted = optperm.evaluate(of_sums, PARAMS, BATCH).extra_args["per_example_grad_fn"](PARAMS)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, P("data")))
-        e = optperm.evaluate(loss_fn, PARAMS, sharded)
+        e = optperm.evaluate(of_sums, PARAMS, sharded)
         support.assert_close(e.extra_args["per_example_grad_fn"](PARAMS), wanted, rtol=1e-5)
 
 
