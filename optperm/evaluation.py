@@ -391,7 +391,9 @@ def compare_halves(
             of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
             e = evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
             z = normal_like(jax.random.key_data(jax.random.key(1)), e.grad)
-            products = jax.tree.map(lambda g, z: jnp.sum(g.astype(float) * z), e.grad, z)
+            products = jax.tree.map(
+                lambda g, z: jnp.sum(g.astype(float) * z.astype(float)), e.grad, z
+            )
             slope = sum(jax.tree.leaves(products), start=jnp.zeros([], float))
             count = jnp.asarray(len(rows) if e.count is None else e.count, float)
             return jnp.stack([e.value.astype(float), slope]), count
