@@ -13,6 +13,8 @@ if _TYPE_CHECKING:
     from optperm import subspace as subspace
     from optperm import training as training
     from optperm import variance as variance
+    from optperm._leaf_axes import LeafAxes as LeafAxes
+    from optperm._leaf_axes import leaf_axes as leaf_axes
     from optperm._with_loss import with_loss as with_loss
     from optperm.bayes import constant_sgd as constant_sgd
     from optperm.bayes import ivon as ivon
@@ -53,6 +55,7 @@ _ROOMS = (
 )
 # Each public name is loaded at its first use, from the module whose list contains it.
 _NAMES = {
+    "_leaf_axes": ["LeafAxes", "leaf_axes"],
     "_with_loss": ["with_loss"],
     "evaluation": ["Evaluation", "evaluate"],
     "exact": ["Exact", "apply_updates"],

@@ -1,12 +1,12 @@
-"""Find out what each leaf of a model is: a kernel, an embedding, a scale or a bias, and along which axes.
+"""Find out what each leaf of a model is: a kernel, an embedding, a scale or a bias, and its axes.
 
 The sources, in this order:
 
 1. what the caller says;
 2. the names of axes (Flax's partitioned params, Haliax's named arrays), which tell layers and experts;
 3. the names of layers, such as "query", which tell the forms that a leaf of a single layer may have;
-4. what the leaves of a subtree share: if its scales and biases have one axis more than in a single layer,
-   the subtree is a stack of layers, along the axis that all its leaves share;
+4. what the leaves of a subtree share: if its scales and biases have one axis more than in a single
+   layer, the subtree is a stack of layers, along the axis that all its leaves share;
 5. the shape, if it can be read in one way only.
 
 A form is a string with a letter for each axis: "i" for an input, "o" for an output, "b" for a copy. For
@@ -15,10 +15,11 @@ example, "ioo" is the form of the kernel of a query: inputs, heads, and entries 
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import flax.core
@@ -29,7 +30,7 @@ import optax
 from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core.tables import align
-from optperm.core.trees import in_variables, is_masked, is_variable, resolve_tree
+from optperm.core.trees import is_variable, mask_like, resolve_tree, without_variables
 
 Kind = Literal["kernel", "embedding", "scale", "bias", "other"]
 
@@ -38,11 +39,13 @@ _COPIES = re.compile(r"(scan|layers?|blocks?|experts?|exp|stages?|copies|stack|d
 # Names of layers and leaves, in lower case.
 _SCALES = {"scale", "gamma", "norm_scale"}
 _BIASES = {"bias", "b", "beta", "offset"}
-_NORM = re.compile(r"(^|_)(ln|bn|gn)(_?\d+|_f|_\w)?$|norm|rms")
+_NORM = re.compile(r"(^|_)(ln|bn|gn)(_?\d+|_f|_\w)?$|norm|(^|_)rms")
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$")
 _CONVOLUTION = re.compile(r"conv")
 # Layers whose kernels with many axes are no convolutions.
-_NO_CONVOLUTION = re.compile(r"attn|attention|einsum|expert|moe|heads?$|^(query|key|value|[qkvo]_proj)$")
+_NO_CONVOLUTION = re.compile(
+    r"attn|attention|einsum|expert|moe|heads?$|^(query|key|value|[qkvo]_proj)$"
+)
 _QUERIES = {"query", "key", "value"}
 _QUERY_PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 # The leaves of layers that are written as sums over axes (Gemma): heads, inputs, entries of a head.
@@ -71,8 +74,8 @@ class LeafAxes:
       out_axis: The axes of the outputs.
       batch_axis: The axes that count independent copies, such as layers and experts.
 
-    Each argument is an axis or a sequence of axes, all of them at least 0. Of a leaf that is not "other",
-    each axis has one role.
+    Each argument is an axis or a sequence of axes, all of them at least 0. Each axis of a leaf that is
+    not "other" has one role.
 
     Raises:
       TypeError: If an axis is not an integer.
@@ -94,7 +97,9 @@ class LeafAxes:
             if not all(isinstance(axis, int | np.integer) for axis in axes):
                 raise TypeError(f"{name} must be axes of a leaf, integers, got {given!r}.")
             if any(axis < 0 for axis in axes):
-                raise ValueError(f"{name} must be at least 0, as counted from the front, got {given!r}.")
+                raise ValueError(
+                    f"{name} must be at least 0, as counted from the front, got {given!r}."
+                )
             object.__setattr__(self, name, tuple(map(int, axes)))
         roles = self.in_axis + self.out_axis + self.batch_axis
         if len({*roles}) < len(roles):
@@ -140,22 +145,125 @@ class _Leaf(NamedTuple):
 def leaf_axes(
     params: optax.Params, /, *, show: bool = False, **overrides: LeafAxes | None
 ) -> optax.Params:
-    """Find out what each leaf is."""
+    r"""Find out what each leaf of a model is, once for all methods: kernels, embeddings, scales, biases.
+
+    The sources are, in this order,
+
+    1. `overrides`;
+    2. names of axes, such as "layers": Flax's partitioned params (linen and nnx), Haliax's named arrays;
+    3. names of layers and leaves of Flax, Haiku, Keras, Equinox and Haliax, and Equinox's modules;
+    4. what the leaves of a subtree share: if its scales and biases have one axis more than a vector, the
+       subtree is a stack of layers along the axis that all its leaves have at the same place, with the
+       same length;
+    5. the shape, if there is only one way to read it: two axes are a kernel (in, out).
+
+    All other leaves are "other", which methods leave alone.
+
+    Args:
+      params: The model's params: arrays, shapes from `jax.eval_shape`, or a State of `flax.nnx`. Pass
+        all params of a model, because a part of a stack does not show that it is a stack.
+      show: Whether to print a table of the leaves.
+      **overrides: For an element of a path, such as "lm_head", or several elements joined by "/", what
+        all leaves below this element are: a `LeafAxes`, or None for "other".
+
+    Returns:
+      A tree like params with a `LeafAxes` for each leaf. Pass it as `axes` to a method. If params are
+      variables of `flax.nnx`, the tree contains variables with a `LeafAxes`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> layers = {"norm": {"scale": jnp.ones((6, 64))}, "up": {"kernel": jnp.ones((6, 64, 256))}}
+      >>> params = {"layers": layers, "wte": jnp.ones((500, 64)), "gate": jnp.ones((4, 64, 8))}
+      >>> axes = optperm.leaf_axes(params, gate=optperm.LeafAxes("kernel", 1, 2, 0), show=True)
+      leaf                         shape         what it is        in x out  copies
+      ['gate']                     (4, 64, 8)    kernel, as given  64 x 8    4
+      ['layers']['norm']['scale']  (6, 64)       scale             -         6
+      ['layers']['up']['kernel']   (6, 64, 256)  kernel            64 x 256  6
+      ['wte']                      (500, 64)     embedding         500 x 64  -
+      >>> axes["layers"]["up"]["kernel"]
+      LeafAxes(kind='kernel', in_axis=(1,), out_axis=(2,), batch_axis=(0,))
+
+    Notes:
+      A leaf named `kernel` is a kernel even below a layer named `embedding`. The window of a convolution
+      counts as inputs. If all leaves of a stack share more than one axis, biases tell which axis counts
+      the layers, or else the first of the axes does.
+
+    Raises:
+      TypeError: If an override is neither a `LeafAxes` nor None.
+      ValueError: If an override names no element of a path, or its axes do not fit a leaf.
+    """
     leaves = _read_leaves(params)
-    _check_overrides(leaves, overrides)
-    found, sources = _classify(leaves), []
-    for index, leaf in enumerate(leaves):
-        given = _find_override(leaf, overrides)
-        if given is not None:
-            value = overrides[given]
-            found[index] = OTHER if value is None else as_leaf_axes(given, value)
-            _check_fits(f"{given}, for the leaf {_name(leaf)},", found[index], leaf.shape)
-        sources.append(found[index].kind if given is None else f"{found[index].kind}, as given")
+    for name in overrides:
+        if all(_find_override(leaf, [name]) is None for leaf in leaves):
+            elements = sorted({_element(key) for leaf in leaves for key in leaf.path})
+            wanted = f"an element of a path, one of {elements}, or several joined by /"
+            raise ValueError(f"{name} must be {wanted}.")
+    names = [_find_override(leaf, overrides) for leaf in leaves]
+    found = [
+        axes if name is None else _as_leaf_axes(name, overrides[name], leaf)
+        for leaf, axes, name in zip(leaves, _classify(leaves), names, strict=True)
+    ]
     if show:
-        rows = zip(leaves, found, sources, strict=True)
-        print(align([_HEAD, *(_describe(leaf, axes, source) for leaf, axes, source in rows)]))
+        rows = zip(leaves, found, names, strict=True)
+        print(align([_HEAD, *(_describe(*row) for row in rows)]))
     structure: Any = jax.tree.structure(params)
     return structure.unflatten(found)
+
+
+def resolve_axes(axes: Any, params: optax.Params) -> Any:
+    """Return a `LeafAxes` for each leaf of params, in a tree like params without variables.
+
+    Args:
+      axes: The argument `axes` of a method: a tree of `LeafAxes`, `GaLoreDimensionNumbers` of Optax,
+        which count as kernels, and None; a function of params that returns the tree; None for
+        `leaf_axes`.
+      params: Params or updates, of which some may be masked.
+
+    Raises:
+      TypeError: If an entry of the tree is of another type.
+      ValueError: If the tree does not fit the params, or the axes of a leaf do not fit the leaf.
+    """
+    plain = without_variables(params)
+    structure: Any = jax.tree.structure(plain)
+    leaves = _read_leaves(params)
+    if axes is None:
+        return structure.unflatten(_classify(leaves))
+    try:
+        given = structure.flatten_up_to(mask_like(resolve_tree(axes, params), plain))
+    except ValueError as error:
+        wanted = "a tree like params of optperm.LeafAxes and None, or a function that returns it"
+        raise ValueError(f"axes must be {wanted}: {error}") from error
+    pairs = zip(leaves, given, strict=True)
+    return structure.unflatten([_as_leaf_axes("axes", value, leaf) for leaf, value in pairs])
+
+
+def warn_of_others(method: str, params: optax.Params, axes: Any) -> None:
+    """Warn if leaves of kind "other" hold many entries, unless params are traced.
+
+    Args:
+      method: The public name of the method, for the message.
+      params: The params.
+      axes: The `LeafAxes` of each leaf, like params without variables.
+    """
+    leaves, arrays = _read_leaves(params), jax.tree.leaves(params)
+    if any(isinstance(each, jax.core.Tracer) for each in arrays):
+        return
+    others = [
+        leaf for leaf, own in zip(leaves, jax.tree.leaves(axes), strict=True) if own.kind == "other"
+    ]
+    sizes = [math.prod(leaf.shape) for leaf in others]
+    if sum(sizes) > _MANY * sum(map(jnp.size, arrays)):
+        first = others[int(np.argmax(sizes))]
+        name, rank = "/".join(map(_element, first.path)) or "params", len(first.shape)
+        kernel = f"in_axis={rank - 2}, out_axis={rank - 1}, batch_axis={tuple(range(rank - 2))}"
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        warnings.warn(
+            f"{method} leaves {', '.join(map(_name, others[:5]))}{more} alone, because the roles of "
+            "their axes are not known. Say what they are, for example axes=optperm.leaf_axes(params, "
+            f"**{{{name!r}: optperm.LeafAxes('kernel', {kernel})}}), or None to leave them alone.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _read_leaves(params: optax.Params) -> list[_Leaf]:
@@ -207,14 +315,21 @@ def _find_owner(params: Any, path: tuple[Any, ...]) -> Any:
     for key in path[:-1]:
         name = getattr(key, "name", None)
         try:
-            node = node[getattr(key, "key", getattr(key, "idx", None))] if name is None else getattr(node, name)
+            node = (
+                node[getattr(key, "key", getattr(key, "idx", None))]
+                if name is None
+                else getattr(node, name)
+            )
         except (TypeError, KeyError, IndexError, AttributeError):
             return None
     return None if isinstance(node, Mapping | list | tuple) else node
 
 
 def _classify(leaves: list[_Leaf]) -> list[LeafAxes]:
-    known = [_find_known(leaf, leaves) for leaf in leaves]
+    siblings = collections.defaultdict[tuple[str, ...], set[str]](set)
+    for leaf in leaves:
+        siblings[leaf.names[:-1]].add(leaf.last)
+    known = [_find_known(leaf, siblings[leaf.names[:-1]]) for leaf in leaves]
     stacks = _find_stacks(leaves, known)
     is_first = _has_outputs_first(leaves)
     return [
@@ -235,12 +350,11 @@ class _Known(NamedTuple):
     forms: tuple[str, ...]
 
 
-def _find_known(leaf: _Leaf, leaves: list[_Leaf]) -> _Known | None:
-    """Return what the names of a leaf say; None if its form depends on its shape."""
+def _find_known(leaf: _Leaf, siblings: set[str]) -> _Known | None:
+    """Return what the names of a leaf and its siblings say; None if its form depends on its shape."""
     last, above, rank = leaf.last, leaf.above, len(leaf.shape)
     is_norm = any(_NORM.search(n) for n in (above, last, type(leaf.owner).__name__.lower()))
     # Single letters are also the names of matrices.
-    siblings = {other.last for other in leaves if other.names[:-1] == leaf.names[:-1]}
     has_pair = {"b": "w", "beta": "gamma", "gamma": "beta"}.get(last, last) in siblings
     if (last in _SCALES and (has_pair or is_norm)) or (last in ("weight", "w") and is_norm):
         return _Known("scale", ("o",))
@@ -252,7 +366,9 @@ def _find_known(leaf: _Leaf, leaves: list[_Leaf]) -> _Known | None:
         return _Known("bias", forms)
     if last in ("lora_a", "lora_b"):
         return _Known("kernel", ("io",))
-    of_table = last if last not in ("weight", "w") else f"{above} {type(leaf.owner).__name__.lower()}"
+    of_table = (
+        last if last not in ("weight", "w") else f"{above} {type(leaf.owner).__name__.lower()}"
+    )
     if last != "kernel" and any(_EMBEDDING.search(n) for n in (last, *of_table.split(" "))):
         return _Known("embedding", ("bio" if rank == 3 and leaf.shape[0] == 1 else "io",))
     form = _EINSUMS.get(above if last == "w" else last)
@@ -264,16 +380,15 @@ class _Stack(NamedTuple):
 
     Attributes:
       number: The number of axes that each leaf has more than in a single layer.
-      axes: The axes that all leaves have at the same place, with the same length.
+      axes: As many axes that all leaves have at the same place, with the same length; None if there are
+        not as many.
     """
 
     number: int
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] | None
 
 
-def _find_stacks(
-    leaves: list[_Leaf], known: list[_Known | None]
-) -> dict[tuple[Any, ...], _Stack]:
+def _find_stacks(leaves: list[_Leaf], known: list[_Known | None]) -> dict[tuple[Any, ...], _Stack]:
     """Return what the leaves of each subtree share, if the names of some leaves show it."""
     subtrees = collections.defaultdict[tuple[Any, ...], list[int]](list)
     for index, leaf in enumerate(leaves):
@@ -285,10 +400,36 @@ def _find_stacks(
         certain = [options[0] for options in numbers if len(options) == 1]
         possible = certain or [options[0] for options in numbers if options]
         if possible:
-            axes = [{*enumerate(leaves[i].shape)} for i in members if leaves[i].shape]
-            shared = set.intersection(*axes) if axes else set()
-            stacks[path] = _Stack(min(possible), tuple(sorted(axis for axis, _ in shared)))
+            inside, number = [leaves[i] for i in members if leaves[i].shape], min(possible)
+            shared = set.intersection(*({*enumerate(leaf.shape)} for leaf in inside))
+            choices = [*itertools.combinations(sorted(axis for axis, _ in shared), number)]
+            fitting = filter(_fits_biases(inside), choices if len(choices) > 1 else ())
+            stacks[path] = _Stack(number, next(itertools.chain(fitting, choices), None))
     return stacks
+
+
+def _fits_biases(leaves: list[_Leaf]) -> Callable[[tuple[int, ...]], bool]:
+    """Return whether, without some axes, each bias is as long as the outputs of its kernel.
+
+    If more axes are shared than there are copies, one of them is equal by chance.
+    """
+    kernels = {leaf.path[:-1]: leaf for leaf in leaves if leaf.last in ("kernel", "weight", "w")}
+    biases = [leaf for leaf in leaves if leaf.last in ("bias", "b") and leaf.path[:-1] in kernels]
+
+    def fits(copies: tuple[int, ...]) -> bool:
+        for bias in biases:
+            kernel = kernels[bias.path[:-1]]
+            outputs, sizes = (
+                [size for axis, size in enumerate(leaf.shape) if axis not in copies]
+                for leaf in (bias, kernel)
+            )
+            rank = len(outputs)
+            ends = sizes[:rank] if kernel.last == "weight" else sizes[len(sizes) - rank :]
+            if len(sizes) > 1 and outputs != ends:
+                return False
+        return True
+
+    return fits
 
 
 def _count_copies(leaf: _Leaf, known: _Known | None) -> list[int]:
@@ -315,12 +456,10 @@ def _classify_leaf(
     around = [stacks[leaf.path[:n]] for n in range(len(leaf.path)) if leaf.path[:n] in stacks]
     for number in sorted({each.number for each in around} or {0}, reverse=True):
         largest = next((each for each in around if each.number == number), None)
-        axes = () if largest is None or not number else largest.axes
-        # With more shared axes than copies, one of them is equal by chance, and no one knows which.
-        if len(axes) == number:
-            found = _read(leaf, known, axes, is_first, is_single=largest is not None)
-            if found is not None:
-                return found
+        axes = () if largest is None else largest.axes
+        found = _read(leaf, known, axes, is_first, is_single=largest is not None)
+        if found is not None:
+            return found
     return OTHER
 
 
@@ -334,17 +473,24 @@ def _find_named_copies(leaf: _Leaf) -> tuple[int, ...] | None:
 
 
 def _read(
-    leaf: _Leaf, known: _Known | None, copies: tuple[int, ...], is_first: bool, *, is_single: bool
+    leaf: _Leaf,
+    known: _Known | None,
+    copies: tuple[int, ...] | None,
+    is_first: bool,
+    *,
+    is_single: bool,
 ) -> LeafAxes | None:
     """Return what a leaf is if these axes count copies; None if no form fits the other axes.
 
     Args:
       leaf: The leaf.
       known: What its names say.
-      copies: The axes of copies.
+      copies: The axes of copies; None if they are not known.
       is_first: Whether outputs come first in this tree.
       is_single: Whether the other axes are known to belong to a single layer.
     """
+    if copies is None:
+        return None
     own = [axis for axis in range(len(leaf.shape)) if axis not in copies]
     sizes = [leaf.shape[axis] for axis in own]
     if known is not None:
@@ -356,33 +502,40 @@ def _read(
         kind, form = "kernel", _find_kernel_form(leaf, own, sizes, is_first, is_single=is_single)
     if form is None:
         return None
-    roles = {letter: [axis for axis, own in zip(own, form, strict=True) if own == letter] for letter in "iob"}
-    return LeafAxes(kind, tuple(roles["i"]), tuple(roles["o"]), tuple(sorted([*copies, *roles["b"]])))
+    roles = {
+        letter: [axis for axis, own in zip(own, form, strict=True) if own == letter]
+        for letter in "iob"
+    }
+    return LeafAxes(
+        kind, tuple(roles["i"]), tuple(roles["o"]), tuple(sorted([*copies, *roles["b"]]))
+    )
 
 
 def _find_kernel_form(
     leaf: _Leaf, own: list[int], sizes: list[int], is_first: bool, *, is_single: bool
 ) -> str | None:
     """Return the form of a kernel of a single layer from its names and its shape."""
-    rank, inputs = len(sizes), _find_inputs(leaf)
-    if inputs is not None:
-        return "".join("i" if axis in inputs else "o" for axis in own)
+    rank, inputs, form = len(sizes), _find_inputs(leaf), None
     is_kernel, is_weight = leaf.last == "kernel", leaf.last == "weight"
-    if is_kernel and leaf.above in _QUERIES and rank in (2, 3):
-        return "i" + "o" * (rank - 1)  # d, heads, head_dim
-    if is_kernel and leaf.above == "out" and rank == 3:
-        return "iio"  # heads, head_dim, d
-    if is_weight and rank >= 2 and {*leaf.names} & _QUERY_PROJECTIONS:
-        return "o" * (rank - 1) + "i"
-    if is_weight and rank >= 2 and "o_proj" in leaf.names:
-        return "o" + "i" * (rank - 1)
     is_first = is_weight or (is_first and not is_kernel)
     window = sizes[2:] if is_first else sizes[:-2]
     is_window = bool(window) and max(window) <= _LONGEST_SIDE and not leaf.has(_NO_CONVOLUTION)
     is_convolution = is_window and (leaf.has(_CONVOLUTION) or (rank > 3 and is_single))
-    if rank == 2 or is_convolution:
-        return "o" + "i" * (rank - 1) if is_first else "i" * (rank - 1) + "o"
-    return None
+    if inputs is not None:
+        form = "".join("i" if axis in inputs else "o" for axis in own)
+    elif is_kernel and leaf.above in _QUERIES and rank == 3:
+        form = "ioo"  # d, heads, head_dim
+    elif is_kernel and leaf.above == "out" and rank == 3:
+        form = "iio"  # heads, head_dim, d
+    elif is_weight and rank > 2 and {*leaf.names} & _QUERY_PROJECTIONS:
+        form = "o" * (rank - 1) + "i"
+    elif (is_weight and rank > 2 and "o_proj" in leaf.names) or (is_first and is_convolution):
+        form = "o" + "i" * (rank - 1)
+    elif is_convolution:
+        form = "i" * (rank - 1) + "o"
+    elif rank == 2:
+        form = "oi" if is_first else "io"
+    return form
 
 
 def _find_inputs(leaf: _Leaf) -> set[int] | None:
@@ -401,44 +554,50 @@ def _name(leaf: _Leaf) -> str:
     return jax.tree_util.keystr(leaf.path) or "params"
 
 
-def _describe(leaf: _Leaf, axes: LeafAxes, what: str) -> tuple[str, ...]:
+def _describe(leaf: _Leaf, axes: LeafAxes, given: str | None) -> tuple[str, ...]:
     """Return the row of a leaf in the table."""
+    what = axes.kind if given is None else f"{axes.kind}, as given"
     sides = [math.prod(leaf.shape[axis] for axis in side) for side in (axes.in_axis, axes.out_axis)]
     matrix = f"{sides[0]} x {sides[1]}" if axes.kind in ("kernel", "embedding") else "-"
     copies = " x ".join(str(leaf.shape[axis]) for axis in axes.batch_axis)
     return _name(leaf), str(leaf.shape), what, matrix, copies or "-"
 
 
-def as_leaf_axes(name: str, value: Any) -> LeafAxes:
-    """Return the axes of a leaf; those of Optax's GaLore count as those of a kernel."""
-    if isinstance(value, LeafAxes):
-        return value
-    raise TypeError(f"{name} must be an optperm.LeafAxes or None, got {value!r}.")
+def _as_leaf_axes(name: str, value: Any, leaf: _Leaf) -> LeafAxes:
+    """Return what a leaf is said to be.
+
+    Raises:
+      TypeError: If the value says nothing of axes.
+      ValueError: If the axes do not fit the shape of the leaf.
+    """
+    place, rank = f"{name}, for {_name(leaf)} with the shape {leaf.shape},", len(leaf.shape)
+    if value is None:
+        return OTHER
+    if isinstance(value, GaLoreDimensionNumbers):
+        given = [np.ravel(x) for x in (value.reduction_axis, value.output_axis)]
+        rows, columns = (
+            tuple(int(axis) % rank for axis in x if -rank <= axis < rank) for x in given
+        )
+        if sum(map(len, given)) > len({*rows, *columns}) or not (rows and columns):
+            raise ValueError(f"{place} must name distinct axes of it, got {value}.")
+        copies = tuple(axis for axis in range(rank) if axis not in rows + columns)
+        return LeafAxes("kernel", rows, columns, copies)
+    if not isinstance(value, LeafAxes):
+        raise TypeError(f"{place} must be an optperm.LeafAxes or None, got {value!r}.")
+    roles = sorted(value.in_axis + value.out_axis + value.batch_axis)
+    if value.kind != "other" and roles != [*range(rank)]:
+        raise ValueError(f"{place} must give each of its axes one role, got {value}.")
+    if value.kind in ("kernel", "embedding") and not (value.in_axis and value.out_axis):
+        raise ValueError(f"{place} must have inputs and outputs, got {value}.")
+    return value
 
 
-def _find_override(leaf: _Leaf, overrides: Mapping[str, Any]) -> str | None:
-    """Return the override of a leaf: the one with the longest path, the last of them in the leaf's."""
+def _find_override(leaf: _Leaf, names: Iterable[str]) -> str | None:
+    """Return the name that applies to a leaf: the name with most elements, then the deepest of them."""
     path = [_element(key) for key in leaf.path]
-    found = None
-    for name in overrides:
+    found = []
+    for name in names:
         parts = name.split("/")
-        if any(path[i : i + len(parts)] == parts for i in range(len(path))) and (
-            found is None or len(parts) >= len(found.split("/"))
-        ):
-            found = name
-    return found
-
-
-def _check_overrides(leaves: list[_Leaf], overrides: Mapping[str, Any]) -> None:
-    for name in overrides:
-        if not any(_find_override(leaf, {name: None}) for leaf in leaves):
-            elements = sorted({_element(key) for leaf in leaves for key in leaf.path})
-            wanted = "an element of a path, or several joined by /"
-            raise ValueError(f"{name} must be {wanted}, such as one of {elements}.")
-
-
-def _check_fits(name: str, axes: LeafAxes, shape: tuple[int, ...]) -> None:
-    """Raise unless each axis of a leaf has one role."""
-    roles = sorted(axes.in_axis + axes.out_axis + axes.batch_axis)
-    if axes.kind != "other" and roles != [*range(len(shape))]:
-        raise ValueError(f"{name} must give each axis of the shape {shape} one role, got {axes}.")
+        places = [at for at in range(len(path)) if path[at : at + len(parts)] == parts]
+        found += [(len(parts), max(places), name)] if places else []
+    return max(found)[2] if found else None

@@ -21,7 +21,7 @@ ROOMS = (*support.ROOMS, "training")
 # A floor imports from those below it alone; a method package from no other one.
 FLOORS = (
     {"core"},
-    {"evaluation", "exact", "switching", "_with_loss"},
+    {"evaluation", "exact", "switching", "_leaf_axes", "_with_loss"},
     set(support.ROOMS),
     {"training"},
     {"cli"},
