@@ -380,12 +380,11 @@ class _Stack(NamedTuple):
 
     Attributes:
       number: The number of axes that each leaf has more than in a single layer.
-      axes: As many axes that all leaves have at the same place, with the same length; None if there are
-        not as many.
+      axes: As many axes that all leaves have at the same place, with the same length.
     """
 
     number: int
-    axes: tuple[int, ...] | None
+    axes: tuple[int, ...]
 
 
 def _find_stacks(leaves: list[_Leaf], known: list[_Known | None]) -> dict[tuple[Any, ...], _Stack]:
@@ -404,7 +403,9 @@ def _find_stacks(leaves: list[_Leaf], known: list[_Known | None]) -> dict[tuple[
             shared = set.intersection(*({*enumerate(leaf.shape)} for leaf in inside))
             choices = [*itertools.combinations(sorted(axis for axis, _ in shared), number)]
             fitting = filter(_fits_biases(inside), choices if len(choices) > 1 else ())
-            stacks[path] = _Stack(number, next(itertools.chain(fitting, choices), None))
+            # Leaves that share no axis are no stack, even if all their scales and biases are in one.
+            axes = next(itertools.chain(fitting, choices), ())
+            stacks[path] = _Stack(len(axes), axes)
     return stacks
 
 
@@ -473,24 +474,17 @@ def _find_named_copies(leaf: _Leaf) -> tuple[int, ...] | None:
 
 
 def _read(
-    leaf: _Leaf,
-    known: _Known | None,
-    copies: tuple[int, ...] | None,
-    is_first: bool,
-    *,
-    is_single: bool,
+    leaf: _Leaf, known: _Known | None, copies: tuple[int, ...], is_first: bool, *, is_single: bool
 ) -> LeafAxes | None:
     """Return what a leaf is if these axes count copies; None if no form fits the other axes.
 
     Args:
       leaf: The leaf.
       known: What its names say.
-      copies: The axes of copies; None if they are not known.
+      copies: The axes of copies.
       is_first: Whether outputs come first in this tree.
       is_single: Whether the other axes are known to belong to a single layer.
     """
-    if copies is None:
-        return None
     own = [axis for axis in range(len(leaf.shape)) if axis not in copies]
     sizes = [leaf.shape[axis] for axis in own]
     if known is not None:

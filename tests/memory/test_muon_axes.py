@@ -1,0 +1,74 @@
+"""Optax's Muon with the axes of a model's kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+from flax import nnx
+
+import optperm
+from optperm.memory import muon_axes
+
+LAYERS, DIM = 3, 8
+
+
+def scanned():
+    """Return params of scanned layers, an embedding and a last layer."""
+    layers = {
+        "norm": {"scale": support.normal((LAYERS, DIM))},
+        "up": {"kernel": support.normal((LAYERS, DIM, 16), 1)},
+        "down": {"kernel": support.normal((LAYERS, 16, DIM), 2)},
+    }
+    embed = {"embedding": support.normal((11, DIM), 3)}
+    return {"layers": layers, "embed": embed, "lm_head": {"kernel": support.normal((DIM, 11), 4)}}
+
+
+def unrolled(tree):
+    """Return the same tree, with a subtree for each layer."""
+    layers = tree.pop("layers")
+    return tree | {str(i): jax.tree.map(lambda leaf: leaf[i], layers) for i in range(LAYERS)}  # noqa: B023
+
+
+@pytest.mark.usefixtures("lenient")
+def test_muon_trains_the_kernels_of_scanned_layers_as_of_unrolled_ones():
+    """Each layer is orthogonalized by itself; what is no kernel is trained with Adam."""
+    params = scanned()
+    grads = support.random_like(params, 1)
+    updates = []
+    for tree, grad in ((params, grads), (unrolled({**params}), unrolled({**grads}))):
+        axes = muon_axes(tree, lm_head=None)
+        tx = optax.contrib.muon(0.1, adam_learning_rate=1.0, muon_weight_dimension_numbers=axes)
+        updates.append(tx.update(grad, tx.init(tree), tree)[0])
+    support.assert_close(unrolled(updates[0]), updates[1], rtol=1e-5, atol=1e-6)
+    # The first step of Adam moves all entries as far.
+    for name, leaf in (("embed", "embedding"), ("lm_head", "kernel")):
+        size = np.abs(updates[1][name][leaf])
+        np.testing.assert_allclose(size, size[0, 0], rtol=1e-4)
+    assert jnp.abs(updates[1]["0"]["up"]["kernel"]).max() < 0.2
+
+
+@pytest.mark.usefixtures("lenient")
+def test_muon_on_a_model_of_nnx_with_states_of_8_bits():
+    """Codes store the momentum of the kernels of the scanned layers, and moments of the embedding."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(
+                lambda key: nnx.Linear(64, 64, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0
+            )
+            self.embed = nnx.Embed(16, 64, rngs=rngs)
+            self.layers = make(jax.random.split(rngs.params(), LAYERS))
+
+    model = Model(nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    muon = optax.contrib.muon(0.1, muon_weight_dimension_numbers=muon_axes(params))
+    optimizer = nnx.Optimizer(model, optperm.quantize_state(muon, min_size=1), wrt=nnx.Param)
+    before = jax.tree.map(jnp.array, params)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, params))
+    after = nnx.state(model, nnx.Param)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), after, before)
+    assert min(jax.tree.leaves(moved)) > 0
+    codes = [x.shape for x in jax.tree.leaves(optimizer.opt_state) if x.dtype.itemsize == 1]
+    assert sorted(codes).count((LAYERS, 64, 64)) == 1
