@@ -12,6 +12,7 @@ from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.shapes import Array, Int32, UInt32
+from optperm.core.shardings import take_rows
 from optperm.core.states import DRAW_STREAM, draw_params
 from optperm.core.transformation import known_extra_args, wrapper
 from optperm.core.trees import fill_masked, mask_like
@@ -103,7 +104,7 @@ def with_loss(
 
     def draw(key: jax.Array, number: int) -> Any:
         indices = jax.random.randint(key, (number,), 0, size)
-        return jax.tree.map(lambda leaf: leaf[indices] if leaf.ndim else leaf, data)
+        return jax.tree.map(lambda leaf: take_rows(leaf, indices) if leaf.ndim else leaf, data)
 
     def init(params: optax.Params) -> WithLossState:
         return WithLossState(jnp.zeros([], jnp.int32), key_data(key), inner.init(params))

@@ -1,19 +1,40 @@
 """Compute the loss, the gradient and other functions that a method may need, from one loss function."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, shared, varying_like
-from optperm.core.trees import fill_masked, is_masked, trained_part
+from optperm.core.shardings import take_rows
+from optperm.core.transformation import known_extra_args
+from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
 
 LossFn = Callable[[optax.Params, Any], Any]
+
+# The number of random orders of a batch in which its loss is compared with the losses of its halves. The
+# mean of 16 normal numbers with mean 0 exceeds 6.5 times its standard error in one of 100,000 cases.
+_ORDERS, _ERRORS = 16, 6.5
+# The smallest relative difference that counts.
+_DIFFERS = 0.01
+NOT_MEAN = (
+    "The loss of a batch is not the mean of the losses of its halves, so it is no mean over examples. "
+    "It sums, weights or mixes examples (as predictions (n,) minus labels (n, 1) do): use jnp.mean and "
+    "equal shapes."
+)
+NOT_GRADIENT = (
+    "A transformation before the sampler changes the gradient, so draws do not follow the posterior: "
+    "remove clipping, weight decay (use normal_prior), momentum and Adam's moments."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +48,15 @@ class Evaluation:
       aux: The second result of the loss function; None without `has_aux`.
       extra_args: The extra arguments of this batch for the transformations of this library, by name:
         `tx.update(e.grad, opt_state, params, **e.extra_args)`.
+      count: The count of the batch, over all replicas of `axis_name`, if the loss function returns a sum
+        and a count; otherwise None.
     """
 
     value: jax.Array
     grad: optax.Updates
     aux: Any
     extra_args: dict[str, Any]
+    count: jax.Array | None = None
 
 
 def evaluate(
@@ -51,16 +75,18 @@ def evaluate(
 
     Args:
       loss_fn: A function `loss_fn(params, batch)` that returns the scalar mean loss over the leading
-        axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
+        axis of the batch's leaves, or a pair `(sum, count)` of scalars, whose loss is sum / count. With
+        `has_aux`, it returns `(loss, aux)` or `((sum, count), aux)`. See Notes.
       params: The params at which to evaluate. In a model made of dataclasses, as in Equinox, the params
         are the floating arrays; the gradient is None for all other leaves.
       batch: A tree of arrays. All examples share leaves of rank 0, such as a typed random key. For
         gradients of single examples, a key is folded with the index of the example, so each example has
         its own dropout mask. Keys that `jax.tree_util.Partial` binds to `loss_fn` are folded too.
-      has_aux: Whether `loss_fn` returns a pair.
+      has_aux: Whether `loss_fn` returns its loss together with a second result.
       axis_name: The mapped axis or axes over which `value`, `grad`, `value_fn` and `grad_fn` are
         averaged, under `jax.pmap`, `jax.vmap` and `jax.shard_map`, including the checked mode of
-        `jax.shard_map`.
+        `jax.shard_map`. Sums and counts are added over the axes, so the loss is the total sum divided
+        by the total count.
       example: A batch of one example, drawn independently of `batch`, for methods that compare their
         gradients.
 
@@ -72,7 +98,9 @@ def evaluate(
         params;
       - `per_example_grad_fn(params)`: the gradient of each example, a tree like params with a leading
         axis of the batch's size, not averaged over `axis_name`;
-      - `example_grad_fn(params)`, with an `example`: the gradient of the example, also not averaged.
+      - `example_grad_fn(params)`, with an `example`: the gradient of the example, also not averaged;
+      - `weight`, if `loss_fn` returns a sum and a count and there is no `axis_name`: the count, by which
+        `optperm.agn` and `optperm.diloco` weigh the replica.
 
       `grad_fn` and `per_example_grad_fn` can also use a part of the batch: `start=` (0) and `size=`.
 
@@ -92,6 +120,13 @@ def evaluate(
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
 
     Notes:
+      With padded or masked examples, or sequences of different lengths, return the sum of the losses
+      that count and their number: `(jnp.sum(mask * losses), jnp.sum(mask))`. Then padding changes
+      neither the loss nor the gradient, on one device and over `axis_name`. Where nothing counts, the
+      loss and its gradient are zero. A part of the batch, or a single example, has its own sum and
+      count, so the mean of the examples' gradients is the gradient of the batch only if all counts are
+      equal. A tuple of two scalars is a sum and a count, so for a loss and an aux, pass `has_aux=True`.
+
       The functions of `extra_args` cost nothing unless a method calls them. `optax.contrib.sam` accepts
       no extra argument except `grad_fn`:
       `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
@@ -101,16 +136,46 @@ def evaluate(
       from this evaluation and returns no gradient for it.
 
     Raises:
-      TypeError: If the loss is not a real scalar.
+      TypeError: If the loss is neither a real scalar nor a pair of real scalars.
       ValueError: If `axis_name` is not bound where `evaluate` is called, or params are masked.
     """
-    here, params = params, trained_part(params)
     checks.check_axis_is_bound(axis_name)
+    return evaluate_part(
+        loss_fn,
+        params,
+        batch,
+        has_aux=has_aux,
+        axis_name=axis_name,
+        count_axis=axis_name,
+        example=example,
+    )
+
+
+def evaluate_part(
+    loss_fn: LossFn,
+    params: optax.Params,
+    batch: Any,
+    *,
+    has_aux: bool = False,
+    axis_name: AxisName | None = None,
+    count_axis: AxisName | None = None,
+    example: Any = None,
+) -> Evaluation:
+    """Evaluate a loss as `evaluate` does, with counts that are averaged over their own axes.
+
+    With `count_axis` but without `axis_name`, the results belong to one replica, and their means over
+    `count_axis` belong to all replicas: each replica divides its sum by the mean of the counts.
+    """
+    here, params = params, trained_part(params)
 
     def loss_and_aux(
-        params: optax.Params, batch: Any, loss_fn: LossFn = loss_fn
+        params: optax.Params,
+        batch: Any,
+        loss_fn: LossFn = loss_fn,
+        count_axis: AxisName | None = count_axis,
     ) -> tuple[jax.Array, Any]:
-        return checked_loss(loss_fn, fill_masked(params, here), batch, has_aux=has_aux)
+        total, count, aux = checked_sum(loss_fn, fill_masked(params, here), batch, has_aux=has_aux)
+        return divide_sum(total, count, count_axis), (count, aux)
 
     def mean(tree: Any) -> Any:
         return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
@@ -123,17 +188,20 @@ def evaluate(
         per_example_grad_fn: Any = None,
         example_grad_fn: Any = None,
         full_grad_fn: Any = None,
+        weight: Any = None,
+        watch: Any = None,
     ) -> jax.Array:
-        del grad_fn, per_example_grad_fn, example_grad_fn, full_grad_fn
+        del grad_fn, per_example_grad_fn, example_grad_fn, full_grad_fn, weight, watch
         trained = trained_part(params)
         return mean(loss_and_aux(shared(trained, batch, axis_name), batch)[0])
 
     # g = grad L_B at params that vary like the batch, so the gradient stays local and is averaged once
     def value_and_grad(
-        params: optax.Params, examples: Any
+        params: optax.Params, examples: Any, count_axis: AxisName | None = count_axis
     ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
         local = varying_like(trained_part(params), examples, axis_name)
-        found, grad = jax.value_and_grad(loss_and_aux, has_aux=True)(local, examples)
+        loss = functools.partial(loss_and_aux, count_axis=count_axis)
+        found, grad = jax.value_and_grad(loss, has_aux=True)(local, examples)
         return found, jax.tree.map(jnp.conj, grad)
 
     # The opaque mode of Optax's SAM also passes the number of its inner step.
@@ -154,13 +222,13 @@ def evaluate(
 
         # One example is a batch of one, so for any loss_fn, the mean loss is the example's loss.
         def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
-            grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn)[0])(local)
+            grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn, None)[0])(local)
             return jax.tree.map(jnp.conj, grad)
 
         return map_examples(grad_of_one, loss_fn, part_of(batch, start, size), first=start)
 
     def example_grad_fn(params: optax.Params) -> optax.Updates:
-        return value_and_grad(params, example)[1]
+        return value_and_grad(params, example, None)[1]
 
     # Estimators of the gradient noise compare this number with their batch_size.
     vars(grad_fn)["num_examples"] = num_examples(batch)
@@ -168,7 +236,7 @@ def evaluate(
     vars(per_example_grad_fn)["draws_anew"] = any(
         map(_is_shared_key, jax.tree.leaves((loss_fn, batch)))
     )
-    (value, aux), grad = value_and_grad(params, batch)
+    (value, (count, aux)), grad = value_and_grad(params, batch)
     value, grad = mean(value), mean(grad)
     extra_args = {
         "value": value,
@@ -179,22 +247,73 @@ def evaluate(
     }
     if example is not None:
         extra_args["example_grad_fn"] = example_grad_fn
-    return Evaluation(value=value, grad=grad, aux=aux, extra_args=extra_args)
+    if count is not None and count_axis is None:
+        extra_args["weight"] = count
+    if count is not None and axis_name is not None:
+        count = jax.lax.psum(count, axis_name)
+    return Evaluation(value=value, grad=grad, aux=aux, extra_args=extra_args, count=count)
 
 
 def checked_loss(
     loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, Any]:
-    """Return the loss, which must be a real scalar, and the second result of `loss_fn`."""
+    """Return the loss, a real scalar, and the second result of `loss_fn`."""
+    total, count, aux = checked_sum(loss_fn, params, batch, has_aux=has_aux)
+    return divide_sum(total, count), aux
+
+
+def checked_sum(
+    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Return the loss and None, or a sum and its count, and the second result of `loss_fn`."""
     _check_is_whole(params)
     out = loss_fn(params, batch)
     loss, aux = out if has_aux else (out, None)
-    is_one = not isinstance(loss, tuple) and not jnp.shape(loss)
-    if not is_one or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        wanted = "a real scalar, or a pair (loss, aux) with has_aux=True"
-        came = "a tuple" if isinstance(loss, tuple) else jax.typeof(loss)
+    return *split_loss(loss), aux
+
+
+def split_loss(loss: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Return a loss and None, or the sum and the count of a pair, in the dtype of the sum."""
+    is_pair = isinstance(loss, tuple) and len(loss) == 2
+    total, count = loss if is_pair else (loss, 1)
+    if not (_is_scalar(total, jnp.floating) and _is_scalar(count, jnp.floating, jnp.integer)):
+        wanted = (
+            "a real scalar, a pair of scalars (sum, count), or a pair (loss, aux) with has_aux=True"
+        )
+        came = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else jax.typeof(loss)
         raise TypeError(f"loss_fn must return {wanted}, got {came}.")
-    return loss, aux
+    return total, jnp.asarray(count).astype(jnp.result_type(total)) if is_pair else None
+
+
+def _is_scalar(value: Any, *kinds: Any) -> bool:
+    if not jax.tree_util.all_leaves([value]) or jnp.shape(value):
+        return False
+    return any(jnp.issubdtype(jnp.result_type(value), kind) for kind in kinds)
+
+
+def divide_sum(
+    total: jax.Array, count: jax.Array | None, axis_name: AxisName | None = None
+) -> jax.Array:
+    r"""Return sum / count, zero if nothing counts; the sum itself if there is no count.
+
+    Over an axis, the result is this replica's part of the loss of all replicas, whose mean over the axis
+    is :math:`L = S / C` with :math:`S = \sum_i S_i` and :math:`C = \sum_i C_i`.
+    """
+    if count is None:
+        return total
+    if axis_name is None:
+        return _quotient(total, count)
+    # The derivative of L is sum_i (S_i' - L C_i') / C
+    fixed = jax.lax.stop_gradient(count)
+    mean_sum, mean_count = jax.lax.pmean((jax.lax.stop_gradient(total), fixed), axis_name)
+    loss = _quotient(mean_sum, mean_count)
+    return _quotient(total - loss * (count - fixed), mean_count)
+
+
+def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
+    is_none = count == 0
+    # A divisor of one keeps the gradient of the branch that is not chosen finite.
+    return jnp.where(is_none, jnp.zeros_like(total), total / jnp.where(is_none, 1, count))
 
 
 def _check_is_whole(params: optax.Params) -> None:
@@ -206,6 +325,110 @@ def _check_is_whole(params: optax.Params) -> None:
             'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], and '
             "put optperm.with_loss outside of all other transformations."
         )
+
+
+def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False) -> bool:
+    r"""Return whether the loss of a batch is the mean of the losses of its halves, up to noise.
+
+    .. math:: L_B(\theta) = \frac{|B_1|}{|B|} L_{B_1}(\theta) + \frac{|B_2|}{|B|} L_{B_2}(\theta)
+
+    The loss is evaluated on several random orders of the batch, outside of any compiled step. Rounding
+    and random numbers, such as dropout masks, change the loss of a batch from order to order, and these
+    changes show which difference from the mean over the halves is too large. A sum and a count take the
+    place of a loss and the number of examples.
+
+    Args:
+      loss_fn: As in `evaluate`. Random keys that `jax.tree_util.Partial` binds to it are folded with the
+        number of the evaluation.
+      params: The params.
+      batch: The batch, a tree of arrays. Examples share leaves of rank 0; keys among them are folded.
+      has_aux: Whether `loss_fn` returns a pair.
+    """
+    if num_examples(batch) < 2:
+        return True
+    run = jit_current(lambda p, b: compare_halves(loss_fn, p, b, has_aux=has_aux))
+    return judge_halves(*run(params, batch))
+
+
+def compare_halves(
+    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of a batch, and the mean of the losses of its halves, for several random orders.
+
+    The arguments are as in `is_mean`; the batch has at least two examples.
+    """
+    size = num_examples(batch)
+    half = size // 2
+
+    def compare(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        order = jax.random.permutation(key, size)
+
+        def loss(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+            def fold(leaf: Any) -> Any:
+                return jax.random.fold_in(leaf, jax.random.bits(jax.random.fold_in(key, number)))
+
+            def choose(leaf: Any) -> Any:
+                if jnp.ndim(leaf):
+                    return take_rows(leaf, rows)
+                return fold(leaf) if _is_shared_key(leaf) else leaf
+
+            of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
+            part = jax.tree.map(choose, batch)
+            total, count, _ = checked_sum(of_part, params, part, has_aux=has_aux)
+            value = divide_sum(total, count).astype(float)
+            return value, (jnp.asarray(len(rows)) if count is None else count).astype(float)
+
+        # L_B, and (|B_1| L_B1 + |B_2| L_B2) / |B|
+        (first, n1), (second, n2) = loss(order[:half], 1), loss(order[half:], 2)
+        return loss(order, 0)[0], first + _quotient(n2 * (second - first), n1 + n2)
+
+    return jax.lax.map(compare, jax.random.split(jax.random.key(0), _ORDERS))
+
+
+def judge_halves(whole: Any, halves: Any, differs: float = _DIFFERS) -> bool:
+    """Return whether the results of `compare_halves` agree up to noise and a relative difference."""
+    whole, difference = np.asarray(whole, np.float64), np.asarray(whole) - np.asarray(halves)
+    if not np.all(np.isfinite(difference)):
+        return True
+    least = differs * abs(whole.mean())
+    error = _ERRORS * difference.std(ddof=1) / _ORDERS**0.5
+    size_of_all, noise = np.sqrt(np.mean(difference**2)), _ERRORS * whole.std(ddof=1)
+    return bool(abs(difference.mean()) <= max(least, error) and size_of_all <= max(least, noise))
+
+
+def gets_gradient(
+    tx: optax.GradientTransformationExtraArgs,
+    opt_state: Any,
+    params: optax.Params,
+    e: Evaluation,
+    **extra_args: Any,
+) -> bool | jax.Array | None:
+    """Return whether all samplers of an optimizer get the gradient that the optimizer gets.
+
+    The result is None if no method in the optimizer looks, True if each looks at the same arrays, and
+    otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument `watch`
+    with the updates that they take for the gradient.
+
+    Args:
+      tx: The optimizer.
+      opt_state: Its state.
+      params: The params.
+      e: The evaluation whose gradient the optimizer gets.
+      **extra_args: Further extra arguments.
+    """
+    seen: list[Any] = []
+    given = known_extra_args(tx, e.extra_args | extra_args | {"watch": seen.append})
+    tx.update(e.grad, opt_state, params, **given)
+    found: bool | jax.Array = True
+    for updates in seen:
+        pairs = zip(*map(jax.tree.leaves, (updates, mask_like(e.grad, updates))), strict=True)
+        for one, other in pairs:
+            if one is not other:
+                wide = accumulation_dtype((one, other))
+                new, old = one.astype(wide), other.astype(wide)
+                limit = _DIFFERS * jnp.linalg.norm(jnp.ravel(old))
+                found &= ~(jnp.linalg.norm(jnp.ravel(new - old)) > limit)
+    return found if seen else None
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:

@@ -11,7 +11,8 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import cast_like
-from optperm.core.shapes import Array, Bool, Int32
+from optperm.core.fingerprints import UNSET
+from optperm.core.shapes import Array, Bool, Int32, UInt32
 from optperm.core.states import find_states
 from optperm.core.transformation import wrapper
 from optperm.exact import (
@@ -32,12 +33,18 @@ class SwitchAfterState(NamedTuple):
       switched: Whether the second optimizer took the last step, or will take the first step.
       first: State of the first optimizer; constant after the switch.
       then: State of the second optimizer.
+      fingerprint: A number for each of the arguments of `shaped_by`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     switched: Bool[Array, ""]
     first: Any
     then: Any
+    fingerprint: UInt32[Array, "1"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return ("track",)
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the optimizer that took the last step."""
@@ -50,6 +57,10 @@ class SwitchAfterState(NamedTuple):
     def phases(self) -> list[tuple[Any, jax.Array]]:
         """Return each optimizer's state with a flag: it took the last step, or will take the first."""
         return [(self.first, jnp.logical_not(self.switched)), (self.then, self.switched)]
+
+    def reached_goal(self) -> jax.Array:
+        """Return whether the last optimizer took the last step."""
+        return self.switched
 
     def replace_targets(self, other: "SwitchAfterState") -> "SwitchAfterState":
         """Return this state with the targets of another state.
@@ -166,11 +177,11 @@ def switch_after(
 
         # The first branch is traced first, so that its error names trees that do not match.
         moves, first_state, then_state = cond(jnp.logical_not(is_switched), in_first, in_then)
-        return moves, SwitchAfterState(
+        return moves, state._replace(
             count=optax.safe_increment(state.count) if has_step else state.count,
             switched=is_switched,
             first=first_state,
             then=then_state,
         )
 
-    return wrapper(init, update, method="switch_after")
+    return wrapper(init, update, method="switch_after", shape_arguments=lambda _: {"track": track})

@@ -3,6 +3,7 @@
 import itertools
 import re
 import signal
+import unittest.mock
 
 import fitting
 import jax
@@ -13,6 +14,8 @@ import support
 
 import optperm
 from optperm import training
+from optperm.training import _checkpoints as checkpoints
+from optperm.training import _processes as processes
 
 
 def part(epoch):
@@ -44,6 +47,8 @@ def main(index, folder):
     ended = fit("agn", on_signal="return", every=end)
     assert (ended.ended, ended.step) == ("interrupted", 4)
     refuse_what_differs(index)
+    refuse_folders_that_are_not_shared(index, folder)
+    meet_rarely()
     resume_after_an_error_in_one_of_them(index, folder)
 
 
@@ -97,6 +102,43 @@ def refuse_what_differs(index):
     for tx, options in ((local, on), (optax.sgd(0.1 + shift), {})):
         says, start = "compiled different programs", fitting.linen_state(tx)
         refuses(ValueError, says, start, part, epochs=1, **options)
+
+
+def refuse_folders_that_are_not_shared(index, folder):
+    """Before the first step, in all processes, where one would else wait for the other for minutes."""
+    state, options = (
+        fitting.linen_state(fitting.method("agn", "replica")),
+        fitting.on(2, mapped=True),
+    )
+    options |= {"epochs": 1}
+    own, says = folder / f"own-{index}", "Process 0 does not see what process 1 writes to"
+    with unittest.mock.patch.object(checkpoints, "_PATIENCE", 0.5):
+        refuses(training.CheckpointError, says, state, part, checkpoints=own, **options)
+    assert not list(own.iterdir())
+    is_one = index == "1"
+    for name, given in {
+        "resume": {"checkpoints": folder / "shared", "resume": is_one},
+        "checkpoints, in any folder,": {"checkpoints": folder / "shared" if is_one else None},
+    }.items():
+        refuses(ValueError, f"in all processes: {name}", state, part, **given, **options)
+
+
+def meet_rarely():
+    """The number of exchanges follows from the number of calls of compiled steps, not of steps."""
+    state, options = (
+        fitting.linen_state(fitting.method("agn", "replica")),
+        fitting.on(2, mapped=True),
+    )
+
+    def count(num_batches):
+        data = [
+            batch for batch, _ in zip(itertools.cycle(part(1)), range(num_batches), strict=False)
+        ]
+        with unittest.mock.patch.object(processes, "gather", wraps=processes.gather) as gather:
+            training.fit(state, fitting.linen_loss, lambda _: iter(data), epochs=1, **options)
+        return gather.call_count
+
+    assert count(60) == count(20) <= count(5) + 1
 
 
 def resume_after_an_error_in_one_of_them(index, folder):

@@ -9,6 +9,7 @@ import replicas
 import support
 
 import optperm
+from optperm import evaluation
 
 PARAMS, OTHER = support.random_params(0), support.random_params(1)
 BATCH = {"x": support.normal((8, 12), 1), "y": support.normal((8, 5), 2)}
@@ -192,6 +193,86 @@ def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
     support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
+# Three of eight examples are padding, and a replica of four has nothing else.
+MASK = np.float32([1, 1, 1, 0, 1, 1, 0, 0])
+
+
+def masked_sum(params, batch):
+    """Squared errors of the examples that count, and a count that depends on the params as well."""
+    prediction = batch["x"] @ params["kernel"] + params["bias"][None]
+    weights = batch["mask"] * (1.0 + jnp.sum(params["bias"] ** 2))
+    return jnp.sum(weights * jnp.mean((prediction - batch["y"]) ** 2, axis=1)), jnp.sum(weights)
+
+
+def counted(shared, batch, axis_name=replicas.AXIS):
+    """All that is averaged, and the per-example gradients and the number, which are not."""
+    params, other = shared
+    e = optperm.evaluate(masked_sum, params, batch, axis_name=axis_name)
+    fns = e.extra_args
+    slope = jax.grad(fns["value_fn"])(params)
+    averaged = (e.value, e.grad, fns["value_fn"](other), fns["grad_fn"](other), slope, e.count)
+    return averaged, fns["per_example_grad_fn"](other)
+
+
+def test_a_sum_and_a_count_are_the_quotient_of_all_that_counts():
+    """Padding has no weight: value and gradients are those of the examples that count."""
+    batch, few = BATCH | {"mask": MASK}, jax.tree.map(lambda leaf: leaf[MASK > 0], BATCH)
+    whole, part = MASK.astype(bool), {"start": 2, "size": 2}
+    at = jax.jit(jax.value_and_grad(lambda p, b: divided(masked_sum(p, b))))
+    value, grad = at(PARAMS, batch)
+    (got, grads, *_, count), each = counted((PARAMS, OTHER), batch, axis_name=None)
+    np.testing.assert_allclose([got, count], [value, masked_sum(PARAMS, batch)[1]], rtol=1e-5)
+    support.assert_close(grads, grad, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(value, loss_fn(PARAMS, few), rtol=1e-5)
+    # An example, or a part of the batch, has its own sum and count; padding has no gradient.
+    e = optperm.evaluate(masked_sum, OTHER, batch)
+    for i in range(8):
+        alone = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], batch)
+        own = at(OTHER, alone)[1] if whole[i] else jax.tree.map(jnp.zeros_like, OTHER)
+        support.assert_close(replicas.take(each, i), own, rtol=1e-4, atol=1e-6)
+    two = jax.tree.map(lambda leaf: leaf[2:4], batch)
+    support.assert_close(
+        e.extra_args["grad_fn"](OTHER, **part), at(OTHER, two)[1], rtol=1e-4, atol=1e-6
+    )
+    assert e.extra_args["weight"] == e.count
+    with_both = optperm.evaluate(lambda p, b: (masked_sum(p, b), "aux"), OTHER, batch, has_aux=True)
+    assert (with_both.value, with_both.aux) == (e.value, "aux")
+
+
+def divided(pair):
+    return pair[0] / pair[1]
+
+
+@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+def test_sums_and_counts_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
+    """Not means of means; the last replica has nothing that counts."""
+    batch = BATCH | {"mask": MASK}
+    expected, each = counted((PARAMS, OTHER), batch, axis_name=None)
+    got, got_each = replicas.share(counted, mapping, 4)((PARAMS, OTHER), quarters(batch))
+    for replica in range(4):
+        support.assert_close(replicas.take(got, replica), expected, rtol=1e-4, atol=1e-6)
+    support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
+
+
+def test_where_nothing_counts_loss_and_gradient_are_zero():
+    empty = BATCH | {"mask": 0 * MASK}
+    (value, grad, *_, count), each = counted((PARAMS, OTHER), empty, axis_name=None)
+    assert value == count == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((grad, each)))
+    # What is not a number is no count of zero.
+    assert np.isnan(counted((PARAMS, OTHER), BATCH | {"mask": MASK * np.nan}, axis_name=None)[0][0])
+
+
+@pytest.mark.parametrize(
+    "out", [(1.0, {}), (1.0, None), (1.0, 1.0, 1.0), (np.ones(2), 1.0), (1, 1)]
+)
+def test_what_is_neither_a_loss_nor_a_sum_and_a_count_is_refused(out):
+    with pytest.raises(
+        TypeError, match=r"a pair of scalars \(sum, count\), or a pair \(loss, aux\)"
+    ):
+        optperm.evaluate(lambda p, b: out, PARAMS, BATCH)
+
+
 def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     """Its opaque mode passes the number of the step too; every one sees the same batch."""
     grad_fn = optperm.evaluate(loss_fn, PARAMS, BATCH).extra_args["grad_fn"]
@@ -202,3 +283,84 @@ def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, grad_fn=grad_fn)
     above = optax.tree.add_scale(PARAMS, 0.1 / optax.tree.norm(grads), grads)
     support.assert_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
+
+
+def dropped(params, batch, key):
+    keep = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+    return loss_fn(params, batch | {"x": jnp.where(keep, batch["x"] / 0.9, 0.0)})
+
+
+def normalized(params, batch):
+    """As with BatchNorm, examples are mixed."""
+    x = batch["x"] - jnp.mean(batch["x"], axis=0, keepdims=True)
+    return loss_fn(params, batch | {"x": x / jnp.std(batch["x"], axis=0, keepdims=True)})
+
+
+def weighted(params, batch):
+    weights = jnp.exp(batch["y"][:, 0])
+    errors = (batch["x"] @ params["kernel"] - batch["y"]) ** 2
+    return jnp.sum(weights * jnp.mean(errors, axis=1)) / jnp.sum(weights)
+
+
+KEY = jax.random.key(3)
+# (loss, whether it is a mean over examples)
+LOSSES = {
+    "mean": (loss_fn, True),
+    "mean and penalty": (lambda p, b: loss_fn(p, b) + jnp.sum(p["kernel"] ** 2), True),
+    "mean near zero": (lambda p, b: loss_fn(p, b) - loss_fn(PARAMS, BATCH), True),
+    "dropout": (jax.tree_util.Partial(dropped, key=KEY), True),
+    "key in the batch": (lambda p, b: dropped(p, {k: b[k] for k in "xy"}, b["key"]), True),
+    "zero": (lambda p, b: 0.0 * loss_fn(p, b), True),
+    "infinite": (lambda p, b: jnp.inf * loss_fn(p, b), True),
+    "sum": (lambda p, b: len(b["x"]) * loss_fn(p, b), False),
+    "sum and penalty": (lambda p, b: jnp.sum(b["y"] ** 2) + 100.0, False),
+    "sum of few": (lambda p, b: loss_fn(p, b) * len(b["x"]) / (len(b["x"]) - 1), False),
+    "sum with dropout": (lambda p, b: len(b["x"]) * LOSSES["key in the batch"][0](p, b), False),
+    "mixed": (normalized, False),
+    "weighted": (weighted, False),
+    "broadcast": (lambda p, b: jnp.mean((b["x"][None, :, 0] - b["y"][:, :1]) ** 2), False),
+}
+
+
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_are_no_means_over_examples_are_found(name, size):
+    loss, is_mean = LOSSES[name]
+    batch = {name: leaf[:size] for name, leaf in BATCH.items()} | {"key": KEY}
+    assert evaluation.is_mean(loss, PARAMS, batch) == is_mean
+
+
+def test_loss_of_one_example_passes_as_a_mean():
+    one = {name: leaf[:1] for name, leaf in BATCH.items()}
+    assert evaluation.is_mean(LOSSES["sum"][0], PARAMS, one)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The updates are not the gradient", "ignore:svrg has no snapshot"
+)
+@pytest.mark.parametrize(
+    ("before", "scale", "found"),
+    [
+        ([], 1.0, True),
+        ([optperm.svrg()], 1.0, True),
+        ([optperm.svrg(every=2)], 1.0, True),
+        ([optperm.svrg(probability=0.5)], 1e3, True),
+        ([optax.scale_by_rss()], 1.0, False),
+        ([optax.clip_by_global_norm(1.0)], 1e3, False),
+        ([optax.add_decayed_weights(0.1)], 1e-3, False),
+        ([optax.trace(0.9), optax.scale(0.1)], 1.0, False),
+    ],
+)
+def test_transformations_that_change_the_gradient_of_a_sampler_are_found(before, scale, found):
+    """For every method that looks, also in a part of the params."""
+    e = optperm.evaluate(lambda p, b: scale * loss_fn(p, b), PARAMS, BATCH)
+    for sampler in (
+        optperm.sgld(1e-3, 8), optperm.sghmc(1e-3, 8, 0.1), optperm.constant_sgd(80, 8),
+        optperm.mandt_sgd(80, 8), optperm.ivon(0.1, 8.0),
+        optax.partition({"a": optperm.sgld(1e-3, 8), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}),
+    ):  # fmt: skip
+        tx = optax.with_extra_args_support(optax.chain(*before, sampler))
+        extras = {"full_grad_fn": e.extra_args["grad_fn"], "draw": OTHER}
+        assert evaluation.gets_gradient(tx, tx.init(PARAMS), PARAMS, e, **extras) == found
+    other = optax.with_extra_args_support(optax.chain(*before, optax.sgd(0.1)))
+    assert evaluation.gets_gradient(other, other.init(PARAMS), PARAMS, e, **extras) is None

@@ -142,3 +142,15 @@ def test_a_method_that_draws_gets_its_gradient_at_a_draw_of_each_step():
     w, state = train(jnp.zeros(2), tx.init(jnp.zeros(2)), jnp.zeros((10_000, 2)))
     np.testing.assert_allclose(w, np.ones(2), atol=0.05)
     np.testing.assert_allclose(state.inner_state.hessian, curvature, rtol=0.2)
+
+
+def test_data_on_a_mesh_with_explicit_axes_are_drawn_as_on_one_device():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = jax.NamedSharding(mesh, jax.P("d"))
+    sharded = {name: jax.device_put(leaf, rows) for name, leaf in DATA.items() if leaf.ndim}
+    found = []
+    for data in (DATA, DATA | sharded):
+        tx = optperm.with_loss(optax.sgd(0.1), loss_fn, data, batch_size=5)
+        with jax.set_mesh(mesh):
+            found.append(jax.jit(tx.update)(START, tx.init(START), START)[0]["w"])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

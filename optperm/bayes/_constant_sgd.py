@@ -16,14 +16,21 @@ import optax
 from optperm.bayes._burn_in import after_burn_in
 from optperm.bayes._covariance import NEEDS, Estimator, batch_gradients, check_noise_arguments
 from optperm.bayes._diagonal_newton import diagonal_newton
-from optperm.bayes._faults import COLD, are_seen, judge_kernel, judge_mean, judge_stability
-from optperm.bayes._forms import Preconditioner
+from optperm.bayes._faults import (
+    are_seen,
+    judge_kernel,
+    judge_mean,
+    judge_stability,
+    judge_temperature,
+)
+from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._masters import with_masters
 from optperm.bayes._schedule import make_schedule
 from optperm.bayes._warmup import begin, warm_up
 from optperm.core import checks
 from optperm.core.dtypes import all_finite, cast_like, computed_once
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, three_point_like
@@ -51,6 +58,7 @@ class ConstantSgdState(NamedTuple):
       limit: c times the `learning_rate` of the last step.
       kernel: The noise, the curvature and the basis of the steps.
       window: The statistics of the current window of the warm-up; () if a kernel was passed.
+      fingerprint: A number for each of the arguments of `shaped_by`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -63,10 +71,22 @@ class ConstantSgdState(NamedTuple):
     limit: Float32[Array, ""]
     kernel: NoiseKernel
     window: Any  # Window, or ()
+    fingerprint: UInt32[Array, "4"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the arguments for which the state is made, so that no other arguments misread it."""
+        return "preconditioner", "num_data", "batch_size", "momentum"
 
     def for_loop(self) -> ForLoop:
         """Return that batches must be drawn with replacement, and the number of training examples."""
         return ForLoop(draws_examples=True, num_data=self.kernel.num_data)
+
+    def numbers(self) -> tuple[jax.Array, jax.Array]:
+        """Return c times the `learning_rate`, and the temperature, of the last step."""
+        size, n = (
+            jnp.asarray(x, jnp.float32) for x in (self.kernel.batch_size, self.kernel.num_data)
+        )
+        return self.limit, self.scale * n / (2 * size)
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """Return H g with the step sizes of the last update, exactly only for a `learning_rate` of 1.
@@ -86,8 +106,7 @@ class ConstantSgdState(NamedTuple):
         if not are_seen(self):
             return []
         found = judge_stability(self.kernel.stability, self.steps, "stability")
-        if np.any(np.asarray(self.scale) == 0) and np.any(self.count):
-            found.append(COLD)
+        found += judge_temperature(self.count, self.scale)
         if np.any(np.asarray(self.count) < np.asarray(self.freeze_after)):
             return found
         # The last window contains about half of all estimates from steps that sampled
@@ -244,11 +263,15 @@ def constant_sgd(
     schedule = make_schedule(burn_in, freeze_after, batch_size, estimator, preconditioner)
     learns = kernel is None
 
+    def form_of(params: optax.Params) -> Preconditioner:
+        if kernel is not None:
+            return next(name for name, form in FORMS.items() if isinstance(kernel.basis, form))
+        return _choose_preconditioner(preconditioner, params)
+
     def init(params: optax.Params) -> ConstantSgdState:
         window: Any = ()
         if kernel is None:
-            form = _choose_preconditioner(preconditioner, params)
-            given, window = begin(params, form, noise_ratio=noise_ratio, **numbers)
+            given, window = begin(params, form_of(params), noise_ratio=noise_ratio, **numbers)
         else:
             check_kernel(kernel, params, preconditioner, **numbers)
             # The state may be donated, but the kernel belongs to the caller
@@ -320,6 +343,8 @@ def constant_sgd(
         like=(lambda state: state.window.direction) if learns else None,
         needs=NEEDS[estimator] | _NEEDS_CURVATURE if learns else None,
         axis_name=axis_name,
+        takes_gradient=True,
+        shape_arguments=lambda params: numbers | {"preconditioner": form_of(params)},
     )
     # theta' = theta - (1 - mu) v', v' = mu v + H (g + xi)
     steps = sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)

@@ -23,22 +23,32 @@ def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
     bulk = effective_sizes(_normal_scores(halves))
     errors = 1 / np.sqrt(effective_sizes(halves))
     return (
-        float(np.max(r_hats(values))),
+        float(np.max(r_hats(values)[0])),
         float(np.min(bulk)),
         float(min(tails)),
         float(np.max(errors)),
     )
 
 
-def r_hats(values: np.ndarray) -> np.ndarray:
-    """Return, for each entry, the larger of its two rank-normalized split R-hats, of bulk and of scale.
+def r_hats(values: np.ndarray, entries: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each entry, the larger of two rank-normalized split R-hats, and its limit.
+
+    The two are the R-hat of the bulk and the R-hat of the scale.
 
     Args:
-      values: (chain, draw, entry).
+      values: (chain, draw, entry), of at least four draws.
+      entries: The number of all entries, for the limit of `r_hat_limits`; None for no limits (infinity).
     """
     halves = _split(values)
     folded = np.abs(halves - np.median(halves, axis=(0, 1)))
-    return np.fmax(_r_hat(_normal_scores(halves)), _r_hat(_normal_scores(folded)))
+    found, limits = [], []
+    for scores in map(_normal_scores, (halves, folded)):
+        found.append(_r_hat(scores))
+        unlimited = np.full(values.shape[2], np.inf)
+        limits.append(unlimited if entries is None else _limits(scores, entries))
+    # NaN if all scores of an entry are equal, such as the scale of an entry with two values
+    is_bulk = ~((found[1] > found[0]) | np.isnan(found[0]))
+    return np.where(is_bulk, *found), np.where(is_bulk, *limits)
 
 
 def effective_sizes(values: np.ndarray) -> np.ndarray:
@@ -74,9 +84,13 @@ def r_hat_limits(values: np.ndarray, entries: int) -> np.ndarray:
       values: (chain, draw, entry), of at least four draws.
       entries: k, the number of all entries, of which `values` may contain only some.
     """
+    return _limits(_split(values), entries)
+
+
+def _limits(halves: np.ndarray, entries: int) -> np.ndarray:
+    """Return the limits of `r_hat_limits`, given the halves of the chains."""
     import scipy.stats  # noqa: PLC0415 - loads as long as all of JAX
 
-    halves = _split(values)
     m, n, _ = halves.shape
     with np.errstate(divide="ignore", invalid="ignore"):
         covariances = _autocovariances(halves)

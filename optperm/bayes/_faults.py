@@ -13,12 +13,22 @@ _LARGEST_STABILITY, _LARGEST_UNEVEN = 0.5, 0.2
 # The warm-up limits errors to a fifth, up to rounding, unless chains would then hardly move.
 _LEAST_DRIFT, _LARGEST_ERROR = 0.7, 0.201
 
-COLD = "The temperature is 0 in the last step: at this temperature, the draws of a chain are all equal."
+COLD = (
+    "The temperature is 0 in the last step: at this temperature, draws do not follow the posterior. "
+    "Pass a temperature above 0."
+)
 
 
 def are_seen(state: Any) -> bool:
     """Return whether the counts of a state are concrete, not traced."""
     return can_be_seen(state.count) and can_be_seen(state.steps)
+
+
+def judge_temperature(count: Any, temperature: Any) -> list[str]:
+    """Return a warning if the temperature of the last step is 0, as far as Python can see."""
+    if not (can_be_seen(count) and can_be_seen(temperature)):
+        return []
+    return [COLD] if np.any(count) and np.any(np.asarray(temperature) == 0) else []
 
 
 def judge_stability(stability: Any, steps: Any, lower: str) -> list[str]:

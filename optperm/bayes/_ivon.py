@@ -308,6 +308,7 @@ def ivon(
             method="ivon",
             like=lambda state: state.momentum,
             axis_name=axis_name,
+            takes_gradient=True,
         ),
         method="ivon",
         at_masters=True,

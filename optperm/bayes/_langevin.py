@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes._faults import judge_temperature
 from optperm.bayes._masters import with_masters
 from optperm.core import checks
 from optperm.core.dtypes import (
@@ -29,6 +30,7 @@ from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
 from optperm.core.shardings import shard_like
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like, without_variables
 
 
 class SgldState(NamedTuple):
@@ -37,24 +39,59 @@ class SgldState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       key: The raw random key of the noise.
-      reach: :math:`\epsilon T / 2` of the last step; 0 with a preconditioner. Its ratio to the
-        posterior's variance in a direction is :math:`h \lambda`, the step times the curvature, and the
-        variance of the draws is too large by the fraction :math:`h \lambda / 2`.
-      gain: :math:`\epsilon N^2 / (4 T)` of the last step; 0 with a preconditioner. Its product with the
-        variance of the batch's gradient is the fraction by which the noise of the batches increases a
-        variance.
+      step_size: :math:`\epsilon` of the last step; 0 with a preconditioner.
+      temperature: T of the last step.
+      num_data: N.
       left_out: Number of steps that left out entries with a nonfinite gradient.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     key: UInt32[Array, "2"]
-    reach: Float32[Array, ""]
-    gain: Float32[Array, ""]
+    step_size: Float32[Array, ""]
+    temperature: Float32[Array, ""]
+    num_data: Int32[Array, ""]
     left_out: Int32[Array, ""]
 
     def for_loop(self) -> ForLoop:
-        """Return that batches must be drawn with replacement."""
-        return ForLoop(draws_examples=True)
+        """Return that batches must be drawn with replacement, and the number of training examples."""
+        return ForLoop(draws_examples=True, num_data=self.num_data)
+
+    def numbers(self) -> tuple[jax.Array, jax.Array]:
+        """Return the step size and the temperature of the last step."""
+        return self.step_size, self.temperature
+
+    def warnings(self, params: Any = None) -> list[str]:
+        """Return a sentence if the last step had no noise, as far as Python can see.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        return judge_temperature(self.count, self.temperature)
+
+    def reach(self, step_size: Any, temperature: Any) -> Any:
+        r"""Return :math:`r = \epsilon T / 2`, for the increase of a variance by the steps.
+
+        The variance :math:`V_0` of the posterior becomes :math:`V_0 / (1 - r / (2 V_0))`, where
+        :math:`r / V_0` is the step times the curvature.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
+        """
+        return step_size * temperature / 2
+
+    def gain(self, step_size: Any, temperature: Any) -> Any:
+        r"""Return :math:`\epsilon N^2 / (4 T)`, the inverse of the injected noise's variance.
+
+        The product with the variance of a batch's gradient is the fraction by which the noise of the
+        batches increases a variance.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
+        """
+        return step_size * float(np.max(self.num_data)) ** 2 / (4 * temperature)
 
 
 class SghmcState(NamedTuple):
@@ -64,21 +101,62 @@ class SghmcState(NamedTuple):
       count: Number of steps taken.
       velocity: :math:`v`, a tree like params, in float32 or wider.
       key: The raw random key of the noise.
-      reach: :math:`\eta T / (2 - \alpha)` of the last step, used as in `SgldState`.
-      gain: :math:`\eta N^2 / (2 \alpha T)` of the last step, used as in `SgldState`.
-      left_out: As in `SgldState`.
+      step_size: :math:`\eta` of the last step.
+      temperature: T of the last step.
+      friction: :math:`\alpha`.
+      num_data: N.
+      left_out: Number of steps that left out entries with a nonfinite gradient.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     velocity: PyTree[Float[Array, "?*shape"], "Params"]
     key: UInt32[Array, "2"]
-    reach: Float32[Array, ""]
-    gain: Float32[Array, ""]
+    step_size: Float32[Array, ""]
+    temperature: Float32[Array, ""]
+    friction: Float32[Array, ""]
+    num_data: Int32[Array, ""]
     left_out: Int32[Array, ""]
 
     def for_loop(self) -> ForLoop:
-        """Return that batches must be drawn with replacement."""
-        return ForLoop(draws_examples=True)
+        """Return that batches must be drawn with replacement, and the number of training examples."""
+        return ForLoop(draws_examples=True, num_data=self.num_data)
+
+    def numbers(self) -> tuple[jax.Array, jax.Array]:
+        """Return the step size and the temperature of the last step."""
+        return self.step_size, self.temperature
+
+    def warnings(self, params: Any = None) -> list[str]:
+        """Return a sentence if the last step had no noise, as far as Python can see.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        return judge_temperature(self.count, self.temperature)
+
+    def reach(self, step_size: Any, temperature: Any) -> Any:
+        r"""Return :math:`r = \eta T / (2 - \alpha)`, as for `SgldState`.
+
+        With :math:`b = \eta T / V_0`, the params follow
+        :math:`\theta_{t+1} = (2 - \alpha - b) \theta_t - (1 - \alpha) \theta_{t-1} + \sigma \xi`, whose
+        variance is :math:`\sigma^2 (2 - \alpha) / (\alpha b (2 (2 - \alpha) - b))`, which is
+        :math:`V_0 / (1 - r / (2 V_0))` for :math:`\sigma^2 = 2 \alpha \eta T`.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
+        """
+        return step_size * temperature / (2 - float(np.max(self.friction)))
+
+    def gain(self, step_size: Any, temperature: Any) -> Any:
+        r"""Return :math:`\eta N^2 / (2 \alpha T)`, as for `SgldState`.
+
+        Args:
+          step_size: The step size.
+          temperature: T.
+        """
+        n, alpha = (float(np.max(x)) for x in (self.num_data, self.friction))
+        return step_size * n**2 / (2 * alpha * temperature)
 
 
 def sgld(
@@ -147,16 +225,21 @@ def sgld(
                     f"preconditioner must be above 0 in every entry, got {np.min(leaf)}."
                 )
 
+    def scales(params: optax.Params) -> Any:
+        """Return M, without the parts that are masked in the params."""
+        return mask_like(without_variables(preconditioner), params)
+
     def init(params: optax.Params) -> SgldState:
         if preconditioner is not None:
             checks.check_same_tree(
-                "preconditioner", preconditioner, params, source="params", dtypes=False
+                "preconditioner", scales(params), params, source="params", dtypes=False
             )
         return SgldState(
             count=jnp.zeros([], jnp.int32),
             key=key_data(key),
-            reach=jnp.zeros([], jnp.float32),
-            gain=jnp.zeros([], jnp.float32),
+            step_size=jnp.zeros([], jnp.float32),
+            temperature=jnp.zeros([], jnp.float32),
+            num_data=jnp.asarray(num_data, jnp.int32),
             left_out=jnp.zeros([], jnp.int32),
         )
 
@@ -170,7 +253,7 @@ def sgld(
         xi = normal_like(fold(state.key, state.count), params)
         # Without a barrier, XLA fuses the noise into the product that makes g, and compiles for a minute
         noisy = jax.lax.optimization_barrier(g)
-        m = optax.tree.ones_like(xi) if preconditioner is None else preconditioner
+        m = optax.tree.ones_like(xi) if preconditioner is None else scales(params)
 
         # u = -epsilon / 2 N M g + sqrt(epsilon T) M^(1/2) xi
         def move(g: jax.Array, xi: jax.Array, m: jax.Array) -> jax.Array:
@@ -179,17 +262,18 @@ def sgld(
             return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
 
         moves = computed_once(jax.tree.map(move, noisy, xi, m))
-        # reach and gain, from which a report judges the steps, are valid only for M = 1
+        # A report judges the steps only for M = 1
         is_plain = float(preconditioner is None)
         return zero_if_not_finite(moves), state._replace(
             count=optax.safe_increment(state.count),
-            reach=(is_plain * epsilon * t / 2).astype(jnp.float32),
-            gain=(is_plain * epsilon * n**2 / (4 * t)).astype(jnp.float32),
+            step_size=(is_plain * epsilon).astype(jnp.float32),
+            temperature=t.astype(jnp.float32),
+            num_data=jnp.asarray(num_data, jnp.int32),
             left_out=state.left_out + jnp.logical_not(all_finite(moves)).astype(jnp.int32),
         )
 
     return with_masters(
-        transformation(init, update, method="sgld"),
+        transformation(init, update, method="sgld", takes_gradient=True),
         method="sgld",
     )
 
@@ -262,8 +346,10 @@ def sghmc(
             count=jnp.zeros([], jnp.int32),
             velocity=wide_zeros(params),
             key=key_data(key),
-            reach=jnp.zeros([], jnp.float32),
-            gain=jnp.zeros([], jnp.float32),
+            step_size=jnp.zeros([], jnp.float32),
+            temperature=jnp.zeros([], jnp.float32),
+            friction=jnp.asarray(friction, jnp.float32),
+            num_data=jnp.asarray(num_data, jnp.int32),
             left_out=jnp.zeros([], jnp.int32),
         )
 
@@ -296,13 +382,21 @@ def sghmc(
             count=optax.safe_increment(state.count),
             velocity=velocity,
             key=state.key,
-            reach=(eta * t / (2 - alpha)).astype(jnp.float32),
-            gain=(eta * n**2 / (2 * alpha * t)).astype(jnp.float32),
+            step_size=eta.astype(jnp.float32),
+            temperature=t.astype(jnp.float32),
+            friction=alpha.astype(jnp.float32),
+            num_data=jnp.asarray(num_data, jnp.int32),
             left_out=state.left_out + is_left_out.astype(jnp.int32),
         )
 
     return with_masters(
-        transformation(init, update, method="sghmc", like=lambda state: state.velocity),
+        transformation(
+            init,
+            update,
+            method="sghmc",
+            like=lambda state: state.velocity,
+            takes_gradient=True,
+        ),
         method="sghmc",
     )
 

@@ -22,7 +22,7 @@ from optperm.bayes._covariance import (
     batch_gradients,
     check_noise_arguments,
 )
-from optperm.bayes._faults import are_seen, judge_mean, judge_stability
+from optperm.bayes._faults import are_seen, judge_mean, judge_stability, judge_temperature
 from optperm.bayes._forms import FORMS, Form, Full, Preconditioner, update_mean
 from optperm.bayes._kernel import precondition
 from optperm.bayes._masters import with_masters
@@ -30,11 +30,13 @@ from optperm.bayes._power_iteration import power_iteration
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Float32, Int32, PyTree
+from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
+from optperm.core.shardings import can_be_seen
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
@@ -62,6 +64,7 @@ class MandtSgdState(NamedTuple):
       sizes: h of the last step, or of `noise` in the full form, with the structure of `noise`.
       stability: :math:`\eta \lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`; 0 before its first estimate.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
+      fingerprint: A number for each of the arguments of `shaped_by`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -76,6 +79,11 @@ class MandtSgdState(NamedTuple):
     sizes: PyTree[Float[Array, "..."]]
     stability: Float32[Array, ""]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
+    fingerprint: UInt32[Array, "2"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "preconditioner", "momentum"
 
     def for_loop(self) -> ForLoop:
         """Return that batches must be drawn with replacement."""
@@ -109,6 +117,11 @@ class MandtSgdState(NamedTuple):
                 "smaller max_step or more damping."
             )
         found = judge_stability(self.stability, self.steps, "max_step")
+        # Only at a temperature of 0, all steps have the length 0
+        sizes = jax.tree.leaves(self.sizes)
+        if all(map(can_be_seen, sizes)):
+            longest = max((np.max(h, initial=0.0) for h in sizes), default=1.0)
+            found += judge_temperature(self.steps, np.float32(longest))
         return found + judge_mean(self.uneven, np.asarray(self.estimates))
 
 
@@ -305,15 +318,19 @@ def mandt_sgd(
         like=lambda state: state.direction,
         needs=NEEDS[estimator],
         axis_name=axis_name,
+        takes_gradient=True,
+        shape_arguments=lambda _: {
+            "preconditioner": preconditioner,
+            "momentum": momentum is not None,
+        },
     )
 
     def rate(count: jax.Array) -> jax.Array:
         return (1 - mu) * resolve_schedule("learning_rate", learning_rate, count)
 
     # theta' = theta - eta (1 - mu) v', v' = mu v + H g
-    steps = [sampler, optax.scale_by_learning_rate(rate)]
-    if momentum is not None:
-        steps.insert(1, optax.trace(momentum))
+    velocity = optax.identity() if momentum is None else optax.trace(momentum)
+    steps = [sampler, velocity, optax.scale_by_learning_rate(rate)]
     if burn_in_optimizer is None:
         chain = optax.with_extra_args_support(optax.chain(*steps))
         return with_masters(chain, method="mandt_sgd")

@@ -9,20 +9,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes._biases import is_given, judge_biases, langevin_biases, measure_kernel_bias
+from optperm.bayes._biases import (
+    is_given,
+    judge_biases,
+    langevin_biases,
+    measure_kernel_bias,
+    numbers_of_draws,
+)
 from optperm.bayes._constant_sgd import ConstantSgdState
-from optperm.bayes._convergence import convergence, r_hat_limits, split_r_hats
+from optperm.bayes._convergence import convergence, r_hat_limits, r_hats, split_r_hats
 from optperm.bayes._faults import COLD
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._samples import Samples, check_samples
-from optperm.core.states import check_runs, find_running_states
+from optperm.core.states import (
+    SnapshotState,
+    check_runs,
+    find_running_states,
+    find_states,
+    find_warnings,
+)
+from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
 
 # NOISY samplers have a key, and each chain needs its own key.
 NOISY = (ConstantSgdState, SgldState, SghmcState)
 SAMPLERS = (*NOISY, MandtSgdState)
 # The first two limits are from Vehtari et al., 2021; the third is for the split R-hat.
 _LARGEST_R_HAT, _LEAST_ESS, _NOT_MIXED = 1.01, 400, 1.1
+# With a larger R-hat, chains have not mixed, for any number of draws.
+_FAR_FROM_MIXED = 1.3
 _FEWEST, _LEAST_DRAWS = 4, 40
 # If there are more entries, evenly spaced entries are judged.
 _MOST_ENTRIES = 20_000
@@ -30,9 +45,6 @@ _MOST_ENTRIES = 20_000
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
 
 DIVERGED = "The chains diverge: take smaller steps, or check that the loss is finite."
-NOT_CHECKED = (
-    "Whether batches are drawn with replacement, and no transformation changes the updates."
-)
 
 
 class PosteriorReport(NamedTuple):
@@ -100,12 +112,12 @@ def posterior_report(
     also warns if the noise is so correlated that the diagonal or scalar preconditioner changes a
     variance by more than a fifth. For a kernel that was passed, it warns if the noise in
     `samples.batch_noise`, from `optperm.bayes.sample`, changes variances by more than 30% on average.
-    For SGLD and SGHMC, it warns if the step size increases a variance by more than 5%. To first order,
-    the relative increase is
+    For SGLD and SGHMC, it warns if the step size increases a variance by more than 5%. In one dimension,
+    the posterior's variance :math:`V_0` and the variance V of the draws have the exact relation
 
     .. math::
-      \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
-      \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
+      V_0 = \frac{V}{2} \left(1 + \sqrt{1 - \frac{2 r}{V}}\right), \qquad
+      r = \frac{\epsilon T}{2} \quad \text{or} \quad r = \frac{\eta T}{2 - \alpha}
 
     It also warns if the noise of the batches, with covariance R, can increase the variance of a linear
     function of the params by more than 5%. To first order, the relative increase is at most
@@ -115,11 +127,11 @@ def posterior_report(
       \frac{\eta N^2}{2 \alpha T} \lambda_{\max}(R)
 
     If only the diagonal of R is known, the trace of R replaces the maximum eigenvalue. With a
-    preconditioner, neither increase is checked.
+    preconditioner, neither increase is checked. Step sizes and temperatures are means over the draws.
 
     The number of draws and their autocorrelation determine the maximum R-hat of chains that have mixed.
-    Up to this limit, the report recommends more draws; above the limit, it states that the chains have
-    not mixed. `print` shows the report, including the conditions that were not checked.
+    Up to this limit, and up to 1.3, the report recommends more draws; above either, it states that the
+    chains have not mixed. `print` shows the report, including the conditions that were not checked.
 
     Args:
       samples: The `Samples` of `optperm.bayes.draw_samples` or `optperm.bayes.sample`. For draws from
@@ -190,14 +202,15 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     figures = _measure(slowest)
     is_moving = ~find_unmoved(values)
     step_bias, batch_bias = langevin_biases(values, states, samples)
-    kernel_bias = measure_kernel_bias(states, samples.batch_noise)
+    kernel_bias = measure_kernel_bias(states, samples)
     kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     found = judge_chains(samples, values, states)
     # If chains diverge, their mixing is not judged
     if found[:1] != [DIVERGED]:
         found += _judge_mixing(slowest, figures, values.shape[2])
-        found += judge_biases(step_bias, batch_bias, kernel_bias)
+        has_snapshots = bool(find_states(samples.last_opt_state, SnapshotState))
+        found += judge_biases(step_bias, batch_bias, kernel_bias, has_snapshots=has_snapshots)
     return PosteriorReport(
         *figures,
         stability=None if one is None else float(np.max(one.stability)),
@@ -206,7 +219,7 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
         step_bias=step_bias,
         batch_bias=batch_bias,
         unmoved=int(np.sum(~is_moving)) if values.shape[1] > 1 else 0,
-        not_checked=(*describe_unchecked(samples, states, step_bias, batch_bias), NOT_CHECKED),
+        not_checked=tuple(describe_unchecked(samples, states, step_bias, batch_bias)),
         warnings=tuple(found),
     )
 
@@ -225,8 +238,10 @@ def warn_of_draws(samples: Samples) -> None:
         found = judge_chains(samples, values, states)
         if not found and values.shape[1] >= _LEAST_DRAWS:
             largest = float(np.nanmax(split_r_hats(values), initial=0.0))
-            is_large = largest > _NOT_MIXED
-            found = [_describe_r_hat(largest, values, values.shape[2])] if is_large else []
+            if largest > _NOT_MIXED:
+                moving = values[..., ~find_unmoved(values)]
+                limits = r_hat_limits(moving, values.shape[2])
+                found = [_describe_r_hat(split_r_hats(moving), limits)]
     else:
         found = [] if is_finite(samples.params) else [DIVERGED]
     for text in found:
@@ -242,9 +257,14 @@ def _rounded(value: float) -> str:
 
 def _measure(values: np.ndarray) -> tuple[float, float, float, float]:
     """Return the maximum R-hat, the minimum ESS and the maximum error over finite entries that move."""
-    sound = values[..., ~find_unmoved(values) & np.all(np.isfinite(values), axis=(0, 1))]
+    sound = _sound(values)
     is_enough = sound.shape[1] >= _FEWEST and sound.shape[2] > 0
     return convergence(sound) if is_enough else (float("nan"),) * 4
+
+
+def _sound(values: np.ndarray) -> np.ndarray:
+    """Return the draws of the entries that move and are finite."""
+    return values[..., ~find_unmoved(values) & np.all(np.isfinite(values), axis=(0, 1))]
 
 
 def _find_slowest(values: np.ndarray, most: int) -> np.ndarray:
@@ -267,7 +287,9 @@ def _judge_mixing(
         ]
     if np.isnan([r_hat, bulk, tail]).any():
         return ["R-hat and effective sample sizes are not known: too few finite draws differ."]
-    found = [_describe_r_hat(r_hat, values, entries)] if r_hat > _LARGEST_R_HAT else []
+    found = []
+    if r_hat > _LARGEST_R_HAT:
+        found.append(_describe_r_hat(*r_hats(_sound(values), entries)))
     if min(bulk, tail) < _LEAST_ESS:
         found.append(
             f"The minimum effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} "
@@ -276,19 +298,23 @@ def _judge_mixing(
     return found
 
 
-def _describe_r_hat(value: float, values: np.ndarray, entries: int) -> str:
-    """Return the warning for a too large maximum R-hat, which depends on the number of draws."""
-    sound = values[..., ~find_unmoved(values)]
-    with np.errstate(invalid="ignore"):
-        excess = split_r_hats(sound) - r_hat_limits(sound, entries)
-    if not np.nanmax(excess) > 0:
+def _describe_r_hat(found: np.ndarray, limits: np.ndarray) -> str:
+    """Return the warning for too large R-hats of entries, which depends on the number of draws.
+
+    Args:
+      found: The R-hats, (entry,).
+      limits: The limits that mixed chains seldom exceed, (entry,); infinite if draws are too few.
+    """
+    largest = float(np.nanmax(found))
+    if largest <= _FAR_FROM_MIXED and not np.any(found > limits):
         return (
-            f"The maximum split R-hat is {value:.3g}: there are too few draws to tell whether the "
+            f"The maximum split R-hat is {largest:.3g}: there are too few draws to tell whether the "
             "chains have mixed. Run longer chains."
         )
     return (
-        f"The maximum split R-hat is {value:.3g}, too large for chains that have mixed: the chains have "
-        "not mixed, or are in several modes (a parameter and its mirror image). Compare their means."
+        f"The maximum split R-hat is {largest:.3g}, too large for chains that have mixed: the chains "
+        "have not mixed, or are in several modes (a parameter and its mirror image). Compare their "
+        "means."
     )
 
 
@@ -305,10 +331,13 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     """
     is_wild = not is_finite(samples.params) or bool(np.any(np.abs(values) > _WILD))
     found = [DIVERGED] if is_wild or _is_widening(values) else []
+    found += find_warnings(samples.last_opt_state, samples.last_params)
     for state in states:
         if isinstance(state, ConstantSgdState | MandtSgdState):
-            found += state.warnings()
             found += _judge_timing(state, values.shape[1] * int(samples.thinning))
+    for text, holds in ((NOT_MEAN, samples.is_mean), (NOT_GRADIENT, samples.is_gradient)):
+        found += [text] if holds is not None and not holds else []
+    found += _judge_temperatures(samples) if COLD not in found else []
     if len(states) > 1:
         found.append(
             f"The optimizer has {len(states)} samplers for different params, and each ignores how its "
@@ -324,9 +353,21 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
     if np.any(unmoved) and COLD not in found:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
-            "that their gradients are finite and not always 0, and that sampling has begun."
+            "that their gradients are finite and not always 0, that sampling has begun, and that steps "
+            "are not lost to rounding, with which large params need a constant subtracted or float64."
         )
     return found + _judge_rounding(samples)
+
+
+def _judge_temperatures(samples: Samples) -> list[str]:
+    """Return a warning if the temperature was 0 in the steps of some draws."""
+    cold = np.mean(np.asarray(samples.temperatures) == 0) if samples.temperatures is not None else 0
+    if not cold:
+        return []
+    return [
+        f"The temperature is 0 in a fraction {cold:.2g} of the draws, which do not follow the "
+        "posterior: leave these draws out, or pass temperatures above 0."
+    ]
 
 
 def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[str]:
@@ -354,22 +395,32 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
 
 
 def _judge_rounding(samples: Samples) -> list[str]:
-    """Return a warning if the spacing of 16-bit params is too coarse for the draws."""
+    """Return a warning if the spacing of the params is too coarse for the draws."""
     pairs = zip(_floating(samples.params), _floating(samples.last_params), strict=False)
     for draws, params in pairs:
-        if jnp.finfo(params.dtype).bits > 16:
-            continue
-        values = np.asarray(draws, np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            size, deviation = np.abs(values).mean(axis=(0, 1)), values.std(axis=(0, 1))
-            spacing = np.exp2(np.floor(np.log2(np.maximum(size, 1e-30))))
-            spacing *= float(jnp.finfo(params.dtype).eps)
-        if np.any((deviation < spacing) & (deviation > 0)):
+            deviation = np.asarray(draws, np.float64).std(axis=(0, 1))
+            is_coarse = np.any((deviation < 2 * _spacing(draws, params.dtype)) & (deviation > 0))
+        if is_coarse:
             return [
-                f"Draws of some params vary by less than the spacing of {params.dtype} numbers: "
-                "keep the params in float32, and cast them in the loss."
+                f"Draws of some params vary by less than twice the spacing of {params.dtype} numbers: "
+                + _finer(params.dtype)
             ]
     return []
+
+
+def _spacing(draws: Any, dtype: Any) -> np.ndarray:
+    """Return the spacing of the numbers of a dtype at the mean magnitude of each entry's draws."""
+    size = np.abs(np.asarray(draws, np.float64)).mean(axis=(0, 1))
+    exponents = np.floor(np.log2(np.maximum(size, 1e-30)))
+    return np.asarray(np.exp2(exponents) * float(jnp.finfo(dtype).eps))
+
+
+def _finer(dtype: Any) -> str:
+    """Return advice for params whose dtype is too coarse."""
+    if jnp.finfo(dtype).bits > 16:
+        return "subtract a constant from these params, and add it in the loss, or use float64."
+    return "keep the params in float32, and cast them in the loss."
 
 
 def describe_unchecked(
@@ -380,6 +431,8 @@ def describe_unchecked(
     starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
     if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
         found.append("All chains started at the same point, so R-hat may miss other modes.")
+    if all(len(leaf) == 1 for leaf in _floating(samples.params)):
+        found.append("Other modes: with one chain, R-hat compares only the halves of this chain.")
     if any(map(is_given, states)):
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
         found.append(f"Whether the passed kernel matches the {what} of this loss on these data.")
@@ -390,7 +443,10 @@ def describe_unchecked(
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
         found.append(f"All entries except evenly spaced entries, about {_MOST_ENTRIES} at most.")
     langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
-    if any(np.any(state.gain == 0) & np.any(state.count) for state in langevin):
+    is_moving = [np.any(numbers_of_draws(state, samples)[0]) for state in langevin]
+    if any(
+        np.any(state.count) and not moves for state, moves in zip(langevin, is_moving, strict=True)
+    ):
         found.append(
             "The increase in variances due to steps and batches (not checked with a preconditioner)."
         )
@@ -403,7 +459,14 @@ def describe_unchecked(
             found.append(
                 "The maximum eigenvalue of the noise of the batches: its trace is used as a bound."
             )
-    return found
+    conditions = []
+    if samples.is_mean is None:
+        conditions += ["the loss is a mean over examples", "batches are drawn with replacement"]
+    if samples.is_gradient is None:
+        conditions.append("the sampler gets the gradient of the loss")
+    conditions.append("no transformation changes the updates of the sampler")
+    *others, last = conditions
+    return [*found, f"Whether {', '.join(others)}{', and ' if others else ''}{last}."]
 
 
 def entries_of(draws: Any) -> np.ndarray:

@@ -13,21 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._batch_noise import batch_covariance, measure_batch_noise
+from optperm.bayes._batch_noise import batch_covariance, measure_batch_noise, update_covariance
+from optperm.bayes._conditions import sees_gradient
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._report import SAMPLERS, judge
-from optperm.bayes._samples import Samples
+from optperm.bayes._samples import Samples, check_has_params
 from optperm.bayes._sampling import make_runner, steps_to_learn
-from optperm.bayes._starts import cast_starts, search_starts
+from optperm.bayes._starts import first_starts, search_starts
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
-from optperm.core.states import check_runs, find_states, replace_state
+from optperm.core.shardings import explicit_mesh, take_rows
+from optperm.core.states import (
+    SnapshotState,
+    check_runs,
+    find_states,
+    replace_state,
+    take_snapshots,
+)
 from optperm.core.trees import without_variables
-from optperm.evaluation import evaluate
+from optperm.evaluation import NOT_GRADIENT, NOT_MEAN, evaluate, is_mean
 from optperm.exact import apply_updates
 
 # The number of parts of the draws; `on_draws` is called after each part.
@@ -40,6 +48,9 @@ _UNSEEN = (
     "bounds of a prior, but the gradient was finite: the draws ignore such bounds. Transform the "
     "parameter (m = exp(u)) and add the log of the Jacobian (u) to log_prior."
 )
+
+# The fields of `Samples` whose conditions are checked before the first step.
+_CONDITIONS = {"is_mean": NOT_MEAN, "is_gradient": NOT_GRADIENT}
 
 Sampler = Callable[..., optax.GradientTransformation]
 
@@ -73,6 +84,12 @@ def sample(
     discards the same number of draws again. R-hat therefore compares chains that began too far apart
     rather than too close together. With up to 10 draws, there is no displacement.
 
+    Before the first step, this function compares the loss of a batch with the losses of its halves, and
+    the updates that the sampler gets with the gradient of the loss. A control variate before the
+    sampler, as in `lambda n, s: optax.chain(optperm.svrg(), optperm.sgld(5e-4, n))`, gets a snapshot at
+    the start of each chain, and another at the mean of its first tenth of the draws, which are
+    discarded; `svrg` with `every` or `probability` takes further snapshots.
+
     This function issues the warnings of `optperm.bayes.posterior_report`. With more than 200 entries, it
     ranks the draws of only the 200 entries that have mixed least.
 
@@ -89,7 +106,8 @@ def sample(
       batch_size: S. With 1, pass a sampler with `estimator="single_example"`.
       sampler: A function `sampler(N, S)` that returns the sampling transformation:
         `optperm.constant_sgd`, `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
-        `lambda n, s: optperm.sgld(1e-5, n)`. A function that accepts `kernel=` is called again after the
+        `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument `full_grad_fn`,
+        the gradient over all examples. A function that accepts `kernel=` is called again after the
         warm-up, and the draws are then made in a second, smaller program.
       num_chains: The number of chains.
       num_draws: The number of draws of each chain.
@@ -141,78 +159,79 @@ def sample(
 
     Raises:
       TypeError: If an argument has the wrong type.
-      ValueError: If a count is below 1, leaves of the data differ in length, `batch_size` exceeds the
-        number of examples, starts do not match the params, or params are on a mesh with explicit axes
-        and `starts` is None.
+      ValueError: If a count is below 1, params contain no arrays, leaves of the data differ in length,
+        `batch_size` exceeds the number of examples, starts do not match the params, or params are
+        sharded over explicit axes of a mesh and `starts` is None.
+
+    Warns:
+      UserWarning: With the warnings of `optperm.bayes.posterior_report`. If the loss is not a mean over
+        examples, or a transformation changes the gradient before the sampler, the warning comes before
+        the first step.
     """
     _check_arguments(key, burn_in, batch_size, num_chains, num_draws, thinning, sampler)
     params = without_variables(params)
+    check_has_params(params)
     data = jax.tree.map(jnp.asarray, data)
     num_data = checks.count_examples("data", data)
     if num_data < batch_size:
         raise ValueError(
             f"batch_size must be at most the number of examples, {num_data}, got {batch_size}."
         )
-    with warnings.catch_warnings():
-        # This warning is wrong here: N examples drawn with replacement have noise
-        warnings.filterwarnings("ignore", "batch_size is num_data")
-        tx = optax.with_extra_args_support(sampler(num_data, batch_size))
-    jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
+    with explicit_mesh(data, params, starts):
+        tx = _make_sampler(sampler, num_data, batch_size)
+        jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
 
-    loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
-    jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
+        loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
+        jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
 
-    keys = jax.random.split(make_key(key), 3)
-    begun = (
-        search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
-        if starts is None
-        else cast_starts(starts, params, keys[0], num_chains)
-    )
-    part = -(-num_draws // _PARTS)
+        keys = jax.random.split(make_key(key), 3)
+        first = first_starts(params, keys[0], num_chains, starts)
+        begun = first if starts is not None else search_starts(lambda p: loss(p, data), first)
+        conditions = _check_conditions(tx, loss, begun, data, num_data, batch_size, keys[2])
+        # The report also contains these warnings
+        said = [text for name, text in _CONDITIONS.items() if conditions[name] is False]
+        for text in said:
+            warnings.warn(text, stacklevel=2)
+        part = -(-num_draws // _PARTS)
 
-    def chains_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Samples]:
-        step = _make_step(loss, tx, data, num_data, batch_size)
-        run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
+        def chains_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Samples]:
+            step = _make_step(loss, tx, data, num_data, batch_size)
+            run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
-        def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
-            counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
-            return run(params, watched, keys[1], **counts)
+            def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
+                counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
+                return run(params, watched, keys[1], **counts)
 
-        return draw
+            return draw
 
-    draw = chains_of(tx)
-    opt_state = jit_current(jax.vmap(tx.init))(begun)
-    check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
-    if burn_in is None:
-        burn_in = steps_to_learn(opt_state) or _BURN_IN
-    none = jnp.zeros(num_chains, jnp.int32)
-    drawn = draw(begun, _Watched(opt_state, none + burn_in, none), 0, burn_in)
-    watched = drawn.last_opt_state
-    handed_over = _hand_over(sampler, num_data, batch_size, drawn.last_params, watched.opt_state)
-    if handed_over is not None:
-        tx, opt_state = handed_over
-        draw = chains_of(tx)
-        drawn = drawn._replace(last_opt_state=watched._replace(opt_state=opt_state))
-    if starts is None:
-        # Discard as many steps again, which R-hat would otherwise count as draws
-        begun = _displace(drawn, keys[2])
-        drawn = draw(begun, drawn.last_opt_state, drawn.next_step)
-        watched = drawn.last_opt_state._replace(unseen=none)
-        drawn = draw(drawn.last_params, watched, drawn.next_step)
-    drawn, draws = _collect(draw, drawn, num_draws, on_draws)
-    opt_state, _, unseen = drawn.last_opt_state
-    samples = drawn._replace(params=draws, starts=begun, last_opt_state=opt_state)
-    if batch_size > 1:
-        covariance_fn = functools.partial(batch_covariance, loss, data, num_data, batch_size)
-        samples = measure_batch_noise(covariance_fn, samples, batch_size, keys[0])
-    for text in judge(samples, most_ranked=_MOST_RANKED).warnings:
-        warnings.warn(text, stacklevel=2)
-    if np.any(unseen):
-        warnings.warn(
-            _UNSEEN.format(np.mean(unseen) / (-(-num_draws // part) * part * thinning)),
-            stacklevel=2,
-        )
-    return samples
+        drawn, tx, draw = _burn_in(chains_of, sampler, tx, loss, data, batch_size, begun, burn_in)
+        has_snapshots = bool(find_states(drawn.last_opt_state, SnapshotState))
+        if starts is None or has_snapshots:
+            # Discard as many steps again, which R-hat would otherwise count as draws. The draws before a
+            # snapshot have more noise
+            at = drawn.last_params if starts is not None else _displace(drawn, keys[2])
+            drawn = draw(at, drawn.last_opt_state, drawn.next_step)
+            watched = drawn.last_opt_state._replace(unseen=jnp.zeros(num_chains, jnp.int32))
+            drawn = draw(drawn.last_params, watched, drawn.next_step)
+        samples = _collect(draw, drawn, num_draws, on_draws)
+        opt_state, _, unseen = samples.last_opt_state
+        samples = samples._replace(starts=first, last_opt_state=opt_state, **conditions)
+        if batch_size > 1:
+            problem = loss, data, num_data, batch_size
+            samples = measure_batch_noise(
+                functools.partial(batch_covariance, *problem),
+                functools.partial(update_covariance, tx, *problem),
+                samples,
+                batch_size,
+                keys[0],
+            )
+        found = [x for x in judge(samples, most_ranked=_MOST_RANKED).warnings if x not in said]
+        if np.any(unseen):
+            steps = -(-num_draws // part) * part * thinning
+            found.append(_UNSEEN.format(np.mean(unseen) / steps))
+        for text in found:
+            warnings.warn(text, stacklevel=2)
+        return samples
 
 
 def _check_arguments(
@@ -235,23 +254,120 @@ def _check_arguments(
     )
 
 
+def _make_sampler(
+    sampler: Sampler, num_data: int, batch_size: int, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    with warnings.catch_warnings():
+        # This warning is wrong here: N examples drawn with replacement have noise
+        warnings.filterwarnings("ignore", "batch_size is num_data")
+        return optax.with_extra_args_support(sampler(num_data, batch_size, **options))
+
+
+def _check_conditions(
+    tx: optax.GradientTransformationExtraArgs,
+    loss: Callable[[Any, Any], jax.Array],
+    starts: Any,
+    data: Any,
+    num_data: int,
+    batch_size: int,
+    key: jax.Array,
+) -> dict[str, Any]:
+    """Return the fields of `Samples` for the conditions that can be checked on a batch."""
+    params = jax.tree.map(lambda leaf: leaf[0], starts)
+    rows = jax.random.randint(key, (max(batch_size, 2),), 0, num_data)
+    batch = jax.tree.map(lambda leaf: take_rows(leaf, rows), data)
+    of_size = jax.tree.map(lambda leaf: leaf[:batch_size], batch)
+    return {
+        "is_mean": is_mean(loss, params, batch),
+        "is_gradient": sees_gradient(tx, loss, params, of_size, key),
+    }
+
+
+def _take_snapshots(
+    loss: Callable[[Any, Any], jax.Array], data: Any, opt_state: Any, params: Any
+) -> Any:
+    """Return the states of chains with snapshots at the params of the chains."""
+
+    def take(opt_state: Any, params: Any, data: Any) -> Any:
+        full_grads = jax.lax.map(jax.grad(lambda p: loss(p, data)), params)
+        return jax.vmap(take_snapshots)(opt_state, params, full_grads)
+
+    return jit_current(take)(opt_state, params, data)
+
+
+def _center(drawn: Samples) -> Any:
+    """Return the mean of each chain's draws."""
+    return jax.tree.map(
+        lambda draws, p: jnp.mean(draws, axis=1).astype(p.dtype), drawn.params, drawn.last_params
+    )
+
+
+def _burn_in(
+    chains_of: Callable[..., Callable[..., Samples]],
+    sampler: Sampler,
+    tx: optax.GradientTransformationExtraArgs,
+    loss: Callable[[Any, Any], jax.Array],
+    data: Any,
+    batch_size: int,
+    starts: Any,
+    burn_in: int | None,
+) -> tuple[Samples, optax.GradientTransformationExtraArgs, Callable[..., Samples]]:
+    """Return the first part of the draws, the transformation of the next part, and its `chains_of`.
+
+    Args:
+      chains_of: The function that returns the draws of a transformation.
+      sampler: The sampler.
+      tx: Its transformation.
+      loss: The mean loss over a batch.
+      data: All examples.
+      batch_size: S.
+      starts: The params at which the chains begin.
+      burn_in: The number of steps of the burn-in; None for the steps in which the sampler learns.
+    """
+    opt_state = jit_current(jax.vmap(tx.init))(starts)
+    check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
+    has_snapshots = bool(find_states(opt_state, SnapshotState))
+    if has_snapshots:
+        opt_state = _take_snapshots(loss, data, opt_state, starts)
+    if burn_in is None:
+        burn_in = steps_to_learn(opt_state) or _BURN_IN
+    none = jnp.zeros(len(jax.tree.leaves(starts)[0]), jnp.int32)
+    draw = chains_of(tx)
+    drawn = draw(starts, _Watched(opt_state, none + burn_in, none), 0, burn_in)
+    opt_state = drawn.last_opt_state.opt_state
+    size = checks.count_examples("data", data)
+    handed_over = _hand_over(sampler, size, batch_size, drawn.last_params, opt_state)
+    if handed_over is not None:
+        tx, opt_state = handed_over
+        draw = chains_of(tx)
+    if has_snapshots:
+        # Near the mode, the snapshot leaves hardly any noise of the batches
+        opt_state = _take_snapshots(loss, data, opt_state, _center(drawn))
+    watched = drawn.last_opt_state._replace(opt_state=opt_state)
+    return drawn._replace(last_opt_state=watched), tx, draw
+
+
 def _collect(
     draw: Callable[..., Samples],
     drawn: Samples,
     num_draws: int,
     on_draws: Callable[[int, Any], None] | None,
-) -> tuple[Samples, Any]:
-    """Return the last part of the draws and all draws, given the first part."""
+) -> Samples:
+    """Return all draws, given the first part."""
     part = -(-num_draws // _PARTS)
     parts: list[Any] = []
     for end in range(part, num_draws + part, part):
         if parts:
             drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
         here = min(part, num_draws - end + part)
-        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], drawn.params))
+        new = drawn.params, drawn.step_sizes, drawn.temperatures
+        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], new))
         if on_draws is not None:
-            on_draws(min(end, num_draws), parts[-1])
-    return drawn, jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x, axis=1)), *parts)
+            on_draws(min(end, num_draws), parts[-1][0])
+    params, step_sizes, temperatures = jax.tree.map(
+        lambda *x: jnp.asarray(np.concatenate(x, axis=1)), *parts
+    )
+    return drawn._replace(params=params, step_sizes=step_sizes, temperatures=temperatures)
 
 
 def _displace(drawn: Samples, key: jax.Array) -> Any:
@@ -287,12 +403,19 @@ def _make_step(
 ) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
     """Return a step for `make_runner`, on a batch of the data."""
 
+    def full_grad_fn(params: Any) -> Any:
+        return jax.grad(lambda p: loss(p, data))(params)
+
     def step(params: Any, watched: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
         other = jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, num_data)
-        batch, example = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (rows, other))
+        batch, example = (
+            jax.tree.map(lambda leaf, at=at: take_rows(leaf, at), data) for at in (rows, other)
+        )
         e = evaluate(loss, params, batch, example=example)
-        updates, opt_state = tx.update(e.grad, watched.opt_state, params, **e.extra_args)
+        updates, opt_state = tx.update(
+            e.grad, watched.opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args
+        )
         # A sampler notices the bounds of a prior only in the gradient
         is_unseen = (watched.until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
         return apply_updates(params, updates, opt_state), _Watched(
@@ -320,14 +443,12 @@ def _hand_over(
         return None
 
     def make(kernel: NoiseKernel) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(sampler(num_data, batch_size, kernel=kernel))
+        return _make_sampler(sampler, num_data, batch_size, kernel=kernel)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "batch_size is num_data")
-        begun = jit_current(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
-            state.kernel, params
-        )
-        tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))
+    begun = jit_current(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
+        state.kernel, params
+    )
+    tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))
     learned = state._replace(window=())
     return tx, replace_state(begun, ConstantSgdState, learned, method="constant_sgd")
 

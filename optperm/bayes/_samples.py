@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.core.shapes import Array, Float, Int32, PyTree, Shaped
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, Shaped
 from optperm.core.trees import without_variables
 
 
@@ -27,6 +27,12 @@ class Samples(NamedTuple):
         :math:`w_i^\top g`, with the structure of the kernel's noise. Otherwise None.
       batch_noise_norm: The maximum eigenvalue of the covariance R that has these variances; None if it
         was not measured.
+      step_sizes: For draws of one `sgld`, `sghmc` or `constant_sgd`, the mean of the step size over the
+        steps from the previous draw: :math:`\epsilon`, :math:`\eta` or c times the learning rate (0 for
+        `sgld` with a preconditioner).
+      temperatures: The mean of the temperature over the same steps.
+      is_mean: Whether the loss of a batch is a mean over its examples; None if this was not checked.
+      is_gradient: Whether the sampler gets the gradient of the loss; None if this was not checked.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
@@ -37,6 +43,10 @@ class Samples(NamedTuple):
     starts: PyTree[Shaped[Array, "chain ..."]] = None
     batch_noise: PyTree[Shaped[Array, "..."]] = None
     batch_noise_norm: Float[Array, ""] | None = None
+    step_sizes: Float[Array, "chain draw"] | None = None
+    temperatures: Float[Array, "chain draw"] | None = None
+    is_mean: Bool[Array, ""] | None = None
+    is_gradient: Bool[Array, ""] | None = None
 
     def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
         """Return the draws as a flat dictionary of arrays, which every version of ArviZ accepts.
@@ -79,6 +89,12 @@ class Samples(NamedTuple):
             is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
             arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
         return arrays
+
+
+def check_has_params(params: Any) -> None:
+    """Raise a ValueError if there is nothing to sample."""
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params must contain arrays to sample, got {params!r}.")
 
 
 def check_draws(params: Any) -> None:

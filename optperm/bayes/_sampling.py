@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import optax
 from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._masters import wide_params
 from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
-from optperm.bayes._samples import Samples
+from optperm.bayes._samples import Samples, check_has_params
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
@@ -39,7 +40,7 @@ def draw_samples(
     thinning: int = 1,
     burn_in: int | None = None,
     stacked: bool = False,
-    first_step: int | jax.Array = 0,
+    first_step: int | jax.Array | None = None,
 ) -> Samples:
     r"""Run several chains of a stochastic optimizer, and store every k-th iterate of each chain.
 
@@ -64,8 +65,8 @@ def draw_samples(
       burn_in: The number of steps of each chain before the steps of the first draw. None for the number
         of steps in which `optperm.constant_sgd` still learns, or for 0 with other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
-      first_step: The number t of the first step: 0, or `next_step` of earlier `Samples` to continue
-        them.
+      first_step: The number t of the first step: `next_step` of earlier `Samples` to continue them, or 0
+        for steps with another key. None for 0, with a warning if the sampler has taken steps.
 
     Returns:
       `Samples`. All draws are held in memory.
@@ -103,12 +104,17 @@ def draw_samples(
     checks.check_count("thinning", thinning)
     if burn_in is not None:
         checks.check_count("burn_in", burn_in, minimum=0)
-    checks.check_count("first_step", first_step, minimum=0)
+    if first_step is not None:
+        checks.check_count("first_step", first_step, minimum=0)
     params, opt_state = without_variables(params), without_variables(opt_state)
+    check_has_params(params)
     samplers: list[Any] = find_states(opt_state, SAMPLERS)
     if not stacked and any(jnp.ndim(state.count) for state in samplers):
         raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
     check_runs(opt_state, SAMPLERS, method="The sampler")
+    if first_step is None:
+        _warn_of_repeated_keys(samplers)
+        first_step = 0
     if burn_in is None:
         burn_in = steps_to_learn(opt_state)
     run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)
@@ -116,6 +122,18 @@ def draw_samples(
     samples = run(params, opt_state, make_key(key), **counts)
     warn_of_draws(samples)
     return samples
+
+
+def _warn_of_repeated_keys(samplers: list[Any]) -> None:
+    """Warn if samplers have taken steps, whose keys the next steps may repeat."""
+    counts = [np.max(state.count) for state in samplers if can_be_seen(state.count)]
+    if max(counts, default=0) > 0:
+        warnings.warn(
+            f"The sampler has taken {max(counts)} steps, but first_step is not given, so the next steps "
+            "repeat the keys, and therefore the batches, of earlier steps with this key: pass "
+            "first_step=samples.next_step, or first_step=0 with another key.",
+            stacklevel=3,
+        )
 
 
 def steps_to_learn(opt_state: Any) -> int:
@@ -170,40 +188,61 @@ def _run_chains(
     thinning, burn_in, first_step = (counts[k] for k in ("thinning", "burn_in", "first_step"))
     chains = jnp.arange(num_chains, dtype=jnp.int32)
     chain_keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)
-    axes = jax.tree.unflatten(
-        jax.tree.structure(opt_state), [None if shared else 0 for shared in is_shared]
-    )
-    opt_state, axes = _separate_noise(opt_state, axes, chain_keys)
+    shared = jax.tree.unflatten(jax.tree.structure(opt_state), is_shared)
+    opt_state, axes = _separate_noise(opt_state, shared, chain_keys)
 
     def run_chain(
         chain_key: jax.Array, params: optax.Params, opt_state: Any
     ) -> tuple[Any, Any, Any]:
 
-        def take_step(t: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            params, opt_state = carry
-            returned = step(params, opt_state, jax.random.fold_in(chain_key, first_step + t))
-            return _cast_step(returned, params, opt_state)
-
         def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
             # The loop of the first draw includes the burn-in, so only one loop compiles the step
             end = burn_in + (index + 1) * thinning
             start = jnp.where(index == 0, 0, end - thinning)
-            carry = jax.lax.fori_loop(start, end, take_step, carry)
-            return carry, wide_params(*carry)
+
+            def take_step(t: jax.Array, now: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+                params, opt_state, means = now
+                returned = step(params, opt_state, jax.random.fold_in(chain_key, first_step + t))
+                params, opt_state = _cast_step(returned, params, opt_state)
+                # The mean over the steps of this draw; the first of them forgets the burn-in
+                place = jnp.maximum(t - (end - thinning) + 1, 1).astype(jnp.float32)
+                numbers = numbers_of(opt_state)
+                means = jax.tree.map(lambda mean, x: mean + (x - mean) / place, means, numbers)
+                return params, opt_state, means
+
+            zeros = optax.tree.zeros_like(numbers_of(carry[1]))
+            *last, means = jax.lax.fori_loop(start, end, take_step, (*carry, zeros))
+            return (last[0], last[1]), (wide_params(*last), means)
 
         # Remove weak types, since a step need not return them
         carry = cast_like(params, params), cast_like(opt_state, opt_state)
-        carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
-        return draws, *carry
+        carry, (draws, means) = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
+        return (draws, means), *carry
 
-    draws, last_params, last_opt_state = jax.vmap(
+    (draws, means), last_params, last_opt_state = jax.vmap(
         run_chain, in_axes=(0, 0 if stacked else None, axes)
     )(chain_keys, params, opt_state)
     next_step = first_step + burn_in + num_draws * thinning
     starts = params
     if not stacked:
         starts = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_chains, *jnp.shape(p))), params)
-    return Samples(draws, last_params, last_opt_state, next_step, thinning, starts)
+    step_sizes, temperatures = means or (None, None)
+    return Samples(
+        params=draws,
+        last_params=last_params,
+        last_opt_state=last_opt_state,
+        next_step=next_step,
+        thinning=thinning,
+        starts=starts,
+        step_sizes=step_sizes,
+        temperatures=temperatures,
+    )
+
+
+def numbers_of(opt_state: Any) -> tuple[jax.Array, ...]:
+    """Return the step size and the temperature of the last step of the only sampler, or ()."""
+    states: list[Any] = find_states(opt_state, NOISY)
+    return states[0].numbers() if len(states) == 1 else ()
 
 
 def _is_shared(leaf: Any, num_chains: int) -> bool:
@@ -216,31 +255,38 @@ def _is_shared(leaf: Any, num_chains: int) -> bool:
     return bool(np.all(values == values[0]))
 
 
-def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[Any, Any]:
-    """Return the states of all chains, each with its own key, and the axes of the states."""
+def _separate_noise(opt_state: Any, shared: Any, chain_keys: jax.Array) -> tuple[Any, Any]:
+    """Return the states of all chains, each with its own key, and the axes of the states.
 
-    def separate(node: Any, axis: Any) -> tuple[Any, Any]:
+    Args:
+      opt_state: The states, in which some leaves may be shared by all chains.
+      shared: Whether each leaf is shared.
+      chain_keys: The keys of the chains.
+    """
+
+    def separate(node: Any, shared: Any) -> tuple[Any, Any]:
         if not isinstance(node, NOISY):
-            return node, axis
+            return node, shared
         numbers = jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(chain_keys)
         keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
         own = jax.vmap(fold)(keys, numbers)
-        if axis.key is not None:
+        if not shared.key:
             # Chains that continue keep their keys, which differ. If some keys are equal, all but the
             # first of these are replaced; if all keys are equal, all are replaced
             equal = jnp.all(keys[:, None] == keys[None], axis=-1)
             is_copy = jnp.any(jnp.tril(equal, k=-1), axis=1) | jnp.all(equal[0]) & (len(keys) > 1)
             own = jnp.where(is_copy[:, None], own, keys)
-        return node._replace(key=own), axis._replace(key=0)
+        return node._replace(key=own), shared._replace(key=False)
 
     def is_noisy(node: Any) -> bool:
         return isinstance(node, NOISY)
 
     nodes, form = jax.tree.flatten(opt_state, is_leaf=is_noisy)
-    axes = jax.tree.leaves(axes, is_leaf=lambda node: is_noisy(node) or node is None)
-    pairs = [separate(*pair) for pair in zip(nodes, axes, strict=True)]
-    states, axes = zip(*pairs, strict=True) if pairs else ((), ())
-    return jax.tree.unflatten(form, states), jax.tree.unflatten(form, axes)
+    flags = jax.tree.leaves(shared, is_leaf=is_noisy)
+    pairs = [separate(*pair) for pair in zip(nodes, flags, strict=True)]
+    states, flags = ([pair[i] for pair in pairs] for i in range(2))
+    axes = jax.tree.map(lambda one: None if one else 0, jax.tree.unflatten(form, flags))
+    return jax.tree.unflatten(form, states), axes
 
 
 def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:

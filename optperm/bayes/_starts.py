@@ -15,23 +15,39 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.noise import normal_like
 from optperm.core.shardings import explicit_sharding
+from optperm.core.trees import is_function, without_variables
 
 # Up to this many params, L-BFGS on all examples moves each start to an optimum.
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 
 
-def search_starts(
-    loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
-) -> Any:
-    """Return an optimum for each chain, or the params themselves if there are many params."""
-    if any(map(explicit_sharding, jax.tree.leaves(params))):
+def first_starts(params: optax.Params, key: jax.Array, num_chains: int, starts: Any) -> Any:
+    """Return the points at which chains begin, or, without given starts, at which their search begins.
+
+    With many params, for which there is no search, all chains begin at the params themselves.
+    """
+    if starts is not None:
+        return _cast_starts(starts, params, key, num_chains)
+    found = [explicit_sharding(leaf) for leaf in jax.tree.leaves(params)]
+    if any(any(sharding.spec) for sharding in found if sharding is not None):
         raise ValueError(
-            "params are on a mesh with explicit axes, for which there is no search: pass starts=."
+            "params are sharded over explicit axes of a mesh, without a search: pass starts=."
         )
     if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
-    begun = _spread(params, key, num_chains)
-    return jit_current(jax.vmap(functools.partial(_search, loss)))(begun)
+    return _spread(params, key, num_chains)
+
+
+def search_starts(loss: Callable[[Any], jax.Array], starts: Any) -> Any:
+    """Return an optimum for each start, or the starts themselves if there are many params."""
+    num_chains = len(jax.tree.leaves(starts)[0])
+    if optax.tree.size(starts) > _MOST_TO_SEARCH * num_chains:
+        return starts
+    search = functools.partial(_search, loss)
+    # A choice between sharded arrays needs a scalar condition, so the chains take turns
+    is_explicit = any(map(explicit_sharding, jax.tree.leaves(starts)))
+    every = functools.partial(jax.lax.map, search) if is_explicit else jax.vmap(search)
+    return jit_current(every)(starts)
 
 
 def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
@@ -46,10 +62,11 @@ def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
     return jax.tree.map(pairs, params, z)
 
 
-def cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
     """Return a user's starts in the dtypes of the params."""
-    if callable(starts):
+    if is_function(starts):
         starts = jax.vmap(starts)(jax.random.split(key, num_chains))
+    starts = without_variables(starts)
     wanted = jax.eval_shape(
         jax.vmap(lambda _: jax.tree.map(jnp.asarray, params)), jnp.zeros(num_chains)
     )

@@ -6,15 +6,20 @@ arXiv 1706.04599, 2017.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shardings import unshard
 
-# The range of log(beta), and the number of halvings, which reach the precision of float32.
-_LOG_RANGE, _HALVINGS = 12.0, 40
+# The minimum of log(beta), and the number of halvings, which reach the precision of float32.
+_LEAST_LOG, _HALVINGS = -12.0, 40
+# A logit so far below the maximum has the probability 0 at each temperature in the range.
+_MASKED = 1e15
 
 
 def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> jax.Array:
@@ -32,7 +37,7 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
 
     Args:
       logits: z, (n, classes), in any real floating dtype, for examples that the classifier was not
-        trained on.
+        trained on. The logits of masked classes may be large negative numbers or -inf.
       labels: y, (n,), integers in [0, classes).
 
     Returns:
@@ -56,10 +61,10 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
     Raises:
       TypeError: If the logits are not floating, or the labels are not integers.
       ValueError: If shapes do not match or there are no examples; or, unless arguments are traced, if
-        logits are not finite or are probabilities, a label is out of range, or no temperature is best:
-        each label has the largest logit (the loss decreases as T tends to 0), or labels have on average
-        no larger logits than other classes (the loss decreases as T tends to infinity). With traced
-        arguments, T is NaN instead, but probabilities are not detected.
+        logits are NaN, infinite or probabilities, a label is out of range or masked by -inf, or no
+        temperature is best: each label has the largest logit (the loss decreases as T tends to 0), or
+        labels have on average no larger logits than other classes (the loss decreases as T tends to
+        infinity). With traced arguments, T is NaN instead, but probabilities are not detected.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
@@ -83,15 +88,22 @@ def _solve(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, 
     z, y = logits.astype(accumulation_dtype(logits)), labels[:, None]
     # Subtracting a constant from each row changes no probability, and keeps the derivative accurate.
     z -= jnp.max(z, axis=1, keepdims=True)
-    # In units of the largest logit, beta has the same range for any scale of the logits.
-    unit = jax.lax.stop_gradient(jnp.maximum(-jnp.min(z), jnp.finfo(z.dtype).tiny))
-    z /= unit
+    # In units of the median gap between the largest and the next logit, beta has the same minimum for
+    # any scale of the logits, and masked classes do not change the unit.
+    gaps = unshard(jnp.min(jnp.where(z < 0, -z, jnp.inf), axis=1))
+    unit = jnp.nanmedian(jnp.where(jnp.isfinite(gaps), gaps, jnp.nan))
+    unit = jax.lax.stop_gradient(jnp.where(unit > 0, unit, 1.0).astype(z.dtype))
+    z = jnp.maximum(z / unit, -_MASKED)
 
     def slope(log_beta: jax.Array, z: jax.Array) -> jax.Array:
         p = jax.nn.softmax(jnp.exp(log_beta) * z, axis=1)
         return jnp.mean(jnp.sum(p * z, axis=1) - jnp.take_along_axis(z, y, axis=1)[:, 0])
 
-    fixed, limit = jax.lax.stop_gradient(z), jnp.asarray(_LOG_RANGE, z.dtype)
+    fixed, least = jax.lax.stop_gradient(z), jnp.asarray(_LEAST_LOG, z.dtype)
+    # With gaps d of K classes, sum_k p_k d_k <= sum_k d_k exp(-beta d_k) <= K / (e beta), so the slope
+    # is positive for beta above K / e divided by the mean gap of the labels.
+    gap = -jnp.mean(jnp.take_along_axis(fixed, y, axis=1))
+    most = jnp.log(2 * z.shape[1] / math.e / jnp.maximum(gap, jnp.finfo(z.dtype).tiny))
 
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = ends
@@ -99,16 +111,16 @@ def _solve(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, 
         is_below = slope(middle, fixed) < 0  # the loss still decreases, so the best beta is larger
         return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
 
-    low, high = jax.lax.fori_loop(0, _HALVINGS, halve, (-limit, limit))
+    low, high = jax.lax.fori_loop(0, _HALVINGS, halve, (least, most.astype(z.dtype)))
     found = (low + high) / 2
     # By the implicit function theorem, -slope / slope' has the derivative of the root; its value is 0
     newton = -slope(found, z) / jax.lax.stop_gradient(jax.grad(slope)(found, fixed))
     found += newton - jax.lax.stop_gradient(newton)
-    # If labels have the largest logits, the derivative at a large beta is too small for a float.
-    is_smallest = jnp.all(jnp.take_along_axis(fixed, y, axis=1) == 0) | (slope(limit, fixed) < 0)
-    is_largest = slope(-limit, fixed) >= 0
+    is_smallest, is_largest = gap == 0, slope(least, fixed) >= 0
     is_label = (y >= 0) & (y < z.shape[1])
-    is_valid = jnp.all(is_label) & jnp.all(jnp.isfinite(fixed)) & ~is_smallest & ~is_largest
+    is_masked = jnp.any(jnp.take_along_axis(logits, y, axis=1) == -jnp.inf)
+    is_sound = jnp.all(jnp.isfinite(fixed)) & ~is_masked
+    is_valid = jnp.all(is_label) & is_sound & ~is_smallest & ~is_largest
     return jnp.where(is_valid, unit * jnp.exp(-found), jnp.nan), is_smallest, is_largest
 
 
@@ -130,8 +142,8 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
     if isinstance(logits, jax.core.Tracer) or isinstance(labels, jax.core.Tracer):
         return
     rows = np.asarray(logits, np.float64)
-    if not np.all(np.isfinite(rows)):
-        raise ValueError("logits must be finite, got NaN or infinity.")
+    if not np.all(rows < np.inf):
+        raise ValueError("logits must be finite, or -inf for masked classes, got NaN or infinity.")
     if np.all(rows >= 0) and np.all(np.abs(rows.sum(axis=1) - 1) < 1e-2):
         raise ValueError(
             "logits look like probabilities, whose rows sum to 1: pass their logarithms."
@@ -139,3 +151,8 @@ def _check(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> No
     low, high = int(np.min(labels)), int(np.max(labels))
     if low < 0 or high >= shape[1]:
         raise ValueError(f"labels must be in [0, {shape[1] - 1}], got {low if low < 0 else high}.")
+    masked = np.flatnonzero(rows[np.arange(len(rows)), np.asarray(labels)] == -np.inf)
+    if masked.size:
+        raise ValueError(
+            f"The logit of the label of example {masked[0]} is -inf, as if it was masked."
+        )

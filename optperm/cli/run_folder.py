@@ -33,7 +33,8 @@ from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
 from optperm.core.states import find_running_states
 from optperm.permutation._export import PERMUTED_STATES
-from optperm.training._checkpoints import TAKE_ANOTHER, describe_differences
+from optperm.training import CheckpointError
+from optperm.training._checkpoints import describe_differences
 from optperm.training._processes import digest
 
 METRICS_FILE, CHECKPOINTS, _IDENTITY_FILE = "metrics.jsonl", "checkpoints", "checkpoints/run.json"
@@ -73,14 +74,19 @@ def _is_made(path: pathlib.Path) -> bool:
 
 def find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
     """Return the step of the newest checkpoint of a run folder, if this run can resume from it."""
-    kept = [int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal()]
+    kept = _list_steps(folder)
     if not kept:
         raise CliError(
             f"--resume {folder} contains no checkpoints of a run with --checkpoint-every."
         )
     if which := describe_differences(read_json(folder / _IDENTITY_FILE), identity):
         raise UsageError(f"--resume {folder} belongs to another run: {which}.")
-    return max(kept)
+    return kept[-1]
+
+
+def _list_steps(folder: pathlib.Path) -> list[int]:
+    """Return the steps of the checkpoints of a run folder, in order."""
+    return sorted(int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal())
 
 
 def begin_checkpoints(
@@ -97,7 +103,11 @@ def give_up(resumed: pathlib.Path, folder: pathlib.Path, error: CliError) -> Cli
     """Remove the folder of a run that could not begin; return the error for the resumed folder."""
     shutil.rmtree(folder)
     says = str(error).replace(str(folder.absolute()), str(resumed))
-    return type(error)(says.replace(TAKE_ANOTHER, "delete it to resume from the one before"))
+    cause = error.__cause__
+    if isinstance(cause, CheckpointError) and cause.unread is not None:
+        others = [step for step in _list_steps(resumed) if step != cause.unread]
+        says += f" Delete it to resume from the checkpoint of step {others[-1]}." if others else ""
+    return type(error)(says)
 
 
 def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:

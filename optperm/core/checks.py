@@ -235,10 +235,8 @@ def check_same_tree(
       TypeError: If a leaf is not an array; the message names the first such leaf.
       ValueError: If a leaf differs; the message names the first such leaf and the difference.
     """
-    structure: Any = jax.tree.structure(tree)
-    wanted_structure: Any = jax.tree.structure(expected)
-    if structure != wanted_structure:
-        difference = f"got {structure}, expected {wanted_structure}"
+    if not _have_equal_structures(tree, expected):
+        difference = _find_other_node(name, tree, expected)
         raise ValueError(f"{name} has a different tree structure from {source}: {difference}.")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
@@ -248,6 +246,40 @@ def check_same_tree(
         if shape != wanted_shape or (dtypes and dtype != wanted_dtype):
             expects = f"{source} has {wanted_dtype}{list(wanted_shape)} there"
             raise ValueError(f"{place} is {dtype}{list(shape)}, but {expects}.")
+
+
+def _find_other_node(name: str, tree: Any, expected: Any) -> str:
+    """Describe the first node of a tree that differs from the node of the expected tree."""
+
+    def children(node: Any) -> tuple[dict[str, Any], Any]:
+        pairs, structure = jax.tree_util.tree_flatten_with_path(
+            node, is_leaf=lambda each: each is not node
+        )
+        return {jax.tree_util.keystr(path): child for path, child in pairs}, structure
+
+    (own, structure), (wanted, wanted_structure) = children(tree), children(expected)
+    if structure == wanted_structure:
+        place = next(at for at in own if not _have_equal_structures(own[at], wanted[at]))
+        return _find_other_node(f"{name}{place}", own[place], wanted[place])
+    kinds = [_name_kind(node) for node in (tree, expected)]
+    if kinds[0] != kinds[1]:
+        return f"{name} is {kinds[0]}, not {kinds[1]}"
+    for says, one, other in (("is missing", wanted, own), ("is not expected", own, wanted)):
+        if missing := [place for place in one if place not in other]:
+            return f"{name}{missing[0]} {says}"
+    return f"the static fields of {name} differ"
+
+
+def _have_equal_structures(tree: Any, other: Any) -> bool:
+    structure: Any = jax.tree.structure(tree)
+    return bool(structure == jax.tree.structure(other))
+
+
+def _name_kind(node: Any) -> str:
+    if node is None:
+        return "None"
+    is_array = hasattr(node, "dtype") and jax.tree_util.treedef_is_leaf(jax.tree.structure(node))
+    return "an array" if is_array else with_article(type(node).__name__)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -288,7 +320,13 @@ def check_state(method: str, state: Any, own_type: Any, conversion: str = "") ->
     if own_type is Any or isinstance(state, own_type):
         return
     wanted = f"{with_article(own_type.__name__)}, the state that its init makes"
-    raise ValueError(f"{method} needs {wanted}, got {name_states(state)}. {conversion}".rstrip())
+    found = name_states(state)
+    if isinstance(state, dict | list):
+        conversion = (
+            "A checkpoint that is restored without a target has dicts and lists instead of states: "
+            "restore it with the state of init as the target."
+        )
+    raise ValueError(f"{method} needs {wanted}, got {found}. {conversion}".rstrip())
 
 
 def name_states(opt_state: Any) -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shapes import list_boolean_fields
 from optperm.core.shardings import shard_like
 
 
@@ -35,6 +36,27 @@ def cast_like(tree: Any, like: Any) -> Any:
         return place_like(leaf, wanted)
 
     return jax.tree.map(cast, tree, like)
+
+
+def restore_booleans(state: Any) -> Any:
+    """Return a state whose arrays of booleans, by their annotations, are booleans again.
+
+    `optax.contrib.sam` selects states by products, which turns booleans into integers.
+    """
+    if _is_state(state):
+        old = state._asdict()
+        new = {name: restore_booleans(value) for name, value in old.items()}
+        kind: Any = type(state)
+        for name in list_boolean_fields(kind):
+            new[name] = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bool_), new[name])
+        return state._replace(**new) if new else state
+    return jax.tree.map(
+        lambda node: restore_booleans(node) if _is_state(node) else node, state, is_leaf=_is_state
+    )
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def place_like(leaf: Any, *others: Any) -> Any:

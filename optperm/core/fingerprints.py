@@ -76,12 +76,26 @@ def find_differences(saved: Any, fresh: Any) -> list[str]:
       saved: An optimizer state, in any nesting.
       fresh: The optimizer state that `init` makes now, with methods of the same types in the same order.
     """
-    pairs = zip(find_shaped(saved), find_shaped(fresh), strict=True)
+    return compare_fingerprints(list_fingerprints(saved), list_fingerprints(fresh))
+
+
+def list_fingerprints(opt_state: Any) -> list[dict[str, list[int]]]:
+    """Return the numbers of each argument, in all replicas on this process, for each shaped state."""
+    return [
+        dict(zip(state.shaped_by(), _read(state).tolist(), strict=True))
+        for state in find_shaped(opt_state)
+    ]
+
+
+def compare_fingerprints(
+    saved: list[dict[str, list[int]]], fresh: list[dict[str, list[int]]]
+) -> list[str]:
+    """Return the names of the arguments that differ, given the lists of two optimizer states."""
     return [
         name
-        for one, other in pairs
-        for name, here, there in zip(one.shaped_by(), _read(one), _read(other), strict=True)
-        if _differ(here, there[0])
+        for one, other in zip(saved, fresh, strict=True)
+        for name, there in one.items()
+        if name in other and _differ(np.asarray(there), other[name][0])
     ]
 
 

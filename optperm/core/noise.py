@@ -1,6 +1,7 @@
 """Draw random numbers with the shapes of params; equal keys give equal numbers on all replicas."""
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import optax
 
 from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.shardings import shard_like
-from optperm.core.trees import unstack
+from optperm.core.trees import SMALL, unstack
 
 # Constants of Threefry-2x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -40,16 +41,54 @@ def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
     return computed_once(data)
 
 
-def bits(data: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """Return `jax.random.bits(jax.random.fold_in(key, i), shapes[i])` for each i, without loops.
+def bits(
+    data: jax.Array, shapes: Sequence[tuple[int, ...]], numbers: Sequence[int] | None = None
+) -> list[jax.Array]:
+    """Return `jax.random.bits(jax.random.fold_in(key, number), shape)` for each shape, without loops.
 
     Args:
       data: The raw data of a threefry key, (2,).
       shapes: The shapes of the arrays.
+      numbers: The number of each array; None for 0, 1, ...
     """
-    numbers = np.arange(len(shapes), dtype=np.uint32)
-    keys = jnp.stack(threefry(data, jnp.zeros_like(numbers), jnp.asarray(numbers)), axis=1)
-    return [_bits(key, shape=shape) for key, shape in zip(unstack(keys), shapes, strict=True)]
+    numbers = range(len(shapes)) if numbers is None else numbers
+    return _all_bits(data, shapes=tuple(shapes), numbers=tuple(numbers))
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "numbers"))
+def _all_bits(
+    data: jax.Array, *, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int, ...]
+) -> list[jax.Array]:
+    low = np.array(numbers, np.uint32)
+    keys = jnp.stack(threefry(data, jnp.zeros_like(low), jnp.asarray(low)), axis=1)
+    sizes = [math.prod(shape) for shape in shapes]
+    small = [index for index, size in enumerate(sizes) if size <= SMALL]
+    parts = _small_bits(keys[np.array(small, int)], [sizes[index] for index in small])
+    drawn = dict(zip(small, parts, strict=True))
+    for index, (key, shape) in enumerate(zip(unstack(keys), shapes, strict=True)):
+        if index not in drawn:
+            drawn[index] = _bits(key, shape=shape)
+    return [drawn[index].reshape(shape) for index, shape in enumerate(shapes)]
+
+
+def _small_bits(keys: jax.Array, sizes: list[int]) -> list[jax.Array]:
+    """Return the bits of `_bits` for a key per array, flattened.
+
+    Each generator takes long to compile, so all arrays are parts of one vector.
+    """
+    if not sizes:
+        return []
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    places = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
+    first, second = threefry(keys.T[:, owners], jnp.zeros_like(places), jnp.asarray(places))
+    whole = computed_once(first ^ second)
+    # XLA compiles equal kernels once, but with constant starts, each part would need its own kernel.
+    ends = np.cumsum(sizes)
+    starts = computed_once([np.int32(end - size) for end, size in zip(ends, sizes, strict=True)])
+    return [
+        jax.lax.dynamic_slice(whole, (start,), (size,))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def normal_like(data: jax.Array, tree: optax.Params) -> Any:

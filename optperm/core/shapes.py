@@ -4,7 +4,8 @@ Type checkers and the tests read jaxtyping's own names. A user's program needs n
 annotation is a `jax.Array`, and a tree of them is `Any`, so `typing.get_type_hints` works.
 """
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import jax
 
@@ -21,10 +22,27 @@ else:
         def __class_getitem__(cls, _: Any) -> Any:
             return jax.Array
 
-    Bool = Float = Float32 = Int8 = Int32 = UInt32 = Shaped
+    Float = Float32 = Int8 = Int32 = UInt32 = Shaped
+
+    class Bool:
+        """An array of booleans: `Bool[Array, "rows columns"]`."""
+
+        def __class_getitem__(cls, _: Any) -> Any:
+            return Annotated[jax.Array, bool]
 
     class PyTree:
         """A tree of arrays: `PyTree[Float[Array, "..."]]`."""
 
-        def __class_getitem__(cls, _: Any) -> Any:
-            return Any
+        def __class_getitem__(cls, item: Any) -> Any:
+            kind = item[0] if isinstance(item, tuple) else item
+            return Annotated[Any, bool] if get_origin(kind) is Annotated else Any
+
+
+@functools.cache
+def list_boolean_fields(kind: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a state of this library whose annotations say booleans."""
+    # Annotations of other libraries may name types that exist only for type checkers.
+    if kind.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        return ()
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(name for name, hint in hints.items() if bool in get_args(hint)[1:])

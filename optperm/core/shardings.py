@@ -5,6 +5,7 @@ with automatic axes, the compiler decides the sharding inside `jax.jit`, so only
 known sharding.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -32,6 +33,18 @@ def explicit_sharding(*leaves: Any) -> NamedSharding | None:
     found = [type_of(leaf).sharding for leaf in leaves]
     explicit = [each for each in found if each and AxisType.Explicit in each.mesh.axis_types]
     return next((each for each in explicit if any(each.spec)), next(iter(explicit), None))
+
+
+def explicit_mesh(*trees: Any) -> AbstractContextManager[Any]:
+    """Return `jax.set_mesh` of the mesh with explicit axes on which an array is; else a null context.
+
+    Outside of this context, JAX does not know on which devices to put the new arrays of a program.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
+    known = [leaf.sharding for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
+    meshes: list[Any] = [each.mesh for each in known if isinstance(each, NamedSharding)]
+    mesh = next((each for each in meshes if AxisType.Explicit in each.axis_types), None)
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def shard_like(leaf: Any, *others: Any) -> Any:
@@ -102,6 +115,14 @@ def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
     places = tuple(index[None] for index in indices)
     one = sharding.update(spec=P(None, *sharding.spec[len(indices) :]))
     return leaf.at[places].get(out_sharding=one)[0]
+
+
+def take_rows(leaf: Any, rows: jax.Array) -> jax.Array:
+    """Return the rows of a leaf's leading axis at given indices; the other axes stay sharded."""
+    sharding = explicit_sharding(leaf)
+    if sharding is None:
+        return jnp.asarray(leaf)[rows]
+    return leaf.at[rows].get(out_sharding=sharding.update(spec=P(None, *sharding.spec[1:])))
 
 
 def can_be_seen(leaf: Any) -> bool:

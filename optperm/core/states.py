@@ -5,6 +5,7 @@ user's state may have fields of the same names.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
@@ -15,7 +16,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
-from optperm.core.trees import in_variables, mask_like, without_variables
+from optperm.core.trees import in_variables, mask_like, without_boxes, without_variables
 
 State = TypeVar("State")
 # `draw_params` folds this number into a key; it is far from the counts folded into the same key
@@ -83,6 +84,31 @@ class WarningState(Protocol):
 
         Raises:
           ValueError: If training must not continue.
+        """
+        ...
+
+
+class GoalState(Protocol):
+    """A state of a method whose params are what the method was asked for only from some step on."""
+
+    def reached_goal(self) -> jax.Array:
+        """Return whether the params after the last step are what the method was asked for, a boolean.
+
+        The answer is about this state alone, and does not repeat the answers of states inside it. In
+        a state stacked over replicas, each replica has an answer.
+        """
+        ...
+
+
+class SnapshotState(Protocol):
+    """A state of a control variate, which needs the full gradient at a snapshot of the params."""
+
+    def with_snapshot(self, params: Any, full_grad: Any) -> Any:
+        """Return the state with a new snapshot; the old snapshot stays if the new one is not finite.
+
+        Args:
+          params: All params.
+          full_grad: The gradient over all examples at these params.
         """
         ...
 
@@ -160,10 +186,56 @@ def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple
                 yield from _find_drawing(part, (*flags, flag))
 
 
-def find_warnings(opt_state: Any, params: Any) -> list[str]:
-    """Return the warnings of all running states, in any nesting."""
-    states = find_running_states(opt_state, WarningState)
-    return [text for state in states for text in state.warnings(params)]
+def find_warnings(opt_state: Any, params: Any, *, is_over: bool = True) -> list[str]:
+    """Return the warnings of all running states, in any nesting.
+
+    While training is not over, a state with a goal does not warn, because it may still reach its goal.
+    The states inside it do.
+    """
+    found = list[str]()
+    for state in find_running_states(opt_state, WarningState):
+        if is_over or not has_protocol(state, GoalState):
+            found += state.warnings(params)
+        else:
+            found += find_warnings(_children(state), params, is_over=False)
+    return found
+
+
+def reached_goal(opt_state: Any) -> jax.Array:
+    """Return whether all running states in any nesting reached their goals; True without goals."""
+
+    def is_end(node: Any) -> bool:
+        return has_protocol(node, GoalState) or has_protocol(node, PhasedState)
+
+    reached = jnp.asarray(True)
+    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
+        if has_protocol(node, GoalState):
+            reached &= without_variables(node).reached_goal()
+        if has_protocol(node, PhasedState):
+            for part, flag in without_variables(node).phases():
+                reached &= jnp.logical_not(flag) | reached_goal(part)
+        elif has_protocol(node, GoalState):
+            for part in _children(node):
+                reached &= reached_goal(part)
+    return reached
+
+
+def _children(node: Any) -> list[Any]:
+    """Return the nodes one level below a node."""
+    return jax.tree.leaves(node, is_leaf=lambda each: each is not node)
+
+
+def take_snapshots(opt_state: Any, params: Any, full_grad: Any) -> Any:
+    """Return the optimizer state with a new snapshot in each state that has snapshots."""
+
+    def is_taken(node: Any) -> bool:
+        return has_protocol(node, SnapshotState)
+
+    return jax.tree.map(
+        lambda node: node.with_snapshot(params, full_grad) if is_taken(node) else node,
+        opt_state,
+        is_leaf=is_taken,
+    )
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
@@ -326,32 +398,56 @@ def match_params(state: Any, params: Any) -> list[Match]:
     of a path or a shape. If the params are a single array, without a structure, all arrays with its
     shape and all inexact arrays with axes belong to it.
     """
+    return [match for match, _ in match_within_states(state, params)]
+
+
+class Place(NamedTuple):
+    """The place of an array in an optimizer's state.
+
+    Attributes:
+      state: The number of the innermost state that contains the array, outside of trees like params.
+      is_field: Whether the array itself is a field of this state.
+    """
+
+    state: int
+    is_field: bool
+
+
+def match_within_states(state: Any, params: Any) -> list[tuple[Match, Place]]:
+    """Return the matches of `match_params`, each with the place of its array."""
+    numbers = itertools.count(1)
+    # A state may have arrays of other shapes than the params, which are then in no boxes.
+    state, params = without_boxes(state), without_boxes(params)
     # Both trees contain numbers instead of arrays, so the arrays are not read.
     leaves, structure = jax.tree.flatten(state)
     wanted: Any = jax.tree.structure(params)
     places = wanted.unflatten(range(wanted.num_leaves))
-    found: list[Match] = []
+    found: list[tuple[Match, Place]] = []
 
-    def visit(node: Any, owner: str) -> None:
+    def visit(node: Any, owner: str, at: Place) -> None:
         seen = mask_like(places, node)
         own: Any = jax.tree.structure(node)
         is_single = isinstance(node, int) and isinstance(seen, int)
         if is_single and not _may_belong(leaves[node], params):
-            found.append(Match(leaves[node], None, owner))
+            found.append((Match(leaves[node], None, owner), at))
         elif own == jax.tree.structure(seen):
             pairs = zip(jax.tree.leaves(node), jax.tree.leaves(seen), strict=True)
-            found.extend(Match(leaves[at], place, owner) for at, place in pairs)
+            found.extend((Match(leaves[leaf], place, owner), at) for leaf, place in pairs)
         elif isinstance(node, int):
-            found.append(Match(leaves[node], None, owner))
+            found.append((Match(leaves[node], None, owner), at))
         else:
-            owner = type(node).__name__ if hasattr(node, "_fields") else owner
-            for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):
-                visit(child, owner)
+            is_state = hasattr(node, "_fields")
+            owner = type(node).__name__ if is_state else owner
+            at = Place(next(numbers) if is_state else at.state, is_state)
+            for child in _children(node):
+                visit(child, owner, at)
 
-    visit(jax.tree.unflatten(structure, range(len(leaves))), "state")
+    visit(jax.tree.unflatten(structure, range(len(leaves))), "state", Place(0, False))
     return found
 
 
 def _may_belong(leaf: Any, param: Any) -> bool:
-    is_number = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    return jnp.shape(leaf) == jnp.shape(param) or bool(jnp.ndim(leaf) and is_number)
+    # Raw keys and fingerprints, which may have the length of a parameter, are uint32.
+    dtype = jnp.result_type(leaf)
+    is_number = jnp.ndim(leaf) > 0 and jnp.issubdtype(dtype, jnp.inexact)
+    return dtype != jnp.uint32 and bool(is_number or jnp.shape(leaf) == jnp.shape(param))

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optperm.core import checks
-from optperm.core.dtypes import cast_like
+from optperm.core.dtypes import cast_like, restore_booleans
 from optperm.core.fingerprints import check_fingerprint, fill_fingerprint
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
@@ -41,6 +41,7 @@ def transformation(
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
     shape_arguments: Callable[[Any], Mapping[str, Any]] | None = None,
+    takes_gradient: bool = False,
     conversion: str = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that checks its inputs and returns everything in the types of the inputs.
@@ -65,6 +66,8 @@ def transformation(
       shape_arguments: `shape_arguments(params)` returns the values of the arguments by which the state
         is shaped, as for `optperm.core.fingerprints.fill_fingerprint`. The state is a `ShapedState`,
         whose fingerprint is filled in here, and compared in each `update` that is not traced.
+      takes_gradient: Whether the updates must be the gradient of the loss, as for samplers. The extra
+        argument `watch`, if given, is then called with the updates.
       conversion: A sentence about the conversion of another optimizer's state, for the message.
 
     Returns:
@@ -74,10 +77,7 @@ def transformation(
 
     def init_fn(params: optax.Params) -> Any:
         checks.check_real_floating("params", params)
-        state = init(params)
-        if shape_arguments is not None:
-            state = fill_fingerprint(state, shape_arguments(params))
-        return _with_strong_types(state)
+        return _with_fingerprint(init(params), params, shape_arguments)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -85,8 +85,6 @@ def transformation(
         checks.check_state(method, state, own_type, conversion)
         if needs_params:
             _check_are_given(method, params)
-        if shape_arguments is not None and not isinstance(state.fingerprint, jax.core.Tracer):
-            check_fingerprint(method, state, shape_arguments(updates if params is None else params))
         # Params and updates must match the state, or JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)
@@ -97,15 +95,20 @@ def transformation(
             checks.check_same_tree("updates", seen, expected, source=_SOURCE, dtypes=False)
         if params is not None:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
+        like_params = updates if params is None else params
+        _check_arguments(method, state, like_params, shape_arguments)
         value_fn = extra_args.get("value_fn")
         if "grad_fn" in wanted and extra_args.get("grad_fn") is None and value_fn is not None:
             extra_args["grad_fn"] = _make_grad_fn(value_fn, method)
         _check_extras(method, wanted, extra_args)
         checks.check_axis_is_bound(axis_name)
+        if takes_gradient and extra_args.get("watch") is not None:
+            extra_args["watch"](updates)
         if params is not None:
             # Operations on an explicit mesh reject gradients whose sharding differs from the params'.
             updates = jax.tree.map(shard_like, updates, params)
-        new_updates, new_state = update(updates, state, params, **extra_args)
+        booleans = restore_booleans(state)
+        new_updates, new_state = update(updates, booleans, params, **extra_args)
         # The method may compute in other dtypes, but the types of state and updates never change.
         other = params if updates_like == "params" and params is not None else updates
         return cast_like(new_updates, other), cast_like(new_state, state)
@@ -118,6 +121,7 @@ def wrapper(
     update: Callable[..., tuple[optax.Updates, Any]],
     *,
     method: str,
+    shape_arguments: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that only calls others, which check dtypes and trees themselves.
 
@@ -127,6 +131,7 @@ def wrapper(
       init: `init(params)` returns the state. The state passed to `update` must have the annotated type.
       update: `update(updates, state, params, **extra_args)` returns the new updates and the new state.
       method: The public name, for messages.
+      shape_arguments: As for `transformation`.
 
     Returns:
       The transformation, whose `update` needs params.
@@ -134,14 +139,16 @@ def wrapper(
     own_type = _find_own_type(init)
 
     def init_fn(params: optax.Params) -> Any:
-        return _with_strong_types(init(params))
+        return _with_fingerprint(init(params), params, shape_arguments)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         checks.check_state(method, state, own_type)
         _check_are_given(method, params)
-        new_updates, new_state = update(updates, state, params, **extra_args)
+        _check_arguments(method, state, params, shape_arguments)
+        booleans = restore_booleans(state)
+        new_updates, new_state = update(updates, booleans, params, **extra_args)
         return cast_like(new_updates, params), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -152,9 +159,25 @@ def _find_own_type(init: Callable[..., Any]) -> Any:
     return inspect.get_annotations(init, eval_str=True).get("return", Any)
 
 
-def _with_strong_types(state: Any) -> Any:
+def _with_fingerprint(
+    state: Any, params: Any, shape_arguments: Callable[[Any], Mapping[str, Any]] | None
+) -> Any:
+    """Return a new state with strong types and the fingerprint of the arguments that shape it."""
+    if shape_arguments is not None:
+        state = fill_fingerprint(state, shape_arguments(params))
     # A weak type would become strong in the first step and break a jax.lax.scan.
     return cast_like(state, state)
+
+
+def _check_arguments(
+    method: str,
+    state: Any,
+    params: Any,
+    shape_arguments: Callable[[Any], Mapping[str, Any]] | None,
+) -> None:
+    """Raise if a state was made with other arguments; those of a traced state cannot be read."""
+    if shape_arguments is not None and not isinstance(state.fingerprint, jax.core.Tracer):
+        check_fingerprint(method, state, shape_arguments(params))
 
 
 def _check_are_given(method: str, params: optax.Params | None) -> None:

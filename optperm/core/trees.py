@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.core.shardings import row_sharding
+from optperm.core.shardings import row_sharding, sharding_of, type_of
+
+# Up to this size, leaves of one shape are worked on together, which compiles faster. Copies of larger
+# leaves would cost memory and, on a mesh, might move data between devices.
+SMALL = 2**16
 
 
 def one_row(tree: Any) -> Any:
@@ -29,6 +33,15 @@ def unstack(stack: jax.Array, axis: int = 0) -> list[jax.Array]:
     """
     places = jax.lax.optimization_barrier([np.int32(place) for place in range(stack.shape[axis])])
     return [jax.lax.dynamic_index_in_dim(stack, place, axis, keepdims=False) for place in places]
+
+
+def group_alike(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Return groups of the numbers of small leaves that have the same type; each other leaf is alone."""
+    groups: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        kind = (type_of(leaf), sharding_of(leaf)) if leaf.size <= SMALL else index
+        groups.setdefault(kind, []).append(index)
+    return [*groups.values()]
 
 
 def is_masked(node: Any) -> bool:
@@ -113,6 +126,24 @@ def without_variables(tree: Any) -> Any:
     return jax.tree.map(
         lambda leaf: leaf.get_value() if is_variable(leaf) else leaf, tree, is_leaf=is_variable
     )
+
+
+def is_box(node: Any) -> bool:
+    """Return whether a node holds an array and metadata: a variable of nnx, or a box of `flax.linen`."""
+    return is_variable(node) or callable(getattr(type(node), "unbox", None))
+
+
+def without_boxes(tree: Any) -> Any:
+    """Return the tree with each box replaced by its array.
+
+    The metadata of a box, such as the names of its axes, are for an array of the parameter's shape.
+    """
+
+    def open_box(node: Any) -> Any:
+        found = jax.tree.leaves(node) if is_box(node) else [node]
+        return found[0] if len(found) == 1 else node
+
+    return jax.tree.map(open_box, tree, is_leaf=is_box)
 
 
 def in_variables(tree: Any, like: Any) -> Any:

@@ -15,8 +15,9 @@ import optax
 from optperm.core import checks
 from optperm.core.control import both, cond
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
+from optperm.core.fingerprints import UNSET
 from optperm.core.mapped_axes import AxisName
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
 from optperm.core.transformation import transformation
 from optperm.distributed._exchanging import show
 from optperm.distributed._local_counts import (
@@ -66,6 +67,7 @@ class AgnState(NamedTuple):
       pulled: Whether the last step ended in a commit, which moved the params to the center.
       skipped: Number of commits without this replica's contribution, because the contribution or the sum
         of all contributions was not finite.
+      fingerprint: Whether `outer` is None, which determines what the counts in `center_state` mean.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -77,6 +79,11 @@ class AgnState(NamedTuple):
     accumulator: PyTree[Float[Array, "..."]]
     pulled: Bool[Array, ""]
     skipped: Int32[Array, ""]
+    fingerprint: UInt32[Array, "1"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return ("outer",)
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the local optimizer and, overriding its targets, the center."""
@@ -207,7 +214,16 @@ def agn(
       same is true for a traced weight that is negative or nonfinite. If no replica remains, or the sum
       of contributions overflows, the center does not move. An optimizer that divides by the norm of its
       gradient may produce NaNs from zeros; put `optax.apply_if_finite` around it to skip these steps.
-      All replicas must count the same steps, so put such a wrapper around `inner`, not around `agn`.
+
+      Without `commit=`, all replicas must call `update` equally often, so put such a wrapper around
+      `inner`, not around `agn`. With `commit=` in each call, replicas on different devices may take
+      different numbers of local steps, if all replicas commit at the same calls. Pass the number of
+      steps as `weight=` for the mean over all steps, and pass `outer`, because without it, schedules of
+      the center count the local steps of each replica.
+
+      If `inner` draws random numbers (`optax.add_noise`), its state contains their key, and replicas
+      with the same key draw the same numbers. To give each replica its own numbers, call `init` where
+      the axis is mapped, of an `inner` whose key is folded with `jax.lax.axis_index(axis_name)`.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
@@ -312,6 +328,7 @@ def agn(
             accumulator=jax.tree.map(lambda a: jnp.where(is_commit, 0, a), add(accumulator)),
             pulled=jnp.asarray(is_commit),
             skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
+            fingerprint=state.fingerprint,
         )
         return finish(updates, new_state, state, has_step, axis_name)
 
@@ -322,6 +339,8 @@ def agn(
         like=lambda state: state.center,
         dtypes=True,
         axis_name=axis_name,
+        # Without `outer`, schedules of the center's optimizer count local steps, otherwise commits.
+        shape_arguments=lambda _: {"outer": is_same},
     )
     return show("agn", tx, replicas, every)
 

@@ -204,7 +204,9 @@ def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
         # For a top_k, XLA gathers rows from several devices; a sort needs no gathering.
         if axis_size == 1:
             return find(sizes[0])[None], True
-        return jnp.argsort(-sizes, axis=-1, stable=True)[..., :number], True
+        order = jnp.argsort(-sizes, axis=-1, stable=True)
+        # With x64, the indices of a sort have 64 bits, but the indices of a top_k have 32.
+        return order[..., :number].astype(jnp.int32), True
 
     result: jax.Array = find(sizes)
     return result

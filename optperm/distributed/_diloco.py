@@ -17,8 +17,14 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
+from optperm.core.fingerprints import (
+    UNSET,
+    check_fingerprint,
+    describe_difference,
+    fill_fingerprint,
+)
 from optperm.core.mapped_axes import AxisName
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import unstack
@@ -30,6 +36,7 @@ from optperm.distributed._local_steps import (
     Period,
     check_can_be_pulled,
     check_period,
+    count_bad_steps,
     ends_period,
     finish,
     is_commit_only,
@@ -62,6 +69,9 @@ class DilocoState(NamedTuple):
       pulled: Whether the last step moved each leaf, or each slice of a leaf, to the center.
       skipped: Number of exchanges without this replica's contribution, because its params or the sum of
         all contributions were not finite.
+      zeroed: Number of local steps in which the gradient of this replica had entries that were not
+        finite, and that counted as zero.
+      fingerprint: The arguments `fragment_of`, `compress` and `combine` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -75,6 +85,12 @@ class DilocoState(NamedTuple):
     residual: PyTree[Float[Array, "..."]]
     pulled: Bool[Array, "leaves slices"]
     skipped: Int32[Array, ""]
+    zeroed: Int32[Array, ""]
+    fingerprint: UInt32[Array, "3"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "fragment_of", "compress", "combine"
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the local optimizer and, overriding its targets, the center."""
@@ -192,11 +208,12 @@ def diloco(
 
     Notes:
       See `optperm.agn` for local gradients, `commit=` and `weight=` of `update`, extra
-      arguments, replicas that start apart, wrappers (around `inner`, not around `diloco`), zeros and
-      fixed entries of the center, and exact params with `optperm.apply_updates`. Nonfinite entries of a
-      gradient count as zero. An exchange excludes only replicas whose params are not finite. The pull
-      resets such params to the center, for any `mixing`, but only with `optperm.apply_updates`, because
-      NaN plus an update is NaN.
+      arguments, replicas that start apart or take fewer steps, random numbers of `inner`, wrappers
+      (around `inner`, not around `diloco`), zeros and fixed entries of the center, and exact params with
+      `optperm.apply_updates`. Nonfinite entries of a gradient count as zero, and `zeroed` in the state
+      counts the steps with such entries. An exchange excludes only replicas whose params are not finite.
+      The pull resets such params to the center, for any `mixing`, but only with
+      `optperm.apply_updates`, because NaN plus an update is NaN.
 
       With a plan, `commit=plan.at(step)` selects the fragments of a step during tracing. True and
       `"only"` exchange all fragments at once, without a delay, and replace fragments in flight. With
@@ -217,8 +234,10 @@ def diloco(
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
-        are already summed over this axis, or trees do not match; or if `inner` stores params that a pull
-        would not move (`optax.contrib.schedule_free` and the others listed for `optperm.agn`).
+        are already summed over this axis, trees do not match, or the state was made with other
+        fragments, `fragment_of`, `compress`, `combine` or `center_dtype`; or if `inner` stores params
+        that a pull would not move (`optax.contrib.schedule_free` and the others listed for
+        `optperm.agn`).
 
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
@@ -261,7 +280,7 @@ def diloco(
         center_state = tuple(map(center_optimizer.init, parts))
         check_can_be_pulled(local_state, center_state, "diloco")
         wide = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
-        return DilocoState(
+        state = DilocoState(
             count=jnp.zeros([], jnp.int32),
             since_commit=jnp.zeros([], jnp.int32),
             commits=jnp.zeros([], jnp.int32),
@@ -273,7 +292,9 @@ def diloco(
             residual=jax.tree.map(jnp.copy, wide) if compress is not None else (),
             pulled=fragments.tabulate_flags([False] * plan.fragments),
             skipped=jnp.zeros([], jnp.int32),
+            zeroed=jnp.zeros([], jnp.int32),
         )
+        return fill_fingerprint(state, _list_arguments(fragments, compress, combine))
 
     def update(
         grads: optax.Updates,
@@ -288,7 +309,9 @@ def diloco(
         grads = grads if has_step else None
         replicas.check_are_local(grads, params, "diloco")
         check_weight(weight)
-        _check_same_plan(state, plan)
+        _check_same_plan(state, plan, compress, center_dtype)
+        fragments = Fragments(params, plan.fragments, fragment_of)
+        check_fingerprint("diloco", state, _list_arguments(fragments, compress, combine))
         due = _find_due(commit, state, every, axis_name)
 
         # theta <- theta + u(g; s)
@@ -303,7 +326,6 @@ def diloco(
 
         # For each fragment p that is due, `Exchanger.send` computes the mean n_p of Delta_p = c_p -
         # theta_p over the replicas, and `Exchanger.receive` computes c_p <- c_p + u(n_p; s_c)
-        fragments = Fragments(params, plan.fragments, fragment_of)
         now = Step(
             fragments=fragments,
             # Each conditional computes theta, but all of them share one trace.
@@ -354,6 +376,8 @@ def diloco(
             residual=exchanged.residual,
             pulled=fragments.tabulate_flags(pulled),
             skipped=state.skipped + sum(each.has_missed.astype(jnp.int32) for each in outcomes),
+            zeroed=state.zeroed + count_bad_steps(grads, state.local_state, replicas),
+            fingerprint=state.fingerprint,
         )
         return finish(updates, new_state, state, has_step, axis_name)
 
@@ -411,8 +435,20 @@ def _check_options(
         raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
 
 
-def _check_same_plan(state: DilocoState, plan: Every) -> None:
-    has_delay = bool(jax.tree.leaves(state.in_flight)) or not jax.tree.leaves(state.center)
+def _list_arguments(
+    fragments: Fragments, compress: Compression | None, combine: str
+) -> dict[str, Any]:
+    """Return the arguments that shape a state; the decay of a residual may change."""
+    form = None if compress is None else (compress.fraction, compress.bits)
+    return {"fragment_of": fragments.of, "compress": form, "combine": combine}
+
+
+def _check_same_plan(
+    state: DilocoState, plan: Every, compress: Compression | None, center_dtype: Any
+) -> None:
+    """Raise if the arrays of a state, traced or not, show that it was made with other arguments."""
+    center, residual = map(jax.tree.leaves, (state.center, state.residual))
+    has_delay = bool(jax.tree.leaves(state.in_flight)) or not center
     if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
         fragments = len(state.center_state)
         delay = "a delay" if jax.tree.leaves(state.in_flight) else "no delay"
@@ -421,3 +457,7 @@ def _check_same_plan(state: DilocoState, plan: Every) -> None:
             f"The state belongs to a plan with fragments={fragments} and {delay}, not to {wanted}: pass "
             "the plan of the state as every, or make a new state with init."
         )
+    if center and bool(residual) != (compress is not None):
+        raise ValueError(describe_difference("diloco", "compress"))
+    if center_dtype is not None and any(leaf.dtype != center_dtype for leaf in center):
+        raise ValueError(describe_difference("diloco", "center_dtype"))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from optperm.core.shardings import explicit_sharding
+from optperm.core.trees import is_function, mask_like, without_boxes
 
 # A function of a path and a leaf, or a tree like params. The values are the fragment of a leaf, or a
 # sequence with the fragment of each slice of the leaf's leading axis.
@@ -16,7 +17,12 @@ FragmentOf: TypeAlias = Callable[[Any, Any], int | Sequence[int]] | Any
 
 
 class Fragments:
-    """The division of trees like params into fragments."""
+    """The division of trees like params into fragments.
+
+    Attributes:
+      number: The number of fragments.
+      of: The fragment of each leaf, or an array with the fragment of each of its slices.
+    """
 
     def __init__(self, tree: Any, number: int, fragment_of: FragmentOf | None = None) -> None:
         """Assign the leaves of the tree to fragments.
@@ -33,15 +39,15 @@ class Fragments:
             # Leaf l is in fragment floor(P x), where x is the relative position of its middle entry.
             sizes = np.array([np.size(leaf) for leaf in jax.tree.leaves(tree)], float)
             middles = (np.cumsum(sizes) - sizes / 2) / max(float(sizes.sum()), 1.0)
-            self._of: list[Any] = list(np.minimum((middles * number).astype(int), number - 1))
+            self.of: list[Any] = list(np.minimum((middles * number).astype(int), number - 1))
         else:
-            self._of = _assign(tree, number, fragment_of)
+            self.of = _assign(tree, number, fragment_of)
 
     def _map(self, function: Callable[..., Any], fragment: int, *trees: Any) -> Any:
         """Map `function(rows, *leaves)` over the leaves of a fragment; rows is None for a whole leaf."""
         columns = zip(*map(self._structure.flatten_up_to, trees), strict=True)
         out = []
-        for of, leaves in zip(self._of, columns, strict=True):
+        for of, leaves in zip(self.of, columns, strict=True):
             if not np.any(of == fragment):
                 out.append(optax.MaskedNode())
                 continue
@@ -95,27 +101,28 @@ class Fragments:
                 return False
             return jnp.stack(_arrays(own)).reshape(-1, *[1] * (leaf.ndim - 1))
 
-        leaves = zip(self._of, self._structure.flatten_up_to(like), strict=True)
+        leaves = zip(self.of, self._structure.flatten_up_to(like), strict=True)
         return jax.tree.unflatten(self._structure, [flag_leaf(*pair) for pair in leaves])
 
     def tabulate_flags(self, values: Sequence[bool | jax.Array]) -> jax.Array:
         """Return the flags of all slices, (leaves, slices); the row of a whole leaf repeats one flag."""
-        width = max([len(of) for of in self._of if np.ndim(of)], default=1)
+        width = max([len(of) for of in self.of if np.ndim(of)], default=1)
         rows = [
             np.pad(of, (0, width - len(of))) if np.ndim(of) else np.full(width, of)
-            for of in self._of
+            for of in self.of
         ]
         return jnp.stack(_arrays(values))[np.array(rows, int).reshape(len(rows), width)]
 
 
 def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
     """Return the fragment of each leaf, or of each of its slices, as assigned by the user."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    structure: Any = jax.tree.structure(tree)
-    if callable(fragment_of):
+    plain = without_boxes(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(plain)
+    structure: Any = jax.tree.structure(plain)
+    if is_function(fragment_of):
         given = [fragment_of(path, leaf) for path, leaf in leaves]
     else:
-        given = structure.flatten_up_to(fragment_of)
+        given = structure.flatten_up_to(mask_like(without_boxes(fragment_of), plain))
     result = [np.asarray(each) for each in given]
     for (path, leaf), of in zip(leaves, result, strict=True):
         is_one = of.ndim == 0 or of.shape == np.shape(leaf)[:1]

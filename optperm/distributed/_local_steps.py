@@ -45,7 +45,7 @@ from optperm.core.mapped_axes import (
     varying_like,
 )
 from optperm.core.states import find_states
-from optperm.distributed._replicas import Center, CenterStep
+from optperm.distributed._replicas import Center, CenterStep, Replicas
 from optperm.exact import (
     AnchoredState,
     apply_updates,
@@ -236,6 +236,13 @@ def zero_bad_entries(
     if extra_args.get("grad") is not None:
         extra_args = extra_args | {"grad": zero_if_not_finite(extra_args["grad"])}
     return zero_if_not_finite(grads), extra_args
+
+
+def count_bad_steps(grads: optax.Updates | None, local_state: Any, replicas: Replicas) -> jax.Array:
+    """Return 1 if this replica's local step counts nonfinite entries of its gradient as zero."""
+    if grads is None or isinstance(local_state, optax.ApplyIfFiniteState):
+        return jnp.zeros([], jnp.int32)
+    return jnp.logical_not(replicas.are_finite(grads)).astype(jnp.int32)
 
 
 def _common_extras(

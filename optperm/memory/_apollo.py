@@ -14,11 +14,13 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fingerprints import UNSET, describe_difference
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold, normal
-from optperm.core.shapes import Array, Float, Int8, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
 from optperm.core.transformation import transformation
+from optperm.core.trees import without_boxes
 from optperm.memory._directions import (
     check_limit,
     compute_direction,
@@ -30,10 +32,13 @@ from optperm.memory._matrices import (
     DimensionNumbers,
     Matrix,
     check_rank,
+    describe_axes,
+    find_low_structure,
     make_batch_zeros,
-    make_low_rank_leaf,
+    make_low,
     plan_matrices,
     project_leaf,
+    restructure,
     unzip,
     warn_of_full_rank,
 )
@@ -46,16 +51,23 @@ class ApolloState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      norm: q, of shape (...), the last positive and finite norm of each matrix's step without the factor
-        `scale`. It is 0 before the first step, for leaves at full rank, and without a `limit`.
+      norm: q, of shape (...), the norm of each matrix's last step that was not an exception (see
+        `limit`), without the factor `scale`. It is 0 before the first step, for leaves at full rank, and
+        without a `limit`.
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
+      fingerprint: The arguments `rank` and `dimension_numbers` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     norm: PyTree[Float[Array, "..."], "Params"]
     sign: Int8[Array, ""]
     inner_state: Any
+    fingerprint: UInt32[Array, "2"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "rank", "dimension_numbers"
 
 
 def apollo(
@@ -103,7 +115,9 @@ def apollo(
         can start with AdamW's learning rate. Then tune the rate: for the matrices of a small decoder,
         the best rate was four to eight times AdamW's rate. The `scale` of the authors' code is the
         square of this argument.
-      limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit.
+      limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit. The
+        limit ignores steps that are not finite or below a tenth of the step before, as in
+        `optperm.low_rank`.
       dimension_numbers: The axes of the matrices to project, as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.
 
@@ -133,7 +147,8 @@ def apollo(
         wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
         of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
-        params, repeats an axis, or names a missing axis; or if `inner` needs params.
+        params, repeats an axis, names a missing axis or names no axes at all; if `update` gets a state
+        that was made with other `rank` or `dimension_numbers`; or if `inner` needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
@@ -155,16 +170,18 @@ def apollo(
         warn_of_full_rank(params, plans, dimension_numbers, "apollo")
         return ApolloState(
             count=jnp.zeros([], jnp.int32),
-            norm=jax.tree.map(make_batch_zeros, params, plans),
+            norm=jax.tree.map(make_batch_zeros, without_boxes(params), plans),
             sign=varying_zeros(params, jnp.int8),
-            inner_state=inner.init(jax.tree.map(make_low_rank_leaf, params, plans)),
+            inner_state=inner.init(make_low(params, plans)),
         )
 
     def update(
         updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, ApolloState]:
         plans = plan_matrices(updates, rank, "smaller", dimension_numbers)
-        structure: Any = jax.tree.structure(updates)
+        _check_same_shapes(optimizer, updates, plans, state)
+        grads = without_boxes(updates)
+        structure: Any = jax.tree.structure(grads)
         numbers = structure.unflatten(range(structure.num_leaves))
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
@@ -174,10 +191,10 @@ def apollo(
             basis = None if m is None else draw_gaussian_basis(drawn, number, m, leaf)
             return project_leaf(leaf, m, basis)
 
-        exact = jax.tree.map(draw_and_project, updates, plans, numbers)
-        low = optax.tree.cast_like(exact, updates)
+        exact = jax.tree.map(draw_and_project, grads, plans, numbers)
+        low, low_structure = optax.tree.cast_like(exact, grads), find_low_structure(updates, plans)
         direction, inner_state = compute_direction(
-            optimizer, low, state.inner_state, extra_args, "apollo"
+            optimizer, low, low_structure, state.inner_state, extra_args, "apollo"
         )
         sign = find_sign(direction, low, state.sign)
 
@@ -190,19 +207,45 @@ def apollo(
             f = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1))
             norm = jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1)))
             # |S / L| <= limit q
-            quotient, q = limit_growth(norm, q, limit)
+            quotient, q = limit_growth(norm, q, limit, r, m.rank_axis)
             # scale = sqrt(d / r) for "auto"; U has the sign relative to G that N has relative to R
             size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
             factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient
             return m.leaf(m.turn(factor[..., None, None] * f * g)), q
 
-        u, norm = unzip(jax.tree.map(step, updates, plans, exact, direction, state.norm), updates)
-        return u, ApolloState(
-            count=optax.safe_increment(state.count), norm=norm, sign=sign, inner_state=inner_state
+        u, norm = unzip(jax.tree.map(step, grads, plans, exact, direction, state.norm), grads)
+        return restructure(u, jax.tree.structure(updates)), ApolloState(
+            count=optax.safe_increment(state.count),
+            norm=norm,
+            sign=sign,
+            inner_state=inner_state,
+            fingerprint=state.fingerprint,
         )
 
+    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+        plans = plan_matrices(params, rank, "smaller", dimension_numbers)
+        return {"rank": rank, "dimension_numbers": describe_axes(plans)}
+
     # An update needs only the gradients; params determine only the dtypes.
-    return transformation(init, update, method="apollo", needs_params=False)
+    return transformation(
+        init, update, method="apollo", needs_params=False, shape_arguments=shape_arguments
+    )
+
+
+def _check_same_shapes(
+    inner: optax.GradientTransformation, updates: optax.Updates, plans: Any, state: ApolloState
+) -> None:
+    """Raise if the state of `inner` is for low-rank leaves of other shapes, which may broadcast.
+
+    The arguments of a state that is not traced are compared by its fingerprint.
+    """
+    if not isinstance(state.count, jax.core.Tracer):
+        return
+    wanted: Any = jax.eval_shape(lambda tree: inner.init(make_low(tree, plans)), updates)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (wanted, state.inner_state)]
+    shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (wanted, state.inner_state)]
+    if structures[0] == structures[1] and shapes[0] != shapes[1]:
+        raise ValueError(describe_difference("apollo", "rank"))
 
 
 def draw_gaussian_basis(data: jax.Array, index: int, matrix: Matrix, leaf: jax.Array) -> jax.Array:

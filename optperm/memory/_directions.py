@@ -12,20 +12,32 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.shardings import unshard
+from optperm.memory._matrices import restructure
 
 # This constant from the authors' code is added to norms in denominators.
 _EPS = 1e-8
+# Norms up to this number of constants make gains smaller by a tenth or more.
+_FEW = 10
+# A step below this fraction of the last norm is an exception, such as a batch that is mostly padding.
+_SHORTEST = 0.1
 
 
 def compute_direction(
-    inner: optax.GradientTransformationExtraArgs, low: Any, state: Any, extra_args: Any, method: str
+    inner: optax.GradientTransformationExtraArgs,
+    low: Any,
+    structure: Any,
+    state: Any,
+    extra_args: Any,
+    method: str,
 ) -> tuple[Any, Any]:
     """Return N, the direction of an optimizer on low-rank gradients, and its new state.
 
-    The optimizer gets no params, because weight decay of P'W would act only in the subspace.
+    The optimizer gets no params, because weight decay of P'W would act only in the subspace. It gets the
+    gradients in the given structure, in which leaves at full rank have the boxes of the params.
     """
     try:
-        return inner.update(low, state, None, **extra_args)
+        direction, new = inner.update(restructure(low, structure), state, None, **extra_args)
+        return restructure(direction, jax.tree.structure(low)), new
     except ValueError as error:
         # If params or Muon's axes are None in a map, Optax's error names params, and JAX's error names
         # NoneType ("got None" before JAX 0.12).
@@ -78,18 +90,28 @@ def check_limit(limit: object) -> None:
 
 
 def limit_growth(
-    norm: jax.Array, last: jax.Array, limit: float | jax.Array | None
+    norm: jax.Array,
+    last: jax.Array,
+    limit: float | jax.Array | None,
+    low: jax.Array,
+    rank_axis: int,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Return the divisor L that limits a step's growth to the factor gamma, and the next q.
 
     .. math::
       L = \max(\lVert S \rVert / (q + 10^{-8}), \gamma) / \gamma \text{ if } q > 0 \text{ else } 1,
-      \qquad q \leftarrow \lVert S \rVert / L \text{ if that is above 0 and finite}
+      \qquad q \leftarrow \lVert S \rVert / L
+
+    In the authors' code, a single tiny step holds back a thousand steps after it, because q can grow by
+    only 1% per step. Therefore q keeps its value if :math:`\lVert S \rVert / L` is below q / 10 or not
+    finite, or if each column of R is so small that the constant in the gains determines S.
 
     Args:
       norm: The norm of the step S.
-      last: q, the norm of the last step; 0 before the first.
+      last: q, the last norm of a step; 0 before the first.
       limit: :math:`\gamma`, or None for no limit, which leaves q unchanged.
+      low: R, a low-rank leaf.
+      rank_axis: The axis of R that indexes its rows.
     """
     norm = unshard(norm)
     if limit is None:
@@ -97,5 +119,7 @@ def limit_growth(
     gamma = jnp.asarray(limit, norm.dtype)
     quotient = jnp.where(last > 0, jnp.maximum(norm / (last + _EPS), gamma) / gamma, 1.0)
     after = norm / quotient
-    # If |S| / L is 0 or not finite, q stays, since later steps could grow slowly from 0, or never.
-    return quotient, jnp.where((after > 0) & jnp.isfinite(after), after, last)
+    columns = jnp.sqrt(jnp.sum(jnp.square(low), axis=rank_axis))
+    is_seen = unshard(jnp.max(columns, axis=-1)) > _FEW * _EPS
+    is_usual = is_seen & (after > _SHORTEST * last) & jnp.isfinite(after)
+    return quotient, jnp.where(is_usual, after, last)

@@ -22,12 +22,14 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond, when
 from optperm.core.dtypes import computed_once
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold
-from optperm.core.shapes import Array, Float, Int8, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
+from optperm.core.trees import leaf_paths, without_boxes
 from optperm.memory._directions import (
     check_limit,
     compute_direction,
@@ -40,12 +42,15 @@ from optperm.memory._matrices import (
     Matrix,
     Side,
     check_rank,
+    describe_axes,
+    find_low_structure,
     lift,
     make_basis_zeros,
     make_batch_zeros,
-    make_low_rank_leaf,
+    make_low,
     plan_matrices,
     project_leaf,
+    restructure,
     unzip,
     warn_of_full_rank,
 )
@@ -78,11 +83,13 @@ class LowRankState(NamedTuple):
         zero before the first basis.
       next_refresh: For each matrix, the first step in which it may get its next basis; an array of shape
         (...). It is 0 before the first basis.
-      norm: q, of shape (...), the last positive and finite norm of each matrix's scaled residual. It is
-        0 before the first step, and without a `residual` or a `limit`.
+      norm: q, of shape (...), the norm of each matrix's last scaled residual that was not an exception
+        (see `limit`). It is 0 before the first step, and without a `residual` or a `limit`.
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown or
         without a `residual`.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
+      fingerprint: The arguments `rank`, `side`, `carry` and `dimension_numbers` with which the state was
+        made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -91,6 +98,11 @@ class LowRankState(NamedTuple):
     norm: PyTree[Float[Array, "..."], "Params"]
     sign: Int8[Array, ""]
     inner_state: Any
+    fingerprint: UInt32[Array, "4"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "rank", "side", "carry", "dimension_numbers"
 
 
 def low_rank(
@@ -174,13 +186,17 @@ def low_rank(
       side: The side of each matrix to project, "smaller" or "larger". For a square matrix, "smaller" is
         the columns. "larger" gives a smaller state and a poorer subspace.
       limit: The maximum factor by which the norm of S grows per step, at least 1, or None for no limit.
+        The limit ignores steps whose S is not finite or below a tenth of the S before: the next step
+        may be as long as the step before the exception.
       dimension_numbers: The axes of the matrices to project: one `optax.contrib.GaLoreDimensionNumbers`
         for all leaves with two or more axes, a tree like params with None for full rank, or a function
         from params to such a tree. Axes that are not named are batch axes, along which each matrix has
         its own basis. None for the axes of `optperm.memory.matrix_axes`.
       b1: :math:`\beta_1`, in [0, 1), of Adam in `inner`, because Adam's state does not contain it. 0.0
         carries first moments over without a bias correction.
-      b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments.
+      b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments. `init` compares
+        :math:`(1 - \beta_2) / (1 - \beta_1)^2` with the trial step of `inner`, unless a decay rate is
+        traced or both are 0.0.
       key: The random key of random bases: an int or a `jax.random.key`.
 
     Returns:
@@ -239,8 +255,11 @@ def low_rank(
         wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
         of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
-        params, repeats an axis, or names a missing axis; if `carry=True` and a state of `inner` is
-        unknown or not like params (`optax.flatten`); or if `inner` needs params.
+        params, repeats an axis, names a missing axis or names no axes at all; if `carry=True` and a
+        state of `inner` is unknown, not like params (`optax.flatten`), in 8 bits
+        (`optperm.quantize_state` belongs around this transformation), or decays by another `b1` or `b2`;
+        if `update` gets a state that was made with other `rank`, `side`, `carry` or
+        `dimension_numbers`; or if `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
@@ -268,19 +287,19 @@ def low_rank(
     probe = Probe(inner)
 
     def init(params: optax.Params) -> LowRankState:
-        plans = plan_matrices(params, rank, side, dimension_numbers)
+        plain, plans = without_boxes(params), plan_matrices(params, rank, side, dimension_numbers)
         warn_of_full_rank(params, plans, dimension_numbers, "low_rank")
-        low = jax.tree.map(make_low_rank_leaf, params, plans)
+        low = make_low(params, plans)
         inner_state = inner.init(low)
         if carry:
-            check_moments(inner_state, plans, low, probe)
+            check_moments(inner_state, plans, low, probe, b1=b1, b2=b2)
         return LowRankState(
             count=jnp.zeros([], jnp.int32),
-            basis=jax.tree.map(make_basis_zeros, params, plans),
+            basis=jax.tree.map(make_basis_zeros, plain, plans),
             next_refresh=jax.tree.map(
-                lambda leaf, m: make_batch_zeros(leaf, m, jnp.int32), params, plans
+                lambda leaf, m: make_batch_zeros(leaf, m, jnp.int32), plain, plans
             ),
-            norm=jax.tree.map(make_batch_zeros, params, plans),
+            norm=jax.tree.map(make_batch_zeros, plain, plans),
             sign=varying_zeros(params, jnp.int8),
             inner_state=inner_state,
         )
@@ -289,6 +308,7 @@ def low_rank(
         updates: optax.Updates, state: LowRankState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowRankState]:
         plans = plan_matrices(updates, rank, side, dimension_numbers)
+        grads = without_boxes(updates)
 
         # P <- another basis, and M <- C M with C = P_new' P_old, for each matrix that is due
         formulas = None
@@ -296,17 +316,17 @@ def low_rank(
             formulas = find_formulas(
                 state.inner_state,
                 probe,
-                lambda: jax.tree.map(make_low_rank_leaf, updates, plans),
+                lambda: make_low(updates, plans),
                 b1=b1,
                 b2=b2,
             )
         state = _refresh(state, updates, plans, formulas, projection, every, key)
 
         # R = P' G, and N, inner <- inner(R)
-        exact = jax.tree.map(project_leaf, updates, plans, state.basis)
-        low = optax.tree.cast_like(exact, updates)
+        exact = jax.tree.map(project_leaf, grads, plans, state.basis)
+        low, structure = optax.tree.cast_like(exact, grads), find_low_structure(updates, plans)
         direction, inner_state = compute_direction(
-            optimizer, low, state.inner_state, extra_args, "low_rank"
+            optimizer, low, structure, state.inner_state, extra_args, "low_rank"
         )
         sign = state.sign if residual is None else find_sign(direction, low, state.sign)
 
@@ -329,25 +349,39 @@ def low_rank(
                 is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole
                 norm = jnp.sqrt(jnp.where(is_seen, whole - inside, 0.0))
                 # |S / L| <= limit q
-                quotient, q = limit_growth(norm, q, limit)
+                quotient, q = limit_growth(norm, q, limit, r, m.rank_axis)
                 # P N + S / L = P (N - a R) + a G, with a = sign f / L, needs one product instead of two
                 a = sign.astype(r.dtype) * f / quotient[..., None, None]
                 u = lift(m, basis, n - a * r, g) + a * g
             return m.leaf(m.turn(jnp.asarray(scale, u.dtype) * u)), q
 
-        pairs = jax.tree.map(step, updates, plans, state.basis, exact, direction, state.norm)
-        u, norm = unzip(pairs, updates)
-        return u, LowRankState(
+        trees = grads, plans, state.basis, exact, direction, state.norm
+        u, norm = unzip(jax.tree.map(step, *trees), grads)
+        return restructure(u, jax.tree.structure(updates)), LowRankState(
             count=optax.safe_increment(state.count),
             basis=state.basis,
             next_refresh=state.next_refresh,
             norm=norm,
             sign=sign,
             inner_state=inner_state,
+            fingerprint=state.fingerprint,
         )
 
     # `update` does not need params, but uses them to check the dtypes of the gradients.
-    return transformation(init, update, method="low_rank", needs_params=False)
+    return transformation(
+        init,
+        update,
+        method="low_rank",
+        needs_params=False,
+        shape_arguments=lambda params: {
+            "rank": rank,
+            "side": side,
+            "carry": carry,
+            "dimension_numbers": describe_axes(
+                plan_matrices(params, rank, side, dimension_numbers)
+            ),
+        },
+    )
 
 
 class _Leaf(NamedTuple):
@@ -380,16 +414,19 @@ def _refresh(
     """
     t, inner_state = state.count, state.inner_state
     period = jnp.maximum(jnp.asarray(every(t) if callable(every) else every, jnp.int32), 1)
-    structure: Any = jax.tree.structure(updates)
+    grads = without_boxes(updates)
+    structure: Any = jax.tree.structure(grads)
     gs, ms, bases, dues = map(
-        structure.flatten_up_to, (updates, plans, state.basis, state.next_refresh)
+        structure.flatten_up_to, (grads, plans, state.basis, state.next_refresh)
     )
-    moments = split_moments(None if formulas is None else inner_state, structure)
+    moments = split_moments(
+        None if formulas is None else inner_state, find_low_structure(updates, plans)
+    )
     # The keys are the numbers of the projected leaves among all leaves
     leaves = {i: _Leaf(bases[i], dues[i], moments[i]) for i, m in enumerate(ms) if m is not None}
-    for i, leaf in leaves.items():
-        if leaf.basis.shape != (wanted := ms[i].basis_shape):
-            found = f"{ms[i].name} has a basis of shape {leaf.basis.shape} in the state"
+    for path, basis, m in zip(leaf_paths(grads), bases, ms, strict=True):
+        if basis.shape != (wanted := m.basis_shape if m is not None else ()):
+            found = f"params[{path[0]!r}] has a basis of shape {basis.shape} in the state"
             raise ValueError(
                 f"{found}, but these arguments give {wanted}: do not change rank, side or "
                 "dimension_numbers."

@@ -22,7 +22,7 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
-from optperm.core.trees import mask_like
+from optperm.core.trees import is_box, mask_like, resolve_tree, without_boxes
 from optperm.memory._matrix_axes import find_matrix_axes
 
 Side = Literal["smaller", "larger"]
@@ -132,6 +132,8 @@ def plan_matrices(
 ) -> Any:
     """Return a tree with a view of each leaf as matrices, or None for leaves at full rank.
 
+    The tree has no boxes, even if the given tree has boxes.
+
     Args:
       tree: Params or updates.
       rank: r, or the ratio of r to the smaller side.
@@ -140,19 +142,25 @@ def plan_matrices(
         `optperm.memory.matrix_axes` in all leaves whose state becomes smaller.
     """
     structure: Any
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    plain = without_boxes(tree)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(plain)
     is_found = dimension_numbers is None
     # There is one entry per leaf: its axes, or None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if leaves:
         given = find_matrix_axes if is_found else dimension_numbers
-        given = given(tree) if callable(given) else given
+        given = without_boxes(resolve_tree(given, plain))
         if isinstance(given, GaLoreDimensionNumbers):
-            given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
+            given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, plain)
         try:
-            numbers = structure.flatten_up_to(mask_like(given, tree))
+            numbers = structure.flatten_up_to(mask_like(given, plain))
         except ValueError as error:
             raise ValueError(f"{_WANTED_NUMBERS}: {error}") from error
+        if not is_found and all(number is None for number in numbers):
+            raise ValueError(
+                "dimension_numbers names no axes, so each leaf would stay at full rank. "
+                "optperm.memory.matrix_axes(params) shows the paths and the shapes of the leaves."
+            )
     found: list[Matrix | None] = []
     sides: list[int] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):
@@ -179,12 +187,44 @@ def plan_matrices(
     return structure.unflatten(found)
 
 
+def list_matrices(plans: Any, tree: Any) -> list[Matrix | None]:
+    """Return the view of each leaf of a tree as matrices, or None, in the order of the leaves."""
+    structure: Any = jax.tree.structure(without_boxes(tree))
+    found: list[Matrix | None] = structure.flatten_up_to(plans)
+    return found
+
+
+def find_low_structure(tree: optax.Updates, plans: Any) -> Any:
+    """Return the structure of the tree of low-rank leaves, where only leaves at full rank have boxes."""
+    matrices = iter(list_matrices(plans, tree))
+
+    def open_box(node: Any) -> Any:
+        own = [next(matrices) for _ in jax.tree.leaves(node)]
+        return node if None in own else without_boxes(node)
+
+    return jax.tree.structure(jax.tree.map(open_box, tree, is_leaf=is_box))
+
+
+def restructure(tree: Any, structure: Any) -> Any:
+    """Return the leaves of a tree in another structure of as many leaves."""
+    return jax.tree.unflatten(structure, jax.tree.leaves(tree))
+
+
+def describe_axes(plans: Any) -> Any:
+    """Return each leaf's axes of stacks, rows and columns, for a fingerprint."""
+
+    def describe(m: Matrix) -> Any:
+        rows, columns = (m.projected, m.kept) if m.on_rows else (m.kept, m.projected)
+        return m.batch, rows, columns
+
+    return jax.tree.map(describe, plans)
+
+
 def warn_of_full_rank(
     params: optax.Params, plans: Any, dimension_numbers: object, method: str
 ) -> None:
     """Warn if no axes are given and most entries in leaves of two or more axes stay at full rank."""
-    structure: Any = jax.tree.structure(params)
-    pairs = zip(jax.tree.leaves(params), structure.flatten_up_to(plans), strict=True)
+    pairs = zip(jax.tree.leaves(params), list_matrices(plans, params), strict=True)
     sizes = [(jnp.size(leaf), m is None) for leaf, m in pairs if jnp.ndim(leaf) > 1]
     full, total = sum(size for size, is_full in sizes if is_full), sum(size for size, _ in sizes)
     if dimension_numbers is None and 2 * full > total:
@@ -296,12 +336,18 @@ def make_batch_zeros(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax
     return make_zeros(leaf, shape, dtype or accumulation_dtype(leaf))
 
 
-def make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
+def _make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
     """Make the leaf that initializes an optimizer: zeros, sharded like R, or the leaf at full rank."""
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)
     return project_leaf(zeros, matrix, make_basis_zeros(leaf, matrix)).astype(zeros.dtype)
+
+
+def make_low(tree: Any, plans: Any) -> Any:
+    """Make the tree that initializes an optimizer: low-rank leaves, and the leaves at full rank."""
+    low = jax.tree.map(_make_low_rank_leaf, without_boxes(tree), plans)
+    return restructure(low, find_low_structure(tree, plans))
 
 
 def unzip(pairs: Any, like: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core.tables import align
+from optperm.core.trees import without_boxes
 
 # Only these names have an effect, if they are whole elements of paths as in Flax's linen and nnx.
 _OF_ATTENTION = {  # the element above `kernel`, and the kernel's last axes
@@ -81,7 +82,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
       TypeError: If an override is neither a `GaLoreDimensionNumbers` nor None.
       ValueError: If an override does not name an element of a path.
     """
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    paths = jax.tree_util.tree_leaves_with_path(without_boxes(params))
     elements = {name for path, _ in paths for name in _names(path)}
     for name, numbers in overrides.items():
         if numbers is not None and not isinstance(numbers, GaLoreDimensionNumbers):
@@ -101,7 +102,7 @@ def matrix_axes(params: optax.Params, **overrides: GaLoreDimensionNumbers | None
 
 
 def find_matrix_axes(params: optax.Params) -> optax.Params:
-    """Return the tree of `matrix_axes` without printing."""
+    """Return the tree of `matrix_axes` without printing, for params without variables."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _take(path, jnp.shape(leaf), {}).numbers, params
     )
@@ -137,7 +138,7 @@ def _is_window(sides: tuple[int, ...]) -> bool:
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:
-    """Return the elements of a path, without the attribute in which `flax.nnx` stores an array."""
+    """Return the elements of a path."""
     names = []
     for key in path:
         match key:
@@ -145,8 +146,7 @@ def _names(path: tuple[Any, ...]) -> list[str]:
                 names.append(str(name))
             case SequenceKey(idx=index):
                 names.append(str(index))
-    is_variable = len(path) > 1 and isinstance(path[-1], GetAttrKey) and names[-1] == "value"
-    return names[:-1] if is_variable else names
+    return names
 
 
 def _describe(shape: tuple[int, ...], numbers: GaLoreDimensionNumbers | None) -> str:

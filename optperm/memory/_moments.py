@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ import numpy as np
 import optax
 import optax.contrib
 
-from optperm.core.states import Match, match_params
+from optperm.core.states import Match, find_states, has_protocol, match_params
 from optperm.core.trees import is_masked, mask_like
-from optperm.memory._matrices import Matrix
+from optperm.memory._matrices import Matrix, list_matrices
 from optperm.memory._projections import rotate
 
 
@@ -110,6 +110,8 @@ KNOWN: dict[type, Known] = {
     optax.ScaleByRmsState: Known({"nu": "square"}, _carry_squares),
     optax.ScaleByRssState: Known({"sum_of_squares": "square"}),
     optax.FactoredState: Known({"v": "square"}),
+    # The last gradient, `g`, is no moment: rounding would dominate its difference from the next one
+    optax.ScaleByAdanState: Known({"m": "mean", "v": "mean", "n": "square"}),
 }
 
 
@@ -232,9 +234,18 @@ def carry_moments(
     return list(map(carry, formulas, moments))
 
 
-def check_moments(inner_state: Any, plans: Any, low: Any, probe: Probe) -> None:
+def check_moments(
+    inner_state: Any,
+    plans: Any,
+    low: Any,
+    probe: Probe,
+    *,
+    b1: float | jax.Array,
+    b2: float | jax.Array,
+) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
-    unknown = _find_unlike_params(inner_state, low)
+    _check_codes(inner_state, plans, low)
+    unknown = _find_unlike_params(inner_state, plans, low)
     unknown = unknown or _find_unknown_state(inner_state, plans, low)
     if not unknown and "unknown" in probe(inner_state, lambda: low, find_carried_states):
         unknown = "ScaleByAdamState that is not Adam's (such as ADOPT's)"
@@ -242,15 +253,67 @@ def check_moments(inner_state: Any, plans: Any, low: Any, probe: Probe) -> None:
         raise ValueError(
             f"inner contains the state {unknown}, which cannot be carried over: pass carry=False."
         )
+    _check_decays(probe.find_ratios(inner_state), b1, b2)
 
 
-def _find_unlike_params(inner_state: Any, low: Any) -> str | None:
-    """Return the first known state with moments that are not like low-rank leaves."""
-    lows = jax.tree.leaves(low)
+class CodedState(Protocol):
+    """A state of a wrapper that stores codes in the places of another state's moments."""
+
+    def decode(self) -> Any:
+        """Return the other state, with its moments."""
+        ...
+
+
+def decode_states(opt_state: Any) -> Any:
+    """Return an optimizer's state with the decoded state in place of each state with codes."""
+
+    def is_coded(node: Any) -> bool:
+        return has_protocol(node, CodedState)
+
+    return jax.tree.map(
+        lambda node: node.decode() if is_coded(node) else node, opt_state, is_leaf=is_coded
+    )
+
+
+def _check_codes(inner_state: Any, plans: Any, low: Any) -> None:
+    """Raise if a state within an optimizer has codes for leaves whose moments are carried over."""
+    matrices = list_matrices(plans, low)
+    for state in find_states(inner_state, CodedState):
+        places = [each.place for each in match_params(state, low)]
+        if any(place is not None and matrices[place] is not None for place in places):
+            raise ValueError(
+                f"inner contains a {type(state).__name__}, whose codes cannot be carried over to a new "
+                "basis: put its transformation around low_rank, as quantize_state(low_rank(...)), or "
+                "pass carry=False."
+            )
+
+
+def _check_decays(ratios: list[float | None], b1: float | jax.Array, b2: float | jax.Array) -> None:
+    """Raise unless (1 - b2) / (1 - b1)^2 is nu / mu^2 after the trial step of each Adam."""
+    if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer) or (b1 == 0 and b2 == 0):
+        return
+    wanted = float((1 - b2) / (1 - b1) ** 2)
+    # The moments may be in bfloat16, and Yogi's second moment does not start at zero.
+    for ratio in (each for each in ratios if each is not None):
+        if not 0.8 < ratio / wanted < 1.25:
+            raise ValueError(
+                f"b1={b1} and b2={b2} are not the decay rates of Adam in inner. After one step, its "
+                f"second moment is {ratio:.4g} times the squared first moment, not {wanted:.4g} times. "
+                "Pass the b1 and b2 of inner, or 0.0 for both if moments need no bias correction."
+            )
+
+
+def _find_unlike_params(inner_state: Any, plans: Any, low: Any) -> str | None:
+    """Return the first known state with moments that are not like low-rank leaves.
+
+    Moments of leaves at full rank are not carried over, so they may have any shape.
+    """
+    lows, matrices = jax.tree.leaves(low), list_matrices(plans, low)
     for state in find_carried_states(inner_state):
         for name in KNOWN[type(state)].roles:
             for moment, place, _ in match_params(getattr(state, name), low):
-                if place is None or moment.shape != jnp.shape(lows[place]):
+                is_full = place is not None and matrices[place] is None
+                if not is_full and (place is None or moment.shape != jnp.shape(lows[place])):
                     return f"{type(state).__name__} whose {name} is not like params"
     return None
 
@@ -260,9 +323,7 @@ def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
 
     Arrays of leaves at full rank do not depend on it, and neither do single numbers and integers.
     """
-    lows: list[Any] = jax.tree.leaves(low)
-    structure: Any = jax.tree.structure(low)
-    matrices: list[Matrix | None] = structure.flatten_up_to(plans)
+    lows, matrices = jax.tree.leaves(low), list_matrices(plans, low)
     shapes = {leaf.shape for leaf, m in zip(lows, matrices, strict=True) if m is not None}
     # An array may have one number per basis vector, such as a factored second moment
     shapes |= {(*m.batch_shape, m.rank) for m in matrices if m is not None}
@@ -278,6 +339,18 @@ def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
 Second = Literal["squares", "sizes", "unknown"]
 
 
+class Trial(NamedTuple):
+    """The result of a trial step for one state.
+
+    Attributes:
+      second: The kind of its second moment.
+      ratio: nu / mu^2, which is (1 - b2) / (1 - b1)^2 for Adam; None if unknown.
+    """
+
+    second: Second
+    ratio: float | None
+
+
 class Probe:
     """A trial step of an optimizer on a few numbers, once for each structure of its state.
 
@@ -288,7 +361,7 @@ class Probe:
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
         self.inner = inner
-        self.found: dict[Any, list[Second]] = {}
+        self.found: dict[Any, list[Trial]] = {}
 
     def __call__(
         self, inner_state: Any, make_params: Callable[[], Any], find: Callable[[Any], list[Any]]
@@ -304,10 +377,15 @@ class Probe:
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 step = pool.submit(self._take_step, params, find)
             shown = [] if step.exception() else step.result()
-            self.found[structure] = shown if len(shown) == count else ["squares"] * count
-        return self.found[structure]
+            unknown = [Trial("squares", None)] * count
+            self.found[structure] = shown if len(shown) == count else unknown
+        return [each.second for each in self.found[structure]]
 
-    def _take_step(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Second]:
+    def find_ratios(self, inner_state: Any) -> list[float | None]:
+        """Return nu / mu^2 after the step in each state of an earlier call, as far as it is Adam's."""
+        return [each.ratio for each in self.found[jax.tree.structure(inner_state)]]
+
+    def _take_step(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Trial]:
         # Gradients have several magnitudes, some of which differ even after clipping
         sizes = 4.0 ** -np.arange(6, dtype=np.float32)
         g = jax.tree.map(
@@ -321,7 +399,7 @@ class Probe:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             update = optax.with_extra_args_support(self.inner).update
             _, state = update(g, self.inner.init(zeros), zeros)
-        return list(map(_find_second, find(state)))
+        return list(map(_examine_step, find(state)))
 
 
 def _flatten(tree: Any) -> np.ndarray[Any, Any]:
@@ -330,17 +408,18 @@ def _flatten(tree: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([np.zeros(1), *leaves])
 
 
-def _find_second(state: Any) -> Second:
+def _examine_step(state: Any) -> Trial:
     """Return the kind of second moment in a state of Adam's type, after one step from zero."""
     if not isinstance(state, optax.ScaleByAdamState):
-        return "squares"
+        return Trial("squares", None)
     mean, square = _flatten(state.mu), _flatten(state.nu)
     # Compare the largest mean and the next smaller mean
     top = np.argmax(mean)
     if mean[top] == 0:
-        return "unknown" if square.any() else "squares"
+        return Trial("unknown" if square.any() else "squares", None)
+    ratio = float(square[top] / mean[top] ** 2)
     other = np.argmax(np.where(mean < mean[top] / 1.5, mean, 0.0))
     if mean[other] == 0:  # All means are equal, for example after a sign.
-        return "squares"
+        return Trial("squares", ratio)
     is_square = square[top] > (mean[top] / mean[other]) ** 1.5 * square[other]
-    return "squares" if is_square else "sizes"
+    return Trial("squares", ratio) if is_square else Trial("sizes", None)

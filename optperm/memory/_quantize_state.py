@@ -22,16 +22,31 @@ from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
 from optperm.core.dtypes import computed_once
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
-from optperm.core.shapes import Int32
+from optperm.core.shapes import Array, Int32, UInt32
 from optperm.core.shardings import is_spread, shard_like, sharding_of
 from optperm.core.states import find_states, match_params
 from optperm.core.transformation import transformation
-from optperm.core.trees import is_flag, spread_prefix, without_variables
+from optperm.core.trees import (
+    is_flag,
+    resolve_tree,
+    spread_prefix,
+    without_boxes,
+    without_variables,
+)
 from optperm.memory._apollo import ApolloState
 from optperm.memory._blocks import BLOCK, decode, encode, mix
 from optperm.memory._low_rank import LowRankState
-from optperm.memory._moments import KNOWN, Probe, Second, find_known_states, is_known, match_others
+from optperm.memory._moments import (
+    KNOWN,
+    Probe,
+    Second,
+    decode_states,
+    find_known_states,
+    is_known,
+    match_others,
+)
 
 # With jit, these functions are traced once for all leaves of the same shape
 _encode = jax.jit(encode, static_argnums=1)
@@ -49,11 +64,31 @@ class QuantizedState(NamedTuple):
         an array that is not quantized. Otherwise it has one entry, whose name states the rounding and
         the dtype of the array, such as "root_float32". The entry holds the exponents of the blocks, an
         int8 array (..., ceil(n / 32)) for a last axis of n.
+      fingerprint: The arguments `min_size` and `include` with which the state was made. It is zero in a
+        state that `quantize` made from shapes, which fits all arguments.
     """
 
-    count: Int32[jax.Array, ""]  # type: ignore[assignment]
+    count: Int32[Array, ""]  # type: ignore[assignment]
     inner_state: Any
     exponents: Any
+    fingerprint: UInt32[Array, "2"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "min_size", "include"
+
+    def decode(self) -> Any:
+        """Return the state of `inner`, with its moments instead of codes."""
+        names = _find_names(self.exponents)
+
+        def decode_moment(i: int, j: int, k: int, codes: Any) -> Any:
+            del k
+            if not (name := names[i][j]):
+                return codes
+            form, dtype = name.split("_")
+            return _decode(codes, self.exponents[i][j][name], form, jnp.dtype(dtype))
+
+        return _map_moments(decode_moment, self.inner_state) if names else self.inner_state
 
 
 def quantize_state(
@@ -89,9 +124,10 @@ def quantize_state(
 
     Args:
       inner: Any optimizer with moments in a known state of Optax: Adam and its variants (AdamW, NAdam,
-        RAdam, Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix), Lion, momentum, EMA, Adagrad, Muon, RMSProp
-        without bias correction, and unfactored second moments of Adafactor. The states can be nested in
-        `inner`, such as in a chain, a partition, `optperm.low_rank` or `optperm.apollo`.
+        RAdam, Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix, Adan except its last gradient), Lion,
+        momentum, EMA, Adagrad, Muon, RMSProp without bias correction, and unfactored second moments of
+        Adafactor. The states can be nested in `inner`, such as in a chain, a partition,
+        `optperm.low_rank` or `optperm.apollo`.
       bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments keep 8 bits.
         With 4 bits, a first moment that is much smaller than others in its block becomes 0 or many times
         too large. Some weights then take steps that are tens of times the learning rate, and the loss of
@@ -130,6 +166,12 @@ def quantize_state(
       warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block
       of 32. Other blocks do not change.
 
+      Blocks do not continue from one row to the next. If the last axis has fewer than 32 entries, as in
+      convolutions of Equinox (out, in, height, width) or in a layer with few outputs, each row has its
+      own exponent. With a last axis of 1, the state takes half as much memory as in float32, and an
+      update takes about ten times as long as with a long last axis; with 3, it takes a third. Leave such
+      leaves out with `include`, or store the long axes last.
+
       A sharded moment has sharded codes. If the number of entries per device along the last axis is a
       multiple of 32, the exponents are sharded too; otherwise they are replicated along this axis.
       Within `jax.shard_map`, each device has its own blocks.
@@ -139,9 +181,10 @@ def quantize_state(
 
     Raises:
       TypeError: If `inner` is not a transformation, or a number has the wrong type.
-      ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params, no state of `inner` is
-        known, or `update` gets a state with other `bits`; or, with 4 bits, if a device has an odd number
-        of entries of a sharded last axis.
+      ValueError: If `bits` is neither 8 nor 4, `include` does not fit the params or selects none of
+        them, no state of `inner` is known, or `update` gets a state that was made with other `bits`,
+        `include` or `min_size`; or, with 4 bits, if a device has an odd number of entries of a sharded
+        last axis.
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
@@ -163,15 +206,18 @@ def quantize_state(
         if not known:
             raise ValueError(
                 "inner of quantize_state has no state with known moments: it has "
-                f"{checks.name_states(inner_state)}. "
-                f"Known states are {', '.join(each.__name__ for each in KNOWN)}."
+                f"{checks.name_states(inner_state)}. Known states are "
+                f"{', '.join(each.__name__ for each in KNOWN)}. Use an optimizer with one of these "
+                "states (optax.scale_by_adam(b1=0.0) is RMSProp with bias correction), or use inner "
+                "without quantize_state."
             )
         _warn_of_unknown(inner_state, params, min_size)
+        flags = _resolve_include(include, params)
         seconds = probe(inner_state, lambda: params, find_known_states)
         names = [
             [
                 name if is_included and leaf.ndim and leaf.size >= min_size else ""
-                for leaf, is_included, name in _name_moments(state, each, params, include, bits)
+                for leaf, is_included, name in _name_moments(state, each, params, flags, bits)
             ]
             for state, each in zip(known, seconds, strict=True)
         ]
@@ -201,16 +247,23 @@ def quantize_state(
                 f"bits must be {8 if bits == 4 else 4}, as in the state, got {bits}. To change bits, "
                 "convert the state with optperm.memory.dequantize, then optperm.memory.quantize."
             )
-        inner_state = _decode_state(state)
+        inner_state = state.decode()
         updates, inner_state = optimizer.update(updates, inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
-        return updates, QuantizedState(count, *_encode_state(inner_state, names, key, count))
+        encoded = _encode_state(inner_state, names, key, count)
+        return updates, QuantizedState(count, *encoded, state.fingerprint)
+
+    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+        flags = _resolve_include(include, params)
+        flags = jax.tree.map(lambda _: True, params) if flags is True else flags
+        return {"min_size": min_size, "include": flags}
 
     return transformation(
         init,
         update,
         method="quantize_state",
         needs_params=False,
+        shape_arguments=shape_arguments,
         conversion="optperm.memory.quantize(opt_state, like) converts the state of a plain optimizer.",
     )
 
@@ -249,11 +302,15 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
     def convert(old: Any, state: Any) -> Any:
         if not isinstance(old, QuantizedState):
             return state
-        plain = jax.eval_shape(_decode_state, old)
+        plain = jax.eval_shape(QuantizedState.decode, old)
         checks.check_same_tree("opt_state", state, plain, source="like, decoded,", dtypes=False)
         # A state from vmap has several counts.
         count, names = jnp.zeros(old.count.shape, jnp.int32), _find_names(old.exponents)
-        return QuantizedState(count, *_encode_state(state, names, key, jnp.zeros([], jnp.int32)))
+        fingerprint = old.fingerprint
+        if isinstance(fingerprint, jax.ShapeDtypeStruct):
+            fingerprint = jnp.zeros(fingerprint.shape, fingerprint.dtype)
+        encoded = _encode_state(state, names, key, jnp.zeros([], jnp.int32))
+        return QuantizedState(count, *encoded, fingerprint)
 
     return jax.tree.map(convert, like, opt_state, is_leaf=_is_quantized)
 
@@ -281,26 +338,38 @@ def dequantize(opt_state: Any) -> Any:
         raise ValueError(
             "opt_state has no QuantizedState: pass the state of optperm.quantize_state."
         )
-    return jax.tree.map(
-        lambda node: _decode_state(node) if _is_quantized(node) else node,
-        opt_state,
-        is_leaf=_is_quantized,
-    )
+    return decode_states(opt_state)
 
 
 def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedState)
 
 
+def _resolve_include(include: Any, params: Any) -> Any:
+    """Return True for each included parameter, in a tree like params, or True for all.
+
+    Raises:
+      ValueError: If `include` does not fit the params, or if a tree or a function includes none of them.
+    """
+    if include is None:
+        return True
+    chosen = resolve_tree(include, without_boxes(params))
+    flags = spread_prefix("include", chosen, params, is_flag, "True or False")
+    found = jax.tree.leaves(flags)
+    if found and not any(found) and not is_flag(include):
+        raise ValueError("include selects no params: it is False for each leaf of the params.")
+    return flags
+
+
 def _name_moments(
-    state: Any, second: Second, params: Any, include: Any, bits: int
+    state: Any, second: Second, params: Any, flags: Any, bits: int
 ) -> list[tuple[Any, bool, str]]:
     """Return a state's moments, each with a flag for inclusion and the name of its rounding."""
     found = []
     for field, role in KNOWN[type(state)].roles.items():
         moments = getattr(state, field)
-        flags = _flag_moments(moments, params, include)
-        for leaf, flag in zip(jax.tree.leaves(moments), flags, strict=True):
+        included = _flag_moments(moments, params, flags)
+        for leaf, flag in zip(jax.tree.leaves(moments), included, strict=True):
             dtype = jnp.result_type(leaf)
             is_small = jnp.issubdtype(dtype, jnp.floating) and 2 <= dtype.itemsize <= 4
             if field == "nu" and second == "sizes":
@@ -315,12 +384,8 @@ def _name_moments(
     return found
 
 
-def _flag_moments(moments: Any, params: Any, include: Any) -> list[bool]:
+def _flag_moments(moments: Any, params: Any, flags: Any) -> list[bool]:
     """Return whether each moment belongs to an included parameter, or to no parameter."""
-    flags: Any = True
-    if include is not None:
-        chosen = without_variables(include(params) if callable(include) else include)
-        flags = spread_prefix("include", chosen, params, is_flag, "True or False")
     own, chosen = jax.tree.leaves(moments), jax.tree.leaves(flags)
     if flags is True:
         return [True] * len(own)
@@ -374,20 +439,6 @@ def _encode_state(
 
     inner_state = _map_moments(encode_moment, inner_state)
     return inner_state, tuple(map(tuple, exponents))
-
-
-def _decode_state(state: QuantizedState) -> Any:
-    """Return the state of `inner` with its moments."""
-    names = _find_names(state.exponents)
-
-    def decode_moment(i: int, j: int, k: int, codes: Any) -> Any:
-        del k
-        if not (name := names[i][j]):
-            return codes
-        form, dtype = name.split("_")
-        return _decode(codes, state.exponents[i][j][name], form, jnp.dtype(dtype))
-
-    return _map_moments(decode_moment, state.inner_state) if names else state.inner_state
 
 
 def _find_names(exponents: Any) -> list[list[str]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.memory._matrices import DimensionNumbers, Matrix, plan_matrices
+from optperm.memory._matrices import DimensionNumbers, Matrix, list_matrices, plan_matrices
 
 # The candidates for the rank are this many ratios to the smaller side of each matrix.
 _STEPS = 256
@@ -58,14 +57,11 @@ def rank_for(
       ValueError: If `words` is not positive, or if even the smallest rank needs more words.
     """
     checks.check_positive("words", words)
-    structure: Any
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = [math.prod(jnp.shape(leaf)) for _, leaf in leaves]
 
     def plan(ratio: float) -> list[Matrix | None]:
-        tree = plan_matrices(params, ratio, "smaller", dimension_numbers)
-        found: list[Matrix | None] = structure.flatten_up_to(tree)
-        return found
+        return list_matrices(plan_matrices(params, ratio, "smaller", dimension_numbers), params)
 
     def count(ratio: float) -> float:
         kept = sum(

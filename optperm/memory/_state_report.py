@@ -15,6 +15,7 @@ from optperm.core.states import find_states, match_params
 from optperm.core.tables import align
 from optperm.memory._apollo import ApolloState
 from optperm.memory._low_rank import LowRankState
+from optperm.memory._moments import decode_states
 
 
 class LeafReport(NamedTuple):
@@ -83,7 +84,9 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
 
     The report needs only shapes. A word is four bytes, so an entry of an int8 array or of a mask is a
     quarter of a word. An array belongs to a leaf if it is in a tree like params. The line "others"
-    includes the exponents of `optperm.quantize_state`, one byte for up to 32 codes. If the
+    includes the exponents of `optperm.quantize_state`, one byte for up to 32 codes along the last axis:
+    if this axis has one entry, as in the kernels of 1 x 1 convolutions in Equinox, there are as many
+    exponents as codes, and the state takes half as much memory as in float32, not a quarter. If the
     optimizer contains `optperm.low_rank` or `optperm.apollo`, the report shows the rank of each leaf. A
     leaf with three or more axes at full rank is marked "axes not named".
 
@@ -108,8 +111,8 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
       leaf        shape      low rank             bytes  words    words/param
       ['bias']    (64,)      full rank            524    131      2.05
       ['kernel']  (64, 256)  rank 16 of 64 x 256  36872  9218     0.56
-      others                                      9      2.25
-      all                                         37405  9351.25  0.57
+      others                                      25     6.25
+      all                                         37421  9355.25  0.57
 
     Raises:
       TypeError: If `tx` is not a transformation.
@@ -119,7 +122,8 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
 
     def init(params: optax.Params) -> Any:
         state = tx.init(params)
-        treatments.update(_find_treatments(state, params))
+        # Codes of 4 bits are in arrays of half the length
+        treatments.update(_find_treatments(decode_states(state), params))
         return state
 
     state = jax.eval_shape(init, params)

@@ -9,15 +9,17 @@ import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.fingerprints import check_fingerprint
 from optperm.core.shardings import can_be_seen, shard_like, unshard
 from optperm.core.states import find_state
-from optperm.core.trees import fill_masked, is_masked, mask_like, without_variables
+from optperm.core.trees import fill_masked, in_variables, is_masked, mask_like, without_variables
 from optperm.permutation._exact_floats import move_bits
 from optperm.permutation._laperm import LapermState, synchronize_params
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 from optperm.permutation._weight_vectors import (
     OutputAxes,
     permute_vectors,
+    resolve_output_axes,
     sort_order,
 )
 
@@ -55,14 +57,14 @@ def permuted_params(
       synchronization, are within one rounding error of these weights.
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one permutation state, or if `params` do not
-        match this state.
+      ValueError: If `opt_state` does not contain exactly one permutation state, if `params` do not match
+        this state, or if a state of `optperm.laperm` was made with other `output_axes`.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
         return state.weights
     params = without_variables(params)
-    trained, _ = _weights_and_ranks(state, params, output_axes)
+    trained, _ = _weights_and_ranks("permuted_params", state, params, output_axes)
     return fill_masked(trained, params)
 
 
@@ -98,13 +100,14 @@ def export_permutation(
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if the structure, shapes
-        or dtypes of `initial_params` or `params` do not match this state, or if the trained weights are
-        not a permutation of the initial weights.
+        or dtypes of `initial_params` or `params` do not match this state, if this state was made with
+        other `output_axes`, or if the trained weights are not a permutation of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks
     if params is not None:
-        trained, ranks = _weights_and_ranks(state, without_variables(params), output_axes)
+        plain = without_variables(params)
+        trained, ranks = _weights_and_ranks("export_permutation", state, plain, output_axes)
     initial = mask_like(without_variables(initial_params), state.weights)
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
     locations = jax.tree.map(_flat_indices, initial)
@@ -117,6 +120,7 @@ def export_permutation(
         by_rank = jnp.take_along_axis(locations, sort_order(weights), axis=0)
         return jnp.take_along_axis(by_rank, ranks, axis=0), ranks
 
+    _check_axes("export_permutation", state, output_axes)
     permutation, _ = permute_vectors(export, output_axes, locations, ranks, initial)
     for (path, leaf), indices, exact in zip(
         jax.tree_util.tree_leaves_with_path(initial),
@@ -137,7 +141,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
     """Rebuild trained weights bit for bit from the initial weights and a permutation.
 
     Args:
-      initial_params: A tree of parameters.
+      initial_params: A tree of parameters, also with the variables of a `flax.nnx` model.
       permutation: The result of `export_permutation`. For a leaf that is `optax.MaskedNode`, the initial
         parameter is returned unchanged.
 
@@ -154,8 +158,9 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
       TypeError: If an index is not an integer, or a leaf is not an array of numbers.
       ValueError: If the trees do not match, or the indices of a leaf are not a permutation.
     """
-    checks.check_arrays("initial_params", initial_params)
-    initial = mask_like(initial_params, permutation)
+    plain, permutation = without_variables((initial_params, permutation))
+    checks.check_arrays("initial_params", plain)
+    initial = mask_like(plain, permutation)
     checks.check_same_tree(
         "permutation", permutation, initial, source="initial_params", dtypes=False
     )
@@ -172,7 +177,8 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
             )
         return _permute(jnp.asarray(leaf), jnp.asarray(indices))
 
-    return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
+    trained = jax.tree_util.tree_map_with_path(apply, permutation, plain, is_leaf=is_masked)
+    return in_variables(trained, initial_params)
 
 
 def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermState:
@@ -189,13 +195,25 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
     return state
 
 
+def _check_axes(
+    method: str, state: PermuteByCyclesState | LapermState, output_axes: OutputAxes
+) -> None:
+    """Raise if a state was made with other output axes."""
+    axes = resolve_output_axes(state.weights, output_axes)
+    check_fingerprint(method, state, {"output_axes": axes})
+
+
 def _weights_and_ranks(
-    state: PermuteByCyclesState | LapermState, params: optax.Params, output_axes: OutputAxes
+    method: str,
+    state: PermuteByCyclesState | LapermState,
+    params: optax.Params,
+    output_axes: OutputAxes,
 ) -> tuple[optax.Params, Any]:
     """Return the exact weights at given params, masked like the state, and their ranks."""
     trained = mask_like(params, state.weights)
     checks.check_same_tree("params", trained, state.weights, source="the optimizer state")
     if isinstance(state, LapermState):
+        _check_axes(method, state, output_axes)
         return synchronize_params(state, trained, output_axes)
     return state.weights, state.ranks
 

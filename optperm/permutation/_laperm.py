@@ -18,8 +18,9 @@ from jax.export import register_namedtuple_serialization
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
+from optperm.core.fingerprints import UNSET
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
 from optperm.exact import Exact, exact_entries
@@ -29,6 +30,7 @@ from optperm.permutation._weight_vectors import (
     init_ranks,
     order_keys,
     permute_vectors,
+    resolve_output_axes,
     warn_of_constant_vectors,
 )
 
@@ -53,6 +55,7 @@ class LapermState(NamedTuple):
       ranks: The rank of each of these weights in its weight vector.
       synchronized: Whether the last step ended with a synchronization, after which the params are
         `weights`.
+      fingerprint: A number for each of the arguments `shaped_by()`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -60,6 +63,11 @@ class LapermState(NamedTuple):
     weights: PyTree[Float[Array, "?*shape"], "Params"]
     ranks: PyTree[Int32[Array, "?*shape"], "Params"]
     synchronized: Bool[Array, ""]
+    fingerprint: UInt32[Array, "arguments"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments that determine what the state means."""
+        return ("output_axes",)
 
     def exact(self) -> list[Exact]:
         """Return the synchronized weights as exact entries, except for scalars, which never move."""
@@ -140,8 +148,8 @@ def laperm(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer sets exact params, or the trees passed to
-        `update` do not match.
+      ValueError: If `every` is below 1, the inner optimizer sets exact params, the state was made with
+        other `output_axes`, or the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
@@ -195,7 +203,7 @@ def laperm(
         )
         moves, inner_state = step(p, inner_state)
         updates = jax.tree.map(lambda w, m, p: jnp.where(is_due, w - p, m), weights, moves, p)
-        return updates, LapermState(
+        return updates, state._replace(
             count=t,
             inner_state=inner_state,
             weights=weights,
@@ -203,7 +211,14 @@ def laperm(
             synchronized=is_due,
         )
 
-    return transformation(init, update, method="laperm", like=lambda s: s.weights, dtypes=True)
+    return transformation(
+        init,
+        update,
+        method="laperm",
+        like=lambda s: s.weights,
+        dtypes=True,
+        shape_arguments=lambda params: {"output_axes": resolve_output_axes(params, output_axes)},
+    )
 
 
 def synchronize_params(

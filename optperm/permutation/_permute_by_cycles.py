@@ -9,19 +9,19 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.export import register_namedtuple_serialization
 
-from optperm.core import checks
+from optperm.core import checks, noise
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
+from optperm.core.fingerprints import UNSET
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import varying_zeros
+from optperm.core.mapped_axes import mark_varying, varying_axes, varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
 from optperm.core.states import ForLoop
@@ -38,6 +38,9 @@ from optperm.permutation._weight_vectors import (
     warn_of_constant_vectors,
 )
 
+# The lengths of the output axes of each leaf, by the leaf's number.
+Outputs = dict[int, tuple[int, ...]]
+
 
 @functools.partial(
     register_namedtuple_serialization, serialized_name="optperm.permutation.PermuteByCyclesState"
@@ -53,6 +56,7 @@ class PermuteByCyclesState(NamedTuple):
       fraction_moved: The fraction of all weights, except scalars, that the last step moved.
       mismatches: Number of steps whose params differed from the previous weights by more than rounding.
         Before such a step, something else moved the params, which may then not be a permutation.
+      fingerprint: A number for each of the arguments `shaped_by()`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -61,6 +65,11 @@ class PermuteByCyclesState(NamedTuple):
     ranks: PyTree[Int32[Array, "?*shape"], "Params"]
     fraction_moved: Float32[Array, ""]
     mismatches: Int32[Array, ""]
+    fingerprint: UInt32[Array, "arguments"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments that determine what the state means."""
+        return ("output_axes",)
 
     def exact(self) -> list[Exact]:
         """Return the weights as exact entries, except for scalars, which are not permuted."""
@@ -125,8 +134,8 @@ def permute_by_cycles(
       key: The random key of the partitions and pivots, or an int as its seed. The same key gives the
         same partitions on every platform.
       output_axes: The axes of a parameter that index output units: one or several integers, or a
-        function that computes them from a path, such as "Dense_0/kernel", and the parameter. Parameters
-        of rank 1 are one weight vector.
+        function that computes them from a path, such as "Dense_0/kernel", and the parameter as a plain
+        array. Parameters of rank 1 are one weight vector.
 
     Returns:
       A transformation whose state is a `PermuteByCyclesState`. Its `update` needs `params`.
@@ -150,7 +159,8 @@ def permute_by_cycles(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, if the state was made with other `output_axes`, or if
+        the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
@@ -180,17 +190,22 @@ def permute_by_cycles(
     ) -> tuple[optax.Updates, PermuteByCyclesState]:
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
-        step_key = jax.random.fold_in(as_key(state.key), state.count)
+        data = noise.fold(state.key, state.count)
+        outputs = _find_outputs(state.weights, output_axes)
         # The kernel draws the subsets from the seeds.
-        seeds = _draw(_draw_seeds, step_key, state.weights, m, output_axes)
-        pivots = _draw(_draw_pivots, step_key, state.weights, m, output_axes) if centralize else {}
+        seeds = _draw_seeds(data, outputs)
+        pivots = _draw_pivots(data, outputs, m) if centralize else {}
         moved: list[jax.Array] = []
+
+        @functools.cache
+        def partition_size(n: int) -> jax.Array:
+            return _compute_partition_size(ratio, n, min_partition_size)
 
         def permute(
             index: int, w: jax.Array, ranks: jax.Array, m: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             # Step 1: P = max(P_min, floor(lambda n))
-            size = _compute_partition_size(ratio, w.shape[0], min_partition_size)
+            size = partition_size(w.shape[0])
             m = _centralize(m, pivots[index][None]) if centralize else m
             # Steps 2 and 3: cycles of moves by at most A (alpha + 1 / s), by descending |m|.
             w, ranks, num_moved = cycles.permute_rows(
@@ -210,68 +225,90 @@ def permute_by_cycles(
             count=optax.safe_increment(state.count),
             weights=weights,
             ranks=ranks,
-            fraction_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
+            fraction_moved=jnp.sum(stack_scalars(moved)) / max(size, 1),
             mismatches=state.mismatches + is_counted.astype(jnp.int32),
         )
         # Updates are computed from the targets, so the next step undoes rounding errors in the params.
         return optax.tree.sub(weights, params), new_state
 
     return transformation(
-        init, update, method="permute_by_cycles", like=lambda s: s.weights, dtypes=True
+        init,
+        update,
+        method="permute_by_cycles",
+        like=lambda s: s.weights,
+        dtypes=True,
+        shape_arguments=lambda params: {"output_axes": resolve_output_axes(params, output_axes)},
     )
 
 
 def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
     """Return whether params differ from weights by more than the rounding of a step."""
-
-    def is_elsewhere(p: jax.Array, w: jax.Array) -> jax.Array:
-        wide = accumulation_dtype(w)
-        largest = jnp.max(jnp.abs(w), initial=0.0).astype(wide)
-        distance = jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
+    measured = collections.defaultdict[Any, list[tuple[jax.Array, jax.Array]]](list)
+    for p, w in zip(jax.tree.leaves(params), jax.tree.leaves(weights), strict=True):
+        # Another transformation may move scalars.
+        if w.ndim:
+            measured[w.dtype].append(_measure(p, w))
+    found = []
+    # The numbers of all leaves are compared at once, since each leaf's own comparison is a kernel.
+    for dtype, pairs in measured.items():
+        largest, distance = (stack_scalars(column) for column in zip(*pairs, strict=True))
         # Leaves with infinite or NaN weights are not checked, since distances from them are NaN
-        is_near = distance <= 4 * jnp.finfo(w.dtype).eps.astype(wide) * largest
-        return jnp.isfinite(largest) & ~is_near
-
-    # Another transformation may move scalars.
-    found = jax.tree.map(lambda p, w: is_elsewhere(p, w) if w.ndim else False, params, weights)
-    return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
+        is_near = distance <= 4 * jnp.finfo(dtype).eps.astype(largest.dtype) * largest
+        found.append(jnp.any(jnp.isfinite(largest) & ~is_near))
+    return functools.reduce(jnp.logical_or, found, jnp.zeros([], jnp.bool_))
 
 
-def _draw_seeds(leaf_key: jax.Array, number: int, _: Any) -> jax.Array:
-    return jax.random.bits(leaf_key, (number, 2), jnp.uint32)
+# Leaves of the same shape are traced once.
+@jax.jit
+def _measure(p: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return max |w| and max |p - w|."""
+    wide = accumulation_dtype(w)
+    largest = jnp.max(jnp.abs(w), initial=0.0).astype(wide)
+    return largest, jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
 
 
-def _draw_pivots(leaf_key: jax.Array, number: int, dtype: Any) -> jax.Array:
-    return jax.random.normal(jax.random.fold_in(leaf_key, 1), (number,), dtype)
+def _find_outputs(weights: optax.Params, output_axes: OutputAxes) -> Outputs:
+    """Return the lengths of the output axes of each leaf with weight vectors, by the leaf's number."""
+    axes = resolve_output_axes(weights, output_axes)
+    return {
+        index: tuple(leaf.shape[axis] for axis in axes[index])
+        for index, leaf in enumerate(jax.tree.leaves(weights))
+        if leaf.ndim and leaf.size
+    }
 
 
-def _draw(
-    law: Callable[[jax.Array, int, Any], jax.Array],
-    step_key: jax.Array,
-    weights: optax.Params,
-    m: optax.Updates,
-    output_axes: OutputAxes,
-) -> dict[int, jax.Array]:
-    """Return random draws for the weight vectors of each leaf, (*outputs, ...), by the leaf's number.
+def stack_scalars(scalars: Sequence[jax.Array]) -> jax.Array:
+    """Return scalars as one vector, which varies over all axes over which a scalar varies."""
+    if not scalars:
+        return jnp.zeros(0, jnp.float32)
+    return jnp.stack(mark_varying(list(scalars), varying_axes(scalars)))
+
+
+def _draw_seeds(data: jax.Array, outputs: Outputs) -> dict[int, jax.Array]:
+    """Return two random words for each weight vector, (*outputs, 2), by the leaf's number."""
+    shapes = [(*shape, 2) for shape in outputs.values()]
+    return dict(zip(outputs, noise.bits(data, shapes, [*outputs]), strict=True))
+
+
+def _draw_pivots(data: jax.Array, outputs: Outputs, m: optax.Updates) -> dict[int, jax.Array]:
+    """Return a normal number for each weight vector of each leaf, (*outputs,), by the leaf's number.
 
     A generator costs its own program, so leaves with equally many weight vectors share a generator.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(weights)
-    outputs = [
-        tuple(leaf.shape[axis] for axis in resolve_output_axes(path, leaf, output_axes))
-        for path, leaf in leaves
-    ]
     groups = collections.defaultdict[Any, list[int]](list)
-    for index, ((_, leaf), wish) in enumerate(zip(leaves, jax.tree.leaves(m), strict=True)):
-        if leaf.ndim and leaf.size:
-            groups[math.prod(outputs[index]), accumulation_dtype(wish)].append(index)
+    wishes = jax.tree.leaves(m)
+    for index, shape in outputs.items():
+        groups[math.prod(shape), accumulation_dtype(wishes[index])].append(index)
     drawn: dict[int, jax.Array] = {}
     for (number, dtype), members in groups.items():
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, np.array(members, np.uint32))
-        rows = jax.vmap(lambda key, n=number, dtype=dtype: law(key, n, dtype))(keys)
-        for index, row in zip(members, unstack(rows), strict=True):
-            drawn[index] = row.reshape(*outputs[index], *row.shape[1:])
-    return drawn
+
+        def draw(index: jax.Array, number: int = number, dtype: Any = dtype) -> jax.Array:
+            leaf_key = jax.random.fold_in(as_key(data), index)
+            return jax.random.normal(jax.random.fold_in(leaf_key, 1), (number,), dtype)
+
+        rows = jax.vmap(draw)(jnp.array(members, jnp.uint32))
+        drawn |= zip(members, unstack(rows), strict=True)
+    return {index: row.reshape(outputs[index]) for index, row in drawn.items()}
 
 
 def _centralize(m: jax.Array, z: jax.Array) -> jax.Array:

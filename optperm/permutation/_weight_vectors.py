@@ -17,32 +17,36 @@ from jax.sharding import PartitionSpec as P
 
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, shard_like
+from optperm.core.trees import leaf_paths
 
 # One or several axes, or a function of a path, such as "Dense_0/kernel", and a leaf that returns them.
 OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]
 
 
-def resolve_output_axes(
-    path: tuple[Any, ...], leaf: jax.Array, axes: OutputAxes
-) -> tuple[int, ...]:
-    """Return the output axes of a leaf, nonnegative and in increasing order; () for ranks 0 and 1.
+def resolve_output_axes(params: optax.Params, axes: OutputAxes) -> list[tuple[int, ...]]:
+    """Return the output axes of each leaf, nonnegative and in increasing order; () for ranks 0 and 1.
 
     Raises:
       ValueError: If the output axes are not distinct axes of the leaf.
     """
-    if leaf.ndim < 2:
+    return [_resolve(path, leaf, axes) for path, leaf in leaf_paths(params)]
+
+
+def _resolve(path: str, leaf: jax.Array, axes: OutputAxes) -> tuple[int, ...]:
+    shape = jnp.shape(leaf)
+    if len(shape) < 2:
         return ()
-    name = _name(path)
-    given: Any = axes(name if path else "", leaf) if callable(axes) else axes
+    given: Any = axes(path, leaf) if callable(axes) else axes
     chosen = tuple(np.ravel(given)) if isinstance(given, list | tuple | np.ndarray) else (given,)
     are_axes = all(
-        isinstance(axis, int | np.integer) and -leaf.ndim <= axis < leaf.ndim for axis in chosen
+        isinstance(axis, int | np.integer) and -len(shape) <= axis < len(shape) for axis in chosen
     )
-    if not are_axes or len({axis % leaf.ndim for axis in chosen}) < len(chosen):
+    if not are_axes or len({axis % len(shape) for axis in chosen}) < len(chosen):
         raise ValueError(
-            f"output_axes must be distinct axes of {name}, which has shape {leaf.shape}, got {chosen}."
+            f"output_axes must be distinct axes of {path or 'params'}, which has shape {shape}, got "
+            f"{chosen}."
         )
-    return tuple(sorted(int(axis) % leaf.ndim for axis in chosen))
+    return tuple(sorted(int(axis) % len(shape) for axis in chosen))
 
 
 def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
@@ -128,10 +132,6 @@ def _has_constant_vector(leaf: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
     return jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs))
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "params"
-
-
 def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> None:
     """Warn if all params are scalars, or if no permutation can change some weight vectors."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
@@ -152,13 +152,13 @@ def _find_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> lis
     """Return the names of untraced params with a constant weight vector."""
     constant = []
     with jax.ensure_compile_time_eval():  # constants have values while a function is traced
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        axes = resolve_output_axes(params, output_axes)
+        for (path, leaf), outputs in zip(leaf_paths(params), axes, strict=True):
             if isinstance(leaf, jax.core.Tracer) or not jnp.ndim(leaf) or not jnp.size(leaf):
                 continue
             array = jnp.asarray(leaf)
-            inputs = _input_axes(array.ndim, resolve_output_axes(path, array, output_axes))
-            if _has_constant_vector(array, inputs):
-                constant.append(_name(path))
+            if _has_constant_vector(array, _input_axes(array.ndim, outputs)):
+                constant.append(path or "params")
     return constant
 
 
@@ -185,21 +185,21 @@ def permute_vectors(
     """
 
     def of_leaf(
-        index: int, path: tuple[Any, ...], weights: jax.Array, ranks: jax.Array, *others: jax.Array
+        index: int, axes: tuple[int, ...], weights: jax.Array, ranks: jax.Array, *others: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         if weights.ndim == 0 or weights.size == 0:
             return weights, ranks
-        axes = resolve_output_axes(path, weights, output_axes)
         arrays = [weights, *(shard_like(jnp.asarray(each), weights) for each in (ranks, *others))]
         new = function(index, *(to_columns(each, axes) for each in arrays))
         new_weights, new_ranks = (from_columns(each, weights, axes) for each in new)
         return new_weights, new_ranks
 
-    leaves, structure = jax.tree_util.tree_flatten_with_path(jax.tree.map(jnp.asarray, weights))
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, weights))
+    axes = resolve_output_axes(weights, output_axes)
     rest = zip(*(jax.tree.leaves(tree) for tree in (ranks, *others)), strict=True)
     pairs = [
-        of_leaf(index, path, leaf, *arrays)
-        for index, ((path, leaf), arrays) in enumerate(zip(leaves, rest, strict=True))
+        of_leaf(index, of_outputs, leaf, *arrays)
+        for index, (of_outputs, leaf, arrays) in enumerate(zip(axes, leaves, rest, strict=True))
     ]
     new_weights, new_ranks = zip(*pairs, strict=True) if pairs else ((), ())
     return jax.tree.unflatten(structure, new_weights), jax.tree.unflatten(structure, new_ranks)

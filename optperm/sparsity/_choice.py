@@ -29,8 +29,11 @@ from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
 from optperm.core.trees import (
     fill_masked,
+    group_alike,
     is_flag,
+    leaf_paths,
     mask_like,
+    resolve_tree,
     spread_prefix,
     unstack,
     without_variables,
@@ -71,7 +74,6 @@ def include_leaves(
     *,
     name: str = "sparsity",
     fractions: Any = 0.0,
-    needs_one: bool = True,
 ) -> Any:
     """Return a tree with `optax.MaskedNode` for each leaf that is not included.
 
@@ -82,28 +84,34 @@ def include_leaves(
       params: The argument of the function; None for `tree`.
       name: The name of the argument `fractions`, for messages.
       fractions: The fraction of entries to prune or freeze, or a tree of fractions.
-      needs_one: Whether `include=None` must include a leaf, if the fractions are not 0.
 
     Raises:
       ValueError: If the flags do not fit, a leaf that is not included has a nonzero fraction, or no leaf
-        is included although `needs_one` is True.
+        is included although the fractions are not 0.
     """
     if not jax.tree.leaves(tree):
         return tree
-    if include is None:
-        flags = jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
-        given = jax.tree.leaves(fractions, is_leaf=_is_number)
-        is_zero = all(checks.is_concrete_number(s) and np.all(s == 0) for s in given)
-        if needs_one and not any(jax.tree.leaves(flags)) and not is_zero:
-            raise ValueError(
-                "By default, leaves of rank 2 or more become sparse, but there is no leaf of rank 2 or "
-                "more: pass include=."
-            )
-    else:
-        flags = include(tree if params is None else params) if callable(include) else include
-        flags = spread_prefix("include", without_variables(flags), tree, is_flag, "True or False")
+    flags = resolve_include(include, tree, params)
+    given = jax.tree.leaves(without_variables(fractions), is_leaf=_is_number)
+    is_zero = all(checks.is_concrete_number(each) and np.all(each == 0) for each in given)
+    if not is_zero and not any(jax.tree.leaves(flags)):
+        raise ValueError(
+            "By default, leaves of rank 2 or more are included, but there is no leaf of rank 2 or "
+            "more: pass include=."
+            if include is None
+            else f"include= selects no leaf, but {name} is not 0. The paths of the leaves are "
+            f"{[path for path, _ in leaf_paths(tree)]}."
+        )
     _check_excluded(name, fractions, flags)
     return jax.tree.map(lambda flag, leaf: leaf if flag else optax.MaskedNode(), flags, tree)
+
+
+def resolve_include(include: Include | None, tree: Any, params: Any = None) -> Any:
+    """Return a flag for each leaf of a tree; the arguments are as in `include_leaves`."""
+    if include is None:
+        return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
+    flags = resolve_tree(include, tree if params is None else params)
+    return spread_prefix("include", flags, tree, is_flag, "True or False")
 
 
 def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
@@ -295,7 +303,8 @@ def erk_sparsity(
 
     Raises:
       TypeError: If `sparsity` is not a number, or a leaf is not an array.
-      ValueError: If `sparsity` is out of range, or `include` does not fit.
+      ValueError: If `sparsity` is out of range, if `include` does not fit, or if no leaf is included
+        although `sparsity` is not 0.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
@@ -305,7 +314,7 @@ def erk_sparsity(
     check_fraction("sparsity", sparsity)
     params = without_variables(params)
     checks.check_arrays("params", params)
-    taken = include_leaves(include, params)
+    taken = include_leaves(include, params, fractions=sparsity)
     return fill_masked(_compute_erk(taken, sparsity), jax.tree.map(lambda _: 0.0, params))
 
 
@@ -436,9 +445,9 @@ def sum_counts(counts: list[jax.Array]) -> jax.Array:
 
 
 # The threshold is found bit by bit from the top: a bit stays if at least k codes reach the threshold
-# with this bit. On a mesh, each round sums one number, while a sort would gather all scores. All calls
-# outside jax.jit compile this function once. Counts and thresholds are vectors over all groups, since a
-# program with separate numbers would hold all of them during the work on each leaf.
+# with this bit. On a mesh, each round sums one number per leaf, while a sort would gather all scores.
+# All calls outside jax.jit compile this function once. Counts and thresholds are vectors over all
+# groups, since a program with separate numbers would hold all of them during the work on each leaf.
 @functools.partial(jax.jit, static_argnames="groups")
 def _select(
     codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
@@ -447,28 +456,28 @@ def _select(
     word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
     axes = varying_axes(codes, wanted)
     wanted = mark_varying(wanted, axes)
-    # List the leaves of all groups, each with its group. A scatter-add is used even if each group is one
-    # leaf: without such an operation, XLA on a CPU compiles a loop over small arrays as one function,
-    # which takes minutes for many leaves.
+    # List the leaves of all groups, each with its group and its first position in the group.
     ranked = [index for group in groups for index in group]
-    owners = [number for number, group in enumerate(groups) for _ in group]
-    places = _places([codes[index] for index in ranked], owners)
+    owners = np.array([number for number, group in enumerate(groups) for _ in group])
+    starts = np.array(_starts([codes[index] for index in ranked], owners.tolist()), np.int32)
+    # Small leaves of one type are stacked, because each leaf adds kernels to both loops.
+    stacks = [np.array(each) for each in group_alike([codes[index] for index in ranked])]
+    stacked = [_stack([codes[ranked[at]] for at in each]) for each in stacks]
+    places = [_places(starts[each], rows) for each, rows in zip(stacks, stacked, strict=True)]
 
+    # A scatter-add is used even if each group is one leaf: without such an operation, XLA on a CPU
+    # compiles a loop over small arrays as one function, which takes minutes for many leaves.
     def count(sums: list[jax.Array]) -> jax.Array:
-        """Return the sum of each group."""
+        """Return the sum of each group, from the sums of the leaves of each stack."""
         totals = mark_varying(jnp.zeros(len(groups), jnp.int32), axes)
-        return totals.at[jnp.array(owners)].add(jnp.stack(mark_varying(sums, axes)))
-
-    def spread(numbers: jax.Array) -> list[jax.Array]:
-        """Return, for each leaf, the number of its group."""
-        rows = unstack(numbers)
-        return [rows[number] for number in owners]
+        of_leaves = jnp.concatenate(mark_varying(sums, axes))
+        return totals.at[owners[np.concatenate(stacks)]].add(of_leaves)
 
     # t is the code of the k-th highest entry, the largest code that at least k codes reach.
     def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
-        rows = zip(ranked, spread(candidate), strict=True)
-        reached = count([_count_reaching(codes[index], row) for index, row in rows])
+        pairs = zip(stacks, stacked, strict=True)
+        reached = count([_count(rows >= _align(candidate[owners[at]], rows)) for at, rows in pairs])
         return jnp.where(reached >= wanted, candidate, t)
 
     none = mark_varying(jnp.zeros(len(groups), word), axes)
@@ -476,54 +485,65 @@ def _select(
 
     # Entries equal to t are kept if they are before the position e.
     def keep(t: jax.Array, e: jax.Array) -> list[jax.Array]:
-        rows = zip(ranked, places, spread(t), spread(e), strict=True)
-        return [_is_kept(codes[index], *row) for index, *row in rows]
+        kept = []
+        for at, rows, place in zip(stacks, stacked, places, strict=True):
+            threshold, end = (_align(each[owners[at]], rows) for each in (t, e))
+            kept.append((rows > threshold) | ((rows == threshold) & (place < end)))
+        return kept
 
     num_bits = max(sizes).bit_length()
 
     def find_end(step: jax.Array, e: jax.Array) -> jax.Array:
         candidate = e | (jnp.ones([], jnp.int32) << (num_bits - 1 - step))
-        kept = count([jnp.sum(each, dtype=jnp.int32) for each in keep(t, candidate)])
+        kept = count([_count(each) for each in keep(t, candidate)])
         return jnp.where(kept <= wanted, candidate, e)
 
     e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
     # For a count of 0, t is the highest code, that of NaN, and e is 0, so no entry is kept.
     t = jnp.where(wanted > 0, t, ~jnp.zeros_like(t))
     e = jnp.where(wanted > 0, e, 0)
-    chosen = dict(zip(ranked, keep(t, e), strict=True))
-    return [chosen.get(index, jnp.ones_like(code, bool)) for index, code in enumerate(codes)]
+    chosen = {
+        ranked[at]: row
+        for each, kept in zip(stacks, keep(t, e), strict=True)
+        for at, row in zip(each, unstack(kept) if len(each) > 1 else [kept[0]], strict=True)
+    }
+    return [
+        shard_like(chosen[index], code) if index in chosen else jnp.ones_like(code, bool)
+        for index, code in enumerate(codes)
+    ]
 
 
-# Leaves of the same shape are traced once.
-@jax.jit
-def _count_reaching(codes: jax.Array, t: jax.Array) -> jax.Array:
-    return jnp.sum(codes >= t, dtype=jnp.int32)
+def _stack(leaves: list[jax.Array]) -> jax.Array:
+    # Otherwise, XLA would compile one kernel that computes the codes of all leaves.
+    return jnp.stack(computed_once(leaves)) if len(leaves) > 1 else leaves[0][None]
 
 
-@jax.jit
-def _is_kept(codes: jax.Array, places: jax.Array, t: jax.Array, e: jax.Array) -> jax.Array:
-    return (codes > t) | ((codes == t) & (places < e))
+def _count(flags: jax.Array) -> jax.Array:
+    """Return the number of flags in each row of a stack."""
+    return jnp.sum(flags, axis=range(1, flags.ndim), dtype=jnp.int32)
 
 
-@jax.jit
-def _places_from(start: jax.Array, codes: jax.Array) -> jax.Array:
-    """Return the position of each entry in C order; the first entry has the position `start`."""
-    place, stride = jnp.full(codes.shape, start, jnp.int32), 1
-    for axis in reversed(range(codes.ndim)):
-        place += stride * jax.lax.broadcasted_iota(jnp.int32, codes.shape, axis)
-        stride *= codes.shape[axis]
-    return shard_like(place, codes)
+def _align(numbers: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return a number for each row of a stack, which broadcasts against the stack."""
+    return jnp.expand_dims(numbers, range(1, rows.ndim))
 
 
-def _places(codes: list[jax.Array], owners: list[int]) -> list[jax.Array]:
-    """Return the position of each entry within its group."""
+def _starts(codes: list[jax.Array], owners: list[int]) -> list[int]:
+    """Return the position of each leaf's first entry within its group."""
     ends, starts = dict.fromkeys(owners, 0), []
     for code, owner in zip(codes, owners, strict=True):
         starts.append(ends[owner])
         ends[owner] += code.size
-    # XLA compiles equal kernels once, but constant numbers would need a kernel for each leaf.
-    numbers = {start: computed_once(np.int32(start)) for start in starts}
-    return [_places_from(numbers[start], code) for start, code in zip(starts, codes, strict=True)]
+    return starts
+
+
+def _places(starts: np.ndarray[Any, Any], rows: jax.Array) -> jax.Array:
+    """Return the position of each entry in C order, from the first position of each row of a stack."""
+    place, stride = jnp.zeros(rows.shape, jnp.int32), 1
+    for axis in reversed(range(1, rows.ndim)):
+        place += stride * jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis)
+        stride *= rows.shape[axis]
+    return shard_like(place + _align(jnp.asarray(starts), place), rows)
 
 
 def select_masked(name: str, tree: Any, mask: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from optperm.core import checks
 from optperm.core.optional import import_optional
-from optperm.core.trees import is_masked, without_variables
+from optperm.core.trees import is_masked, leaf_paths, without_variables
 from optperm.sparsity._choice import Include, include_leaves
 
 SparseFormat = Literal["bcsr", "bcoo", "scipy"]
@@ -65,7 +65,7 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
 
     Raises:
       TypeError: If a leaf is traced, is not a dense array, or has a dtype that SciPy cannot multiply.
-      ValueError: If `format` is unknown, or `include` does not fit.
+      ValueError: If `format` is unknown, `include` does not fit, or there is no matrix to replace.
     """
     checks.check_choice("format", format, get_args(SparseFormat))
     params = without_variables(params)
@@ -76,10 +76,17 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
             raise TypeError(f"{name} must be a dense array outside jax.jit, got {leaf!r}.")
         checks.dtype_of(name, leaf)
     taken = jax.tree.leaves(include_leaves(include, params), is_leaf=is_masked)
+    are_matrices = [
+        np.ndim(leaf) == 2 and not is_masked(each)
+        for (_, leaf), each in zip(leaves, taken, strict=True)
+    ]
+    if leaves and not any(are_matrices):
+        paths = [path for path, _ in leaf_paths(params)]
+        raise ValueError(f"to_sparse found no matrix among the included leaves of {paths}.")
     convert = {"bcsr": _bcsr, "bcoo": _bcoo, "scipy": _scipy}[format]
     new = [
-        leaf if is_masked(each) or np.ndim(leaf) != 2 else convert(np.asarray(leaf).T)
-        for (_, leaf), each in zip(leaves, taken, strict=True)
+        convert(np.asarray(leaf).T) if is_matrix else leaf
+        for (_, leaf), is_matrix in zip(leaves, are_matrices, strict=True)
     ]
     return jax.tree.unflatten(structure, new)
 

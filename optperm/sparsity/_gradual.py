@@ -12,7 +12,7 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, place_like
-from optperm.core.mapped_axes import AxisName, varying_like
+from optperm.core.mapped_axes import AxisName, varying_like, varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
@@ -26,14 +26,18 @@ from optperm.sparsity._choice import (
     keep_highest,
     nearest_count,
     order_codes,
+    resolve_include,
     stack_counts,
     sum_counts,
 )
 from optperm.sparsity._sparse_state import (
     SparseState,
+    ZeroCounts,
+    check_not_lowered,
     check_places_nothing,
     make_masks,
     mask_updates,
+    sparse_arguments,
     zero_dead,
 )
 from optperm.sparsity._structures import ENTRIES, Entries, NOfM, Structure, as_structure, check_fits
@@ -111,8 +115,10 @@ def prune_gradually(
 
     Notes:
       Masks only shrink, so a decreasing ramp has no effect. The sparsity reaches its final value at the
-      first multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more
-      entries, and `optperm.sparsity.reset_masks` frees all entries.
+      first multiple of `every` at or after the end of the ramp. `warnings()` of the state says if it has
+      not, and `reached_goal()` returns whether it has. A higher `sparsity` for a later part of the run
+      is reached in the same way, while a lower `sparsity` is an error. `optperm.sparsity.prune` prunes
+      more entries, and `optperm.sparsity.reset_masks` frees all entries.
 
       Products stay dense, so training is not faster. While the ramp rises, steps that may change the
       mask also select entries; under `jax.vmap`, all steps do. "movement" reads and writes S, a float32
@@ -123,8 +129,9 @@ def prune_gradually(
     Raises:
       TypeError: If `inner` is not a transformation, a sparsity or the ramp is not a number, or a
         parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `include` is None and no leaf has rank 2 or higher;
-        if a structure does not fit a leaf; if `inner` sets exact params or keeps averages of params
+      ValueError: If an argument is out of range; if no leaf is included although `sparsity` is not 0; if
+        the state was made with another `criterion`, `include`, `scope` or `structure`; if a structure
+        does not fit a leaf; if `inner` sets exact params or keeps averages of params
         (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`); if `axis_name` is
         not bound in `update`; or if trees do not match.
 
@@ -148,9 +155,8 @@ def prune_gradually(
     def init(params: optax.Params) -> SparseState:
         mask = make_masks(include_leaves(include, params, fractions=sparsity))
         check_fits(units, mask)
-        group_leaves(
-            "sparsity", sparsity, scope, mask, units
-        )  # raises if the sparsity does not fit
+        groups = group_leaves("sparsity", sparsity, scope, mask, units)
+        none = varying_zeros(mask, jnp.int32, (len(groups.leaves),))
         scores = None
         if criterion == "movement":
             scores = jax.tree.map(_make_zeros, mask_like(params, mask))
@@ -158,7 +164,11 @@ def prune_gradually(
         check_places_nothing(inner_state)
         check_no_averages(inner_state, "prune_gradually")
         return SparseState(
-            count=jnp.zeros([], jnp.int32), mask=mask, inner_state=inner_state, scores=scores
+            count=jnp.zeros([], jnp.int32),
+            mask=mask,
+            inner_state=inner_state,
+            scores=scores,
+            zeros=ZeroCounts(asked=stack_counts(groups.zeros), found=none, aimed=none),
         )
 
     def update(
@@ -191,27 +201,38 @@ def prune_gradually(
 
         # m <- the n - round(r_t Z) highest of s where m
         groups = group_leaves("sparsity", sparsity, scope, mask, units)
+        asked = stack_counts(groups.zeros)
+        before: Any = state.zeros
+        check_not_lowered(before, asked)
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
-        zeros = jnp.asarray(nearest_count(r, stack_counts(groups.zeros)))
+        zeros = jnp.asarray(nearest_count(r, asked))
 
         # Scores are computed only if the ramp needs more zeros than there are.
         def shrink() -> Any:
             has_more = jnp.any(zeros > _count_zeros(mask, groups, units))
-            return cond(
+            new = cond(
                 has_more, lambda: _keep_highest(mask, groups, zeros, units, rank()), lambda: mask
             )
+            found = jnp.minimum(_count_zeros(new, groups, units), asked)
+            return new, ZeroCounts(asked, found, jnp.maximum(before.aimed, zeros))
 
         is_multiple = state.count % jnp.asarray(every, jnp.int32) == 0
-        mask = cond(is_multiple, shrink, lambda: state.mask)
+        mask, counts = cond(is_multiple, shrink, lambda: (state.mask, before))
 
         # u(g where m, else 0), then w + u where m, else 0
         live = zero_dead(mask, grads)
         updates, inner_state = optimizer.update(live, state.inner_state, params, **extra_args)
-        return mask_updates(mask, updates, params), SparseState(
+        return mask_updates(mask, updates, params), state._replace(
             count=optax.safe_increment(state.count),
             mask=mask,
             inner_state=inner_state,
             scores=scores,
+            zeros=counts,
+        )
+
+    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+        return sparse_arguments(
+            resolve_include(include, params), criterion=criterion, scope=scope, structure=structure
         )
 
     return transformation(
@@ -220,6 +241,7 @@ def prune_gradually(
         method="prune_gradually",
         like=lambda state: state.mask,
         axis_name=axis_name,
+        shape_arguments=shape_arguments,
     )
 
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import place_like
-from optperm.core.shapes import Array, Bool, PyTree
-from optperm.core.shardings import shard_like
+from optperm.core.fingerprints import UNSET
+from optperm.core.shapes import Array, Bool, PyTree, UInt32
+from optperm.core.shardings import can_be_seen, shard_like
 from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
-from optperm.core.trees import fill_masked, mask_like, without_variables
+from optperm.core.trees import (
+    fill_masked,
+    is_flag,
+    is_function,
+    leaf_paths,
+    mask_like,
+    resolve_tree,
+    without_variables,
+)
 from optperm.exact import Exact
 from optperm.sparsity._choice import (
     Include,
@@ -27,7 +40,7 @@ from optperm.sparsity._choice import (
     select_masked,
     widen_scores,
 )
-from optperm.sparsity._sparse_state import SparseState
+from optperm.sparsity._sparse_state import SparseState, describe_removed, find_removed
 from optperm.sparsity._structures import ENTRIES, Structure, as_structure
 
 PruneCriterion = Literal["magnitude", "random"]
@@ -55,9 +68,18 @@ class MaskElementsState(NamedTuple):
 
     Attributes:
       mask: Whether each entry may move.
+      zeros: Whether each entry is kept at 0: `optperm.sparsity.prune` has set the entry to 0, or `init`
+        got a mask of entries that masks a 0. `prune` sets these entries to 0 again.
+      fingerprint: A number for each of the arguments `shaped_by()`.
     """
 
     mask: PyTree[Bool[Array, "?*shape"], "Params"]
+    zeros: PyTree[Bool[Array, "?*shape"], "Params"]
+    fingerprint: UInt32[Array, "arguments"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments that determine what the state means."""
+        return ("mask",)
 
     def exact(self) -> list[Exact]:
         """Return the masked entries, which keep their values."""
@@ -80,7 +102,7 @@ def mask_elements(
     Args:
       mask: The entries that may move initially: a tree like params with a boolean, or a boolean array of
         the leaf's shape, for each leaf; a prefix of such a tree; or a function from params to such a
-        tree. None for all entries.
+        tree. The function gets params without variables of `flax.nnx`. None for all entries.
 
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
@@ -105,12 +127,21 @@ def mask_elements(
 
     Raises:
       TypeError: If a parameter does not have a real floating dtype, or the mask does not have booleans.
-      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
+      ValueError: If the mask does not fit params, if a function returns the same boolean for all leaves,
+        if the state was made with another mask, or if the trees passed to `update` do not match.
     """
 
+    # The entries of a given array are read once.
+    @functools.cache
+    def describe() -> Any:
+        return jax.tree.map(_describe_flags, without_variables(mask))
+
     def init(params: optax.Params) -> MaskElementsState:
-        given = mask(params) if callable(mask) else mask
-        return MaskElementsState(_spread_mask(True if given is None else given, params))
+        given = resolve_tree(mask, params)
+        if is_function(mask):
+            _check_selects(given, params)
+        masks = _spread_mask(True if given is None else given, params)
+        return MaskElementsState(masks, _find_zeros(given, masks, params))
 
     def update(
         updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
@@ -123,6 +154,12 @@ def mask_elements(
 
         return jax.tree.map(hold, state.mask, updates), state
 
+    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+        # A function may compute entries from the values of params, which change, so only flags count.
+        given = _keep_flags(resolve_tree(mask, params)) if is_function(mask) else describe()
+        given = True if given is None else given
+        return {"mask": jax.tree.leaves(jax.tree.broadcast(given, params))}
+
     return transformation(
         init,
         update,
@@ -130,7 +167,43 @@ def mask_elements(
         like=lambda state: state.mask,
         needs_params=False,
         updates_like="updates",
+        shape_arguments=shape_arguments,
     )
+
+
+def _keep_flags(mask: Any) -> Any:
+    """Return the flags of whole leaves in a mask, and the same text for all arrays of entries."""
+    return jax.tree.map(lambda each: each if is_flag(each) else "entries", mask)
+
+
+def _describe_flags(allowed: Any) -> Any:
+    """Return a flag, or a text for an array of different booleans, unless the array is traced."""
+    if isinstance(allowed, jax.core.Tracer):
+        return allowed
+    array = np.asarray(allowed)
+    if array.all() or not array.any():
+        return bool(array.all())
+    return f"{array.shape} {zlib.crc32(np.packbits(array != 0).tobytes())}"
+
+
+def _check_selects(mask: Any, params: optax.Params) -> None:
+    """Raise if a mask has the same flag for all leaves."""
+    flags = jax.tree.leaves(mask)
+    if not flags or not all(map(is_flag, flags)) or len(set(map(bool, flags))) > 1:
+        return
+    holds = "True for all leaves, so it masks nothing" if flags[0] else "False for all leaves"
+    paths = [path for path, _ in leaf_paths(params)]
+    raise ValueError(f"The function mask= returns {holds}. The paths of the leaves are {paths}.")
+
+
+def _find_zeros(given: Any, masks: Any, params: optax.Params) -> Any:
+    """Return the entries that a mask of entries, not of whole leaves, masks at 0."""
+
+    def find(allowed: Any, mask: jax.Array, w: jax.Array) -> jax.Array:
+        return ~mask & shard_like(w == 0, mask) if np.ndim(allowed) else jnp.zeros_like(mask)
+
+    given = jax.tree.broadcast(True if given is None else given, params)
+    return jax.tree.map(find, given, masks, params)
 
 
 def _spread_mask(mask: Any, params: optax.Params) -> Any:
@@ -180,9 +253,12 @@ def prune(
 
     The ranking includes masked entries, which stay masked: masks accumulate. Pruned entries have the
     lowest magnitude, so pruning 0.5 and then 0.6 leaves a fraction of 0.4. A frozen weight is set to
-    zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl`, all dead entries are set to
-    zero. If you call `prune(params, opt_state, 0.0)` before the first step of `optperm.rigl`, the first
-    gradient is that of the sparse network.
+    zero if it ranks low. Otherwise, it keeps its value.
+
+    All entries that were pruned before are set to zero again, also in other params. So
+    `prune(params, opt_state, 0.0)` puts the zeros of `opt_state` into params that were dense: initial
+    params to which a lottery ticket is rewound, a merged adapter, or an average. Before the first step
+    of `optperm.rigl`, the same call makes the first gradient that of the sparse network.
 
     Args:
       params: All params. If the mask is inside `optax.masked` or `optax.partition`, the other params do
@@ -201,7 +277,8 @@ def prune(
       key: The random key for `"random"`: an int or a `jax.random.key`. All replicas need the same key.
         `"magnitude"` ignores the key.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree, or a
-        function from params to such a tree. None for all leaves of rank 2 or higher.
+        function from params to such a tree. None for all leaves of rank 2 or higher. The function gets
+        params without variables of `flax.nnx`, so its paths are as in "layer/kernel".
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
 
@@ -226,13 +303,14 @@ def prune(
       multiple of :math:`2^{-24}`. A traced sparsity is clipped to [0, 1], and NaN counts as 0.
 
       16-bit scores often tie; then the position decides. On a mesh, only `NOfM` and `Blocks` gather
-      data.
+      data. With `"global"`, a leaf with small weights may lose all of them. Outside `jax.jit`, a
+      `UserWarning` names this leaf.
 
     Raises:
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `sparsity` is out of range, or is not 0 for a leaf that is not included; if
         `criterion` or `scope` is unknown; if `key` is missing; if a tree does not match the masks; if a
-        structure does not fit a leaf; if `include` is None and no leaf has rank 2 or higher; or if there
+        structure does not fit a leaf; if no leaf is included although `sparsity` is not 0; or if there
         is not exactly one state with masks.
 
     References:
@@ -256,17 +334,21 @@ def prune(
             ranked = widen_scores("scores", scores, state.mask)
         codes = encode_scores(mask_like(ranked, taken), units)
     kept = _keep_all_else(keep("sparsity", codes, sparsity, scope, taken, units), state.mask)
+    if scope == "global":
+        _warn_of_removed(mask_like(kept, taken))
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
+    new = state._replace(mask=mask)
     # A dead entry of a `SparseState` is zero, but `mask_elements` may fix an entry at any value.
-    stays = mask if isinstance(state, SparseState) else kept
+    stays = mask
+    if isinstance(state, MaskElementsState):
+        zeros = jax.tree.map(lambda z, k: z | ~shard_like(k, z), state.zeros, kept)
+        new, stays = new._replace(zeros=zeros), jax.tree.map(jnp.logical_not, zeros)
     pruned = jax.tree.map(
         lambda is_kept, w: jnp.where(shard_like(is_kept, w), w, jnp.zeros_like(w)), stays, weights
     )
     leaves = jax.tree.leaves(fill_masked(pruned, plain))
-    new_state = replace_state(
-        opt_state, type(state), state._replace(mask=mask), method="mask_elements"
-    )
+    new_state = replace_state(opt_state, type(state), new, method="mask_elements")
     return jax.tree.unflatten(jax.tree.structure(params), leaves), new_state
 
 
@@ -318,10 +400,10 @@ def freeze(
 
     Raises:
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
-      ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if
-        `criterion` or `scope` is unknown; if `scores` or `key` is missing; if a tree does not match the
-        masks; or if there is not exactly one state of `mask_elements`, or of a preconditioner if the
-        criterion needs one.
+      ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if no leaf
+        is included although `fraction` is not 0; if `criterion` or `scope` is unknown; if `scores` or
+        `key` is missing; if a tree does not match the masks; or if there is not exactly one state of
+        `mask_elements`, or of a preconditioner if the criterion needs one.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -331,9 +413,7 @@ def freeze(
     if key is not None:
         checks.check_key("key", key)
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
-    taken = include_leaves(
-        include, state.mask, name="fraction", fractions=fraction, needs_one=False
-    )
+    taken = include_leaves(include, state.mask, name="fraction", fractions=fraction)
     if criterion == "random":
         codes = draw_codes(state.mask, taken, ENTRIES, key)
     else:
@@ -354,7 +434,7 @@ def freeze(
         ranked = jax.tree.map(jnp.abs, widen_scores(name, grads, state.mask))
         codes = encode_scores(mask_like(ranked, taken), ENTRIES)
     kept = _keep_all_else(keep("fraction", codes, fraction, scope, taken, ENTRIES), state.mask)
-    new = MaskElementsState(jax.tree.map(_intersect, state.mask, kept))
+    new = state._replace(mask=jax.tree.map(_intersect, state.mask, kept))
     return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
 
 
@@ -382,6 +462,11 @@ def reset_masks(opt_state: Any) -> Any:
     """
     state = _find_masked_state(opt_state)
     new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))
+    if state.zeros is not None:
+        # No entry is kept at 0; `prune_gradually` starts to count and to aim again.
+        counts = jax.tree.map(jnp.zeros_like, state.zeros)
+        is_sparse = isinstance(state, SparseState)
+        new = new._replace(zeros=counts._replace(asked=state.zeros.asked) if is_sparse else counts)
     return replace_state(opt_state, type(state), new, method="mask_elements")
 
 
@@ -390,6 +475,15 @@ def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
     methods = "mask_elements, optperm.prune_gradually or optperm.rigl"
     state: MaskElementsState | SparseState = find_state(opt_state, types, method=methods)
     return state
+
+
+def _warn_of_removed(kept: Any) -> None:
+    """Warn, outside `jax.jit`, about leaves of which nothing is kept, unless nothing is to be kept."""
+    if not all(map(can_be_seen, jax.tree.leaves(kept))):
+        return
+    removed = find_removed(kept)
+    if removed and len(removed) < len(jax.tree.leaves(kept)):
+        warnings.warn(describe_removed(removed), UserWarning, stacklevel=3)
 
 
 def _keep_all_else(kept: Any, mask: Any) -> Any:

@@ -4,6 +4,7 @@ U. Evci et al., "Rigging the Lottery: Making All Tickets Winners", arXiv 1911.11
 the method is SET: D. Mocanu et al., arXiv 1707.04780.
 """
 
+import functools
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,10 +15,10 @@ from optperm.core import checks, noise
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import make_key
-from optperm.core.mapped_axes import AxisName
+from optperm.core.mapped_axes import AxisName, varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
-from optperm.core.states import match_params
+from optperm.core.states import match_within_states
 from optperm.core.transformation import transformation
 from optperm.core.trees import is_masked, mask_like
 from optperm.sparsity._choice import (
@@ -27,6 +28,7 @@ from optperm.sparsity._choice import (
     keep_highest,
     nearest_count,
     order_codes,
+    resolve_include,
     stack_counts,
 )
 from optperm.sparsity._sparse_state import (
@@ -34,6 +36,7 @@ from optperm.sparsity._sparse_state import (
     check_places_nothing,
     make_masks,
     mask_updates,
+    sparse_arguments,
     zero_dead,
 )
 
@@ -71,16 +74,17 @@ def rigl(
     `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
 
     Args:
-      inner: Any optimizer whose state consists of trees like params, scalars, counts and keys. This
-        excludes `optax.flatten`, factored moments and low-rank states. Clipping inside `inner` uses the
-        norm of the live entries. Clipping before this transformation, in an `optax.chain`, uses the norm
-        of all entries.
+      inner: Any optimizer whose state consists of trees like params, scalars, counts, keys and, as in
+        Muon, vectors of constants. This excludes `optax.flatten`, factored moments and low-rank states.
+        Clipping inside `inner` uses the norm of the live entries. Clipping before this transformation,
+        in an `optax.chain`, uses the norm of all entries.
       sparsity: The fraction of zeros, in [0, 1], which `optperm.sparsity.erk_sparsity` distributes over
-        the leaves; or a tree of fractions like params, or a prefix of such a tree. Only `init` uses this
-        argument; to raise the sparsity of a resumed run, call `optperm.sparsity.prune`.
+        the leaves; or a tree of fractions like params, or a prefix of such a tree. Masks keep their
+        numbers of zeros, so `update` needs the sparsity of `init`. To raise the sparsity of a resumed
+        run, call `optperm.sparsity.prune` and keep this argument.
       end: T, the step from which on the mask no longer changes, about three quarters of the run.
       key: The random key of the first mask and of random growth: an int or a `jax.random.key`. All
-        replicas need the same key.
+        replicas need the same key. The state stores the key, so `update` does not use this argument.
       every: The number of steps between changes of the mask.
       drop_fraction: :math:`\alpha`, in [0, 1], or a schedule of :math:`\alpha_t` itself.
       grow: `"gradient"` or `"random"`.
@@ -121,15 +125,16 @@ def rigl(
       farther than an old weight, because its moments are new but the step count is not. With the decay
       rates 0.9 and 0.999, it moves 3.2 to 6.6 times as far. If this hurts, use b2=0.99.
 
-      Under `jax.vmap`, every step selects entries. Within `jax.lax.scan`, a step that does not change
+      `warnings()` of the state says if the mask has not moved although `drop_fraction` is not 0. Under
+      `jax.vmap`, every step selects entries. Within `jax.lax.scan`, a step that does not change
       the mask costs as much as a step of the optimizer with `optperm.mask_elements`. A compiled program
       of a single step always allocates memory for a selection, four times the bytes of the params.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `include` is None and no leaf has rank 2 or higher;
-        if a state of `inner` is not like params; if `axis_name` is not bound in `update`; or if trees do
-        not match.
+      ValueError: If an argument is out of range; if no leaf is included although `sparsity` is not 0; if
+        the state was made with another `include` or `sparsity`; if a state of `inner` is not like
+        params; if `axis_name` is not bound in `update`; or if trees do not match.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
@@ -146,6 +151,7 @@ def rigl(
     if is_known and drop_fraction > 0 and end <= every:
         wanted = f"end must be above every={every}, or drop_fraction must be 0"
         raise ValueError(f"{wanted}, got end={end} and drop_fraction={drop_fraction}.")
+    is_static = checks.is_concrete_number(drop_fraction) and drop_fraction == 0
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SparseState:
@@ -169,7 +175,8 @@ def rigl(
             count=jnp.zeros([], jnp.int32),
             mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
             inner_state=inner_state,
-            key=raw if grow == "random" else None,
+            key=raw,
+            unmoved=varying_zeros(mask, jnp.int32) + int(not is_static),
         )
 
     def update(
@@ -177,6 +184,7 @@ def rigl(
     ) -> tuple[optax.Updates, SparseState]:
         t, before = state.count, state.mask
         last = jnp.asarray(end, jnp.int32)
+        still: Any = state.unmoved
         # w where m, else 0; where m is False, the state of `inner` is the initial state
         live = zero_dead(before, params)
         inner_state = _restart_dead(optimizer, before, state.inner_state, live)
@@ -189,15 +197,17 @@ def rigl(
                 alpha = alpha / 2 * (1 + jnp.cos(jnp.pi * done))
             # m <- kept (by |w|) and grown (by |g|, or at random)
             w, g = _compute_magnitudes(before, params, grads, axis_name)
-            if state.key is not None:
-                return _move(before, w, _draw_codes(before, state.key, t), alpha)
-            # Nonfinite gradients would be ranked by their positions.
-            alpha = jnp.where(all_finite(g), alpha, 0)
-            return _move(before, w, [order_codes(x) for x in g], alpha)
+            if grow == "random":
+                new = _move(before, w, _draw_codes(before, state.key, t), alpha)
+            else:
+                # Nonfinite gradients would be ranked by their positions.
+                alpha = jnp.where(all_finite(g), alpha, 0)
+                new = _move(before, w, [order_codes(x) for x in g], alpha)
+            return new, jnp.where(_are_equal(new, before), still, 0)
 
         # The condition depends only on the count, the same on all replicas, so selections stay rare.
         due = (t % jnp.asarray(every, jnp.int32) == 0) & (t > 0) & (t < last)
-        mask = cond(due, move, lambda: before)
+        mask, unmoved = cond(due, move, lambda: (before, still))
 
         # u(g where m, else 0) with the new mask; then w + u where m (from 0 for new entries), else 0
         def step() -> tuple[optax.Updates, Any]:
@@ -211,7 +221,10 @@ def rigl(
         u, new_state = cond(due, stay, step) if skip_step else step()
         updates = mask_updates(mask, u, params, before)
         return updates, state._replace(
-            count=optax.safe_increment(t), mask=mask, inner_state=new_state
+            count=optax.safe_increment(t),
+            mask=mask,
+            inner_state=new_state,
+            unmoved=unmoved * int(not is_static),
         )
 
     return transformation(
@@ -220,7 +233,22 @@ def rigl(
         method="rigl",
         like=lambda state: state.mask,
         axis_name=axis_name,
+        shape_arguments=functools.partial(_shape_arguments, include, sparsity),
     )
+
+
+def _shape_arguments(
+    include: Include | None, sparsity: Any, params: optax.Params
+) -> dict[str, Any]:
+    taken = include_leaves(include, params, fractions=sparsity)
+    zeros = group_leaves("sparsity", sparsity, "erk", taken).zeros
+    return sparse_arguments(resolve_include(include, params), sparsity=zeros)
+
+
+def _are_equal(new: Any, old: Any) -> jax.Array:
+    """Return whether two masks are equal."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return jnp.all(stack_counts([jnp.sum(a != b, dtype=jnp.int32) for a, b in pairs]) == 0)
 
 
 def _compute_magnitudes(
@@ -233,13 +261,16 @@ def _compute_magnitudes(
     return (w, g) if axis_name is None else jax.lax.pmean((w, g), axis_name)
 
 
-def _draw_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
+def _draw_codes(leaves: Any, raw: Any, t: jax.Array) -> list[jax.Array]:
     """Draw random codes above 0, which depend on the key, the step and the position of a leaf."""
     leaves = jax.tree.leaves(leaves)
-    drawn = noise.bits(noise.fold(raw, t), [leaf.shape for leaf in leaves])
-    return [
-        shard_like(jnp.maximum(code, 1), leaf) for code, leaf in zip(drawn, leaves, strict=True)
-    ]
+    drawn = _draw(raw, t, shapes=tuple(leaf.shape for leaf in leaves))
+    return [shard_like(code, leaf) for code, leaf in zip(drawn, leaves, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _draw(raw: Any, t: jax.Array, *, shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+    return [jnp.maximum(code, 1) for code in noise.bits(noise.fold(raw, t), shapes)]
 
 
 def _move(
@@ -282,20 +313,27 @@ def _match_masks(
     """Return each array of the optimizer's state, with its mask if it has one number per entry.
 
     The last item is the name of the state if the array may depend on masked entries in another form.
-    Otherwise the item is None, as for scalars, counts and keys.
+    Otherwise the item is None, as for scalars, counts and keys, and for a vector in a field of a state
+    with a number for each entry in other fields, such as Muon's coefficients.
     """
     structure: Any = jax.tree.structure(params)
     masks = structure.flatten_up_to(mask)
+    matches = match_within_states(inner_state, params)
+    owns = [None if match.place is None else masks[match.place] for match, _ in matches]
+    per_entry = [
+        own is not None and not is_masked(own) and jnp.shape(match.leaf) == own.shape
+        for (match, _), own in zip(matches, owns, strict=True)
+    ]
+    with_entries = {at.state for (_, at), is_own in zip(matches, per_entry, strict=True) if is_own}
+    # If params are a single array, `match_params` cannot tell a vector from a part of this array.
+    is_single = jax.tree_util.treedef_is_leaf(structure)
     found: list[tuple[Any, jax.Array | None, str | None]] = []
-    for leaf, place, owner in match_params(inner_state, params):
-        own = None if place is None else masks[place]
-        if is_masked(own):
-            found.append((leaf, None, None))
-        elif own is not None and jnp.shape(leaf) == own.shape:
-            found.append((leaf, own, None))
-        else:
-            holds_none = jnp.size(leaf) <= 1 or not jnp.issubdtype(leaf.dtype, jnp.inexact)
-            found.append((leaf, None, None if holds_none else owner))
+    for ((leaf, place, owner), at), own, is_own in zip(matches, owns, per_entry, strict=True):
+        is_vector = jnp.ndim(leaf) == 1 and at.is_field and (place is None or is_single)
+        holds_none = jnp.size(leaf) <= 1 or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        is_constant = holds_none or (is_vector and at.state in with_entries)
+        is_free = is_own or is_masked(own) or is_constant
+        found.append((leaf, own if is_own else None, None if is_free else owner))
     return found
 
 

@@ -6,11 +6,34 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optperm.core.dtypes import place_like
+from optperm.core.fingerprints import UNSET
 from optperm.core.shapes import Array, Bool, Float32, Int32, PyTree, UInt32
-from optperm.core.trees import is_masked
+from optperm.core.shardings import can_be_seen
+from optperm.core.states import find_warnings, local_values
+from optperm.core.trees import is_masked, leaf_paths
 from optperm.exact import Exact, exact_entries, placing_states
+
+_LOWERED = (
+    "prune_gradually has made more zeros than sparsity asks for now, and masks only shrink. Pass the "
+    "earlier sparsity=, or free all entries with optperm.sparsity.reset_masks."
+)
+
+
+class ZeroCounts(NamedTuple):
+    """Numbers of zero units in each group of leaves that `prune_gradually` ranks together.
+
+    Attributes:
+      asked: The final numbers.
+      found: The numbers after the last multiple of `every`, at most the final numbers.
+      aimed: The maximum of the numbers that the ramp has asked for.
+    """
+
+    asked: Int32[Array, "groups"]
+    found: Int32[Array, "groups"]
+    aimed: Int32[Array, "groups"]
 
 
 class SparseState(NamedTuple):
@@ -21,14 +44,25 @@ class SparseState(NamedTuple):
       mask: Whether each entry is live; `optax.MaskedNode` for a leaf that is not included.
       inner_state: State of `inner`.
       scores: S of the criterion "movement", a tree like the mask; None for the other criteria.
-      key: The raw data of the key of `grow="random"`; None for `grow="gradient"`.
+      zeros: Numbers of zeros of `prune_gradually`; None for `rigl`.
+      key: The raw data of the key of `rigl`; None for `prune_gradually`.
+      unmoved: 1 until `rigl` moves the mask for the first time, if `drop_fraction` is not 0, otherwise
+        0; None for `prune_gradually`.
+      fingerprint: A number for each of the arguments `shaped_by()`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     mask: PyTree[Bool[Array, "..."]]
     inner_state: Any
     scores: PyTree[Float32[Array, "..."]] | None = None
+    zeros: ZeroCounts | None = None
     key: UInt32[Array, "2"] | None = None
+    unmoved: Int32[Array, ""] | None = None
+    fingerprint: UInt32[Array, "arguments"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments that determine what the state means."""
+        return ("criterion", "include", "scope", "sparsity", "structure")
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of `inner` and, overriding them, the zeros."""
@@ -36,6 +70,110 @@ class SparseState(NamedTuple):
             jax.tree.map(lambda _: 0.0, self.mask), jax.tree.map(jnp.logical_not, self.mask)
         )
         return [*exact_entries(self.inner_state), zeros]
+
+    def reached_goal(self) -> jax.Array:
+        """Return whether the params are as sparse as asked for, a boolean for each replica."""
+        # The params of rigl are dense until its first step.
+        if self.zeros is None:
+            return self.count > 0
+        asked, found, aimed = self.zeros
+        return jnp.all((found >= asked) & (aimed <= asked), axis=-1) & (self.count > 0)
+
+    def warnings(self, params: Any) -> list[str]:
+        """Return sentences if the zeros or the mask are not what the arguments ask for.
+
+        Args:
+          params: Not used.
+        """
+        inner = find_warnings(self.inner_state, params)
+        seen = self.count, self.mask, self.zeros, self.unmoved
+        if not all(map(can_be_seen, jax.tree.leaves(seen))) or not np.any(local_values(self.count)):
+            return inner
+        return [*inner, *(_judge_mask(self) if self.zeros is None else _judge_zeros(self))]
+
+
+def _judge_mask(state: SparseState) -> list[str]:
+    """Return a sentence if the mask of `rigl` has not moved."""
+    is_dense = all(np.all(local_values(jnp.all(m))) for m in jax.tree.leaves(state.mask))
+    if not np.any(local_values(state.unmoved)) or is_dense:
+        return []
+    return [
+        "The mask of rigl has not moved. It moves in steps that are multiples of every and below end, "
+        "if gradients are finite, and the gradients of masked weights are not 0. Take a smaller every, "
+        "do not mask weights in the model, or pass drop_fraction=0 for a fixed mask."
+    ]
+
+
+def _judge_zeros(state: SparseState) -> list[str]:
+    """Return a sentence for each difference between the zeros and the arguments of `prune_gradually`."""
+    asked, found, aimed = map(local_values, state.zeros or ())
+    said = []
+    if np.any(found < asked):
+        said.append(
+            "prune_gradually has made fewer zeros than sparsity asks for: the ramp must be 1 in a step "
+            "that is a multiple of every. Let the ramp end at 1 and earlier, or take a smaller every."
+        )
+    if np.any(aimed > asked):
+        said.append(_LOWERED)
+    # With scope="global", all leaves are one group.
+    masks = jax.tree.leaves(state.mask)
+    if asked.shape[-1] == 1 and len(masks) > 1:
+        removed = find_removed(state.mask, np.ndim(state.count))
+        said += [describe_removed(removed)] if removed and len(removed) < len(masks) else []
+    return said
+
+
+def find_removed(mask: Any, num_stacked: int = 0) -> list[str]:
+    """Return the paths of the leaves without a live entry, in any replica of a stacked mask."""
+
+    def is_removed(m: jax.Array) -> bool:
+        has_live = jnp.any(m, axis=tuple(range(num_stacked, m.ndim)))
+        return bool(m.size) and not np.all(local_values(has_live))
+
+    return [path or "params" for path, m in leaf_paths(mask) if is_removed(m)]
+
+
+def describe_removed(paths: list[str]) -> str:
+    """Return a sentence about leaves whose entries are all zero."""
+    return (
+        f"With scope='global', all weights of {', '.join(paths)} are zero, because they are small "
+        "compared with the other leaves. Use scope='erk' or 'leaf', or exclude leaves with include=."
+    )
+
+
+def check_not_lowered(zeros: ZeroCounts, asked: jax.Array) -> None:
+    """Raise, outside `jax.jit`, if the masks cannot reach the numbers of zeros that are asked for."""
+    if all(map(can_be_seen, (zeros.aimed, asked))) and np.any(
+        local_values(zeros.aimed) > local_values(asked)
+    ):
+        raise ValueError(_LOWERED)
+
+
+def sparse_arguments(
+    flags: Any,
+    *,
+    criterion: str | None = None,
+    scope: str = "erk",
+    sparsity: Any = None,
+    structure: Any = None,
+) -> dict[str, Any]:
+    """Return the arguments that shape a `SparseState`.
+
+    Args:
+      flags: Whether each leaf is included, from `resolve_include`.
+      criterion: The criterion of `prune_gradually`; None for `rigl`.
+      scope: The scope.
+      sparsity: The numbers of zeros of `rigl`, whose masks keep these numbers; None for
+        `prune_gradually`, whose masks follow the argument.
+      structure: The structure.
+    """
+    return {
+        "criterion": criterion,
+        "include": jax.tree.leaves(flags),
+        "scope": scope,
+        "sparsity": sparsity,
+        "structure": structure,
+    }
 
 
 def check_places_nothing(inner_state: Any) -> None:

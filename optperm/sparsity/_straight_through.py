@@ -63,7 +63,8 @@ def keep_top(
     Raises:
       TypeError: If an included parameter does not have a real floating dtype, a leaf is not an array, or
         a sparsity is not a number.
-      ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
+      ValueError: If `sparsity` is out of range, if a structure or a tree does not fit, or if no leaf is
+        included although `sparsity` is not 0.
 
     References:
       Bengio et al., `Estimating or Propagating Gradients Through Stochastic Neurons
@@ -73,7 +74,7 @@ def keep_top(
     checks.check_arrays("params", plain)
     units = as_structure(structure)
     # A leaf that is not included may have any dtype.
-    taken = include_leaves(include, plain, fractions=sparsity, needs_one=False)
+    taken = include_leaves(include, plain, fractions=sparsity)
     fixed = jax.lax.stop_gradient(taken)
     scores = jax.tree.map(jnp.abs, widen_scores("params", fixed, fixed))
     kept = keep("sparsity", encode_scores(scores, units), sparsity, scope, fixed, units)

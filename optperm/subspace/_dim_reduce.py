@@ -25,6 +25,7 @@ from optperm.subspace._quasi_newton import QuasiNewtonState, dot, make_quasi_new
 from optperm.subspace._subspace import (
     SEARCH_EXTRAS,
     Subspace,
+    check_same_subspace,
     coordinates,
     empty_subspace,
     lift,
@@ -231,6 +232,7 @@ def dim_reduce(
     def update(
         updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DimReduceState]:
+        check_same_subspace("dim_reduce", state.subspace, n_components, axis_name)
         P, previous, t = state.subspace, state.quasi_newton, state.count
         dtype = state.step_length.dtype
         rho_t = resolve_schedule("rho", rho, t, dtype, high=1.0)

@@ -15,7 +15,8 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
+from optperm.core.fingerprints import UNSET, describe_difference
+from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
@@ -34,20 +35,28 @@ class DldrState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
+      num_recorded: Number of snapshots taken.
       inner_state: State of `inner`, the optimizer of the first phase.
       further_snapshots: The snapshots that do not fit into the rows of the basis.
       second: State of the subspace optimizer.
       restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
         far, in float32 or float64. With `restart="last"`, it has no leaves.
       is_restarted: Whether the last step set the params to the restart point.
+      fingerprint: The arguments `num_snapshots` and `restart` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
+    num_recorded: Int32[Array, ""]
     inner_state: Any
     further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
     second: Any
     restart_point: Any
     is_restarted: Bool[Array, ""]
+    fingerprint: UInt32[Array, "2"] = UNSET
+
+    def shaped_by(self) -> tuple[str, ...]:
+        """Return the names of the arguments in the fingerprint."""
+        return "num_snapshots", "restart"
 
     def phases(self) -> list[tuple[Any, jax.Array | bool]]:
         """Return the states of both phases, each with a flag: whether this phase is running."""
@@ -166,7 +175,8 @@ def dldr(
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, the subspace optimizer does not have exactly one
-        subspace, `num_snapshots` is too small for this subspace, an extra argument is missing,
+        subspace, `num_snapshots` is too small for this subspace, `update` gets a state that was made
+        with another `num_snapshots` or `restart`, an extra argument is missing,
         `axis_name` is not bound in `init` or `update`, or the trees passed to `update` do not match.
 
     References:
@@ -196,9 +206,10 @@ def dldr(
             subspace.rows,
         )
         point = () if restart == "last" else jax.tree.map(_make_wide_zeros, params)
-        count, is_restarted = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
+        is_restarted = jnp.zeros([], jnp.bool_)
         return DldrState(
-            count=count,
+            count=jnp.zeros([], jnp.int32),
+            num_recorded=jnp.zeros([], jnp.int32),
             inner_state=inner_state,
             further_snapshots=further,
             second=second,
@@ -209,11 +220,12 @@ def dldr(
     def update(
         updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DldrState]:
+        _check_same_snapshots(state, num_snapshots)
         # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T; the rows of P store the first snapshots
-        last = jnp.asarray(start + (num_snapshots - 1) * every, jnp.int32)
-        subspace, further, point = _record(state, params, start, every, last, restart)
+        recorded = _record(state, params, start, every, num_snapshots, restart)
+        subspace, further, point, num_recorded = recorded
         # At the last of these steps, P = the first k components of all snapshots
-        is_switch = (state.count == last) & ~subspace.is_set
+        is_switch = (state.num_recorded < num_recorded) & (num_recorded == num_snapshots)
         subspace = _compute_components(subspace, further, num_snapshots, is_switch)
 
         # First phase: theta <- theta + u(g), the step of `inner`
@@ -250,11 +262,13 @@ def dldr(
         moves, new, second = onwards() if restart == "last" else cond(*branches)
         return moves, DldrState(
             count=optax.safe_increment(state.count),
+            num_recorded=num_recorded,
             inner_state=new,
             further_snapshots=further,
             second=_replace_subspace(second, subspace),
             restart_point=point,
             is_restarted=is_restarted,
+            fingerprint=state.fingerprint,
         )
 
     return transformation(
@@ -262,6 +276,7 @@ def dldr(
         update,
         method="dldr",
         like=lambda state: one_row(_find_subspaces(state.second)[0].rows),
+        shape_arguments=lambda _: {"num_snapshots": num_snapshots, "restart": restart},
     )
 
 
@@ -305,6 +320,16 @@ def _find_subspace(second: Any, num_snapshots: int) -> Subspace:
     return found[0]
 
 
+def _check_same_snapshots(state: DldrState, num_snapshots: int) -> None:
+    """Raise if a state has room for another number of snapshots, which shows even if it is traced."""
+    (subspace,) = _find_subspaces(state.second)
+    for rows, further in zip(
+        jax.tree.leaves(subspace.rows), jax.tree.leaves(state.further_snapshots), strict=True
+    ):
+        if further.shape[0] != max(num_snapshots - rows.shape[0], 1):
+            raise ValueError(describe_difference("dldr", "num_snapshots"))
+
+
 def _make_wide_zeros(leaf: Any) -> jax.Array:
     return rows_like(leaf, 1, accumulation_dtype(leaf))[0]
 
@@ -314,21 +339,22 @@ def _record(
     params: optax.Params,
     start: int | jax.Array,
     every: int | jax.Array,
-    last: jax.Array,
+    num_snapshots: int,
     restart: Restart,
-) -> tuple[Subspace, optax.Params, Any]:
+) -> tuple[Subspace, optax.Params, Any, jax.Array]:
     """Record the params if a snapshot is due, and update the start of the second phase.
 
-    Return the subspace, whose rows store the first snapshots, the further snapshots, and the start.
+    Return the subspace, whose rows store the first snapshots, the further snapshots, the start, and the
+    number of snapshots. This number, not the count of steps, decides where a snapshot goes, so `every`
+    and `start` may change during the first phase.
     """
     (subspace,) = _find_subspaces(state.second)
-    further = state.further_snapshots
+    further, index = state.further_snapshots, state.num_recorded
     # The rows of P store the first snapshots until the basis overwrites them.
     room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
     since = state.count - jnp.asarray(start, jnp.int32)
-    period = jnp.asarray(every, jnp.int32)
-    is_due = (since >= 0) & (since % period == 0) & (state.count <= last) & ~subspace.is_set
-    index = since // period
+    is_due = (since >= 0) & (since % jnp.asarray(every, jnp.int32) == 0)
+    is_due = is_due & (index < num_snapshots) & ~subspace.is_set
     rows = write_row(subspace.rows, params, index, is_due & (index < room))
     further = write_row(further, params, index - room, is_due & (index >= room))
 
@@ -343,7 +369,7 @@ def _record(
     is_part = is_due & ((index == 0) | (restart == "mean"))
     point = state.restart_point
     point = point if restart == "last" else cond(is_part, move, lambda point: point, point)
-    return subspace._replace(rows=rows), further, point
+    return subspace._replace(rows=rows), further, point, index + is_due.astype(jnp.int32)
 
 
 def _compute_components(

@@ -15,6 +15,7 @@ from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
 from optperm.subspace._subspace import (
     Subspace,
+    check_same_subspace,
     coordinates,
     empty_subspace,
     lift,
@@ -94,6 +95,7 @@ def project(
     def update(
         updates: optax.Updates, state: ProjectState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, ProjectState]:
+        check_same_subspace("project", state.subspace, n_components, axis_name)
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         # g_k = P g
         gk = coordinates(state.subspace, g, accumulation_dtype(params))

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like, computed_once
+from optperm.core.fingerprints import describe_difference
 from optperm.core.mapped_axes import (
     AxisName,
     all_gather,
@@ -118,6 +119,16 @@ def empty_subspace(
     rows = jax.tree.map(lambda leaf: rows_like(leaf, num_rows, accumulation_dtype(leaf)), params)
     rows = mark_varying(rows, varying_axes(first_row))
     return kind(rows, first_row, jnp.zeros(n_components, jnp.bool_))
+
+
+def check_same_subspace(
+    method: str, subspace: Subspace, n_components: int, axis_name: AxisName | None
+) -> None:
+    """Raise if a subspace was made for another number of rows, or for other axes of replicas."""
+    if subspace.determined.shape[-1] != n_components:
+        raise ValueError(describe_difference(method, "n_components"))
+    if subspace.axis_name != (tuple(sorted(axis_names(axis_name))) or None):
+        raise ValueError(describe_difference(method, "axis_name"))
 
 
 def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Array:

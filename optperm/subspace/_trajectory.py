@@ -11,6 +11,7 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fingerprints import describe_difference
 from optperm.core.shapes import Array, Float, Int32, PyTree
 from optperm.core.shardings import rows_like
 from optperm.core.states import find_state
@@ -73,7 +74,8 @@ def record_trajectory(
     Raises:
       TypeError: If a count is not an integer, or `dtype` or the dtype of a parameter is not real
         floating.
-      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, the trees passed to `update` do not match, or the state
+        was made with another `num_snapshots` or `dtype`.
     """
     checks.check_count("every", every)
     checks.check_static_count("num_snapshots", num_snapshots)
@@ -95,6 +97,7 @@ def record_trajectory(
     def update(
         updates: optax.Updates, state: TrajectoryState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, TrajectoryState]:
+        _check_same_rings(state.snapshots, params, num_snapshots, dtype)
         # snapshots[i mod num_snapshots] <- theta, every `every` steps
         is_due = state.count % jnp.asarray(every, jnp.int32) == 0
         snapshots = write_row(state.snapshots, params, state.num_recorded % num_snapshots, is_due)
@@ -110,6 +113,18 @@ def record_trajectory(
         like=lambda state: one_row(state.snapshots),
         updates_like="updates",
     )
+
+
+def _check_same_rings(
+    snapshots: optax.Params, params: optax.Params, num_snapshots: int, dtype: Any
+) -> None:
+    """Raise if ring buffers were made with another number of rows or another dtype."""
+    seen = jax.tree.leaves(mask_like(params, snapshots))
+    for ring, leaf in zip(jax.tree.leaves(snapshots), seen, strict=True):
+        if ring.shape[0] != num_snapshots:
+            raise ValueError(describe_difference("record_trajectory", "num_snapshots"))
+        if ring.dtype != (accumulation_dtype(leaf) if dtype is None else jnp.dtype(dtype)):
+            raise ValueError(describe_difference("record_trajectory", "dtype"))
 
 
 def write_row(

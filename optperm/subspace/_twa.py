@@ -17,6 +17,7 @@ from optperm.core.trees import one_row
 from optperm.subspace._subspace import (
     Span,
     Subspace,
+    check_same_subspace,
     coordinates,
     empty_subspace,
     lift,
@@ -116,6 +117,7 @@ def twa(
     def update(
         updates: optax.Updates, state: TwaState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, TwaState]:
+        check_same_subspace("twa", state.subspace, n_components, axis_name)
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         dtype = accumulation_dtype(params)
         # beta = P theta and the gradient with respect to it, P g

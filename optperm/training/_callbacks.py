@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from optperm.core import checks
-from optperm.training._history import History
+from optperm.training._history import GOAL, History
 
 Mode = Literal["min", "max"]
 
@@ -65,8 +65,9 @@ Names = Iterable[str]
 class EarlyStopping:
     """Stop training when a metric has not improved for several rows of the history.
 
-    Each epoch has a row. With `eval_every`, each evaluation within an epoch also has a row. The decision
-    depends only on the rows, so a resumed run stops where the uninterrupted run would have stopped.
+    Each epoch has a row. With `eval_every`, each evaluation within an epoch also has a row. Rows before
+    the optimizer reaches its goal (`reached_goal` is 0) do not count. The decision depends only on the
+    rows, so a resumed run stops where the uninterrupted run would have stopped.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
@@ -95,8 +96,9 @@ class EarlyStopping:
             check_columns([self.monitor], epochs, epochs)
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
+        values = sign * epochs.get(self.monitor, np.zeros(0))
         # A NaN is never smaller, so it counts as a row without an improvement.
-        for value in sign * epochs.get(self.monitor, np.zeros(0)):
+        for value in values[epochs.get(GOAL, np.ones_like(values)) != 0]:
             improved = value < best - self.min_delta
             best, since = (float(value), 0) if improved else (best, since + 1)
         return since >= self.patience

@@ -16,7 +16,7 @@ from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked
 from optperm.evaluation import evaluate
 from optperm.exact import CommittingState, only_commits
-from optperm.training._layout import Layout
+from optperm.training._layout import Layout, average_statistics
 from optperm.training._steps import compile_on_replicas, evaluate_step, unwrap_keys, wrap_keys
 from optperm.training._train_state import Model, TrainState
 
@@ -75,6 +75,9 @@ def _commit(
     extras: dict[str, Any] = {"commit": "only"}
     if batch is not None:
         extras |= evaluate_step(state, batch, model, layout, key)[1]
+    if state.weights is not None:
+        total, steps = state.weights
+        extras["weight"] = jnp.where(steps == 0, 1, total / jnp.where(steps == 0, 1, steps))
     # The gradient is not used, but must have the types of this replica's gradients.
     grads = optax.tree.sub(state.params, state.params)
     extras = known_extra_args(state.tx, extras)
@@ -107,11 +110,11 @@ def _center(
     if layout.own:
         first, centers = jax.tree.map(lambda leaf: leaf[0], (carry, centers))
         params = jax.tree.map(_average, carry.params) if are_apart else first.params
-        first = first.replace(model_state=jax.tree.map(_average, carry.model_state))
+        first = first.replace(model_state=average_statistics(carry.model_state, _average))
     for center in centers:
         params = fill_masked(center, params)
     # The center may have a wider dtype than the params.
-    state = first.replace(params=optax.tree.cast_like(params, first.params))
+    state = first.replace(params=optax.tree.cast_like(params, first.params), weights=None)
     return state if layout.mesh is None else _share(state, layout)
 
 

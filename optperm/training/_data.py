@@ -28,6 +28,8 @@ _GRADIENT_CHUNK = 1000  # the number of examples on a device at once, for a full
 _SOON = 0.05  # seconds
 # The maximum number of calls in a device's queue; for single batches, twice this number.
 AHEAD = 8
+_READ_AHEAD = 2**28  # the bytes of batches that a process reads before it compares them with others
+_OVER, _FAILED = 0, -1  # in place of the number of examples, if a process has no further batch
 
 
 def shuffled(
@@ -84,8 +86,26 @@ def takes_epoch(function: Callable[..., Any]) -> bool:
     return True
 
 
-def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
-    """Yield all batches of some data, placed on the devices; arrays give `size` examples at once."""
+def read_all(
+    name: str,
+    data: Any,
+    epoch: int,
+    size: int | None,
+    layout: Layout,
+    interrupt: Interrupt | None = None,
+) -> Iterator[Any]:
+    """Yield all batches of some data, placed on the devices; arrays give `size` examples at once.
+
+    A signal raises `Interrupted` before the next batch, or with several processes before the next batch
+    whose number is a multiple of `AHEAD`.
+    """
+    for number, batch in enumerate(_read_all(name, data, epoch, size, layout)):
+        if interrupt is not None:
+            interrupt.check(together=number % AHEAD == 0)
+        yield batch
+
+
+def _read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
     if is_arrays(name, data):
         total, parts = checks.count_examples(name, data), layout.parts
         step = max((size or total) // parts * parts, parts)
@@ -93,8 +113,8 @@ def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout)
             part = jax.tree.map(lambda leaf, low=low: leaf[low : low + step], data)
             yield layout.put_batch(part, local=False)
         return
-    iterator, count, is_alone = open_stream(name, data, epoch), 0, jax.process_count() == 1
-    while (batch := pull(name, iterator, is_alone)) is not END:
+    batches, count = pull(name, open_stream(name, data, epoch), math.inf), 0
+    while (batch := next(batches)) is not END:
         count += 1
         yield layout.put_batch(batch, local=True)
     if not count:
@@ -114,31 +134,75 @@ def no_batch(name: str, epoch: int) -> ValueError:
     return ValueError(f"{name} gives no batch in epoch {epoch}: {advice}")
 
 
-def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
-    """Return the next batch, or `END` if no process has another. All processes must call this."""
-    batch, size, failure = END, 0, None
-    if is_alone:  # one process
-        return batch if (batch := next(iterator, END)) is END else as_arrays(batch)
+def pull(name: str, iterator: Iterator[Any], limit: float) -> Iterator[Any]:
+    """Yield at most `limit` batches, then `END` if no process has another.
+
+    With several processes, each process reads some batches ahead. The processes then compare in one
+    exchange what they have, so that they wait for each other rarely. All processes must call this.
+    """
+    count, ahead = 0, AHEAD
+    while count < limit and jax.process_count() == 1:
+        batch = next(iterator, END)
+        yield batch if batch is END else _as_batch(name, batch)
+        count += 1
+        if batch is END:
+            return
+    while count < limit:
+        batches, end, size = _pull_together(name, iterator, int(min(ahead, limit - count)))
+        yield from batches
+        count, ahead = count + len(batches), max(AHEAD, _READ_AHEAD // max(size, 1))
+        if isinstance(end, Exception):
+            raise end
+        if end is END:
+            yield END
+            return
+
+
+def _pull_together(name: str, iterator: Iterator[Any], limit: int) -> tuple[list[Any], Any, int]:
+    """Return batches that all processes have, what follows, and the bytes of the largest batch.
+
+    After the batches follows `END`, the error of this or another process, or None if more may follow.
+    """
+    batches, failure = list[Any](), None
+    # The number of examples of each batch; then _OVER, or _FAILED after an error.
+    sizes, largest = np.full(limit + 1, _OVER, np.int64), 0
     try:
-        if (batch := next(iterator, END)) is not END:
-            batch = as_arrays(batch)
-            size = checks.count_examples(f"A batch of {name}", batch, has_scalars=True)
+        while len(batches) < limit and (batch := next(iterator, END)) is not END:
+            arrays = _as_batch(name, batch)
+            sizes[len(batches)] = checks.count_examples(
+                f"A batch of {name}", arrays, has_scalars=True
+            )
+            batches.append(arrays)
+            largest = max(largest, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
     except Exception as error:
-        size, failure = -1, error
-    sizes = processes.gather(np.int32(size))
-    if failure is not None:
-        raise failure
-    if sizes.min() < 0:
-        raise RuntimeError(f"Another process could not load a batch of {name}: see its error.")
-    if sizes.max() and not sizes.min():
-        without = np.flatnonzero(sizes == 0).tolist()
-        says = f"{name} has no more batches in the processes {without}, but one in the others"
-        raise ValueError(f"{says}: all need the same number of batches per epoch.")
+        sizes[len(batches)], failure = _FAILED, error
+    found = processes.gather(np.append(sizes, largest))
+    largest, found = int(found[:, -1].max()), found[:, :-1]
     # If parts had different sizes, the mean over processes would not be the mean over examples.
-    if sizes.min() and sizes.min() != sizes.max():
-        says = f"A batch of {name} has {sizes.tolist()} examples in the processes"
-        raise ValueError(f"{says}: all need the same number.")
-    return batch if sizes.min() else END
+    agree = (found == found[:1]).all(axis=0) & (found[0] > 0)
+    count = int(np.argmin(agree))
+    column = found[:, count]
+    end: Any = None
+    if failure is not None and len(batches) == count:
+        end = failure
+    elif column.min() == _FAILED:
+        end = RuntimeError(f"Another process could not load a batch of {name}: see its error.")
+    elif column.max() == _OVER:
+        end = END if count < limit else None
+    elif column.min() == _OVER:
+        without = np.flatnonzero(column == _OVER).tolist()
+        says = f"{name} has no more batches in the processes {without}, but one in the others"
+        end = ValueError(f"{says}: all need the same number of batches per epoch.")
+    elif column.max() > 0:
+        says = f"A batch of {name} has {column.tolist()} examples in the processes"
+        end = ValueError(f"{says}: all need the same number.")
+    return batches[:count], end, largest
+
+
+def _as_batch(name: str, batch: Any) -> Any:
+    arrays = as_arrays(batch)
+    checks.check_arrays(f"A batch of {name}", arrays)
+    return arrays
 
 
 class Position(NamedTuple):
@@ -182,6 +246,9 @@ class ArrayFeed:
     """Examples in memory, shuffled in each epoch; each device stores all examples.
 
     With `replace`, examples are drawn with replacement, because shuffled batches are not independent.
+
+    Attributes:
+      look: A function that is called with a batch before the first step.
     """
 
     def __init__(
@@ -198,6 +265,7 @@ class ArrayFeed:
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
+        self.look: Callable[[Any], None] | None = None
         self._calls: list[tuple[dict[str, Any], int]] = []  # calls that may still be running
         self._began = -math.inf
 
@@ -217,6 +285,9 @@ class ArrayFeed:
             order = order.reshape(self.steps_per_epoch, -1)
             self._order = self._layout.put(order, None, *self._layout.batch[:1])
             self._epoch = at.epoch
+        look, self.look = self.look, None
+        if look is not None:
+            look(self.example())
         first, last = at.offset, min(at.offset + limit, self.steps_per_epoch)
         shared = self._examples, np.int32(first), np.int32(last)
         with self._layout.context():
@@ -236,16 +307,20 @@ class ArrayFeed:
         first = jax.tree.map(lambda leaf: leaf[: self._batch_size], self._data)
         return self._layout.put_batch(first, local=False)
 
-    def all_batches(self, epoch: int) -> Iterator[Any]:
+    def all_batches(self, epoch: int, interrupt: Interrupt | None = None) -> Iterator[Any]:
         """Yield all examples, placed on the devices, including the last ones that fill no batch."""
         size = _GRADIENT_CHUNK * self._layout.parts
-        return read_all("train_data", self._data, epoch, size, self._layout)
+        return read_all("train_data", self._data, epoch, size, self._layout, interrupt)
 
 
 class StreamFeed:
     """Batches from an iterable, or from a callable that returns an iterable for each epoch.
 
-    A batch is requested only for its step, so the remaining batches stay in the iterator.
+    A batch is requested only for its step, so the remaining batches stay in the iterator. Several
+    processes read some batches ahead within a call.
+
+    Attributes:
+      look: A function that is called with the first batch before its step.
     """
 
     steps_per_epoch, rows = None, 1
@@ -256,6 +331,7 @@ class StreamFeed:
                 "batch_size is for arrays, but train_data yields batches: leave batch_size out."
             )
         self._source, self._layout = source, layout
+        self.look: Callable[[Any], None] | None = None
         self._iterator: Any = None
         self._last: Any = None  # the batch of the last step
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
@@ -288,18 +364,20 @@ class StreamFeed:
         epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
         is_alone = jax.process_count() == 1  # several processes stop together, between calls
+        batches = pull("train_data", self._iterator, limit)
         with self._layout.context():
             while len(rows) < limit and not is_over and not (is_alone and interrupt.number):
                 try:
-                    batch = pull("train_data", self._iterator, is_alone)
+                    batch = next(batches)
                     if is_over := batch is END:
                         break
-                    if not offset + len(rows):
-                        checks.check_arrays("A batch of train_data", batch)
                     self._layout.check_shares("A batch of train_data", batch)
                     if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
                         raise ValueError("A batch of train_data contains no examples.")
                     self._last = batch = self._layout.put_batch(batch, local=True)
+                    look, self.look = self.look, None
+                    if look is not None:
+                        look(batch)
                     carry, row = steps.one(carry, (), batch)
                 except Exception as error:  # from the loader or from the loss function
                     if not rows:
@@ -324,9 +402,9 @@ class StreamFeed:
         """Return the last batch, placed on the devices; None if a resumed run has taken none."""
         return self._last
 
-    def all_batches(self, epoch: int) -> Iterator[Any]:
+    def all_batches(self, epoch: int, interrupt: Interrupt | None = None) -> Iterator[Any]:
         """Yield all batches of an epoch, placed on the devices and read again from the source."""
-        return read_all("train_data", self._source, epoch, None, self._layout)
+        return read_all("train_data", self._source, epoch, None, self._layout, interrupt)
 
     def states(self) -> list[str] | None:
         """Return each process's state of an iterator that has one, such as Grain's, as JSON."""

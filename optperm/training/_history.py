@@ -6,6 +6,10 @@ from typing import Any
 import numpy as np
 
 Columns = dict[str, np.ndarray]
+# The column of rows that says whether the optimizer had reached its goal.
+GOAL = "reached_goal"
+# The column with the count of each step, if the loss is a sum and a count.
+COUNT = "loss_count"
 
 
 def find_divergence(history: "History") -> int | None:
@@ -47,9 +51,11 @@ class History:
     def steps(self) -> Columns:
         """The rows of the steps by name, float32 (steps,).
 
-        `loss` is the loss of each batch before its step. Other columns are the metrics that the loss
-        function returns with `has_aux`, `learning_rate` of `optax.inject_hyperparams`, and
-        `fraction_moved` of `optperm.sgperm`. If a step has no value for a metric, the entry is NaN.
+        `loss` is the loss of each batch before its step. If the loss function returns a sum and a count,
+        `loss_count` is the count of each batch, by which means over steps are weighed. Other columns are
+        the metrics that the loss function returns with `has_aux`, `learning_rate` of
+        `optax.inject_hyperparams`, and `fraction_moved` of `optperm.sgperm`. If a step has no value for
+        a metric, the entry is NaN.
         """
         if len(self._parts) > 1:
             self._parts = [(self._between(0, self.num_steps), self.num_steps)]
@@ -78,10 +84,12 @@ class History:
 
         `epoch`, from 1, and `step`, the number of steps taken so far, are int64. The other columns are
         float64: `seconds` of wall time, the mean of each column of `steps` over the steps since the
-        last row, and the metrics of the evaluation as `eval_<name>`. If the argument `steps` ends
-        training within an epoch, the partial epoch has a row; when training resumes, the row of the
-        whole epoch replaces this row. If a callback, a signal or an error ends an epoch early, this
-        epoch has no row.
+        last row, and the metrics of the evaluation as `eval_<name>`. With a column `loss_count`, the
+        other means are weighed by it. If a method reaches what it was asked for only after some steps,
+        such as `optperm.prune_gradually` or `optperm.switch_after`, `reached_goal` is 0 before and 1
+        from then on. If the argument `steps` ends training within an epoch, the
+        partial epoch has a row; when training resumes, the row of the whole epoch replaces this row. If
+        a callback, a signal or an error ends an epoch early, this epoch has no row.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
         names = dict.fromkeys(name for row in rows for name in row)
@@ -104,16 +112,32 @@ class History:
             self.num_steps += count
 
     def means(self, count: int, end: int | None = None) -> dict[str, float]:
-        """Return the means over the last `count` rows of the steps, or the last rows before `end`."""
+        """Return the means over the last `count` rows of the steps, or the last rows before `end`.
+
+        The means of other columns are weighed by the column `loss_count`, if there is one.
+        """
         end = self.num_steps if end is None else end
         rows = self._between(max(end - count, 0), end)
-        means = {name: float(np.mean(rows[name], dtype=np.float64)) for name in rows}
-        return {name: mean for name, mean in means.items() if name in self._names}
+        wide = {name: np.asarray(column, np.float64) for name, column in rows.items()}
+        counts = np.nan_to_num(wide.get(COUNT, np.zeros(0)))
+
+        def mean(name: str, column: np.ndarray) -> float:
+            if name == COUNT or not counts.any():
+                return float(np.mean(column))
+            return float(np.average(column[counts != 0], weights=counts[counts != 0]))
+
+        return {name: mean(name, wide[name]) for name in wide if name in self._names}
 
     def add_epoch(
-        self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
+        self,
+        epoch: int,
+        step: int,
+        seconds: float,
+        evaluated: Mapping[str, float],
+        reached_goal: bool | None = None,
     ) -> None:
         """Add the row of an epoch, with means over the steps added since the last row."""
         row = {"epoch": epoch, "step": step, "seconds": seconds}
+        row |= {} if reached_goal is None else {GOAL: float(reached_goal)}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})

@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 from optperm.core import checks
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.states import find_states
+from optperm.core.trees import leaf_paths
 from optperm.exact import CommittingState
+from optperm.training._history import COUNT
 
 AXIS = "replica"
 
@@ -70,6 +72,7 @@ class Layout:
         """Map a function of a carry, a shared tree and a tree divided along `axis` over the replicas.
 
         The result is the mean over replicas, or is `stacked` along a leading axis if each has its own.
+        The mean of metrics is weighed by the counts of the replicas.
         """
         if not self.mapped:
             return function
@@ -80,7 +83,7 @@ class Layout:
             carry, result = function(carry, shared, part)
             carry = jax.tree.map(lambda x: x[None], carry) if self.own else carry
             stack = jax.tree.map(lambda x: x[None], result) if stacked else None
-            return carry, stack if stacked else average_varying(result)
+            return carry, stack if stacked else _average_metrics(result)
 
         carries, parts = P(self.mapped) if self.own else P(), P(*[None] * axis, self.mapped)
         ins, names = (carries, P(), parts), set(self.mapped)
@@ -123,7 +126,10 @@ class Layout:
             return
         size = checks.count_examples(name, batch, has_scalars=True) * jax.process_count()
         if size % self.replicas:
-            advice = "leave out the remaining examples, or pad the batch with examples of weight 0"
+            advice = (
+                "leave out the remaining examples, or pad the batch and return (sum, count) from "
+                "loss_fn, in which the padding does not count"
+            )
             says = (
                 f"{name} has {size} examples, which {self.replicas} replicas cannot share equally"
             )
@@ -200,8 +206,61 @@ class Layout:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _average_rows(rows: Any, layout: Layout) -> Any:
-    means = jax.tree.map(lambda column: jnp.mean(column, axis=0), rows)
+    mean, total = functools.partial(jnp.mean, axis=0), functools.partial(jnp.sum, axis=0)
+    means = [weigh_columns(row, total) or jax.tree.map(mean, row) for row in rows]
     return jax.lax.with_sharding_constraint(means, layout.sharding())
+
+
+def _average_metrics(metrics: Any) -> Any:
+    """Average metrics over the replicas, weighed by their counts if the metrics have counts."""
+    weighed = {}
+    if isinstance(metrics, dict) and (axes := tuple(varying_axes(metrics.get(COUNT, ())))):
+        vary = {name: column for name, column in metrics.items() if varying_axes(column)}
+        weighed = weigh_columns(vary, lambda column: jax.lax.psum(column, axes)) or {}
+    return average_varying(metrics | weighed if weighed else metrics)
+
+
+def weigh_columns(columns: dict[str, Any], add: Callable[[Any], Any]) -> dict[str, Any] | None:
+    """Return the columns' means weighed by their counts, and the sum of the counts.
+
+    Without counts, the result is None. Entries without a count of zero do not matter, even if they are
+    not finite.
+    """
+    counts = columns.get(COUNT)
+    if counts is None:
+        return None
+    total = add(counts)
+    over = jnp.where(total == 0, 1, total)
+    means = {
+        name: add(jnp.where(counts == 0, 0, column * counts)) / over
+        for name, column in columns.items()
+    }
+    return means | {COUNT: total}
+
+
+def average_statistics(statistics: Any, average: Callable[[Any], Any]) -> Any:
+    r"""Average the model state over replicas, and add to each variance the spread of its means.
+
+    By Chan's formula, the variance over the examples of all replicas is
+
+    .. math:: v = \overline{v_i} + \overline{(m_i - \overline{m_i})^2}
+
+    A leaf `var` is the variance that belongs to the leaf `mean` beside it, as in BatchNorm of linen and
+    nnx.
+
+    Args:
+      statistics: The model state.
+      average: A function that averages a leaf over the replicas.
+    """
+    leaves: dict[str, Any] = dict(leaf_paths(statistics))
+    averages = {path: average(leaf) for path, leaf in leaves.items()}
+    for path in leaves:
+        parent, _, name = path.rpartition("/")
+        of_mean = f"{parent}/mean".lstrip("/")
+        if name == "var" and of_mean in leaves:
+            spread = average((leaves[of_mean] - averages[of_mean]) ** 2)
+            averages[path] += spread.astype(averages[path].dtype)
+    return jax.tree.unflatten(jax.tree.structure(statistics), list(averages.values()))
 
 
 def average_varying(tree: Any) -> Any:

@@ -81,9 +81,10 @@ def fit(
       state_or_model: A `TrainState`, which does not change, or a `flax.nnx` model, which is trained in
         place.
       loss_fn: For a `TrainState`, a function `loss_fn(params, batch)` that returns the scalar mean loss,
-        as in `optperm.evaluate`. If it has an argument `model_state`, it returns
-        `(loss, new_model_state)`; if it has an argument `rng`, it gets a new key in each step. For a
-        model, a function `loss_fn(model, batch)`, which may change the model's state.
+        or a pair `(sum, count)` as its loss, as in `optperm.evaluate`. See Notes for padding. If it has
+        an argument `model_state`, it returns `(loss, new_model_state)`; if it has an argument `rng`, it
+        gets a new key in each step. For a model, a function `loss_fn(model, batch)`, which may change
+        the model's state.
       train_data: A tree of arrays with leading axes of the same length, an iterable of batches (a list
         or a data loader; each process passes its part), or a function that takes the number of the
         epoch, from 1, and returns an iterable. Each batch must consist of new arrays: a buffer that a
@@ -110,7 +111,8 @@ def fit(
         endless stream.
       keep_best: The column of `history.epochs` that determines `best_state` of the result: a name such
         as `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`. The best
-        state has the params that were evaluated.
+        state has the params that were evaluated. Rows before the optimizer reaches its goal do not
+        count: the last phase of `optperm.switch_after`, and the sparsity of `optperm.prune_gradually`.
       mesh: A `jax.sharding.Mesh`, whose first axis (or `axis_name`) divides batches, or the
         `NamedSharding` of a batch. The default is the mesh on which the state is sharded, if any.
         Otherwise, with `axis_name` or several processes, it is a mesh of all devices of all processes
@@ -137,7 +139,8 @@ def fit(
         checkpoint of this step. The next checkpoint replaces all later ones. See Notes.
       progress: If True, show a progress bar.
       steps_per_call: For arrays, the maximum number of steps per call of a compiled program. Ctrl-C and
-        SIGTERM take effect after a call; a second Ctrl-C takes effect immediately.
+        SIGTERM take effect after a call, and between two batches of an evaluation or of a full gradient
+        (with several processes, between eight batches); a second Ctrl-C takes effect immediately.
       on_signal: The reaction to Ctrl-C or SIGTERM, after the last checkpoint. `"raise"` prints a line to
         stderr and sends the signal again, which ends a program that does not handle the signal.
         `"return"` returns the result, for a program that checks `result.ended`.
@@ -179,22 +182,39 @@ def fit(
       With `optperm.agn` and `optperm.diloco`, the params that `fit` returns, evaluates and passes to
       callbacks are the center after a commit of all steps so far. This commit is made on a copy, so it
       changes neither training nor checkpoints. In a phase of `optperm.switch_after` that does not
-      commit, the params are the mean over replicas, and `fit` warns. The returned optimizer state
+      commit, the params are the mean over replicas, and `fit` warns. Params that no commit and no
+      exchange reaches, as in one part of `optax.partition`, are an error, unless they do not depend on
+      the batch. The model state is the mean over replicas. The variances of BatchNorm (`var` beside
+      `mean`) also contain the spread of the replicas' means. If replicas step together, BatchNorm sees
+      one replica's part of each batch, so give it the same `axis_name`. The returned optimizer state
       belongs to these params; to continue training without this commit, resume from a checkpoint.
 
       Arrays are shuffled in each epoch with `key` (`optperm.training.shuffled`), or drawn with
       replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`). Examples at the end that do
-      not fill a batch are left out. `fit` requests a batch of an iterable only for its step. To `resume`
+      not fill a batch are left out. `fit` requests a batch of an iterable only for its step; several
+      processes read up to `steps_per_call` batches ahead, and compare them once per call. To `resume`
       within an epoch, pass a new iterator: `fit` drops the used batches, or restores the state of an
       iterator that has a state.
 
+      With padded or masked examples, return a pair `(sum, count)` as the loss: the sum of the losses
+      that count, and their number. The loss is the sum over all replicas divided by the count over all
+      replicas, and `loss_count` of the history weighs means over steps. A commit of `optperm.agn` or
+      `optperm.diloco` weighs each replica by its counts per example, averaged over the steps since the
+      last commit, or over all steps so far with a plan of fragments.
+
+      For a sampler, and with `epoch_start`, `fit` warns before the first step if the loss of the first
+      batch is not the mean of the losses of its halves. It also warns if another transformation changes
+      the gradient before a sampler, except inside conditionals, such as phases of
+      `optperm.switch_after`.
+
       At each step, `fit` first adds the row, then calls the callbacks, then writes the checkpoint. When
       training resumes after an error, `fit` first completes the tasks that the error prevented, but does
-      not call the callback that raised again.
+      not call the callback that raised again. A task that a signal interrupted is done again.
 
       On the same devices, a resumed run ends with the same bits as an uninterrupted run. With a
-      different number of replicas, the replicas take the saved states in turn. `fit` does not check
-      whether `loss_fn` and the method's hyperparameters are the same as in the earlier run.
+      different number of replicas, the replicas take the saved states in turn. `fit` compares the
+      arrays, and the arguments that shape the optimizer state, such as axes and criteria, with the
+      earlier run. It does not check whether `loss_fn` and other hyperparameters are the same.
       Hyperparameters in the optimizer state (`optax.inject_hyperparams`) come from the earlier run, and
       all others from this run.
 
@@ -204,8 +224,10 @@ def fit(
     Raises:
       TypeError: If an argument or the result of a function has the wrong type.
       ValueError: If an argument is out of range or contradicts another argument, data contain no
-        examples, a checkpoint belongs to another run, or processes disagree on params, data or numbers.
-      CheckpointError: If a checkpoint cannot be read or written. `fit` tests writing before it trains.
+        examples, a checkpoint belongs to another run, replicas would train params apart, or processes
+        disagree on params, data or numbers.
+      CheckpointError: If a checkpoint cannot be read or written, or if processes do not see the same
+        folder. `fit` tests both before it trains.
       ImportError: If an optional package that the progress bar or checkpoints need is missing.
     """
     given = dict(locals())
@@ -240,11 +262,7 @@ def fit(
     if jax.process_count() > 1 or checkpoints is not None:
         facts |= feed.facts()
     if jax.process_count() > 1:
-        same = facts | {"the digest of params": processes.digest(initial.params)}
-        same |= {name: given[name] for name in _COUNTS}
-        if isinstance(train_data, list | tuple) and isinstance(feed, StreamFeed):
-            same["the number of batches"] = len(train_data)
-        processes.check_same(same)
+        _check_same(given, facts, initial, feed)
     evaluator = None
     if eval_fn is not None:
         alone = Layout(layout.mesh, layout.batch)
@@ -285,6 +303,17 @@ def fit(
             print(says, file=sys.stderr, flush=True)
         signal.raise_signal(interrupt.number)
     return result
+
+
+def _check_same(given: Mapping[str, Any], facts: Mapping[str, Any], state: Any, feed: Any) -> None:
+    """Check that all processes have the same arguments, params and number of batches."""
+    same = {**facts, "the digest of params": processes.digest(state.params)}
+    same |= {name: given[name] for name in (*_COUNTS, "resume")}
+    same |= {"checkpoints, in any folder,": given["checkpoints"] is not None}
+    data = given["train_data"]
+    if isinstance(data, list | tuple) and isinstance(feed, StreamFeed):
+        same["the number of batches"] = len(data)
+    processes.check_same(same)
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -1,11 +1,12 @@
 """A run of `fit`: the steps, and the tasks between the steps."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,18 +15,27 @@ from flax import nnx
 
 from optperm.core import checks
 from optperm.core.current import jit_current
-from optperm.core.states import LoopState, find_states, find_warnings
+from optperm.core.fingerprints import list_fingerprints
+from optperm.core.states import (
+    GoalState,
+    LoopState,
+    find_states,
+    find_warnings,
+    local_values,
+    reached_goal,
+)
 from optperm.training import _callbacks as callbacks
 from optperm.training import _commits as commits
+from optperm.training import _conditions as conditions
 from optperm.training import _processes as processes
 from optperm.training import _steps as programs
 from optperm.training._callbacks import Event
-from optperm.training._checkpoints import CheckpointError, Checkpoints
+from optperm.training._checkpoints import CheckpointError, Checkpoints, Shapes
 from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, takes_epoch
-from optperm.training._history import History, find_divergence
+from optperm.training._history import GOAL, History, find_divergence
 from optperm.training._layout import Layout
 from optperm.training._schedule import Due, Schedule
-from optperm.training._terminal import Interrupt
+from optperm.training._terminal import Interrupt, Interrupted
 from optperm.training._train_state import Model, TrainState
 from optperm.variance._full_gradient import full_gradient
 
@@ -93,6 +103,7 @@ class Run:
     show: Callable[[int], None] | None = None  # shows the progress
     is_warned = False
     commit: Callable[..., Any] | None = None
+    interrupt: Interrupt | None = None
 
     def __init__(self, given: Setup) -> None:
         """Begin a run before its first step."""
@@ -102,6 +113,8 @@ class Run:
         self.said = set[str]()  # warnings of the optimizer state
         # An `epoch_start` may change the state later, even if it has not changed anything yet.
         self.is_judged = given.epoch_start is None
+        if given.epoch_start is not None or conditions.samples(given.carry.opt_state):
+            given.feed.look = self._check_conditions
         self.monitored = [each.monitor for each in given.schedule.find_early_stopping()]
         self.monitored += [given.keep_best[0]] if given.keep_best else []
 
@@ -111,7 +124,7 @@ class Run:
         if checkpoints is None or (chosen := checkpoints.choose(resume)) is None:
             return
         arrays = programs.unwrap_keys(self.carry)
-        run = checkpoints.read(chosen, self.facts)
+        run = checkpoints.read(chosen, self.facts, self.shapes)
         is_dealt = layout.own and run["replicas"] != layout.replicas
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
@@ -130,26 +143,29 @@ class Run:
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
         """The values that identify the run in its checkpoints."""
+        return {**self.given.facts, "each replica with its own": self.layout.own}
+
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        """The arrays of the carry and the arguments that shape them, which never change."""
         own = int(self.layout.own)
         leaves = jax.tree_util.tree_leaves_with_path(programs.unwrap_keys(self.carry))
-        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
-        digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        return {
-            **self.given.facts,
-            "the form of optimizer and model": f"{len(form)} arrays, {digest}",
-            "each replica with its own": self.layout.own,
-        }
+        arrays = {jax.tree_util.keystr(path): f"{x.dtype}{x.shape[own:]}" for path, x in leaves}
+        return Shapes(arrays, list_fingerprints(self.carry.opt_state))
 
     def train(self, interrupt: Interrupt) -> Ended:
         """Train until the schedule is over, or until the run ends early."""
-        given, schedule, checkpoints = self.given, self.given.schedule, self.given.checkpoints
+        self.interrupt = interrupt
+        given, schedule = self.given, self.given.schedule
         self._since = time.perf_counter()
         error: BaseException | None = None
         if self.monitored:
             state = commits.merge_replicas(self.carry, self.layout)
             evaluated = given.evaluate.columns(state) if given.evaluate else ()
             callbacks.check_columns(self.monitored, evaluated, None)
-        stop = self._do_what_is_due() or self._was_stopped()
+        stop = False
+        with contextlib.suppress(Interrupted):
+            stop = self._do_what_is_due() or self._was_stopped()
         compiled = programs.compile_steps(
             given.model, self.layout, self.carry, given.feed.rows, given.key
         )
@@ -165,30 +181,50 @@ class Run:
                 count = schedule.count_steps(self.at)
                 fed = given.feed.run(compiled, self.carry, self.at, count, interrupt)
                 self._record(fed)
-                stop, error = self._do_what_is_due(), fed.error
+                error = fed.error
+                stop = self._do_what_is_due()
+            except Interrupted:
+                continue  # all processes see the number of the signal
             except (Exception, SystemExit) as raised:
                 error = raised
-        if code != _FAILED and schedule.is_over(self.at):
+        if code != _FAILED and schedule.is_over(self.at) and self.due == Due():
             code = 0  # a stop or a signal in the last step changes nothing
         if not code and self.at.offset and not self._has_row:
-            # `steps` ends training within an epoch. The result has a row for this part, but the
-            # checkpoint does not, because a resumed run adds a row at the end of the epoch.
             try:
-                if checkpoints is not None:
-                    self._save(checkpoints)
-                self.due = Due(row=True, on_row=True, on_epoch_end=True)
-                self._do_what_is_due()
+                self._end_within_epoch()
+            except Interrupted as raised:
+                code = raised.number
             except (Exception, SystemExit) as raised:
                 error = raised
         if code == _FAILED and error is None:
             error = RuntimeError("Another process has failed: see its error.")
         if error is not None:
-            # A call that failed on the devices has deleted its donated carry.
-            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
-                self.result("stopped", error)  # save the trained state
+            self._save_after(error)
             raise error
         interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
+
+    def _save_after(self, error: BaseException) -> None:
+        """Save the trained state, unless a call that failed on the devices deleted its carry."""
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
+            self.result("stopped", error)
+
+    def _end_within_epoch(self) -> None:
+        """Add a row for the part of an epoch in which `steps` ends training.
+
+        The checkpoint does not have this row, because a resumed run adds a row at the end of the epoch.
+        """
+        if self.given.checkpoints is not None:
+            self._save(self.given.checkpoints)
+        self.due = Due(row=True, on_row=True, on_epoch_end=True)
+        self._do_what_is_due()
+
+    def _check_conditions(self, batch: Any) -> None:
+        """Warn if the loss is not a mean, or if its gradient does not reach a sampler."""
+        given = self.given
+        args = self.carry, batch, given.model, self.layout, given.key
+        for text in conditions.find_broken_conditions(*args):
+            warnings.warn(text, stacklevel=5)  # where fit is called
 
     def _start_epoch(self) -> None:
         self._judge_steps()
@@ -200,7 +236,7 @@ class Run:
         self.is_judged = True
         with layout.context():
             bound = jax.tree_util.Partial(self.given.model, carry.model_state, carry.step_rng())
-            batches = self.given.feed.all_batches(self.at.epoch)
+            batches = self.given.feed.all_batches(self.at.epoch, self.interrupt)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
             begin = jit_current(change, out_shardings=there)
@@ -240,27 +276,38 @@ class Run:
     def _do_what_is_due(self) -> bool:
         """Do the tasks that are due after the last step; return True if a callback stops the run.
 
-        A row is due until it is added, but a callback is no longer due as soon as it is called.
+        A row is due until it is added, but a callback is no longer due as soon as it is called, unless
+        a signal interrupts it.
         """
         schedule, history, stop = self.given.schedule, self.history, False
         if self.due.row:
             self._add_row()
         self.due = self.due._replace(row=False)
         for n in self.due.every:
-            self.due = self.due._replace(every=self.due.every[1:])
-            event = self._event(functools.partial(history.means, n, history.num_steps))
-            stop |= callbacks.wants_to_stop(f"every[{n}]", schedule.every.get(n, ()), event)
+            with self._task(every=self.due.every[1:]):
+                event = self._event(functools.partial(history.means, n, history.num_steps))
+                stop |= callbacks.wants_to_stop(f"every[{n}]", schedule.every.get(n, ()), event)
         if self.due.on_row or self.due.on_epoch_end:
             called = schedule.find_readers(self.due)
-            self.due = self.due._replace(on_row=False, on_epoch_end=False)
-            metrics = {k: v for k, v in history.last.items() if k not in ("epoch", "step")}
-            event = self._event(lambda: metrics, True)
-            stop |= callbacks.wants_to_stop("on_epoch_end", called, event)
+            with self._task(on_row=False, on_epoch_end=False):
+                metrics = {k: v for k, v in history.last.items() if k not in ("epoch", "step")}
+                event = self._event(lambda: metrics, True)
+                stop |= callbacks.wants_to_stop("on_epoch_end", called, event)
             self._since = time.perf_counter()
         checkpoint, self.due = self.due.checkpoint, Due()
         if checkpoint and self.given.checkpoints is not None:
             self._save(self.given.checkpoints)
         return stop
+
+    @contextlib.contextmanager
+    def _task(self, **done: Any) -> Iterator[None]:
+        """Take a task from the list of due tasks, and put it back if a signal interrupts it."""
+        before, self.due = self.due, self.due._replace(**done)
+        try:
+            yield
+        except Interrupted:
+            self.due = before
+            raise
 
     def _was_stopped(self) -> bool:
         """Return True if callbacks that depend only on rows stopped an earlier run at this step."""
@@ -271,7 +318,8 @@ class Run:
         """Add a row to the history, with an evaluation, and keep the best state."""
         at, seconds, keep_best = self.at, time.perf_counter() - self._since, self.given.keep_best
         evaluated = self._evaluate() if self.given.evaluate else {}
-        self.history.add_epoch(self._epoch, at.step, seconds, evaluated)
+        has_reached = self._has_reached_goal()
+        self.history.add_epoch(self._epoch, at.step, seconds, evaluated, has_reached)
         if self.is_judged:
             self.warn_of_state(stacklevel=6)
         if keep_best is None:
@@ -280,9 +328,16 @@ class Run:
         row = self.history.last
         callbacks.check_columns([name], row, row)
         value = row[name] * (1.0 if mode == "min" else -1.0)
-        if value < self.best.get("value", math.inf):
+        if has_reached is not False and value < self.best.get("value", math.inf):
             state = programs.copy_arrays(self._merge())
             self.best = {"value": value, "step": at.step, "state": state}
+
+    def _has_reached_goal(self) -> bool | None:
+        """Return whether the optimizer has reached its goal; None if it has no goal."""
+        opt_state = self.carry.opt_state
+        if not find_states(opt_state, GoalState):
+            return None
+        return bool(np.all(local_values(reached_goal(opt_state))))
 
     @property
     def _epoch(self) -> int:
@@ -302,7 +357,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         if self.given.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.given.evaluate(self._merge(), self._epoch)
+        return self.given.evaluate(self._merge(), self._epoch, self.interrupt)
 
     def _merge(self) -> TrainState:
         """Return the trained state so far, after a commit on a copy."""
@@ -317,12 +372,15 @@ class Run:
         return self.given.model.unwrap(self.layout.bring_home(state))
 
     def _save(self, checkpoints: Checkpoints) -> None:
+        if not self.at.step:
+            return  # there is nothing to resume, and Orbax cannot write arrays without entries
         feed, best = self.given.feed, dict(self.best)
         trees = {"state": programs.unwrap_keys(self.carry)}
         if best:
             trees["best"] = programs.unwrap_keys(best.pop("state"))
         run = {
             "facts": self.facts,
+            "shapes": dataclasses.asdict(self.shapes),
             "position": list(self.at),
             "due": self.due._asdict(),
             "names": list(self.history.steps),
@@ -335,9 +393,9 @@ class Run:
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
 
-    def warn_of_state(self, stacklevel: int = 3) -> None:
+    def warn_of_state(self, stacklevel: int = 3, *, is_over: bool = False) -> None:
         """Issue each warning of the optimizer state once, at the call of `fit`."""
-        for text in find_warnings(self.carry.opt_state, self.carry.params):
+        for text in find_warnings(self.carry.opt_state, self.carry.params, is_over=is_over):
             if text not in self.said:
                 self.said.add(text)
                 warnings.warn(text, stacklevel=stacklevel)
@@ -360,9 +418,14 @@ class Run:
         commits.warn_of_lost_steps(self.carry, self.merged, self.layout, 4)
         if math.isinf(total) and result.ended == "finished":  # the length was not known before
             self._warn_without_commit(self.at.step, 0)
+        if result.ended != "interrupted" and self._has_reached_goal() is not None:
+            self.warn_of_state(stacklevel=4, is_over=True)
         keep_best = self.given.keep_best
         if keep_best is not None and result.best_step is None and self.history.epoch_rows:
-            says = f"{keep_best[0]} was never finite, so keep_best has stored no best_state."
+            says = f"{keep_best[0]} was never finite"
+            if not any(self.history.epochs.get(GOAL, [True])):
+                says = "The optimizer reached its goal (its last phase, or its sparsity) in no row"
+            says = f"{says}, so keep_best has stored no best_state."
             warnings.warn(says, RuntimeWarning, stacklevel=3)
         if (row := find_divergence(self.history)) is not None:
             says = f"The loss stopped being finite at step {row} of {self.at.step}."

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from optperm.core import checks
@@ -18,16 +19,27 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
-from optperm.core.states import DRAW_STREAM, LoopState, draw_params, find_states
-from optperm.evaluation import Evaluation, evaluate
+from optperm.core.states import (
+    DRAW_STREAM,
+    LoopState,
+    draw_params,
+    find_states,
+    match_params,
+)
+from optperm.core.trees import leaf_paths
+from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
 from optperm.training import _data as datas
-from optperm.training._layout import Layout, average_varying
+from optperm.training._history import COUNT, GOAL
+from optperm.training._layout import Layout, average_statistics, average_varying
+from optperm.training._terminal import Interrupt
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
-_RESERVED = ("loss", "epoch", "step", "seconds", "fraction_moved")
+_RESERVED = ("loss", COUNT, GOAL, "epoch", "step", "seconds", "fraction_moved")
+# The maximum number of params that a message names.
+_MOST_NAMED = 5
 # The first parts of the names of operations with which replicas exchange arrays.
 _EXCHANGES = "psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter"
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
@@ -84,11 +96,13 @@ _copy_at_once = jax.jit(copy_arrays)  # one program, for arrays without a shardi
 
 def place_state(state: TrainState, layout: Layout) -> TrainState:
     """Place a train state for a run, and initialize the optimizer state if there is none."""
+    state = state.replace(weights=jnp.zeros(2, jnp.float32)) if layout.own else state
     here = wrap_keys(layout.place(unwrap_keys(state)), state)
     with layout.context():
         if here.opt_state is None and not layout.mapped:
             here = here.replace(opt_state=here.tx.init(here.params))
-        here = layout.deal(here, own=False) if layout.own else here
+        if layout.own:
+            here = layout.deal(here, own=False)
         if here.opt_state is not None:
             return copy_arrays(here) if layout.mesh is not None else _copy_at_once(here)
 
@@ -153,16 +167,65 @@ def compile_steps(
 def _trace_step(
     step: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout
 ) -> dict[str, Any]:
-    """Return the shapes of a step's metrics; raise if replicas with local steps never communicate."""
+    """Return the shapes of a step's metrics; raise if replicas train some of their params apart."""
     if not (layout.own and find_states(carry.opt_state, CommittingState)):
         forms: dict[str, Any] = jax.eval_shape(step, carry, (), batch)[1]
         return forms
-    program, (_, forms) = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
+    program, forms = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
+    metrics: dict[str, Any] = forms[1]  # type: ignore[index]
     if not _find_axes(program.jaxpr) >= set(layout.mapped):
         says = "The method takes local steps, but its replicas would never commit"
         name = _axis_name(layout)
         raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
-    return forms
+    num_batch = len(jax.tree.leaves(batch))
+    if apart := _find_apart(program.jaxpr, forms, carry, num_batch, set(layout.mapped)):
+        others = ", ..." * (len(apart) > _MOST_NAMED)
+        named = ", ".join(map(repr, apart[:_MOST_NAMED])) + others
+        raise ValueError(
+            f"The replicas would train {len(apart)} of their params apart, because no commit and no "
+            f"exchange reaches {named}: put agn or diloco around optax.partition and optax.masked, "
+            "with all optimizers inside."
+        )
+    return metrics
+
+
+def _find_apart(
+    jaxpr: Any, forms: Any, carry: TrainState, num_batch: int, mapped: set[str]
+) -> list[str]:
+    """Return the paths of the params that a step changes by its batch, and by no exchange.
+
+    Args:
+      jaxpr: The program of a step, whose last inputs are the `num_batch` leaves of the batch.
+      forms: The shapes of its results, the new carry and metrics.
+      carry: The carry.
+      num_batch: The number of leaves of the batch.
+      mapped: The axes over which replicas exchange.
+    """
+    params = leaf_paths(carry.params)
+    # A center contains the params that its method commits.
+    committed = set[int | None]()
+    for state in list[Any](find_states(carry.opt_state, CommittingState)):
+        committed.update(match.place for match in match_params(state.center, carry.params))
+    size = len(jaxpr.outvars)
+    places = jax.tree.unflatten(jax.tree.structure(forms), range(size))
+    left = {
+        at: path
+        for number, (at, (path, _)) in enumerate(
+            zip(jax.tree.leaves(places[0].params), params, strict=True)
+        )
+        if number not in committed
+    }
+
+    def depends(outputs: Iterable[int]) -> tuple[bool, bool]:
+        """Return whether outputs depend on the batch, and whether on an exchange over all axes."""
+        used = [at in set(outputs) for at in range(size)]
+        part, inputs = dce_jaxpr(jaxpr, used)
+        return any(inputs[len(inputs) - num_batch :]), _find_axes(part) >= mapped
+
+    # Usually all these params are frozen, which one look at all of them shows.
+    if not left or not depends(left)[0]:
+        return []
+    return [path for at, path in left.items() if depends([at]) == (True, False)]
 
 
 def _find_axes(jaxpr: Any) -> set[Any]:
@@ -209,10 +272,32 @@ def evaluate_step(
     # If replicas step together, loss and gradient are means over the mapped axes. Otherwise, they belong
     # to one replica. A method that draws averages the products of each replica's draw and gradient.
     averaged = mapped if draw is None and not layout.own else None
+    # Replicas that step together divide their sums by the same count. A replica with local steps divides
+    # by its own count, and the commit weighs it.
+    is_local = bool(find_states(state.opt_state, CommittingState))
+    shared = None if is_local else mapped
     bound = Partial(model, state.model_state, state.step_rng(mapped))
     at, more = (state.params, {}) if draw is None else (draw, {"draw": draw})
-    e = evaluate(bound, at, batch, has_aux=True, axis_name=averaged)
-    return e, e.extra_args | more
+    e = evaluate_part(
+        bound, at, batch, has_aux=True, axis_name=averaged, count_axis=averaged or shared
+    )
+    extras = e.extra_args | more
+    if extras.pop("weight", None) is not None and is_local and mapped:
+        extras["weight"] = _weigh(state, e, batch)[0]
+    return e, extras
+
+
+def _weigh(state: TrainState, e: Evaluation, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the weight of a replica in a commit after this step, and the sums that it comes from.
+
+    The weight of a step is its count per example of its batch, and 1 if there is no count. The weight
+    in a commit is the mean over the steps since the last commit.
+    """
+    count = e.aux.count
+    own = jnp.float32(1) if count is None else count.astype(jnp.float32) / num_examples(batch)
+    before = jnp.zeros(2, jnp.float32) if state.weights is None else state.weights
+    sums = before + jnp.stack([own, jnp.ones_like(own)])
+    return sums[0] / sums[1], sums
 
 
 def _step(
@@ -225,7 +310,11 @@ def _step(
         says = "The optimizer states of the replicas may differ after a step"
         advice = "to the method as well, or leave axis_name of fit out"
         raise ValueError(f"{says}: pass axis_name={_axis_name(layout)!r} {advice}.")
-    metrics = {"loss": e.value.astype(jnp.float32)}
+    metrics = _measure_loss(e)
+    if state.weights is not None:
+        found = find_states(new.opt_state, CommittingState)
+        is_whole = sum((each.steps_since_commit() for each in found), jnp.int32(0)) == 0
+        new = new.replace(weights=jnp.where(is_whole, 0, _weigh(state, e, batch)[1]))
     for each in find_states(new.opt_state, _INJECTED):
         if "learning_rate" in each.hyperparams:
             metrics["learning_rate"] = jnp.asarray(each.hyperparams["learning_rate"], jnp.float32)
@@ -241,8 +330,20 @@ def _step(
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
     # Values that replicas draw or count separately, such as batch statistics, become equal on all.
-    after = after if layout.own else average_varying(after)
+    if not layout.own:
+        statistics = average_statistics(after.model_state, average_varying)
+        after = average_varying(after).replace(model_state=statistics)
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
+
+
+def _measure_loss(e: Evaluation) -> Metrics:
+    """Return the loss of a step, or a replica's part of it, and the count if there is one."""
+    loss, count = e.value, e.aux.count
+    if count is None:
+        return {"loss": loss.astype(jnp.float32)}
+    if "weight" not in e.extra_args and (axes := tuple(varying_axes(loss))):
+        loss = jax.lax.pmean(loss, axes)  # the sums have been divided by the mean count
+    return {"loss": loss.astype(jnp.float32), COUNT: count.astype(jnp.float32)}
 
 
 def _axis_name(layout: Layout) -> str | tuple[str, ...]:
@@ -275,11 +376,13 @@ class Evaluator:
             forms = jax.eval_shape(self.model.compute_metrics, state, batch, Partial(self.eval_fn))
         return [f"eval_{name}" for name in forms]
 
-    def __call__(self, state: TrainState, epoch: int = 1) -> dict[str, float]:
-        """Return the means."""
+    def __call__(
+        self, state: TrainState, epoch: int = 1, interrupt: Interrupt | None = None
+    ) -> dict[str, float]:
+        """Return the means; a signal raises `Interrupted` between two batches."""
         rows = list[Any]()
         with self.layout.context():
-            source = "eval_data", self.data, epoch, self.batch_size, self.layout
+            source = "eval_data", self.data, epoch, self.batch_size, self.layout, interrupt
             for batch in datas.read_all(*source):
                 rows.append(self._compute(state, batch))
                 # Load the next batches during the computation of the last few.

@@ -10,8 +10,10 @@ from types import FrameType
 from typing import Self
 
 import jax
+import numpy as np
 
 from optperm.core.optional import import_optional
+from optperm.training import _processes as processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,6 +44,18 @@ def wait_for(array: jax.Array) -> None:
     is_ready.wait()
 
 
+class Interrupted(BaseException):
+    """Raised in a task between two steps after a signal; user code does not catch it by accident.
+
+    Attributes:
+      number: The number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 class Interrupt:
     """A context that records SIGTERM and the first Ctrl-C; a second Ctrl-C raises KeyboardInterrupt.
 
@@ -53,6 +67,7 @@ class Interrupt:
     """
 
     number = 0
+    _is_over = False
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
@@ -63,8 +78,22 @@ class Interrupt:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._is_over = True
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def check(self, *, together: bool = True) -> None:
+        """Raise `Interrupted` after a signal to any process, or to this one unless `together`.
+
+        All processes must make the calls with `together`. After the context, nothing is raised.
+        """
+        if self._is_over:
+            return
+        number = self.number
+        if jax.process_count() > 1:
+            number = int(processes.gather(np.int32(number)).max()) if together else 0
+        if number:
+            raise Interrupted(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.number:

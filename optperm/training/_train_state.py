@@ -15,15 +15,22 @@ from jax.tree_util import Partial
 from optperm.core import checks
 from optperm.core.mapped_axes import AxisName
 from optperm.core.transformation import known_extra_args
-from optperm.evaluation import Evaluation, evaluate
+from optperm.evaluation import Evaluation, evaluate, split_loss
 from optperm.exact import apply_updates
 
 
 class Outputs(NamedTuple):
-    """The outputs of an evaluation except the loss: the new model state, and aux with `has_aux`."""
+    """The outputs of an evaluation except the loss.
+
+    Attributes:
+      model_state: The new model state.
+      aux: The aux of `loss_fn` with `has_aux`.
+      count: The count of the batch, if `loss_fn` returns a sum and a count; otherwise None.
+    """
 
     model_state: Any
     aux: Any
+    count: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Model:
             new = got.get("model_state", model_state)
         says = "The model_state that loss_fn returned"
         checks.check_same_tree(says, new, model_state, source="the one before")
-        return got["loss"], Outputs(new, got.get("aux"))
+        return got["loss"], Outputs(new, got.get("aux"), split_loss(got["loss"])[1])
 
     def unwrap(self, state: Any) -> Any:
         """Return the state, or a new `flax.nnx` model with this state."""
@@ -137,6 +144,8 @@ class TrainState(train_state.TrainState):
     Attributes:
       model_state: The non-trained collections by name, such as `{"batch_stats": ...}`.
       rng: The random key from which `step_rng` derives the key of each step, or None.
+      weights: In `fit`, the sum of the weights of a replica's steps since the last commit, and the
+        number of these steps; otherwise None.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optperm
@@ -169,6 +178,7 @@ class TrainState(train_state.TrainState):
 
     model_state: Any = struct.field(default_factory=dict)
     rng: jax.Array | None = None
+    weights: jax.Array | None = None
 
     @classmethod
     def create(
@@ -223,8 +233,9 @@ class TrainState(train_state.TrainState):
         step do not change the model state.
 
         Args:
-          loss_fn: A function `loss_fn(params, batch)` that returns the scalar mean loss. It may have an
-            argument `rng`. If it has an argument `model_state`, it returns `(loss, new_model_state)`.
+          loss_fn: A function `loss_fn(params, batch)` that returns the scalar mean loss, or a pair
+            `(sum, count)` as its loss. It may have an argument `rng`. If it has an argument
+            `model_state`, it returns `(loss, new_model_state)`.
           batch: As in `optperm.evaluate`.
           has_aux: If True, the last entry of the tuple that `loss_fn` returns is aux.
           axis_name: As in `optperm.evaluate`.
@@ -287,7 +298,7 @@ class Optimizer(nnx.Optimizer[Any]):
 
         Later evaluations within the step start from the state before this evaluation (batch statistics,
         counts of random numbers), and do not change the model. `loss_fn(model, batch)` returns the
-        scalar mean loss, or `(loss, aux)` with `has_aux`.
+        scalar mean loss or a pair `(sum, count)`, or `(loss, aux)` with `has_aux`.
         """
         graphdef, params, model_state = split_model(model, self.wrt)
         loss = Partial(Model(loss_fn, has_aux, graphdef, self.wrt), model_state, None)

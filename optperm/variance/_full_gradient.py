@@ -1,12 +1,15 @@
 """Compute the mean gradient over all examples, as a sum over batches."""
 
 import functools
+import math
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import Partial
 
@@ -16,8 +19,12 @@ from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
-from optperm.core.shardings import shard_like, take
-from optperm.evaluation import LossFn, checked_loss, map_examples
+from optperm.core.shardings import can_be_seen, shard_like, take, take_rows
+from optperm.evaluation import LossFn, checked_sum, map_examples
+
+# The number of examples at each end of a batch whose losses are compared with their mean, and the
+# smallest difference that counts, relative to the largest of these losses.
+_FEW, _ROUNDING = 16, 1e-3
 
 
 class _Sums(NamedTuple):
@@ -47,11 +54,13 @@ def full_gradient(
     .. math::
       \mu = \frac{\sum_i w_i \nabla \ell(\theta, x_i)}{\sum_i w_i}
 
-    where :math:`i` runs over examples, not over batches, so larger batches have a larger weight.
+    where :math:`i` runs over examples, not over batches, so larger batches have a larger weight. With a
+    sum and a count, :math:`\mu` is the gradient of all sums, divided by all counts.
 
     Args:
       loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
-        leading axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
+        leading axis of the batch's leaves, or a pair `(sum, count)` of scalars. With `has_aux`, it
+        returns `(loss, aux)` or `((sum, count), aux)`.
       params: The params at which the gradient is evaluated.
       batches: Any iterable of batches, such as a list, a generator, or the iterator of a data loader.
         Pass `[batch]` for one batch; a list `[x, y]` of arrays is two batches. A batch is a tree of
@@ -60,9 +69,9 @@ def full_gradient(
       weights: One array of shape (batch,) for each batch, with 1 for real examples, 0 for padding, or
         any fractions. The loss of each example is then evaluated separately, as a batch of
         one, with its own random key (see `optperm.evaluate`). An example with weight 0 may have any
-        values, such as NaN. `loss_fn` must be the plain mean. If your loss divides by its own weights,
-        per example or per token, pass each example's total weight here instead. BatchNorm has to use
-        its running averages.
+        values, such as NaN. `loss_fn` must be the plain mean: if your loss divides by its own weights,
+        per example or per token, return the sum and the count instead. BatchNorm has to use its running
+        averages.
       axis_name: The mapped axis or axes over which gradients and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
       progress: Whether to show a progress bar. This needs `rich`: `pip install 'optperm[progress]'`.
@@ -110,10 +119,14 @@ def full_gradient(
       TypeError: If the loss is not a real scalar, a parameter does not have a real floating dtype, or
         `batches` or `weights` is not an iterable of arrays.
       ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch have
-        different leading axes, weights do not match the batches in number or length, weights are
-        negative, nonfinite or all zero, or the loss with weights is not the mean over its examples.
+        different leading axes, weights do not match the batches in number or length, weights or counts
+        are negative, nonfinite or all zero, or the loss with weights is not the mean over its examples.
         Traced weights are not checked: if they are invalid, the gradient is NaN.
       ImportError: If `progress` is True and `rich` is not installed.
+
+    Warns:
+      UserWarning: If the loss of some examples is not the mean over these examples, as for padded
+        batches. Only examples of the first and of the last batch are compared, outside `jax.jit`.
 
     References:
       Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B
@@ -133,12 +146,16 @@ def full_gradient(
         bound = jax.tree.unflatten(structure, arrays)
         return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
 
+    def measure_gap(batch: Any, weights: Any) -> float:
+        return _measure_gap(bound, params, batch, weights, has_aux=has_aux)
+
     total: tuple[_Sums, _Sums] | None = None
+    gap, batch, of_batch = 0.0, None, None
     pairs = _pair_with_weights(_show_progress(batches) if progress else batches, weights)
     for batch, of_batch in pairs:
-        if total is None and of_batch is not None:
-            gap = _measure_gap(bound, params, batch, of_batch, has_aux=has_aux)
-            if gap:
+        if total is None:
+            gap = measure_gap(batch, of_batch)
+            if gap and of_batch is not None:
                 wanted = "the mean of the losses of single examples (without BatchNorm)"
                 raise ValueError(
                     f"With weights, loss_fn must be {wanted}: for the first batch, the loss differs "
@@ -155,11 +172,23 @@ def full_gradient(
             total = _add(total, sums)
     if total is None:
         raise ValueError("There are no examples in batches: a generator can be used only once.")
+    # Padding is usually at the end of the last batch.
+    gap = gap or measure_gap(batch, of_batch)
+    if gap:
+        warnings.warn(
+            "The loss of some examples is not the mean of their losses, so the full gradient gives "
+            f"examples wrong weights (the difference is {gap:.3g}, or inf if an example alone has no "
+            "loss). For padded or masked examples, return a pair (sum, count) from loss_fn, or pass "
+            "weights=. BatchNorm has to use its running averages, and random numbers have to come from "
+            "a key in the batch.",
+            UserWarning,
+            stacklevel=2,
+        )
     grad, weight = _divide(*total, axis_name=axis_name)
-    if weights is not None and checks.is_concrete_number(weight) and not float(weight) > 0.0:
+    if checks.is_concrete_number(weight) and not float(weight) > 0.0:
         wanted = "finite and not negative, and not all zero"
         got = f"{float(weight)} (nan if a weight is negative or not finite)"
-        raise ValueError(f"weights must be {wanted}, got the sum {got}.")
+        raise ValueError(f"weights and counts must be {wanted}, got the sum {got}.")
     return grad
 
 
@@ -171,10 +200,18 @@ def _sum_batch(
     local = mark_varying(params, varying_axes(batch, weights))
     if weights is None:
         size = float(_count_batch(batch))
-        grads = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=has_aux)[0])(local)
+
+        def sum_or_mean(params: optax.Params) -> tuple[jax.Array, jax.Array | None]:
+            total, count, _ = checked_sum(loss_fn, params, batch, has_aux=has_aux)
+            return total, None if count is None else jax.lax.stop_gradient(count)
+
+        grads, count = jax.grad(sum_or_mean, has_aux=True)(local)
+        # A sum is added as it is, and a mean as often as there are examples.
+        factor, weight = (size, size) if count is None else (1.0, count)
+        weight = jnp.asarray(weight, float)
         return _Sums(
-            jax.tree.map(lambda g: size * g.astype(accumulation_dtype(g)), grads),
-            jnp.asarray(size, float),
+            jax.tree.map(lambda g: factor * g.astype(accumulation_dtype(g)), grads),
+            jnp.where(jnp.isfinite(weight) & (weight >= 0.0), weight, jnp.nan),
         )
 
     weights = jnp.asarray(weights, float)
@@ -207,7 +244,12 @@ def _evaluate_examples(
     loss_fn: Partial, params: optax.Params, examples: Any, *, has_aux: bool
 ) -> jax.Array:
     def evaluate_one(loss_fn: LossFn, example: Any) -> jax.Array:
-        return checked_loss(loss_fn, params, example, has_aux=has_aux)[0]
+        loss, count, _ = checked_sum(loss_fn, params, example, has_aux=has_aux)
+        if count is not None:
+            raise ValueError(
+                "A loss that returns a pair (sum, count) needs no weights: leave out weights=."
+            )
+        return loss
 
     return map_examples(evaluate_one, loss_fn, examples)
 
@@ -227,30 +269,40 @@ def _replace_padding(batch: Any, counts: jax.Array) -> Any:
 def _measure_gap(
     loss_fn: Partial, params: optax.Params, batch: Any, weights: Any, *, has_aux: bool
 ) -> float:
-    """Return the gap between a loss and the mean over its examples, or 0 if it is a rounding error.
+    """Return the gap between the loss of a few examples and the mean of their losses.
 
-    The gap is also 0 for traced values, and if random keys would give the two losses different draws.
+    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, if the loss is
+    a sum with a count, for values that Python cannot see, and if random keys would give the two losses
+    different draws.
     """
     arrays, structure = jax.tree.flatten(loss_fn)
     leaves = jax.tree.leaves((arrays, params, batch, weights))
-    if any(isinstance(leaf, jax.core.Tracer) or is_key(leaf) for leaf in leaves):
+    if not all(can_be_seen(leaf) for leaf in leaves) or any(map(is_key, leaves)):
         return 0.0
+    size = _count_batch(batch)
+    ends = jnp.asarray(np.unique(np.r_[: min(_FEW, size), max(size - _FEW, 0) : size]))
+    few = jax.tree.map(lambda leaf: take_rows(leaf, ends) if jnp.ndim(leaf) else leaf, batch)
+    kept = jnp.ones(len(ends), bool) if weights is None else jnp.asarray(weights)[ends] > 0.0
 
     @jit_current
     def compare(
-        params: optax.Params, batch: Any, weights: jax.Array, arrays: list[Any]
+        params: optax.Params, few: Any, kept: jax.Array, arrays: list[Any]
     ) -> tuple[jax.Array, jax.Array]:
         loss_fn = jax.tree.unflatten(structure, arrays)
-        examples = _replace_padding(batch, jnp.asarray(weights, float) > 0.0)
-        together = checked_loss(loss_fn, params, examples, has_aux=has_aux)[0]
+        examples = _replace_padding(few, kept)
+        together, count, _ = checked_sum(loss_fn, params, examples, has_aux=has_aux)
+        if count is not None and weights is None:
+            return jnp.zeros([]), jnp.zeros([])
         losses = _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
         wide = accumulation_dtype(losses)
         error = jnp.abs(together.astype(wide) - jnp.mean(losses.astype(wide)))
-        rounding = float(jnp.finfo(losses.dtype).eps) ** 0.5
+        rounding = max(float(jnp.finfo(losses.dtype).eps) ** 0.5, _ROUNDING)
+        # An example alone may have no loss, if the loss divides by the weights in the batch.
+        error = jnp.where(jnp.isfinite(together) & ~jnp.isfinite(error), jnp.inf, error)
         return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
 
-    error, rounding = compare(params, batch, weights, arrays)
-    return float(error) if error > rounding else 0.0
+    error, rounding = (float(x) for x in compare(params, few, kept, arrays))
+    return error if error > rounding or error == math.inf else 0.0
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))

@@ -33,7 +33,10 @@ FULL_GRADIENT = {
     "instead of every= and probability=): "
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
-_IN_FIT = "pass epoch_start=optperm.variance.take_snapshot to fit for a snapshot before each epoch"
+_IN_FIT = (
+    "pass epoch_start=optperm.variance.take_snapshot to fit for a snapshot before each epoch, or call "
+    "optperm.variance.take_snapshot in your own loop"
+)
 _ADVICE = "call optperm.variance.take_snapshot, or pass every= or probability="
 
 
@@ -76,6 +79,15 @@ class SvrgState(NamedTuple):
         if not can_be_seen(self.count) or not np.any(np.asarray(self.count) > 0):
             return []
         return missing_snapshot(self.snapshot, _IN_FIT)
+
+    def with_snapshot(self, params: optax.Params, full_grad: optax.Updates) -> SvrgState:
+        """Return the state with a snapshot at given params, if the params and the gradient are finite.
+
+        Args:
+          params: All params.
+          full_grad: The full gradient at these params.
+        """
+        return self._replace(snapshot=install_snapshot(self.snapshot, params, full_grad)[0])
 
 
 def svrg(

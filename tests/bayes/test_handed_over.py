@@ -12,6 +12,7 @@ import support
 
 import optperm
 from optperm.bayes import _batch_noise
+from optperm.bayes._biases import measure_kernel_bias
 from optperm.core import current
 from optperm.core.states import find_state, replace_state
 
@@ -116,6 +117,45 @@ def test_kernels_that_do_not_fit_are_refused_by_what_differs():
     optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(half)
 
 
+def test_states_of_other_arguments_are_refused():
+    """Those by which a state is shaped: its form and the numbers of its noise."""
+    w, (a, b) = start(), (optperm.constant_sgd, optperm.mandt_sgd)
+    for make, other, name in (
+        (a, {"preconditioner": "diagonal"}, "preconditioner"),
+        (a, {"num_data": N + 1}, "num_data"),
+        (a, {"batch_size": S + 1, "momentum": 0.5}, "batch_size"),
+        (a, {"momentum": 0.9}, "momentum"),
+        (b, {"preconditioner": "full"}, "preconditioner"),
+    ):
+        given = {"num_data": N, "batch_size": S, "momentum": 0.5, "preconditioner": None}
+        given |= {"preconditioner": "diagonal"} if make is b else {}
+        e = loops.evaluation(loss_fn)(w, jnp.asarray(X)[:S])
+        state = make(**given).init(w)
+        make(**given).update(e[0], state, w, **e[1])
+        with pytest.raises(ValueError, match=f"made with another {name}="):
+            make(**given | other).update(e[0], state, w, **e[1])
+
+
+@pytest.mark.slow
+def test_bias_of_a_kernel_is_judged_by_the_steps_of_all_draws():
+    """Not by a last step at which the rate is small, for noise that is twice the kernel's."""
+    kernel = warmed_up("diagonal")[3]
+    tx = optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5)
+    noise = jax.tree.map(lambda x: 2 * x / S, kernel.noise)
+    draws = jax.tree.map(lambda p: support.normal((2, 50, *p.shape)), start())
+    state = find_state(
+        tx.update(start(), tx.init(start()), start())[1], STATE, method="constant_sgd"
+    )
+    samples = optperm.bayes.Samples(draws, jax.tree.map(lambda x: x[:, -1], draws), state, 50, 1)
+    samples = samples._replace(batch_noise=noise)
+    wanted = measure_kernel_bias([state], samples)
+    numbers = [jnp.full((2, 50), number) for number in state.numbers()]
+    last = state._replace(limit=1e-3 * state.limit, scale=1e-3 * state.scale)
+    known = samples._replace(step_sizes=numbers[0], temperatures=numbers[1])
+    assert wanted > 0.1
+    np.testing.assert_allclose(measure_kernel_bias([last], known), wanted, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_kernel_of_other_data_is_warned_of():
     """Data three times as wide have nine times the noise, and as much of it too much in the draws."""
@@ -169,7 +209,9 @@ def test_noise_of_the_batches_of_sgld_is_measured():
     state = optperm.sgld(1e-5, 400).init(w)
     samples = optperm.bayes.Samples(jnp.zeros((2, 100, 20)), jnp.zeros((2, 20)), state, 100, 1)
     covariance_fn = functools.partial(_batch_noise.batch_covariance, loss_fn, x, 400, S)
-    found = _batch_noise.measure_batch_noise(covariance_fn, samples, S, jax.random.key(0))
+    found = _batch_noise.measure_batch_noise(
+        covariance_fn, covariance_fn, samples, S, jax.random.key(0)
+    )
     np.testing.assert_allclose(found.batch_noise, 1 / S, rtol=0.35)
     exact = np.linalg.eigvalsh(np.cov(x.T) / S)[-1]
     np.testing.assert_allclose(found.batch_noise_norm, exact, rtol=0.3)

@@ -224,6 +224,12 @@ def test_steps_that_would_diverge_are_not_taken():
         optperm.bayes.posterior_report(draws)
 
 
+def test_temperature_of_zero_is_named():
+    for temperature, found in ((0.0, 1), (1e-6, 0)):
+        _, state = run(mandt(temperature=temperature), *[batch_gradients(0)] * 3)[-1]
+        assert sum("The temperature is 0" in text for text in state.warnings()) == found
+
+
 def test_a_loss_without_a_forward_derivative_has_its_curvature():
     """A `jax.custom_vjp` rule that is itself one has none."""
     same, halved_square = map(jax.custom_vjp, (lambda x: x, lambda x: 0.5 * x**2))

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,23 @@ def test_starts_draws_and_progress():
         run(starts=jnp.ones(3))
 
 
+class Model(NamedTuple):
+    """A tree that can be called, as a model of Equinox."""
+
+    mean: Any
+
+    def __call__(self, key):
+        raise AssertionError(key)
+
+
+def test_starts_that_can_be_called_are_a_tree():
+    starts = Model(jnp.array([2.9, 3.1]))
+    samples = draw(
+        loss_fn=lambda p, y: loss_fn(p.mean, y), params=Model(jnp.zeros(())), starts=starts
+    )
+    support.assert_same_bits(samples.starts, starts)
+
+
 @pytest.mark.parametrize(
     ("sampler", "says"),
     [
@@ -85,6 +103,166 @@ def test_sample_warns_of_what_a_report_warns_of(sampler, says):
     found = tuple(str(warning.message) for warning in caught)
     assert any(text.startswith(says) for text in found)
     assert found == optperm.bayes.posterior_report(samples).warnings
+
+
+def texts_of(run):
+    """What `run` returns, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return run(), [str(warning.message) for warning in caught]
+
+
+LANGEVIN = {
+    "sgld": lambda n: optperm.sgld(1e-4, n),
+    "sghmc": lambda n: optperm.sghmc(1e-5, n, 0.1),
+    "constant_sgd": lambda n: optperm.constant_sgd(n, 32, burn_in=20, freeze_after=60),
+    "mandt_sgd": lambda n: optperm.mandt_sgd(n, 32, burn_in=20),
+}
+BEFORE = {
+    "nothing": (optax.identity, True),
+    "svrg": (optperm.svrg, True),
+    "svrg every 10 steps": (lambda: optperm.svrg(every=10), True),
+    "RMSProp": (optax.scale_by_rss, False),
+    "clipping": (lambda: optax.clip_by_global_norm(1.0), False),
+    "weight decay": (lambda: optax.add_decayed_weights(1e-2), False),
+    "momentum": (lambda: optax.chain(optax.trace(0.9), optax.scale(0.1)), False),
+}
+# Steps between the loss and the methods that warn in each step are tried with these methods alone
+PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]
+PAIRS += [("constant_sgd", "nothing"), ("constant_sgd", "clipping"), ("mandt_sgd", "weight decay")]
+QUICK_PAIRS = {("sgld", "svrg"), ("sgld", "clipping")}
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        pytest.param(*pair, marks=[] if pair in QUICK_PAIRS else [pytest.mark.slow])
+        for pair in PAIRS
+    ],
+)
+def test_transformation_that_changes_the_gradient_is_named_before_the_first_step(name, before):
+    make, is_gradient = BEFORE[before]
+    samples, texts = texts_of(
+        lambda: draw(sampler=lambda n, s: optax.chain(make(), LANGEVIN[name](n)), burn_in=None)
+    )
+    changed = [text for text in texts if text.startswith("A transformation before the sampler")]
+    assert len(changed) == (not is_gradient)
+    assert texts.index(changed[0]) <= 1 if changed else True
+    assert samples.is_gradient == is_gradient
+    report = optperm.bayes.posterior_report(samples)
+    assert changed == [text for text in report.warnings if text in changed]
+    assert not any("gradient of the loss" in line for line in report.not_checked)
+
+
+@pytest.mark.parametrize(
+    "name", ["sgld", "sghmc", pytest.param("constant_sgd", marks=pytest.mark.slow)]
+)
+def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
+    samples, texts = texts_of(
+        lambda: draw(
+            loss_fn=lambda m, y: 1e-3 * jnp.sum((y - m) ** 2),
+            sampler=lambda n, s: LANGEVIN[name](n),
+        )
+    )
+    assert texts[0].startswith("The loss of a batch is not the mean of the losses of its halves")
+    report = optperm.bayes.posterior_report(samples)
+    assert texts[0] in report.warnings
+    assert texts.count(texts[0]) == 1
+    assert not any("mean over examples" in line for line in report.not_checked)
+
+
+@pytest.mark.parametrize(
+    ("starts", "svrg"),
+    [
+        pytest.param(None, optperm.svrg, marks=pytest.mark.slow),
+        (lambda key: 5.0 + jax.random.normal(key, (3,)), optperm.svrg),
+        pytest.param(None, lambda: optperm.svrg(every=200), marks=pytest.mark.slow),
+        pytest.param(None, lambda: optperm.svrg(probability=0.005), marks=pytest.mark.slow),
+    ],
+)
+def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, svrg):
+    """Deviations are those of the whole data's Hessian, and the measured noise is that after svrg."""
+    x = 1 + support.normal((2000, 3))
+    y = jnp.float32(
+        np.random.default_rng(0).random(2000) < jax.nn.sigmoid(x @ jnp.array([1.0, -1, 0.5]))
+    )
+
+    def loss(w, batch):
+        logits = batch[0] @ w
+        nll = jnp.mean(jax.nn.softplus(logits) - batch[1] * logits)
+        return nll + optperm.bayes.normal_prior(w, 1.0, 2000)
+
+    w = jnp.zeros(3)
+    for _ in range(20):
+        w -= jnp.linalg.solve(jax.hessian(loss)(w, (x, y)), jax.grad(loss)(w, (x, y)))
+    exact = np.sqrt(np.diag(np.linalg.inv(2000 * jax.hessian(loss)(w, (x, y)))))
+    run = functools.partial(
+        optperm.bayes.sample,
+        loss,
+        (x, y),
+        jnp.zeros(3),
+        0,
+        batch_size=16,
+        starts=starts,
+        num_draws=400,
+    )
+
+    def find(*before):
+        samples, texts = texts_of(
+            lambda: run(sampler=lambda n, s: optax.chain(*before, optperm.sgld(5e-4, n)))
+        )
+        assert not any("svrg has no snapshot" in text for text in texts)
+        bias = optperm.bayes.posterior_report(samples).batch_bias
+        return np.std(samples.params, axis=(0, 1)) / exact, bias
+
+    (plain, plain_bias), (ratio, bias) = find(), find(svrg())
+    assert np.all(plain > 1.5)
+    np.testing.assert_allclose(ratio, 1, atol=0.1)
+    assert 0 < bias < 0.1 * plain_bias
+
+
+def test_chains_that_start_at_one_point_are_told_for_many_params():
+    """Above the limit of the search all chains begin at the params; below it, on both sides."""
+    zeros = {"m": jnp.zeros(()), "rest": jnp.zeros(4200)}
+
+    def loss(p, y):
+        return loss_fn(p["m"], y) + jnp.sum(p["rest"] ** 2)
+
+    for params, is_one in ((zeros, True), ({"m": zeros["m"], "rest": jnp.zeros(2)}, False)):
+        samples, _ = texts_of(lambda given=params: draw(loss_fn=loss, params=given, starts=None))
+        report = optperm.bayes.posterior_report(samples)
+        assert any("started at the same point" in line for line in report.not_checked) == is_one
+    samples = draw(num_chains=1, starts=jnp.zeros(1))
+    report = optperm.bayes.posterior_report(samples)
+    assert any("with one chain, R-hat compares only" in line for line in report.not_checked)
+
+
+@pytest.mark.parametrize("name", ["sgld", pytest.param("constant_sgd", marks=pytest.mark.slow)])
+def test_data_on_a_mesh_with_explicit_axes_are_sampled(name):
+    """With and without jax.set_mesh, from given starts and from a search: as on one device."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    y = jax.device_put(Y, jax.NamedSharding(mesh, jax.P("d")))
+    run = functools.partial(draw, sampler=lambda n, s: LANGEVIN[name](n), burn_in=None)
+    wanted = run().params
+    np.testing.assert_allclose(run(data=y).params, wanted, rtol=1e-3)
+    with jax.set_mesh(mesh):
+        found = run(data=y, starts=None).params
+    np.testing.assert_allclose(found, run(starts=None).params, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:1 of 1 entries", "ignore:The length of the steps")
+def test_params_whose_spacing_is_too_coarse_are_named():
+    """In float32 near 4e6, numbers are 0.25 apart: steps are lost, or draws have few values."""
+    starts = jnp.full(2, 4e6 + 3, jnp.float32)
+    for says, step_size in (
+        ("have not moved", 1e-8),
+        ("vary by less than twice the spacing", 1e-2),
+    ):
+        run = functools.partial(draw, data=Y + 4e6, params=starts[0], starts=starts, num_draws=40)
+        _, texts = texts_of(
+            lambda e=step_size, run=run: run(sampler=lambda n, s: optperm.sgld(e, n))
+        )
+        assert any(says in text and "float64" in text for text in texts), texts
 
 
 def steps_outside(recwarn):
@@ -125,7 +303,7 @@ def test_batches_of_one_example_are_sampled_with_another_example():
 
 def test_arguments_that_do_not_fit_are_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    on_mesh = jax.device_put(jnp.zeros(()), jax.NamedSharding(mesh, jax.P()))
+    on_mesh = jax.device_put(jnp.zeros(1), jax.NamedSharding(mesh, jax.P("d")))
     for change, error, message in (
         ({"batch_size": N + 1}, ValueError, "at most the number of examples, 300, got 301"),
         ({"data": {"x": jnp.ones(3), "y": jnp.ones(4)}}, ValueError, "agree in their leading"),
@@ -134,7 +312,8 @@ def test_arguments_that_do_not_fit_are_refused():
         ({"log_prior": lambda w: (w, w)}, TypeError, "^log_prior must return a real scalar"),
         # All examples drawn with replacement are not warned of.
         ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
-        ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
+        ({"params": on_mesh}, ValueError, "explicit axes of a mesh"),
+        ({"params": {}}, ValueError, "params must contain arrays to sample, got {}"),
     ):
         with pytest.raises(error, match=message):
             draw(**{"sampler": optperm.constant_sgd, "starts": None} | change)

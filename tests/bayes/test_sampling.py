@@ -1,5 +1,7 @@
 """Draws against a plain loop over the same keys, and what is made of them: names and predictions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import loops
@@ -110,6 +112,49 @@ def test_a_step_is_compiled_once(monkeypatch):
     run(KEY, burn_in=7, thinning=1, first_step=100)
     assert (len(traces), len(programs)) == (2, 1)
     support.assert_same_bits(jax.jit(lambda key: run(key, burn_in=2, thinning=2))(KEY), first)
+
+
+def sampler_step(tx):
+    def step(w, state, key):
+        updates, state = tx.update(w + jax.random.normal(key, w.shape), state, w)
+        return w + updates, state
+
+    return step
+
+
+def test_chains_that_repeat_keys_are_warned_of():
+    """If first_step is not given to a sampler that has taken steps; 0 says that the key is another."""
+    tx, w = optperm.sgld(1e-3, 100), jnp.zeros(2)
+    run = functools.partial(optperm.bayes.draw_samples, sampler_step(tx), num_chains=2, num_draws=3)
+    samples = run(w, tx.init(w), 0)
+    last = samples.last_params, samples.last_opt_state
+    for first_step in (samples.next_step, 0):
+        run(*last, 1, stacked=True, first_step=first_step)
+    with pytest.warns(UserWarning, match="taken 3 steps, but first_step is not given"):
+        run(*last, 0, stacked=True)
+
+
+def test_states_restored_without_a_target_are_named():
+    """As Orbax restores them: dicts and lists, with None for an empty tuple; no axis is confused."""
+    tx, w = optax.chain(optperm.sgld(1e-3, 100), optax.identity()), jnp.zeros(2)
+    step = sampler_step(tx)
+    state = tx.init(w)
+    restored = [state[0]._asdict(), None]
+    with pytest.raises(ValueError, match=r"sgld needs an? SgldState.*restored without a target"):
+        optperm.bayes.draw_samples(step, w, restored, 0, num_chains=2, num_draws=1)
+    for params in ({}, ()):
+        with pytest.raises(ValueError, match="params must contain arrays to sample"):
+            optperm.bayes.draw_samples(step, params, (), 0, num_chains=2, num_draws=1)
+
+    def with_none(w, state, key):
+        w, inner = step(w, state["tx"], key)
+        return w, {"none": None, "tx": inner}
+
+    found, wanted = (
+        optperm.bayes.draw_samples(*given, 0, num_chains=2, num_draws=4).params
+        for given in ((with_none, w, {"none": None, "tx": state}), (step, w, state))
+    )
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_names_of_the_draws():

@@ -69,6 +69,56 @@ def test_wrong_labels_and_logits_give_nan_where_they_are_traced():
         assert np.isnan(fit(jnp.float32(logits), labels))
 
 
+@pytest.mark.parametrize("mask", [-1e4, -1e6, -1e9, float(np.finfo(np.float32).min), -np.inf])
+def test_masked_classes_change_nothing(mask):
+    """Several of them, for any scale of the others, in the value, the gradient and the errors."""
+    fit = optperm.bayes.fit_temperature
+    for scale, dtype in ((300.0, np.float16), (1e-3, np.float32), (1.0, np.float32)):
+        logits, labels = sample(scale)
+        least = mask if dtype == np.float32 or mask == -np.inf else max(mask, -6e4)
+        masked = np.concatenate([np.full((len(labels), 7), least), logits], axis=1).astype(dtype)
+        wanted, found = fit(logits.astype(dtype), labels), fit(masked, labels + 7)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(fit)(masked, labels + 7), wanted, rtol=1e-5)
+    grads = jax.grad(lambda z: fit(z, labels + 7))(jnp.asarray(masked))
+    assert np.all(grads[:, :7] == 0)
+    assert np.all(np.isfinite(grads))
+    with pytest.raises(ValueError, match=r"No temperature is best: .* tends to 0"):
+        fit(masked, logits.argmax(axis=1) + 7)
+    if mask <= -1e9:
+        with pytest.raises(ValueError, match=r"No temperature is best: .* tends to infinity"):
+            fit(masked, logits.argmin(axis=1) + 7)
+
+
+def test_logits_on_a_mesh_with_explicit_axes_have_the_same_temperature():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    (logits, labels), rows = sample(), jax.NamedSharding(mesh, jax.P("d"))
+    wanted = optperm.bayes.fit_temperature(np.float32(logits), labels)
+    found = optperm.bayes.fit_temperature(jax.device_put(np.float32(logits), rows), labels)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_labels_of_masked_classes_are_refused():
+    logits, labels = sample()
+    logits[3, labels[3]] = -np.inf
+    with pytest.raises(ValueError, match="label of example 3 is -inf"):
+        optperm.bayes.fit_temperature(np.float32(logits), labels)
+    assert np.isnan(jax.jit(optperm.bayes.fit_temperature)(np.float32(logits), labels))
+
+
+def test_few_wrong_labels_of_sure_logits_have_a_temperature():
+    """One wrong label of 10,000, by a hundredth of the gaps: e^(-10 beta) 10 = 1e-5 for two classes."""
+    logits = np.zeros((10_000, 2), np.float32)
+    logits[:, 1], logits[0] = -10.0, [-0.1, 0.0]
+    found = optperm.bayes.fit_temperature(logits, np.zeros(10_000, int))
+    best = scipy.optimize.minimize_scalar(
+        lambda t: nll(t, logits.astype(float), np.zeros(10_000, int)),
+        bounds=(0.1, 10),
+        method="bounded",
+    )
+    np.testing.assert_allclose(found, best.x, rtol=1e-3)
+
+
 def test_gradient_in_float64_is_that_of_finite_differences():
     """And the derivative of the likelihood is zero at the temperature."""
     logits, labels = sample(3.0)

@@ -71,7 +71,8 @@ def test_damaged_checkpoint_is_refused(train, run, out, tmp_path, fails):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     # What is named is there, and what is advised is possible: a folder of nothing is not left.
     says = f"{folder}/checkpoints/36 is damaged"
-    assert "delete it to resume from the one before" in fails(1, says, run, out, *resume, "--quiet")
+    advice = "Delete it to resume from the checkpoint of step 24."
+    assert advice in fails(1, says, run, out, *resume, "--quiet")
     assert not out.folder.exists()
     shutil.rmtree(folder / "checkpoints/36")
     assert run(out, *resume) == 0

@@ -98,6 +98,30 @@ def assert_form_stays(tx, params, evaluate=loops.linear):
     assert support.signature(after) == support.signature((params, *start))
 
 
+@pytest.mark.spans("laperm", "rigl", "dldr", "constant_sgd", "switch_after")
+@pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
+def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, lenient):
+    """As optax.contrib.sam does with a state, whose types then stay: take the same steps."""
+    tx, params = ours.make(), support.random_params()
+    start = ours.prepared(tx.init(params), params)
+
+    def as_integers(state):
+        return jax.tree.map(lambda leaf: leaf * 1 if leaf.dtype == bool else leaf, state)
+
+    def take_steps(opt_state):
+        p = params
+        for batch in loops.linear_batches(3):
+            grads, extra_args = loops.linear(p, batch)
+            updates, opt_state = tx.update(grads, opt_state, p, **extra_args)
+            p = optax.apply_updates(p, updates)
+        return p, opt_state
+
+    (wanted, after), (got, integers) = (jax.jit(take_steps)(s) for s in (start, as_integers(start)))
+    support.assert_same_bits(got, wanted)
+    support.assert_same_bits(integers, as_integers(after))
+
+
 @pytest.mark.spans("sgperm", "diloco-streaming", "dim_reduce", "mandt_sgd", "mask_elements")
 @pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optperm
 from optperm.core import checks, schedules
@@ -110,3 +111,24 @@ def test_traced_numbers_out_of_range_become_the_nearest_limit():
 def test_schedule_that_gives_no_single_number_is_named(value):
     with pytest.raises(TypeError, match="value of the schedule alpha must be"):
         schedules.resolve_schedule("alpha", lambda _: value, jnp.int32(0))
+
+
+X = jnp.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected", "says"),
+    [
+        ({"a": X}, {"b": X}, r"params\['b'\] is missing"),
+        ({"a": {"c": X, "d": X}}, {"a": {"c": X}}, r"params\['a'\]\['d'\] is not expected"),
+        ([X], (X,), "params is a list, not a tuple"),
+        ((X,), (X, X), r"params\[1\] is missing"),
+        ({"a": None}, {"a": X}, r"params\['a'\] is None, not an array"),
+        (X, {"a": X}, "params is an array, not a dict"),
+        ({"a": optax.MaskedNode()}, {"a": X}, r"params\['a'\] is a MaskedNode, not an array"),
+        ({"a": X}, {"a": nnx.Param(X)}, r"params\['a'\] is an array, not a Param"),
+    ],
+)
+def test_the_first_node_that_differs_is_named_without_the_trees(tree, expected, says):
+    with pytest.raises(ValueError, match=f"^params has a different .* the state: {says}.$"):
+        checks.check_same_tree("params", tree, expected, source="the state")

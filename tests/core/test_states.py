@@ -11,13 +11,23 @@ import support
 from flax import nnx
 
 import optperm
-from optperm.core.states import find_state, find_states, replace_state
+from optperm.core.states import find_state, find_states, reached_goal, replace_state
 from optperm.core.trees import fill_masked, mask_like
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 
 
 class Wanted(NamedTuple):
     value: object
+
+
+class Aiming(NamedTuple):
+    """A state that reaches its goal in its third step."""
+
+    count: object
+    inner: object = ()
+
+    def reached_goal(self):
+        return self.count >= 3
 
 
 NESTINGS = [
@@ -45,6 +55,24 @@ def test_all_states_are_found_in_order_and_not_inside_each_other():
     first, second = Wanted(1), Wanted(Wanted(2))
     assert find_states((first, {"x": second}), Wanted) == [first, second]
     assert find_states((), Wanted) == []
+
+
+def test_an_optimizer_is_at_its_goal_when_all_its_running_states_are():
+    """A state at its goal does not answer for the states inside it, nor for a phase to come."""
+    early, late = Aiming(jnp.int32(2)), Aiming(jnp.int32(3))
+    for nest in NESTINGS:
+        assert [bool(reached_goal(nest(state))) for state in (early, late)] == [False, True]
+    assert bool(reached_goal(optax.adam(0.1).init(jnp.ones(2))))
+    assert not reached_goal(Aiming(jnp.int32(3), inner=(early,)))
+    stacked = Aiming(jnp.array([2, 3]))
+    assert reached_goal((stacked, late)).tolist() == [False, True]
+
+    def switched(after, count):
+        tx = optperm.switch_after(after, optax.identity(), optax.identity())
+        return tx.init(jnp.ones(2))._replace(first=early, then=Aiming(jnp.int32(count)))
+
+    answers = [bool(reached_goal((switched(*case),))) for case in ((5, 3), (0, 2), (0, 3))]
+    assert answers == [False, False, True]
 
 
 def test_only_a_state_of_the_same_form_takes_its_place():

@@ -95,6 +95,66 @@ def test_replicas_count_by_their_weights(name):
         assert s.skipped.tolist()[:3] == skipped
 
 
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_replicas_that_take_fewer_steps_count_by_their_steps(factory):
+    """The commit, which all make, is of the mean over all steps (AGN) or of weighted displacements."""
+    tx = factory(optax.sgd(0.1), SGD, every=1000, axis_name=AXIS)
+    rates, numbers = np.float32([[1.0], [4.0]]), np.float32([5.0, 2.0])
+
+    def update(p, s, g, weight, commit):
+        updates, s = tx.update(g, s, p, commit=commit, weight=weight)
+        return optperm.apply_updates(p, updates, s), s
+
+    local, last = (
+        replicas.MAPPINGS["shard_map"](functools.partial(update, commit=commit), 2)
+        for commit in (False, "only")
+    )
+    trees = np.zeros((2, 1), np.float32), jax.vmap(tx.init)(jnp.zeros((2, 1)))
+    for number in range(5):
+        new = local(*trees, rates, numbers)
+        # The second machine does not call the program again
+        keep = lambda new, old: new.at[1].set(old[1])  # noqa: E731
+        trees = new if number < 2 else jax.tree.map(keep, new, trees)
+    p, s = last(*trees, rates, np.float32(trees[1].since_commit))
+    mean = (5 * 1 + 2 * 4) / 7 if factory is optperm.agn else 0.1 * (5 * 5 * 1 + 2 * 2 * 4) / 7
+    np.testing.assert_allclose(p, [[-mean]] * 2, rtol=1e-6)
+    np.testing.assert_array_equal(center_params(s), p)
+    assert s.count.tolist() == [5, 2]
+
+
+def test_gradients_that_count_as_zero_are_counted():
+    """On the replica that had them, in each local step, unless the inner optimizer skips the step."""
+    batches = [np.float32([[1.0], [bad]]) for bad in (np.nan, 1.0, np.inf, 1.0)]
+    for inner, wanted in ((SGD, [0, 2]), (optax.apply_if_finite(SGD, 10), [0, 0])):
+        tx = optperm.diloco(inner, SGD, every=3, axis_name=AXIS)
+        step = loops.make_step(tx, lambda p, batch: (batch, {}))
+        step = replicas.MAPPINGS["vmap"](step, 2)
+        p, s = np.zeros((2, 1), np.float32), jax.vmap(tx.init)(np.zeros((2, 1), np.float32))
+        for batch in batches:
+            p, s = step(p, s, batch)
+        assert s.zeroed.tolist() == wanted
+        assert np.isfinite(p).all()
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_replicas_draw_their_own_noise_from_their_own_keys(factory):
+    def make(key):
+        noisy = optax.chain(optax.add_noise(1.0, 0.0, key), SGD)
+        return factory(noisy, SGD, every=10, axis_name=AXIS)
+
+    def init(params):
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(AXIS))
+        return make(key).init(params)
+
+    tx, params = make(jax.random.key(0)), jnp.zeros((2, 3))
+    step = jax.vmap(lambda p, s: tx.update(p, s, p)[0], axis_name=AXIS)
+    same = step(params, jax.vmap(tx.init)(params))
+    own = step(params, jax.vmap(init, axis_name=AXIS)(params))
+    np.testing.assert_array_equal(same[0], same[1])
+    assert (np.abs(own[0] - own[1]) > 1e-3).all()
+
+
 # The gradients and the weights of some exchanges, of which only the last one does not overflow. A small
 # sum, divided by infinity, would pass for zero.
 WEIGHTS = [(1e-3, 3e38), (1.0, 3e38), (1.0, 1.0)]

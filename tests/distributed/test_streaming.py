@@ -51,6 +51,55 @@ def test_exchanges_and_states_of_another_plan_are_refused():
             Every(3, **options)
 
 
+def test_a_state_made_with_another_argument_is_refused():
+    """If its arrays show it, also in a trace; a period or a decay is no such argument."""
+    params = {"layers": jnp.ones((4, 3)), "a": jnp.ones(2), "b": jnp.ones(2)}
+    diloco = functools.partial(optperm.diloco, SGD, SGD, every=Every(4, 2))
+    parts = functools.partial(dict, a=0, b=1)
+    sgd = optax.chain(SGD)
+    for made, used, name, is_static in (
+        (
+            diloco(fragment_of=parts(layers=0)),
+            diloco(fragment_of=parts(layers=1)),
+            "fragment_of",
+            0,
+        ),
+        (
+            diloco(fragment_of=parts(layers=[0, 0, 1, 1])),
+            diloco(fragment_of=lambda path, _: [0, 1, 0, 1] if "l" in str(path) else 0),
+            "fragment_of",
+            0,
+        ),
+        (diloco(), diloco(fragment_of=parts(layers=1)), "fragment_of", 0),
+        (diloco(), diloco(compress=Compression(bits=4)), "compress", 1),
+        (diloco(compress=Compression(bits=4)), diloco(), "compress", 1),
+        (diloco(compress=Compression(0.5)), diloco(compress=Compression(0.25)), "compress", 0),
+        (diloco(), diloco(center_dtype="bfloat16"), "center_dtype", 1),
+        (diloco(), diloco(combine="pairs", axis_name=replicas.AXIS), "combine", 0),
+        (optperm.agn(sgd), optperm.agn(sgd, sgd), "outer", 0),
+        (diloco(), optperm.diloco(SGD, SGD, every=Every(6, 2), mixing=0.5), "", 1),
+        (
+            diloco(compress=Compression(0.5)),
+            diloco(compress=Compression(0.5, decay=0.1)),
+            "",
+            1,
+        ),
+        (optperm.agn(sgd, every=3), optperm.agn(sgd, every=4, combine="sum"), "", 1),
+    ):
+        state = made.init(params)
+
+        def give(state, used=used):
+            take = lambda _: used.update(params, state, params, commit=False)  # noqa: E731
+            return jax.vmap(take, axis_name=replicas.AXIS)(jnp.zeros(1))
+
+        for call in (give, functools.partial(jax.eval_shape, give))[: 1 + is_static]:
+            if not name:
+                call(state)
+                continue
+            with pytest.raises(ValueError, match=f"made with another {name}="):
+                call(state)
+
+
 def test_slices_land_exactly_and_on_stacked_states():
     """After an exchange the slices of its fragment are the center's bits, within vmap and outside."""
     params = {"layers": np.linspace(0.1, 0.7, 12, dtype=np.float32).reshape(4, 3)}

@@ -29,15 +29,31 @@ def test_identity_is_the_gradient_and_auto_is_the_root(x64):
         support.assert_close(updates, wanted, atol=1e-6)
 
 
-def test_a_gradient_of_zero_does_not_hold_back_the_next(x64):
-    """The norm from which a step may grow stays, as if it had not been there; growth is of 1 %."""
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optperm.apollo(optax.identity(), 2, scale=1.0),
+        optperm.low_rank(optax.identity(), 2),
+    ],
+    ids=["apollo", "low_rank"],
+)
+def test_a_step_that_is_an_exception_does_not_hold_back_the_next(tx, x64):
+    """The norm from which a step may grow stays, as if it had not been there; growth is of 1 %. Before
+    the first step, a gradient that is smaller than the constant in the gains leaves no norm."""
     g = support.normal((4, 6), dtype=np.float64)
-    tx = optperm.apollo(optax.identity(), 2, scale=1.0)
-    take, state, sizes = jax.jit(tx.update), tx.init(g), []
-    for factor in (1.0, 0.0, 3.0, np.nan, 3.0, 1.0):
-        u, state = take(factor * g, state)
-        sizes.append(np.linalg.norm(u) / np.linalg.norm(g))
-    np.testing.assert_allclose(sizes, [1.0, 0.0, 1.01, np.nan, 1.01**2, 1.0], atol=1e-5)
+    take = jax.jit(tx.update)
+    for exception in (0.0, np.nan, 1e-12, 1e-8, 1e-3, 0.05):
+        factors = (0.0, 1e-12, 1.0, exception, 3.0, exception, exception, 3.0, 0.5, 1.0)
+        state, sizes = tx.init(g), []
+        for factor in factors:
+            u, state = take(factor * g, state)
+            sizes.append(np.linalg.norm(u) / np.linalg.norm(g))
+        given, allowed = np.array([[1.0, 3.0, 3.0, 0.5, 1.0], [1.0, 1.01, 1.01**2, 0.5, 0.505]])
+        # The limit of low_rank is on the part outside of the subspace
+        is_low_rank = isinstance(state, optperm.memory.LowRankState)
+        inside = np.linalg.norm(state.basis.T @ g) / np.linalg.norm(g) if is_low_rank else 0.0
+        usual = np.hypot(inside * given, np.sqrt(1 - inside**2) * allowed)
+        np.testing.assert_allclose(np.delete(sizes, [0, 1, 3, 5, 6]), usual, atol=1e-5)
 
 
 def test_projections_keep_the_length_of_gradients_on_average():

@@ -3,6 +3,7 @@
 import functools
 
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
+from optperm.core.trees import without_boxes
 from optperm.memory import _projections as projections
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -236,7 +238,7 @@ def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
         return lambda: jax.eval_shape(tx.update, params, tx.init(params), params)
 
     low = functools.partial(optperm.low_rank, rank=2, carry=False)
-    mixed = lambda: optperm.low_rank(adam, 3).update(params, init()())  # noqa: E731
+    mixed = lambda: jax.eval_shape(optperm.low_rank(adam, 3).update, params, init()())  # noqa: E731
     for call, error, message in (
         (init(rank=0), ValueError, "rank must be at least 1, got 0"),
         (lambda: optperm.apollo(rank=0), ValueError, "rank must be at least 1, got 0"),
@@ -257,6 +259,62 @@ def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+class Attention(eqx.Module):
+    """A model that can be called, with a field whose name nnx gives to arrays."""
+
+    query: jax.Array
+    value: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x @ self.query @ self.value + self.bias
+
+
+def test_a_model_that_can_be_called_is_a_tree_of_axes_and_flags():
+    model = Attention(jnp.ones((64, 96)), jnp.ones((96, 64)), jnp.ones(64))
+    axes = optperm.memory.matrix_axes(model, query=None)
+    assert axes.value is not None
+    adam = optax.scale_by_adam()
+    low = optperm.low_rank(adam, 4, dimension_numbers=axes).init(model).inner_state.mu
+    of_apollo = optperm.apollo(adam, 4, dimension_numbers=axes).init(model).inner_state.mu
+    assert low.query.shape == of_apollo.query.shape == (64, 96)
+    assert low.value.shape == of_apollo.value.shape == (96, 4)
+    assert optperm.memory.rank_for(model, 1.6, dimension_numbers=axes) > 0.2
+    flags = Attention(query=True, value=False, bias=False)
+    mu = optperm.quantize_state(adam, include=flags).init(model).inner_state.mu
+    assert mu.query.dtype == "float8_e4m3fn"
+    assert mu.value.dtype == "float32"
+
+
+def test_functions_of_params_see_no_variables_and_must_select_something():
+    """The same paths and arrays as in a tree of arrays, in `init` and in `update`."""
+    plain = {"up": {"kernel": jnp.ones((64, 96)), "value": jnp.ones(3)}}
+    state = nnx.State({"up": nnx.State(jax.tree.map(nnx.Param, plain["up"]))})
+    adam, seen = optax.scale_by_adam(), set()
+    low, apollo = (functools.partial(each, adam, 4) for each in (optperm.low_rank, optperm.apollo))
+    quantize = functools.partial(optperm.quantize_state, adam)
+
+    def choose(chosen, other):
+        def see(path, leaf):
+            assert isinstance(leaf, jax.Array)
+            seen.add(jax.tree_util.keystr(path, simple=True, separator="/"))
+            return chosen if path[-1].key == "kernel" else other
+
+        return lambda params: jax.tree_util.tree_map_with_path(see, params)
+
+    for make, name, chosen, other in (
+        (low, "dimension_numbers", Numbers(), None),
+        (apollo, "dimension_numbers", Numbers(), None),
+        (quantize, "include", True, False),
+    ):
+        for params in (plain, state):
+            tx = make(**{name: choose(chosen, other)})
+            tx.update(params, tx.init(params), params)
+            with pytest.raises(ValueError, match=f"{name} (names no axes|selects no params)"):
+                make(**{name: choose(other, other)}).init(params)
+    assert seen == {"up/kernel", "up/value"}
 
 
 KNOWN = (
@@ -300,6 +358,142 @@ def test_a_state_that_cannot_be_carried_over_is_refused_in_any_container():
             jax.eval_shape(optperm.low_rank(inner, 2, carry=False).init, params)
         for inner in KNOWN:
             jax.eval_shape(optperm.low_rank(inner, 2).init, params)
+
+
+def test_codes_of_projected_leaves_are_refused_with_the_way_out():
+    """The other order, leaves at full rank, and moments that stay as they are, are trained."""
+    params = {"w": jnp.ones((64, 96)), "b": jnp.ones(96)}
+    adam, low = optax.scale_by_adam(), functools.partial(optperm.low_rank, rank=4)
+    for bits in (8, 4):
+        quantize = functools.partial(optperm.quantize_state, bits=bits, min_size=64)
+        parts = {"codes": quantize(adam), "plain": adam}
+        for inner in (
+            quantize(adam),
+            optax.chain(optax.clip(1.0), quantize(optax.scale_by_lion())),
+            optax.partition(parts, {"w": "codes", "b": "plain"}),
+        ):
+            way = r"QuantizedState.*quantize_state\(low_rank\(\.\.\.\)\), or pass carry=False"
+            with pytest.raises(ValueError, match=way):
+                low(inner).init(params)
+        for tx in (
+            quantize(low(adam)),
+            low(quantize(adam), carry=False),
+            low(optax.partition(parts, {"w": "plain", "b": "codes"})),
+        ):
+            tx.update(params, tx.init(params))
+
+
+def test_decay_rates_that_are_not_those_of_adam_are_refused():
+    params = {"w": jnp.ones((6, 9))}
+    for inner, wrong, right in (
+        (optax.scale_by_adam(b2=0.95), {}, {"b2": 0.95}),
+        (optax.scale_by_adam(b1=0.5, mu_dtype=jnp.bfloat16), {}, {"b1": 0.5}),
+        (optax.adamw(1e-3, b1=0.8, b2=0.99), {"b1": 0.8}, {"b1": 0.8, "b2": 0.99}),
+        (optax.chain(optax.clip(0.1), optax.scale_by_yogi(b2=0.99)), {}, {"b2": 0.99}),
+        (optax.scale_by_adam(b2=0.95), {"b2": 0.999}, {"b1": 0.0, "b2": 0.0}),
+    ):
+        with pytest.raises(ValueError, match="are not the decay rates of Adam in inner"):
+            optperm.low_rank(inner, 2, **wrong).init(params)
+        optperm.low_rank(inner, 2, **right).init(params)
+        optperm.low_rank(inner, 2, carry=False).init(params)
+    traced = optax.inject_hyperparams(optperm.low_rank, static_args=("inner", "rank"))
+    traced(optax.scale_by_adam(b2=0.95), 2, b2=0.95).init(params)
+
+
+def test_a_state_made_with_another_argument_is_refused():
+    """If its shapes show it, also in a trace; a rate, a period or a kind of basis may change."""
+    params = {"w": jnp.ones((6, 6)), "s": jnp.ones((6, 6, 6))}
+    numbers = {"w": Numbers(0, 1), "s": Numbers(-2, -1)}
+    adam = optax.scale_by_adam()
+    low = functools.partial(optperm.low_rank, adam, 2, dimension_numbers=numbers)
+    apollo = functools.partial(optperm.apollo, adam, dimension_numbers=numbers)
+    quantize = functools.partial(optperm.quantize_state, adam, min_size=6)
+    other = {"dimension_numbers": lambda p: numbers | {"s": Numbers(0, 1)}}
+    fewer = {"dimension_numbers": numbers | {"w": None}}
+    for made, used, name, is_static in (
+        (low(), optperm.low_rank(adam, 3, dimension_numbers=numbers), "rank", 1),
+        (low(), low(side="larger"), "side", 0),
+        (low(), low(**other), "dimension_numbers", 0),
+        (low(carry=False), low(), "carry", 0),
+        (low(), low(**fewer), "dimension_numbers", 1),
+        (low(**fewer), low(), "dimension_numbers", 1),
+        (apollo(1), apollo(4), "rank", 1),
+        (apollo(4), apollo(2), "rank", 1),
+        (apollo(2), apollo(2, **other), "dimension_numbers", 0),
+        (quantize(), quantize(include={"w": True, "s": False}), "include", 0),
+        (quantize(), quantize(min_size=7), "min_size", 0),
+        (low(), low(every=3, projection="svd", scale=2.0, limit=None, key=1), "", 1),
+        (apollo(2), apollo(2, every=3, by="tensor", scale=1.0, limit=None, key=1), "", 1),
+        (quantize(), quantize(include=True, key=1), "", 1),
+    ):
+        state = made.init(params)
+        updates = [used.update, functools.partial(jax.eval_shape, used.update)]
+        for update in updates[: 1 + is_static]:
+            if not name:
+                update(params, state, params)
+                continue
+            with pytest.raises(ValueError, match=f"made with another {name}=|change .*{name}"):
+                update(params, state, params)
+
+
+def boxed_by_linen():
+    def box(value, *names):
+        return nn.Partitioned(value, names)
+
+    return {
+        "embedding": box(jnp.ones((32, 66)), "x", None),
+        "query": {"kernel": box(jnp.ones((66, 2, 14)), None, None, "x")},
+        "up": {"kernel": box(jnp.ones((66, 130)), None, "x"), "bias": box(jnp.ones(130), "x")},
+    }
+
+
+def boxed_by_nnx():
+    def box(leaf):
+        return nnx.Param(nnx.with_partitioning(lambda: leaf.value, leaf.names)())
+
+    is_box = lambda node: isinstance(node, nn.Partitioned)  # noqa: E731
+    return nnx.State(jax.tree.map(box, boxed_by_linen(), is_leaf=is_box))
+
+
+@pytest.mark.filterwarnings("ignore:apollo leaves")
+@pytest.mark.parametrize("boxed", [boxed_by_linen, boxed_by_nnx])
+@pytest.mark.parametrize("method", [optperm.low_rank, optperm.apollo])
+def test_flax_shards_the_state_by_the_names_of_axes(method, boxed):
+    """As in its guides, by the specs of an abstract state: leaves at full rank keep those of params, and
+    arrays of other shapes have none. The updates are those without boxes."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    tx, how = method(optax.scale_by_adam(), 3), nn if boxed is boxed_by_linen else nnx
+
+    def include(params):
+        is_included = lambda path, _: path[0].key != "embedding"  # noqa: E731
+        return jax.tree_util.tree_map_with_path(is_included, params)
+
+    included = optperm.quantize_state(tx, min_size=1, include=include)
+
+    def init():
+        params = boxed()
+        return params, tx.init(params)
+
+    with jax.set_mesh(mesh):
+        specs = how.get_partition_spec(jax.eval_shape(init))
+        is_spec = lambda node: isinstance(node, P)  # noqa: E731
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        params, state = jax.jit(init, out_shardings=shardings)()
+    mu = without_boxes(state.inner_state.mu)
+    assert mu["embedding"].sharding.spec == P("x", None)
+    assert mu["up"]["kernel"].shape == (3, 130)
+    assert mu["up"]["kernel"].sharding.is_fully_replicated
+    updates, state = jax.jit(tx.update)(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    plain = jax.tree.map(np.asarray, without_boxes(params))
+    wanted, _ = jax.jit(tx.update)(plain, tx.init(plain), plain)
+    support.assert_close(without_boxes(updates), wanted, rtol=1e-5, atol=1e-6)
+    mu = without_boxes(included.init(params).inner_state.inner_state.mu)
+    assert mu["embedding"].dtype == "float32"
+    assert mu["up"]["kernel"].dtype == "float8_e4m3fn"
+    report = optperm.memory.state_report(tx, params)
+    assert report.words == optperm.memory.state_report(tx, plain).words
+    assert "rank 3 of" in report.leaves[-1].treatment
 
 
 ALONG_K, ALONG_BOTH = (P(None, "x"), 16), (P("x", "y"), 4 * 64 * 4)

@@ -1,5 +1,7 @@
 """state_report against the arrays of real states and the published tables."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +28,9 @@ IN_PARTS = {
     "chain": (optax.chain(optax.scale_by_adam(), optax.trace(0.9)), [3.0, 3.0, 3.0]),
     "MultiSteps": (optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), [3.0] * 3),
     "bits": (
+        # Of two booleans per entry: whether it may move, and whether it is kept at zero
         optax.chain(optax.scale_by_lion(mu_dtype="bfloat16"), optperm.mask_elements()),
-        3 * [0.75],
+        3 * [1.0],
     ),
     "flatten": (optax.flatten(optax.scale_by_adam()), [0.0] * 3),
 }
@@ -86,18 +89,20 @@ def treatments(tx, params):
 
 
 def test_ranks_are_those_of_the_method():
-    """Of each side, of leaves of several axes, without moments, and under a partition."""
+    """Of each side, of leaves of several axes, without moments, in codes, and under a partition."""
     shapes = [(16, 64), (64, 4, 16), (2, 8, 12), (4,)]
     params = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     numbers = [Numbers(), Numbers(0, (1, 2)), Numbers(-2, -1), None]
     smaller = ["rank 4 of 16 x 64", "rank 4 of 64 x 64", "rank 4 of 2 x 8 x 12", "full rank"]
     larger = ["rank 4 of 64 x 16", "rank 4 of 64 x 64", "rank 4 of 2 x 12 x 8", "full rank"]
     how = {"rank": 4, "dimension_numbers": numbers}
+    four_bits = functools.partial(optperm.quantize_state, bits=4, min_size=1)
     for tx, wanted in (
         (optperm.low_rank(optax.scale_by_adam(), **how), smaller),
         (optperm.low_rank(optax.scale_by_adam(), side="larger", **how), larger),
         (optperm.low_rank(optax.identity(), **how), smaller),
         (optax.chain(optax.clip(1.0), optperm.apollo(**how), optax.scale(-0.1)), smaller),
+        (four_bits(optperm.apollo(optax.scale_by_lion(), **how)), smaller),
         (optperm.apollo(optax.identity(), **how), [""] * 4),
         (optax.adam(0.1), [""] * 4),
     ):

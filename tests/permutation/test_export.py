@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 import support
+from flax import nnx
 
 import optperm
+from optperm.core.fingerprints import find_differences
 from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
 
@@ -112,3 +114,51 @@ def test_update_that_calls_python_is_not_exported(monkeypatch):
     export = jax.export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])
     with pytest.raises(NotImplementedError, match="single platform: export the update for the CPU"):
         export(w, tx.init(w), w)
+
+
+MAKERS = {
+    "sgperm": lambda axes: optperm.sgperm(1.0, output_axes=axes),
+    "laperm": lambda axes: optperm.laperm(optax.sgd(1.0), every=2, output_axes=axes),
+}
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_a_state_with_other_output_axes_is_refused_by_name(method):
+    """In an update, in an export and in a checkpoint; the same axes may be written in another way."""
+    initial = {"kernel": support.normal((4, 3, 5)), "bias": support.bias(5)}
+    by_path = lambda path, leaf: {"kernel": (-1, 1)}[path]  # noqa: E731
+    state = MAKERS[method]((1, 2)).init(initial)
+    says = "made with another output_axes=. Pass the value with which init made the state"
+    for axes in (-1, 0, (0, 1), lambda path, leaf: 1):
+        with pytest.raises(ValueError, match=says):
+            MAKERS[method](axes).update(initial, state, initial)
+        with pytest.raises(ValueError, match=says):
+            export_permutation(initial, state, output_axes=axes)
+        assert find_differences(state, MAKERS[method](axes).init(initial)) == ["output_axes"]
+    if method == "laperm":
+        with pytest.raises(ValueError, match=says):
+            permuted_params(state, initial)
+    _, state = MAKERS[method](by_path).update(initial, state, initial)
+    trained = permuted_params(state, initial, output_axes=by_path)
+    permutation = export_permutation(initial, state, initial, output_axes=[2, 1])
+    support.assert_same_bits(apply_permutation(initial, permutation), trained)
+
+
+def test_the_state_of_an_nnx_model_is_exported_and_rebuilt():
+    """Take variables as plain arrays, whose paths functions of axes see, and give variables back."""
+    plain = {"dense": {"bias": support.bias(4, 1), "kernel": support.normal((6, 4))}}
+    model = nnx.State({"dense": nnx.State(jax.tree.map(nnx.Param, plain["dense"]))})
+    axes = lambda path, leaf: {"dense/kernel": 0}[path]  # noqa: E731
+    tx = optperm.sgperm(1.0, output_axes=axes)
+    with pytest.warns(UserWarning, match="In dense/bias, dense/kernel, all weights"):
+        tx.init(jax.tree.map(jnp.ones_like, model))
+    _, state = tx.update(plain, tx.init(plain), plain)
+    for initial in (model, plain):
+        _, opt_state = tx.update(initial, tx.init(initial), initial)
+        permutation = export_permutation(initial, opt_state, output_axes=axes)
+        rebuilt = apply_permutation(initial, permutation)
+        assert jax.tree.structure(rebuilt) == jax.tree.structure(initial)
+        for got, wanted in zip(
+            jax.tree.leaves(rebuilt), jax.tree.leaves(permuted_params(state)), strict=True
+        ):
+            support.assert_same_bits(got, wanted)

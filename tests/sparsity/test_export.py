@@ -97,3 +97,15 @@ def test_weights_of_other_layouts_that_name_their_side_lose_the_same_units():
 def test_export_in_a_compiled_program_is_refused():
     with pytest.raises(TypeError, match=r"outside jax\.jit"):
         jax.jit(to_sparse)(jnp.eye(2))
+
+
+def test_params_without_a_matrix_to_replace_are_refused():
+    params = {"layer": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(3)}}
+    for given, include in (
+        (params, False),
+        ({"bias": jnp.ones(3)}, None),
+        (jnp.ones((1, 2, 2)), None),
+    ):
+        with pytest.raises(ValueError, match="no matrix among the included leaves of"):
+            to_sparse(given, include=include)
+    assert to_sparse({}) == {}

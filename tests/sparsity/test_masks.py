@@ -14,14 +14,17 @@ import optax
 import pytest
 import replicas
 import support
+from flax import nnx
 from stable_choice import highest
 
 import optperm
+from optperm.core.states import find_warnings
 from optperm.sparsity import erk_sparsity, freeze, keep_top, prune, reset_masks
 from optperm.sparsity._choice import nearest_count
 
 MASKS = optperm.mask_elements()
 EVERYWHERE = {"include": True}
+SGD = optax.sgd(0.1)
 
 
 def lowest(scores, fraction, scope="leaf"):
@@ -280,16 +283,119 @@ def test_a_function_among_params_is_refused_by_name():
 
 
 def test_nothing_to_choose_from_is_no_error():
-    """Take trees without leaves or without entries, and trees of which no leaf is included."""
+    """Take trees without leaves or without entries, and selections of nothing for a fraction of 0."""
     trees = ({}, {"absent": None}, {"empty": jnp.zeros((0, 3))})
-    for params, include in (*((tree, True) for tree in trees), (support.random_params(), False)):
+    cases = *((tree, True, 1.0) for tree in trees), (support.random_params(), False, 0.0)
+    for params, include, fraction in cases:
         opt_state = MASKS.init(params)
         for scope in ("leaf", "global", "erk", "unit"):
-            got = prune(params, opt_state, 1.0, scope=scope, include=include)
+            got = prune(params, opt_state, fraction, scope=scope, include=include)
             support.assert_same_bits(got, (params, opt_state))
-    v, sgd = jnp.ones(3), optax.sgd(0.1)
-    with pytest.raises(ValueError, match="there is no leaf of rank 2 or more: pass include="):
-        prune(v, MASKS.init(v), 0.5)
     # Neither are params that the transformation does not see.
+    v, sgd = jnp.ones(3), optax.sgd(0.1)
     for tx in (optperm.rigl(sgd, 0.5, end=200), optperm.prune_gradually(sgd, 0.5, 1.0)):
         assert not jax.tree.leaves(optax.masked(tx, False).init(v).inner_state.mask)
+
+
+VECTORS = {"layer": {"coef": jnp.arange(1.0, 11.0)}}
+SELECTORS = {
+    "prune": lambda p, **given: prune(p, MASKS.init(p), 0.5, **given),
+    "freeze": lambda p, **given: freeze(MASKS.init(p), 0.5, scores=p, **given),
+    "erk_sparsity": lambda p, **given: erk_sparsity(p, 0.5, **given),
+    "keep_top": lambda p, **given: keep_top(p, 0.5, **given),
+    "gradual": lambda p, **given: optperm.prune_gradually(SGD, 0.5, 1.0, **given).init(p),
+    "rigl": lambda p, **given: optperm.rigl(SGD, 0.5, end=200, **given).init(p),
+}
+
+
+@pytest.mark.parametrize("call", SELECTORS.values(), ids=SELECTORS)
+def test_a_selection_of_nothing_is_refused_by_name(call):
+    """Name the argument and the paths, whether it is left out, a tree or a function of the params."""
+    with pytest.raises(ValueError, match=r"no leaf of rank 2 or more: pass include="):
+        call(VECTORS)
+    for include in (False, {"layer": False}, lambda p: jax.tree.map(lambda leaf: False, p)):
+        with pytest.raises(ValueError, match=r"include= selects no leaf, .* are \['layer/coef'\]"):
+            call(VECTORS, include=include)
+    call(VECTORS, include=True)
+
+
+@pytest.mark.parametrize("name", ["gradual", "rigl", "mask_elements"])
+def test_functions_see_the_paths_of_flax_as_those_of_dicts(name):
+    """Select the same leaves of an nnx model, whose variables end in "value", and of plain arrays."""
+    plain = {"a": {"bias": jnp.ones((2, 2)), "kernel": support.normal((4, 3))}}
+    model = nnx.State({"a": nnx.State(jax.tree.map(nnx.Param, plain["a"]))})
+
+    def is_kernel(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/") == "a/kernel",
+            params,
+        )
+
+    def init(params):
+        if name == "mask_elements":
+            return optperm.mask_elements(is_kernel).init(params)
+        return SELECTORS[name](params, include=is_kernel)
+
+    for got, wanted in zip(jax.tree.leaves(init(model)), jax.tree.leaves(init(plain)), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_mask_function_that_selects_all_or_nothing_is_refused():
+    """Name the paths; entries that depend on values, and flags given as a tree, may be all the same."""
+    for flag, says in (
+        (True, "True for all leaves, so it masks nothing"),
+        (False, "False for all"),
+    ):
+        with pytest.raises(ValueError, match=f"mask= returns {says}.*layer/coef"):
+            optperm.mask_elements(lambda p, flag=flag: {"layer": {"coef": flag}}).init(VECTORS)
+        mask = {"layer": flag}
+        assert optperm.mask_elements(mask).init(VECTORS).mask["layer"]["coef"].all() == flag
+    optperm.mask_elements(lambda p: jax.tree.map(lambda w: w != 0, p)).init(VECTORS)
+
+
+def test_zeros_are_put_back_into_other_params():
+    """Prune a rewound network as the trained one, from every state with zeros; hold frozen weights."""
+    start, other = {"w": support.normal((6, 5))}, {"w": support.normal((6, 5), 1)}
+    ramped, grown = (
+        optperm.prune_gradually(SGD, 0.5, 1.0, every=1),
+        optperm.rigl(SGD, 0.5, end=200),
+    )
+    _, masked = prune(start, optax.chain(SGD, MASKS).init(start), 0.5)
+    given = optperm.mask_elements(lambda p: jax.tree.map(lambda w: w != 0, p))
+    for opt_state in (
+        masked,
+        ramped.update(start, ramped.init(start), start)[1],
+        grown.update(start, grown.init(start), start)[1],
+        given.init(prune(start, masked, 0.0)[0]),
+    ):
+        rewound, after = jax.jit(prune, static_argnums=2)(other, opt_state, 0.0)
+        support.assert_same_bits(after, opt_state)
+        support.assert_same_bits(rewound, pruned_like(other, held_by(opt_state)))
+        assert int((rewound["w"] == 0).sum()) == 15
+        free, _ = prune(other, reset_masks(opt_state), 0.0)
+        support.assert_same_bits(free, other)
+    # What is frozen keeps its value, even if it is 0 or if the bias of a layer starts at 0.
+    frozen = freeze(masked, 0.8, scores=start)
+    rewound, after = prune(other, frozen, 0.0)
+    assert int(after[1].mask["w"].sum()) < 15
+    support.assert_same_bits(rewound, pruned_like(other, held_by(masked)))
+    dense = {"w": start["w"], "b": jnp.zeros(5)}
+    state = optperm.mask_elements({"w": True, "b": False}).init(dense)
+    loaded = dense | {"b": jnp.ones(5)}
+    support.assert_same_bits(prune(loaded, state, 0.0)[0], loaded)
+
+
+def test_a_leaf_that_a_global_choice_removes_is_named():
+    """Warn of it, unless all leaves go, or the choice is traced, or each leaf has its own fraction."""
+    params = {"small": 0.01 * support.normal((4, 5)), "b": support.normal((4, 5), 1)}
+    opt_state = MASKS.init(params)
+    with pytest.warns(UserWarning, match=r"scope='global', all weights of small are zero") as said:
+        prune(params, opt_state, 0.5, scope="global")
+    assert said[0].filename == __file__
+    tx = optperm.prune_gradually(SGD, 0.5, 1.0, every=1, scope="global")
+    _, state = tx.update(params, tx.init(params), params)
+    (text,) = find_warnings(state, params)
+    assert "all weights of small are zero" in text
+    prune(params, opt_state, 1.0, scope="global")
+    prune(params, opt_state, {"small": 1.0, "b": 0.0})
+    jax.jit(lambda p: prune(p, opt_state, 0.5, scope="global"))(params)

@@ -11,6 +11,7 @@ import support
 from stable_choice import highest
 
 import optperm
+from optperm.core.states import find_states
 from optperm.sparsity import _rigl as module
 from optperm.sparsity import prune
 from optperm.sparsity._choice import nearest_count
@@ -150,15 +151,37 @@ def test_a_state_that_cannot_be_restarted_is_refused():
     params = {"a": jnp.ones((4, 6)), "b": jnp.ones((2, 4))}
     low = optperm.low_rank(optax.scale_by_adam(), 2)
     for optimizer, named in (
-        (optax.flatten(optax.sgd(0.1, momentum=0.9)), r"\(32,\) in a TraceState"),
+        (optax.flatten(optax.sgd(0.1, momentum=0.9)), r"\(\d+,\) in a TraceState"),
         (low, "in a LowRankState"),
+        (optax.sm3(0.1), "in a ScaleBySM3State"),
+        (
+            optax.chain(optax.trace(0.9), optax.flatten(optax.trace(0.9))),
+            r"\(\d+,\) in a TraceState",
+        ),
     ):
-        with pytest.raises(ValueError, match=f"an array of shape .*{named}, .*leave out"):
-            optperm.rigl(optimizer, 0.5, end=200).init(params)
+        for given in (params, params["a"]):
+            with pytest.raises(ValueError, match=f"an array of shape .*{named}, .*leave out"):
+                optperm.rigl(optimizer, 0.5, end=200).init(given)
     parts = optax.partition({"low": low, "full": optax.adam(0.1)}, {"a": "low", "b": "full"})
     tx = optperm.rigl(parts, 0.5, end=200, include={"a": False, "b": True})
     updates, _ = tx.update(params, tx.init(params), params)
     assert bool(jnp.all(updates["a"] != 0))
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+def test_constants_beside_moments_like_params_are_kept(is_single):
+    """Restart the moments of Muon at dead entries, but not its three coefficients."""
+    params = {"a": support.normal((4, 3)), "b": support.normal((3, 5), 1)}
+    params = params["a"] if is_single else params
+    tx = optperm.rigl(optax.contrib.muon(0.1), 0.5, end=9, every=8)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(2):
+        _, state = update(params, state, params)
+    (moments,) = (s for s in find_states(state.inner_state, optax.contrib.MuonState))
+    np.testing.assert_array_equal(moments.ns_coeffs, np.float32([3.4445, -4.775, 2.0315]))
+    for mu, mask in zip(jax.tree.leaves(moments.mu), jax.tree.leaves(state.mask), strict=True):
+        np.testing.assert_array_equal(mu != 0, mask)
 
 
 def test_pruned_params_are_zero_where_the_mask_is_off():

@@ -105,7 +105,12 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
     if sparsity == 0.9:
         assert live == {"in": 18_714, "mid": 6_906, "out": 1_000, "bias": 300}
     for given in (sparsity, jnp.float32(sparsity)):
-        assert erk_sparsity({"bias": LENET["bias"]}, given) == {"bias": 0.0}
+        alone = functools.partial(erk_sparsity, {"bias": LENET["bias"]}, given)
+        if sparsity == 0:
+            assert alone() == {"bias": 0.0}
+        else:
+            with pytest.raises(ValueError, match="no leaf of rank 2 or more: pass include="):
+                alone()
 
 
 def pruned(w, fraction, structure, **options):

@@ -53,6 +53,74 @@ def test_trajectory_is_that_of_the_parts_one_after_the_other():
     support.assert_close(params, [p for p, _ in then], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("earlier", "steps", "due"),
+    # Snapshots before the change, and the steps of the others
+    [
+        ({"every": 100}, 3, (4, 6, 8)),  # the first at step 2
+        ({"every": 3}, 6, (6, 8)),  # at steps 2 and 5
+        ({"start": 0, "every": 1}, 3, (4,)),  # at steps 0, 1 and 2
+        ({"start": 50}, 21, (22, 24, 26, 28)),
+    ],
+)
+def test_snapshots_so_far_count_if_the_steps_of_snapshots_change(earlier, steps, due):
+    """The basis is that of as many snapshots as at first, though steps of the new plan have passed."""
+    options = OPTIONS | {"restart": "mean"}
+    before = optperm.dldr(FIRST, SECOND["twa"](), **options | earlier)
+    data = valley.batches(32)[:, 0]
+    first = trail_of(before, data[:steps])
+    rest = trail_of(optperm.dldr(FIRST, SECOND["twa"](), **options), data[steps:], *first[-1])
+    trail = [valley.start(), *(params for params, _ in [*first, *rest])]
+    plan = OPTIONS | earlier
+    taken = [
+        t for t in range(steps) if t >= plan["start"] and not (t - plan["start"]) % plan["every"]
+    ]
+    samples = replicas.stack([trail[t] for t in (*taken, *due)])
+    assert [bool(s.second.subspace.is_set) for _, s in rest] == [
+        t >= due[-1] for t in range(steps, 32)
+    ]
+    mean = jax.tree.map(lambda leaf: np.mean(leaf, axis=0), samples)
+    support.assert_close(trail[due[-1] + 1], mean, rtol=1e-6)
+
+
+def test_a_state_made_with_another_argument_is_refused():
+    """If shapes show it, also in a trace; a plan of other steps is no other argument."""
+    params, sgd = valley.start(), optax.sgd(0.1)
+    grads, extras = jax.tree.map(jnp.ones_like, params), {"value": 0.0, "value_fn": valley.loss_fn}
+    record, line = (
+        optperm.record_trajectory,
+        functools.partial(optperm.project, sgd, n_components=3),
+    )
+    dldr = functools.partial(optperm.dldr, sgd, line(), every=2, num_snapshots=4)
+    average = functools.partial(optperm.dldr, sgd, optperm.twa(sgd, n_components=3), every=2)
+    for made, used, name, is_static in (
+        (optperm.dim_reduce(n_components=3), optperm.dim_reduce(n_components=2), "n_components", 1),
+        (line(), optperm.project(sgd, n_components=4), "n_components", 1),
+        (line(), line(axis_name=replicas.AXIS), "axis_name", 1),
+        (optperm.twa(sgd, n_components=3), optperm.twa(sgd, n_components=2), "n_components", 1),
+        (record(2, 5), record(2, 6), "num_snapshots", 1),
+        (record(2, 5), record(2, 5, dtype="bfloat16"), "dtype", 1),
+        (dldr(), dldr(num_snapshots=6), "num_snapshots", 1),
+        (average(num_snapshots=3), average(num_snapshots=4), "num_snapshots", 0),
+        (dldr(restart="first"), dldr(restart="mean"), "restart", 0),
+        (dldr(), dldr(restart="mean"), "restart", 0),
+        (dldr(), dldr(every=3, start=1), "", 1),
+        (record(2, 5), record(3, 5), "", 1),
+    ):
+        state = made.init(params)
+
+        def give(state, used=used):
+            take = lambda _: used.update(grads, state, params, **extras)  # noqa: E731
+            return jax.vmap(take, axis_name=replicas.AXIS)(jnp.zeros(1))
+
+        for call in (give, functools.partial(jax.eval_shape, give))[: 1 + is_static]:
+            if not name:
+                call(state)
+                continue
+            with pytest.raises(ValueError, match=f"made with another {name}="):
+                call(state)
+
+
 def test_transformation_around_a_subspace_begins_with_the_second_phase():
     """Clip, and read the schedule of the inner optimizer, from the second phase on."""
     rate = optax.linear_schedule(1e-3, 0.0, 4)

@@ -60,6 +60,22 @@ def test_result_is_not_lost_with_the_folder(tmp_path, monkeypatch):
         support.assert_same_bits(result.state.params, whole.state.params)
 
 
+def test_failed_write_is_of_the_checkpoint_that_failed(tmp_path, monkeypatch):
+    """Orbax writes step 4 in the background, and its error comes when step 8 is due."""
+    write = ocp.JsonCheckpointHandler._save_fn
+
+    async def fail(self, item, directory, *args):
+        if directory.parent.name.startswith("4."):
+            raise OSError("no space left on device")
+        return await write(self, item, directory, *args)
+
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", fail)
+    says = f"cannot write {tmp_path / '4'} .*no space left"
+    with pytest.raises(training.CheckpointError, match=says) as caught:
+        linear_fit(steps=9, checkpoints=tmp_path, checkpoint_every=4)
+    assert caught.value.result.step == 8
+
+
 def test_run_that_diverges_is_saved_before_it_is_warned_of(tmp_path):
     """Where warnings are errors, as they are here."""
     with pytest.raises(RuntimeWarning, match="stopped being finite at step 1 of 3"):

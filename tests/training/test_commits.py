@@ -6,6 +6,7 @@ import itertools
 import warnings
 
 import fitting
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import loops
@@ -15,8 +16,10 @@ import pytest
 import replicas
 import support
 from fitting import DATA, EVALUATION, linear_fit, linear_loss, linear_params
+from flax import nnx
 
 import optperm
+from optperm import training
 from optperm.core.states import find_state
 
 SGD = optax.sgd(0.1)
@@ -181,6 +184,59 @@ def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
     assert int(find_state(result.state.opt_state, optax.ScaleByAdamState, method="adam").count) == 7
 
 
+def average_gradients():
+    def update(updates, state, params=None):
+        return jax.lax.pmean(updates, "replica"), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def split(other, of_a=None):
+    """Train "a/w" with one method that commits, and "b/w" with another optimizer."""
+    methods = {"a": diloco(every=2) if of_a is None else of_a, "b": other}
+    return optax.partition(methods, {"a": {"w": "a"}, "b": {"w": "b"}})
+
+
+ONLY_A = {"a": {"w": True}, "b": {"w": False}}
+APART = {
+    "adam": split(optax.adam(0.1)),
+    "adam beside agn": split(optax.adam(0.1), agn(every=2)),
+    "steps of the gradient": optax.masked(diloco(every=2), ONLY_A),
+    "a decay and adam": split(optax.adamw(0.1)),
+    "accumulated": optax.MultiSteps(split(optax.adam(0.1)), 2).gradient_transformation(),
+}
+TOGETHER = {
+    "frozen": split(optax.set_to_zero()),
+    "decayed": split(optax.chain(optax.set_to_zero(), optax.add_decayed_weights(0.1))),
+    "averaged": split(optax.chain(average_gradients(), optax.adam(0.1))),
+    "committed as well": split(agn(every=2)),
+    "inside diloco": optperm.diloco(split(SGD, SGD), every=2, axis_name="replica"),
+}
+
+
+@pytest.mark.parametrize("name", [*APART, *TOGETHER])
+def test_params_that_no_commit_and_no_exchange_reaches_are_refused(name):
+    """Else each replica would train its own, and `fit` would return their mean."""
+    params = {"a": {"w": jnp.ones(3)}, "b": {"w": jnp.ones(3)}}
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ (params["a"]["w"] * params["b"]["w"]) - 1.0) ** 2)
+
+    def train(tx):
+        options = {"params": params, **fitting.on(2, mapped=True)}
+        with fitting.runs() as runs:
+            linear_fit(loss_fn, [x] * 2, tx, steps=2, **options)
+        return runs[0].carry.params
+
+    if name in APART:
+        with pytest.raises(ValueError, match="no exchange reaches 'b/w': put agn or diloco around"):
+            train(APART[name])
+        return
+    for leaf in jax.tree.leaves(train(TOGETHER[name])):
+        np.testing.assert_allclose(leaf[0], leaf[1], rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_multi_steps_around_diloco_loses_no_whole_steps():
     """A commit comes through once `MultiSteps` passes it on."""
@@ -191,3 +247,39 @@ def test_multi_steps_around_diloco_loses_no_whole_steps():
     )
     support.assert_close(result.state.params, same.state.params, atol=1e-6)
     assert int(result.state.opt_state.inner_opt_state.since_commit) == 0
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("tx", [diloco(every=1), SGD], ids=["diloco", "sgd"])
+def test_merged_batch_statistics_are_those_of_all_examples(kind, tx):
+    """The replicas have means of 0, 10, 20 and 30, whose spread is in the variance."""
+    sites = 10.0 * np.repeat(np.arange(4), 16)[:, None] + np.linspace(-2, 2, 64)[:, None]
+    batches, options = [{"x": np.float32(sites)}], {"steps": 1, **fitting.on(4, mapped=True)}
+    if kind == "linen":
+        model = nn.BatchNorm(use_running_average=False, momentum=0.0)
+        variables = model.init(jax.random.key(0), batches[0]["x"])
+
+        def linen_loss(params, batch, *, model_state):
+            given = {"params": params, **model_state}
+            out, model_state = model.apply(given, batch["x"], mutable=["batch_stats"])
+            return jnp.mean(out**2), model_state
+
+        state = training.TrainState.create(
+            apply_fn=None,
+            params=variables["params"],
+            tx=tx,
+            model_state={"batch_stats": variables["batch_stats"]},
+        )
+        trained = training.fit(state, linen_loss, batches, **options).state
+        found = (
+            trained.model_state["batch_stats"]["mean"],
+            trained.model_state["batch_stats"]["var"],
+        )
+    else:
+        norm = nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0))
+        options |= {"optimizer": training.Optimizer(norm, tx, wrt=nnx.Param)}
+        training.fit(
+            norm, lambda model, batch: jnp.mean(model(batch["x"]) ** 2), batches, **options
+        )
+        found = norm.mean.get_value(), norm.var.get_value()
+    np.testing.assert_allclose(np.ravel(found), [sites.mean(), sites.var()], rtol=1e-5)

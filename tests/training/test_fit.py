@@ -4,9 +4,11 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import signal
 import sys
 import time
 import types
+import warnings
 from typing import NamedTuple
 
 import fitting
@@ -441,6 +443,76 @@ def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_
     phases = optperm.switch_after(1000, optax.sgd(0.1), tx)
     linear_fit(tx=phases, epochs=1)
     assert len(recwarn) == len(said)
+
+
+class Aim(NamedTuple):
+    """A state at its goal from its 12th step on, whose warnings are about the goal."""
+
+    count: jax.Array
+    inner: Complaint
+
+    def reached_goal(self):
+        return self.count >= 12
+
+    def warnings(self, params):
+        return ["missed"] if self.count < 12 else []
+
+
+def aim():
+    return optax.GradientTransformation(
+        lambda params: Aim(jnp.int32(0), Complaint(jnp.int32(0))),
+        lambda updates, state, params=None: (
+            updates,
+            Aim(state.count + 1, Complaint(state.inner.count + 1)),
+        ),
+    )
+
+
+def test_best_state_and_early_stopping_begin_where_the_optimizer_reaches_its_goal():
+    """The first rows have the best losses, but they are not of what was asked for."""
+    options = {"eval_data": [DATA], "keep_best": "eval_loss", "epochs": 6}
+    for name, method in {
+        "a state": aim(),
+        "a phase": optperm.switch_after(11, optax.identity(), optax.identity()),
+    }.items():
+        tx, losses = optax.chain(method, optax.sgd(0.1)), iter([1.0, 2.0, 3.0, 7.0, 8.0, 9.0])
+        read = lambda _, losses=losses: np.float32(next(losses))  # noqa: E731
+
+        def eval_fn(params, batch, read=read):
+            return {
+                "loss": jax.pure_callback(
+                    read, jax.ShapeDtypeStruct((), jnp.float32), batch["y"][0]
+                )
+            }
+
+        stop = training.EarlyStopping("eval_loss", patience=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = linear_fit(tx=tx, eval_fn=eval_fn, on_epoch_end=stop, **options)
+        assert (result.best_step, result.step, result.ended) == (15, 25, "stopped"), name
+        assert result.history.epochs["reached_goal"].tolist() == [0, 0, 1, 1, 1], name
+
+
+def test_goals_that_are_missed_are_said_once_at_the_end():
+    """Warnings of a state inside are said as before; nothing is said if a signal ended the run."""
+    tx = optax.chain(aim(), optax.sgd(0.1))
+
+    def said(**options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = linear_fit(tx=tx, on_signal="return", **options)
+        assert {each.filename for each in caught} == {fitting.__file__}
+        return [str(each.message) for each in caught], result
+
+    end = {7: lambda event: signal.raise_signal(signal.SIGTERM)}
+    own = ["before", "often", "after 5"]
+    assert said(epochs=2)[0] == [*own, "after 10", "missed"]
+    assert said(epochs=3)[0] == [*own, "after 10", "after 15"]
+    assert said(epochs=2, every=end)[0] == own
+    options = {"epochs": 2, "keep_best": "eval_loss", **fitting.EVALUATION}
+    texts, result = said(**options)
+    assert "in no row, so keep_best has stored no best_state" in texts[-1]
+    assert result.best_state is None
 
 
 @pytest.mark.slow

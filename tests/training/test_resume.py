@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import fitting
 import jax
@@ -20,6 +21,8 @@ from fitting import BATCH, DATA, EVALUATION, linear_fit, linear_loss
 
 import optperm
 from optperm import training
+from optperm.core.fingerprints import UNSET
+from optperm.core.transformation import transformation
 
 
 def kept(folder):
@@ -369,7 +372,14 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
         ({"batch_size": 4}, "batch_size is 8 there and 4 here"),
         ({"train_data": others, "batch_size": BATCH}, "the digest of train_data is"),
         ({"train_data": fitting.batches}, "an iterable of batches"),
-        ({"tx": optax.sgd(0.1)}, r"the form of optimizer and model is \d+ arrays, \w+ there and"),
+        (
+            {"tx": optax.sgd(0.1)},
+            r"another optimizer or model: \.opt_state\[0\]\.count is int32\(\) there and missing here;",
+        ),
+        (
+            {"params": {"w": jnp.ones((5, 2)), "v": jnp.ones(3)}},
+            r"\.params\['w'\] is float32\(5, 3\) there and float32\(5, 2\) here; .*; and \d+ more\.$",
+        ),
         (
             {"keep_best": "eval_loss", **EVALUATION},
             r"keep_best is None there and \['eval_loss', 'min'\]",
@@ -383,10 +393,109 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
     assert (done.ended, done.step) == ("finished", 10)
 
 
-def test_damaged_checkpoint_is_refused(tmp_path):
-    linear_fit(epochs=2, checkpoints=tmp_path)
+class Shaped(NamedTuple):
+    scores: dict[str, jax.Array] | None
+    fingerprint: jax.Array = UNSET
+
+    def shaped_by(self):
+        return "axes", "criterion"
+
+
+def shaped(axes=0, criterion="magnitude", rate=0.1):
+    """Steps of SGD with a state whose arrays depend on the criterion, but not on the axes."""
+
+    def init(params) -> Shaped:
+        has_scores = criterion == "movement"
+        return Shaped(jax.tree.map(jnp.zeros_like, params) if has_scores else None)
+
+    def update(updates, state, params, **extra_args):
+        return jax.tree.map(lambda g: -rate * g, updates), state
+
+    arguments = lambda params: {"axes": axes, "criterion": criterion}  # noqa: E731
+    return transformation(init, update, method="shaped", shape_arguments=arguments)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_run_with_other_arguments_that_shape_the_state_is_refused_by_their_names(mapped, tmp_path):
+    """Also where the arrays differ as well; a learning rate may change."""
+
+    def run(steps, resume=False, **arguments):
+        tx = shaped(**arguments)
+        tx = optperm.diloco(tx, optax.sgd(1.0), every=1, axis_name="replica") if mapped else tx
+        where = fitting.on(2, mapped=True) if mapped else {}
+        return linear_fit(tx=tx, steps=steps, checkpoints=tmp_path, resume=resume, **where)
+
+    run(2)
+    for arguments, name in [({"axes": 1}, "axes"), ({"criterion": "movement"}, "criterion")]:
+        with pytest.raises(ValueError, match=f"was made with another {name}= of the optimizer"):
+            run(4, resume=True, **arguments)
+    assert run(4, resume=True, rate=0.2).step == 4
+
+
+@pytest.mark.parametrize("every", [4, None])
+def test_damaged_checkpoint_is_refused_with_the_steps_of_others(every, tmp_path):
+    linear_fit(epochs=2, checkpoints=tmp_path, checkpoint_every=every)
     for file in (tmp_path / "10" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(training.CheckpointError, match="10 is damaged"):
+    with pytest.raises(training.CheckpointError, match="10 is damaged") as caught:
         linear_fit(epochs=3, checkpoints=tmp_path, resume=True)
+    advice = "Pass resume=STEP for another checkpoint, of the steps [4, 8]."
+    assert str(caught.value).endswith(advice) == (every == 4)
+    assert ("resume=" in str(caught.value)) == (every == 4)
+
+
+class Preempting:
+    """Batches, of which one comes with a SIGTERM; counts the batches that are taken."""
+
+    def __init__(self, batches, at):
+        self.batches, self.at, self.taken = batches, at, 0
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.taken += 1
+            if self.taken == self.at:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+
+TASKS = {
+    # The batch with the signal, and the number of steps until then.
+    "row": (3, 5),
+    "callback": (3, 2),
+    "end within an epoch": (8, 8),
+    "full gradient": (13, 5),
+    "first full gradient": (3, 0),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_signal_is_heard_within_one_batch_of_an_evaluation_or_a_full_gradient(task, tmp_path):
+    """The task is cut off and still due; the resumed run is the uninterrupted one."""
+    batches, calls = list(fitting.batches(1)), []
+    has_gradient = task.endswith("full gradient")
+    tx = fitting.method("svrg" if has_gradient else "adam")
+    options = {"eval_fn": EVALUATION["eval_fn"], "checkpoints": tmp_path, "on_signal": "return"}
+    options |= {"steps": 8} if task == "end within an epoch" else {"epochs": 2}
+    options |= {"on_epoch_end": lambda event: calls.append(event.step)}
+    if task == "callback":
+        options["every"] = {2: lambda event: event.evaluate() and calls.append(f"at {event.step}")}
+    if has_gradient:
+        options["epoch_start"] = optperm.variance.take_snapshot
+
+    def train(preempted, folder, **more):
+        own = Preempting(batches, TASKS[task][0] if preempted else 0)
+        train_data = own if has_gradient else batches
+        given = options | {"eval_data": batches if has_gradient else own}
+        given |= {"checkpoints": folder} | more
+        return own, linear_fit(train_data=train_data, tx=tx, **given)
+
+    own, cut = train(True, tmp_path / "cut")
+    assert (cut.ended, own.taken, cut.step) == ("interrupted", *TASKS[task])
+    _, resumed = train(False, tmp_path / "cut", resume=True)
+    ran, calls[:] = list(calls), []
+    _, whole = train(False, tmp_path / "whole")
+    assert resumed.ended == "finished"
+    assert ran == calls
+    assert rows_of(resumed) == rows_of(whole)
+    support.assert_same_bits(resumed.state, whole.state)

@@ -135,16 +135,48 @@ def test_auxiliary_values_of_a_loss_under_jit_are_left_out():
     support.assert_close(of_strength(3.0), 3.0 * x.mean(axis=0), rtol=1e-5)
 
 
-def test_weighted_loss_that_is_no_mean_is_refused():
+def test_a_loss_that_is_no_mean_is_noticed():
     """A loss with BatchNorm, or a sum: of an example by itself it is another loss."""
     params, data = support.random_params(), make_data(8)
     for wrong in (
         lambda p, batch: loss_fn(p, batch | {"x": batch["x"] - batch["x"].mean(0, keepdims=True)}),
         lambda p, batch: len(batch["y"]) * loss_fn(p, batch),
     ):
-        full_gradient(wrong, params, [data])
+        with pytest.warns(UserWarning, match="is not the mean of their losses"):
+            full_gradient(wrong, params, [data])
         with pytest.raises(ValueError, match="mean of the losses of single examples"):
             full_gradient(wrong, params, [data], weights=[np.ones(8)])
+
+
+def sums_of_real(params, batch):
+    """Return the sum of the losses that count, and their number."""
+    error = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"][None]) - batch["y"]
+    return jnp.sum(batch["real"] * jnp.sum(error**2, axis=-1)), jnp.sum(batch["real"])
+
+
+@pytest.mark.parametrize("at_least", [0.0, 1.0])
+def test_padding_counts_nothing_with_sums_and_counts_and_is_noticed_without(at_least):
+    """A loss that divides by its own weights gives a batch another weight than its length."""
+    params, data = support.random_params(), make_data()
+    batches, weights = padded(data)
+    batches = [
+        jax.tree.map(np.nan_to_num, batch) | {"real": real}
+        for batch, real in zip(batches, weights, strict=True)
+    ]
+    empty = batches[0] | {"real": np.zeros(SIZE, np.float32)}
+    got = full_gradient(sums_of_real, params, [*batches, empty])
+    assert_rounds_to(got, mean_of_single_gradients(params, data))
+
+    def mean(params, batch):
+        total, count = sums_of_real(params, batch)
+        return total / jnp.maximum(count, at_least)
+
+    with pytest.warns(UserWarning, match=r"return a pair \(sum, count\)"):
+        full_gradient(mean, params, batches)
+    with pytest.raises(ValueError, match="leave out weights="):
+        full_gradient(sums_of_real, params, batches, weights=weights)
+    with pytest.raises(ValueError, match=r"counts must be .* not all zero, got the sum 0\.0"):
+        full_gradient(sums_of_real, params, [empty])
 
 
 class Tensor:
@@ -250,7 +282,7 @@ def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
         monkeypatch.setattr(current, "_PROGRAMS", programs)
         got = full_gradient(loss_fn, replicated, batches, weights=given)
         assert_rounds_to(got, exact)
-        assert len(programs) == 1 + (given is not None)
+        assert len(programs) == 2  # a few losses are compared with their mean
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
 
 

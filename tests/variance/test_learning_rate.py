@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 import optperm
 
@@ -79,3 +80,21 @@ def test_a_rate_is_found_outside_of_jit_alone():
 
     with pytest.raises(TypeError, match=r"outside (of )?jax\.jit"):
         jax.jit(find)(jnp.ones(5))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size):
+    x = support.normal((32, 3))
+
+    def total(w, batch):
+        return jnp.sum((batch @ w - 1) ** 2)
+
+    def find(loss_fn):
+        return optperm.variance.svrg_learning_rate(
+            loss_fn, jnp.zeros(3), x, batch_size, num_passes=1
+        )
+
+    with pytest.raises(ValueError, match="must be a mean over examples"):
+        find(total)
+    counted = find(lambda w, batch: (total(w, batch), len(batch)))
+    assert counted == pytest.approx(find(lambda w, batch: total(w, batch) / len(batch)), rel=1e-5)

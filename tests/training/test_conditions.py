@@ -1,0 +1,124 @@
+"""What samplers and control variates need of the loss and its gradient, before the first step."""
+
+import warnings
+
+import fitting
+import jax.numpy as jnp
+import optax
+import pytest
+from fitting import BATCH, DATA, linear_fit, linear_loss
+
+import optperm
+from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
+
+NUM_DATA = len(DATA["y"])
+
+
+def summed(params, batch):
+    return len(batch["y"]) * linear_loss(params, batch)
+
+
+def mixed(params, batch):
+    """Labels of another shape than the predictions, so that each label meets each prediction."""
+    errors = (batch["x"] @ params["w"])[:, 0] - batch["y"].astype(jnp.float32)[:, None]
+    return jnp.mean(errors**2)
+
+
+def pair(params, batch):
+    return summed(params, batch), len(batch["y"])
+
+
+def wrong_pair(params, batch):
+    return summed(params, batch), 1.0
+
+
+SGLD = optperm.sgld(1e-4, NUM_DATA)
+METHODS = {
+    "sgld": SGLD,
+    "sghmc": optperm.sghmc(1e-4, NUM_DATA, friction=0.1),
+    "ivon": optperm.ivon(0.01, NUM_DATA, hess_init=1.0),
+    "constant_sgd": fitting.method("constant_sgd"),
+    "svrg": fitting.method("svrg"),
+    "adam": optax.adam(0.01),
+    "later": optperm.switch_after(3, optax.adam(0.01), optax.chain(optax.scale_by_adam(), SGLD)),
+}
+MEANS = {linear_loss, pair}
+
+
+def said(tx, loss_fn=linear_loss, **options):
+    """Return what is said of the loss and its gradient, before the first step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        linear_fit(loss_fn, tx=tx, steps=2, **options)
+    found = [each for each in caught if str(each.message) in (NOT_MEAN, NOT_GRADIENT)]
+    assert {each.filename for each in found} <= {fitting.__file__}
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [
+        ("sgld", (linear_loss, pair, mixed, wrong_pair)),
+        ("ivon", (summed,)),
+        ("svrg", (linear_loss, summed)),
+        ("adam", (summed,)),
+        ("later", (pair, summed)),
+        *[
+            pytest.param(name, (summed,), marks=pytest.mark.slow)
+            for name in ("sghmc", "constant_sgd")
+        ],
+    ],
+)
+def test_a_loss_that_is_no_mean_is_said_for_methods_that_need_a_mean(name, losses):
+    """From arrays and from streams; other optimizers may have any loss."""
+    start = {"epoch_start": optperm.variance.take_snapshot} if name == "svrg" else {}
+    for loss_fn in losses:
+        expected = [NOT_MEAN] * (loss_fn not in MEANS and name != "adam")
+        data = {"train_data": fitting.batches} if loss_fn is mixed else {}
+        assert said(METHODS[name], loss_fn, **data, **start) == expected, loss_fn
+
+
+BEFORE = {
+    "identity": optax.identity(),
+    "clipped": optax.clip_by_global_norm(10.0),
+    "decayed": optax.add_decayed_weights(0.1),
+    "svrg": optperm.svrg(),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "is_said", "is_mapped"),
+    [
+        ("identity", "sgld", False, False),
+        ("clipped", "sgld", True, False),
+        ("clipped", "sgld", True, True),
+        ("decayed", "ivon", True, False),
+        ("identity", "ivon", False, True),
+        ("svrg", "sgld", False, False),
+    ],
+)
+def test_a_gradient_that_is_changed_before_a_sampler_is_said(before, name, is_said, is_mapped):
+    """Also by a limit that the first gradient does not reach, but not by a control variate."""
+    axis_name = "replica" if is_mapped else None
+    ivon = optperm.ivon(0.01, NUM_DATA, hess_init=1.0, axis_name=axis_name)
+    where = fitting.on(2, mapped=True) if is_mapped else {}
+    start = {"epoch_start": optperm.variance.take_snapshot} if before == "svrg" else {}
+    tx = optax.chain(BEFORE[before], SGLD if name == "sgld" else ivon)
+    assert said(tx, **where, **start) == [NOT_GRADIENT] * is_said
+
+
+@pytest.mark.slow
+def test_batch_statistics_are_no_sum():
+    """With BatchNorm the halves differ from the batch by design, but a sum is said."""
+    options = {"steps": 2, "batch_size": BATCH}
+    for name in ("constant_sgd", "svrg"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fitting.fit("linen", name, **options)
+
+        def loss_fn(params, batch, *, model_state, rng):
+            loss, new = fitting.linen_loss(params, batch, model_state=model_state, rng=rng)
+            return len(batch["y"]) * loss, new
+
+        with pytest.warns(UserWarning, match="not the mean of the losses of its halves"):
+            fitting.fit("linen", name, loss_fn=loss_fn, **options)
