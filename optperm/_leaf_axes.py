@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,7 @@ import optax
 from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core.tables import align
-from optperm.core.trees import is_variable, mask_like, resolve_tree, without_variables
+from optperm.core.trees import is_box, is_variable, mask_like, resolve_tree, without_boxes
 
 Kind = Literal["kernel", "embedding", "scale", "bias", "other"]
 
@@ -211,7 +210,7 @@ def leaf_axes(
 
 
 def resolve_axes(axes: Any, params: optax.Params) -> Any:
-    """Return a `LeafAxes` for each leaf of params, in a tree like params without variables.
+    """Return a `LeafAxes` for each leaf of params, in a tree like params without boxes.
 
     Args:
       axes: The argument `axes` of a method: a tree of `LeafAxes`, `GaLoreDimensionNumbers` of Optax,
@@ -223,13 +222,14 @@ def resolve_axes(axes: Any, params: optax.Params) -> Any:
       TypeError: If an entry of the tree is of another type.
       ValueError: If the tree does not fit the params, or the axes of a leaf do not fit the leaf.
     """
-    plain = without_variables(params)
+    plain = without_boxes(params)
     structure: Any = jax.tree.structure(plain)
     leaves = _read_leaves(params)
     if axes is None:
         return structure.unflatten(_classify(leaves))
     try:
-        given = structure.flatten_up_to(mask_like(resolve_tree(axes, params), plain))
+        resolved = without_boxes(resolve_tree(axes, params))
+        given = structure.flatten_up_to(mask_like(resolved, plain))
     except ValueError as error:
         wanted = "a tree like params of optperm.LeafAxes and None, or a function that returns it"
         raise ValueError(f"axes must be {wanted}: {error}") from error
@@ -238,32 +238,33 @@ def resolve_axes(axes: Any, params: optax.Params) -> Any:
 
 
 def warn_of_others(method: str, params: optax.Params, axes: Any) -> None:
-    """Warn if leaves of kind "other" hold many entries, unless params are traced.
+    """Warn if a method leaves many entries alone because no one said what they are.
 
     Args:
       method: The public name of the method, for the message.
-      params: The params.
-      axes: The `LeafAxes` of each leaf, like params without variables.
+      params: The params; nothing is said of traced params.
+      axes: The argument `axes` of the method. Whoever made a tree of axes has seen the params.
     """
-    leaves, arrays = _read_leaves(params), jax.tree.leaves(params)
-    if any(isinstance(each, jax.core.Tracer) for each in arrays):
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+    if axes is not None or is_traced:
         return
-    others = [
-        leaf for leaf, own in zip(leaves, jax.tree.leaves(axes), strict=True) if own.kind == "other"
-    ]
+    leaves = _read_leaves(params)
+    pairs = zip(leaves, _classify(leaves), strict=True)
+    others = [leaf for leaf, own in pairs if own == OTHER and len(leaf.shape) > 1]
     sizes = [math.prod(leaf.shape) for leaf in others]
-    if sum(sizes) > _MANY * sum(map(jnp.size, arrays)):
-        first = others[int(np.argmax(sizes))]
-        name, rank = "/".join(map(_element, first.path)) or "params", len(first.shape)
-        kernel = f"in_axis={rank - 2}, out_axis={rank - 1}, batch_axis={tuple(range(rank - 2))}"
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        warnings.warn(
-            f"{method} leaves {', '.join(map(_name, others[:5]))}{more} alone, because the roles of "
-            "their axes are not known. Say what they are, for example axes=optperm.leaf_axes(params, "
-            f"**{{{name!r}: optperm.LeafAxes('kernel', {kernel})}}), or None to leave them alone.",
-            UserWarning,
-            stacklevel=3,
-        )
+    if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in leaves):
+        return
+    first = others[int(np.argmax(sizes))]
+    name, rank = "/".join(map(_element, first.path)) or "params", len(first.shape)
+    kernel = f"in_axis={rank - 2}, out_axis={rank - 1}, batch_axis={tuple(range(rank - 2))}"
+    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+    warnings.warn(
+        f"{method} leaves {', '.join(map(_name, others[:5]))}{more} alone, because the roles of their "
+        "axes are not known. Say what they are, for example axes=optperm.leaf_axes(params, "
+        f"**{{{name!r}: optperm.LeafAxes('kernel', {kernel})}}), or None to leave them alone.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _read_leaves(params: optax.Params) -> list[_Leaf]:
@@ -273,7 +274,7 @@ def _read_leaves(params: optax.Params) -> list[_Leaf]:
 
 def _is_end(node: Any) -> bool:
     """Return whether a node contains an array and says more of it."""
-    return isinstance(node, flax.core.meta.AxisMetadata) or is_variable(node) or _is_named(node)
+    return is_box(node) or _is_named(node)
 
 
 def _is_named(node: Any) -> bool:
@@ -289,8 +290,8 @@ def _read_leaf(params: Any, path: tuple[Any, ...], end: Any) -> _Leaf:
         stored = end.get_metadata()
         given = (stored.get(name) for name in ("out_sharding", "sharding_names", "sharding"))
         axis_names = next((names for names in given if names is not None), None)
-    elif isinstance(end, flax.core.meta.AxisMetadata):
-        array, axis_names = end.unbox(), getattr(end, "names", None)
+    elif is_box(end):
+        array, axis_names = without_boxes(end), getattr(end, "names", None)
     elif _is_named(end):
         array, axis_names = end.array, tuple(each.name for each in end.axes)
     shape = tuple(jnp.shape(array))
@@ -356,7 +357,7 @@ def _find_known(leaf: _Leaf, siblings: set[str]) -> _Known | None:
     is_norm = any(_NORM.search(n) for n in (above, last, type(leaf.owner).__name__.lower()))
     # Single letters are also the names of matrices.
     has_pair = {"b": "w", "beta": "gamma", "gamma": "beta"}.get(last, last) in siblings
-    if (last in _SCALES and (has_pair or is_norm)) or (last in ("weight", "w") and is_norm):
+    if (last in _SCALES and (has_pair or is_norm)) or (last == "weight" and is_norm):
         return _Known("scale", ("o",))
     if last in _BIASES and (has_pair or is_norm):
         # The bias of a convolution may have an axis of length 1 for each side of its window.

@@ -10,7 +10,6 @@ from optperm.memory._apollo import ApolloState as ApolloState
 from optperm.memory._apollo import apollo as apollo
 from optperm.memory._low_rank import LowRankState as LowRankState
 from optperm.memory._low_rank import low_rank as low_rank
-from optperm.memory._matrix_axes import matrix_axes as matrix_axes
 from optperm.memory._muon_axes import muon_axes as muon_axes
 from optperm.memory._quantize_state import QuantizedState as QuantizedState
 from optperm.memory._quantize_state import dequantize as dequantize

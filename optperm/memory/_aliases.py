@@ -10,7 +10,7 @@ import optax
 
 from optperm.memory._apollo import By, apollo
 from optperm.memory._low_rank import Projection, Residual, low_rank
-from optperm.memory._matrices import DimensionNumbers, Side
+from optperm.memory._matrices import Side
 
 
 def low_rank_adamw(
@@ -29,7 +29,7 @@ def low_rank_adamw(
     scale: float | jax.Array = 1.0,
     side: Side = "smaller",
     limit: float | jax.Array | None = 1.01,
-    dimension_numbers: DimensionNumbers | None = None,
+    axes: Any = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train like `optax.adamw`, but with a smaller state.
@@ -55,7 +55,7 @@ def low_rank_adamw(
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project.
       limit: The maximum growth per step of the part outside the subspace.
-      dimension_numbers: The axes of the matrices to project.
+      axes: The axes of the matrices to project.
       key: The random key of the bases.
 
     Returns:
@@ -83,7 +83,7 @@ def low_rank_adamw(
         scale=scale,
         side=side,
         limit=limit,
-        dimension_numbers=dimension_numbers,
+        axes=axes,
         b1=b1,
         b2=b2,
         key=key,
@@ -104,7 +104,7 @@ def apollo_adamw(
     by: By = "channel",
     scale: float | jax.Array | Literal["auto"] = "auto",
     limit: float | jax.Array | None = 1.01,
-    dimension_numbers: DimensionNumbers | None = None,
+    axes: Any = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train like `optax.adamw`, but scale each gradient as Adam scales its random projection.
@@ -126,7 +126,7 @@ def apollo_adamw(
       by: The part of a gradient that shares one factor.
       scale: A factor that multiplies the steps of projected leaves.
       limit: The maximum growth per step of the scaled gradient.
-      dimension_numbers: The axes of the matrices to project.
+      axes: The axes of the matrices to project.
       key: The random key of the projections.
 
     Returns:
@@ -151,7 +151,7 @@ def apollo_adamw(
         by=by,
         scale=scale,
         limit=limit,
-        dimension_numbers=dimension_numbers,
+        axes=axes,
         key=key,
     )
     return _decay_and_scale(direction, learning_rate, weight_decay, mask)

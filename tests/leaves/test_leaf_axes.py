@@ -285,6 +285,15 @@ def test_what_can_be_read_in_two_ways_is_left_alone(shapes):
     assert {kind for path, kind in kinds.items() if not path.endswith("scale")} == {"other"}
 
 
+def test_folded_heads_in_a_stack_do_not_hide_it():
+    """A bias (layers, d) of a query may also be the bias (heads, head_dim) of one layer."""
+    shapes = {"query/kernel": (3, 8, 8), "query/bias": (3, 8), "norm/scale": (3, 8)}
+    shapes |= {"up/kernel": (3, 8, 32), "down/kernel": (3, 32, 8)}
+    found = optperm.leaf_axes(nested({path: np.zeros(shape) for path, shape in shapes.items()}))
+    assert at(found, "query/kernel") == LeafAxes("kernel", 1, 2, 0)
+    assert at(found, "query/bias") == LeafAxes("bias", (), 1, 0)
+
+
 def test_biases_tell_which_of_several_shared_axes_counts_the_layers():
     """A kernel (d, layers, d) and its bias share two axes; without a bias the first counts."""
     for axis in (0, 1):
@@ -395,13 +404,13 @@ def test_axes_of_a_method_come_as_tree_function_or_optax_has_them():
 
 def test_many_entries_that_stay_alone_are_warned_of_with_the_line_to_write():
     params = {"moe": {"wi": jnp.zeros((4, 3, 2))}, "w": jnp.zeros((3, 5))}
-    axes = resolve_axes(None, params)
     with pytest.warns(UserWarning, match=r"low_rank leaves \['moe'\]\['wi'\] alone") as seen:
-        warn_of_others("low_rank", params, axes)
+        warn_of_others("low_rank", params, None)
     line = re.search(r"axes=(optperm\.leaf_axes\(.*\)\})\)", str(seen[0].message))[1]
     found = eval(f"{line})", {"optperm": optperm, "params": params})
     assert found["moe"]["wi"] == KERNEL
-    jax.eval_shape(lambda p: warn_of_others("low_rank", p, axes), params)
+    # Who gives axes has said what the leaves are, a few entries do not matter, and scalars have no axes.
     warn_of_others("low_rank", params, found)
-    few = {"w": jnp.zeros((100, 100)), "x": jnp.zeros((2, 2, 2))}
-    warn_of_others("low_rank", few, resolve_axes(None, few))
+    warn_of_others("low_rank", {"w": jnp.zeros((100, 100)), "x": jnp.zeros((2, 2, 2))}, None)
+    warn_of_others("low_rank", {"coef": jnp.zeros(3), "intercept": jnp.zeros(())}, None)
+    jax.eval_shape(lambda p: warn_of_others("low_rank", p, None), params)
