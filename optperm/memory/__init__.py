@@ -1,7 +1,7 @@
 """Optimizers with small states: GaLore, APOLLO, 8-bit states.
 
-This package contains low-rank states, APOLLO, 8-bit and 4-bit states, a function that finds matrices
-among the params, and a report on the size of any optimizer's state.
+This package contains low-rank states, APOLLO, 8-bit and 4-bit states, the axes of kernels for Muon, and
+a report on the size of any optimizer's state.
 """
 
 from optperm.memory._aliases import apollo_adamw as apollo_adamw

@@ -55,7 +55,7 @@ def low_rank_adamw(
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project.
       limit: The maximum growth per step of the part outside the subspace.
-      axes: The axes of the matrices to project.
+      axes: What each leaf is, as in `optperm.low_rank`.
       key: The random key of the bases.
 
     Returns:
@@ -126,7 +126,7 @@ def apollo_adamw(
       by: The part of a gradient that shares one factor.
       scale: A factor that multiplies the steps of projected leaves.
       limit: The maximum growth per step of the scaled gradient.
-      axes: The axes of the matrices to project.
+      axes: What each leaf is, as in `optperm.low_rank`.
       key: The random key of the projections.
 
     Returns:

@@ -117,7 +117,7 @@ def apollo(
       limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit. The
         limit ignores steps that are not finite or below a tenth of the step before, as in
         `optperm.low_rank`.
-      axes: The axes of the matrices to project, as in `optperm.low_rank`.
+      axes: What each leaf is, as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.
 
     Returns:
@@ -142,12 +142,11 @@ def apollo(
       `optax.apply_if_finite` around the whole optimizer.
 
     Raises:
-      TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the
-        wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
-        of a leaf that `axes` names; if `axes` does not match the tree of
-        params, repeats an axis, names a missing axis or names no axes at all; if `update` gets a state
-        that was made with other `rank` or `axes`; or if `inner` needs params.
+      TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the wrong type,
+        or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every kernel; if
+        `axes` does not fit the params or names no kernels; if `update` gets a state that was made with
+        other `rank` or `axes`; or if `inner` needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance

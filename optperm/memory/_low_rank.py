@@ -149,13 +149,10 @@ def low_rank(
           optax.scale_by_learning_rate(3e-3),
       )
 
-    Without `axes`, `optperm.memory.matrix_axes` selects the leaves to project: leaves with
-    two axes, Flax's attention, and convolutions, if projecting them shrinks their state. The same
-    optimizer trains all other leaves at full rank. **Embeddings are not projected**, as in the papers,
-    because their gradients have nonzero rows only for tokens in the batch, so frequent tokens would
-    determine the basis. If the names of embeddings differ from Flax's, name them (see
-    `optperm.memory.matrix_axes`). `init` warns if more than half of the entries in leaves
-    with two or more axes stay at full rank.
+    Only kernels are projected, as `optperm.leaf_axes` finds them, if this shrinks their state. Each layer of a stack, expert or other copy has its own basis. The same optimizer trains all other
+    leaves at full rank. **Embeddings are not projected**, as in the papers, because their gradients have
+    nonzero rows only for tokens in the batch, so frequent tokens would determine the basis. `init` warns
+    if leaves whose axes are not known hold more than 1% of the entries.
 
     Args:
       inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
@@ -187,10 +184,9 @@ def low_rank(
       limit: The maximum factor by which the norm of S grows per step, at least 1, or None for no limit.
         The limit ignores steps whose S is not finite or below a tenth of the S before: the next step
         may be as long as the step before the exception.
-      axes: The axes of the matrices to project: one `optax.contrib.GaLoreDimensionNumbers`
-        for all leaves with two or more axes, a tree like params with None for full rank, or a function
-        from params to such a tree. Axes that are not named are batch axes, along which each matrix has
-        its own basis. None for the axes of `optperm.memory.matrix_axes`.
+      axes: What each leaf is: a tree like params of `optperm.LeafAxes`,
+        `optax.contrib.GaLoreDimensionNumbers` for kernels, and None for full rank, or a function from
+        params to such a tree. None for `optperm.leaf_axes`.
       b1: :math:`\beta_1`, in [0, 1), of Adam in `inner`, because Adam's state does not contain it. 0.0
         carries first moments over without a bias correction.
       b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments. `init` compares
@@ -250,15 +246,13 @@ def low_rank(
       the gradient. Random bases need no communication. Bases are sharded like the rows of the gradient.
 
     Raises:
-      TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the
-        wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
-        of a leaf that `axes` names; if `axes` does not match the tree of
-        params, repeats an axis, names a missing axis or names no axes at all; if `carry=True` and a
-        state of `inner` is unknown, not like params (`optax.flatten`), in 8 bits
-        (`optperm.quantize_state` belongs around this transformation), or decays by another `b1` or `b2`;
-        if `update` gets a state that was made with other `rank`, `side`, `carry` or
-        `axes`; or if `inner` needs params.
+      TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the wrong
+        type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every kernel; if
+        `axes` does not fit the params or names no kernels; if `carry=True` and a state of `inner` is
+        unknown, not like params (`optax.flatten`), in 8 bits (`optperm.quantize_state` belongs around
+        this transformation), or decays by another `b1` or `b2`; if `update` gets a state that was made
+        with other `rank`, `side`, `carry` or `axes`; or if `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection

@@ -79,6 +79,6 @@ def rank_for(
         where = f"; the largest leaf at full rank is params{max(full)[1]}" if full else ""
         raise ValueError(
             f"words={words} cannot be reached: the smallest rank needs {count(1 / _STEPS):.2f} words "
-            f"per param{where}. Pass more words, or project more leaves (see matrix_axes)."
+            f"per param{where}. Pass more words, or project more leaves (see optperm.leaf_axes)."
         )
     return max(fitting) / _STEPS
