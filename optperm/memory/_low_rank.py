@@ -149,11 +149,11 @@ def low_rank(
           optax.scale_by_learning_rate(3e-3),
       )
 
-    Only kernels are projected, as `optperm.leaf_axes` finds them, if this shrinks their state. Each layer
-    of a stack, expert or other copy has its own basis. The same optimizer trains all other leaves at full
-    rank. **Embeddings are not projected**, as in the papers, because their gradients have nonzero rows
-    only for tokens in the batch, so frequent tokens would determine the basis. `init` warns if leaves
-    whose axes are not known hold more than 1% of the entries.
+    Only kernels are projected, as `optperm.leaf_axes` finds them, if this shrinks their state. Each
+    layer of a stack, expert or other copy has its own basis. The same optimizer trains all other
+    leaves at full rank. **Embeddings are not projected**, as in the papers, because their gradients
+    have nonzero rows only for tokens in the batch, so frequent tokens would determine the basis.
+    `init` warns if leaves whose axes are not known hold more than 1% of the entries.
 
     Args:
       inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
