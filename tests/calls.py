@@ -164,6 +164,7 @@ LIMITS = {
     **dict.fromkeys(("katyusha.learning_rate", "ivon.weight_decay", "bandwidth"), ABOVE_ZERO),
     **dict.fromkeys(("ivon.num_data", "traffic_report.every"), ABOVE_ZERO),
     **dict.fromkeys(("burn_in", "start", "num_passes", "switch_after.num_steps"), FROM_ZERO),
+    "first_step": FROM_ZERO,
     "mars.gamma": {},
     "limit": {"low": 1.0},
     "noise_estimate": {"high": 0.5},

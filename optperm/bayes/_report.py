@@ -164,7 +164,7 @@ def posterior_report(
       variance added by the steps    0.02...
       not checked: All chains started at the same point, so R-hat may miss other modes.
       not checked: The increase in variances due to the batches' noise (not known here).
-      not checked: Whether batches are drawn with replacement, and no transformation changes the updates.
+      not checked: Whether the loss is a mean over examples, batches are drawn with replacement, ...
       >>> report.warnings
       ()
 

@@ -27,6 +27,8 @@ import optperm
 from optperm import training
 
 
+# The loss has dropout and BatchNorm, so it is no mean over examples.
+@pytest.mark.filterwarnings("ignore:The loss of some examples is not the mean")
 def test_fit_is_a_loop_written_by_hand_for_a_train_state():
     """Evaluation, update and model state spelled out, one jitted call a step."""
     tx = fitting.method("svrg")
@@ -57,6 +59,7 @@ def test_fit_is_a_loop_written_by_hand_for_a_train_state():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The loss of some examples is not the mean")
 def test_fit_is_a_loop_written_by_hand_for_nnx():
     tx, model = fitting.method("sgperm"), fitting.NnxNet()
     result = fitting.fit("nnx", "sgperm", epochs=2)
