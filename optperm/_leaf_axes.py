@@ -25,9 +25,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from optax.contrib import GaLoreDimensionNumbers
 
+from optperm.core.shapes import Params
 from optperm.core.tables import align
 from optperm.core.trees import is_box, is_variable, mask_like, resolve_tree, without_boxes
 
@@ -141,9 +141,7 @@ class _Leaf(NamedTuple):
         return any(pattern.search(name) is not None for name in names)
 
 
-def leaf_axes(
-    params: optax.Params, /, *, show: bool = False, **overrides: LeafAxes | None
-) -> optax.Params:
+def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | None) -> Params:
     r"""Find out what each leaf of a model is, once for all methods: kernels, embeddings, scales, biases.
 
     The sources are, in this order,
@@ -209,7 +207,7 @@ def leaf_axes(
     return structure.unflatten(found)
 
 
-def resolve_axes(axes: Any, params: optax.Params) -> Any:
+def resolve_axes(axes: Any, params: Params) -> Any:
     """Return a `LeafAxes` for each leaf of params, in a tree like params without boxes.
 
     Args:
@@ -237,7 +235,7 @@ def resolve_axes(axes: Any, params: optax.Params) -> Any:
     return structure.unflatten([_as_leaf_axes("axes", value, leaf) for leaf, value in pairs])
 
 
-def warn_of_others(method: str, params: optax.Params, axes: Any) -> None:
+def warn_of_others(method: str, params: Params, axes: Any) -> None:
     """Warn if a method leaves many entries alone because no one said what they are.
 
     Args:
@@ -267,7 +265,7 @@ def warn_of_others(method: str, params: optax.Params, axes: Any) -> None:
     )
 
 
-def _read_leaves(params: optax.Params) -> list[_Leaf]:
+def _read_leaves(params: Params) -> list[_Leaf]:
     ends = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_end)
     return [_read_leaf(params, path, end) for path, end in ends]
 

@@ -11,7 +11,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
-from optperm.core.shapes import Array, Int32, UInt32
+from optperm.core.shapes import Array, Int32, Params, UInt32, Updates
 from optperm.core.shardings import take_rows
 from optperm.core.states import DRAW_STREAM, draw_params
 from optperm.core.transformation import known_extra_args, wrapper
@@ -106,12 +106,12 @@ def with_loss(
         indices = jax.random.randint(key, (number,), 0, size)
         return jax.tree.map(lambda leaf: take_rows(leaf, indices) if leaf.ndim else leaf, data)
 
-    def init(params: optax.Params) -> WithLossState:
+    def init(params: Params) -> WithLossState:
         return WithLossState(jnp.zeros([], jnp.int32), key_data(key), inner.init(params))
 
     def update(
-        updates: optax.Updates, state: WithLossState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, WithLossState]:
+        updates: Updates, state: WithLossState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, WithLossState]:
         del updates
         fold_in = jax.random.fold_in
         keys = jax.random.split(fold_in(as_key(state.key), state.count))
@@ -130,7 +130,7 @@ def with_loss(
         at = params if drawn is None else drawn
         e = evaluate(loss_fn, at, batch, example=fold_keys(draw(keys[1], 1)))
 
-        def full_grad_fn(at: optax.Params) -> optax.Updates:
+        def full_grad_fn(at: Params) -> Updates:
             whole = fill_masked(at, params)  # inside optax.partition a method knows only its part
             return mask_like(evaluate(loss_fn, whole, fold_keys(data)).grad, at)
 

@@ -9,27 +9,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, shared, varying_like
-from optperm.core.shardings import take_rows
+from optperm.core.noise import normal_like
+from optperm.core.shapes import Params, Updates
+from optperm.core.shardings import explicit_sharding, take_rows
 from optperm.core.transformation import known_extra_args
 from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
 
-LossFn = Callable[[optax.Params, Any], Any]
+LossFn = Callable[[Params, Any], Any]
 
 # The number of random orders of a batch in which its loss is compared with the losses of its halves. The
 # mean of 16 normal numbers with mean 0 exceeds 6.5 times its standard error in one of 100,000 cases.
 _ORDERS, _ERRORS = 16, 6.5
 # The smallest relative difference that counts.
 _DIFFERS = 0.01
+# The relative difference between a count and the sum of its parts that exceeds rounding in bfloat16.
+_COUNTS_DIFFER = 0.02
+# The place of the gradient's number in the results of `compare_halves`.
+_SLOPE = 1
 NOT_MEAN = (
     "The loss of a batch is not the mean of the losses of its halves, so it is no mean over examples. "
-    "It sums, weights or mixes examples (as predictions (n,) minus labels (n, 1) do): use jnp.mean and "
-    "equal shapes."
+    "It sums, weights or mixes examples (as predictions (n,) minus labels (n, 1) do), or returns a pair "
+    "that is not (sum, count), such as (loss, accuracy): use jnp.mean and equal shapes."
 )
 NOT_GRADIENT = (
     "A transformation before the sampler changes the gradient, so draws do not follow the posterior: "
@@ -53,7 +60,7 @@ class Evaluation:
     """
 
     value: jax.Array
-    grad: optax.Updates
+    grad: Updates
     aux: Any
     extra_args: dict[str, Any]
     count: jax.Array | None = None
@@ -61,7 +68,7 @@ class Evaluation:
 
 def evaluate(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     batch: Any,
     *,
     has_aux: bool = False,
@@ -153,7 +160,7 @@ def evaluate(
 
 def evaluate_part(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     batch: Any,
     *,
     has_aux: bool = False,
@@ -169,7 +176,7 @@ def evaluate_part(
     here, params = params, trained_part(params)
 
     def loss_and_aux(
-        params: optax.Params,
+        params: Params,
         batch: Any,
         loss_fn: LossFn = loss_fn,
         count_axis: AxisName | None = count_axis,
@@ -182,7 +189,7 @@ def evaluate_part(
 
     # Optax's line searches pass all their extra arguments to value_fn, which must accept them.
     def value_fn(
-        params: optax.Params,
+        params: Params,
         *,
         grad_fn: Any = None,
         per_example_grad_fn: Any = None,
@@ -197,8 +204,8 @@ def evaluate_part(
 
     # g = grad L_B at params that vary like the batch, so the gradient stays local and is averaged once
     def value_and_grad(
-        params: optax.Params, examples: Any, count_axis: AxisName | None = count_axis
-    ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
+        params: Params, examples: Any, count_axis: AxisName | None = count_axis
+    ) -> tuple[tuple[jax.Array, Any], Updates]:
         local = varying_like(trained_part(params), examples, axis_name)
         loss = functools.partial(loss_and_aux, count_axis=count_axis)
         found, grad = jax.value_and_grad(loss, has_aux=True)(local, examples)
@@ -206,28 +213,28 @@ def evaluate_part(
 
     # The opaque mode of Optax's SAM also passes the number of its inner step.
     def grad_fn(
-        params: optax.Params,
+        params: Params,
         inner_step: Any = None,
         *,
         start: int | jax.Array = 0,
         size: int | None = None,
-    ) -> optax.Updates:
+    ) -> Updates:
         del inner_step
         return mean(value_and_grad(params, part_of(batch, start, size))[1])
 
     def per_example_grad_fn(
-        params: optax.Params, *, start: int | jax.Array = 0, size: int | None = None
-    ) -> optax.Updates:
+        params: Params, *, start: int | jax.Array = 0, size: int | None = None
+    ) -> Updates:
         local = varying_like(trained_part(params), batch, axis_name)
 
         # One example is a batch of one, so for any loss_fn, the mean loss is the example's loss.
-        def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
+        def grad_of_one(loss_fn: LossFn, example: Any) -> Updates:
             grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn, None)[0])(local)
             return jax.tree.map(jnp.conj, grad)
 
         return map_examples(grad_of_one, loss_fn, part_of(batch, start, size), first=start)
 
-    def example_grad_fn(params: optax.Params) -> optax.Updates:
+    def example_grad_fn(params: Params) -> Updates:
         return value_and_grad(params, example, None)[1]
 
     # Estimators of the gradient noise compare this number with their batch_size.
@@ -255,7 +262,7 @@ def evaluate_part(
 
 
 def checked_loss(
-    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, Any]:
     """Return the loss, a real scalar, and the second result of `loss_fn`."""
     total, count, aux = checked_sum(loss_fn, params, batch, has_aux=has_aux)
@@ -263,7 +270,7 @@ def checked_loss(
 
 
 def checked_sum(
-    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """Return the loss and None, or a sum and its count, and the second result of `loss_fn`."""
     _check_is_whole(params)
@@ -280,7 +287,9 @@ def split_loss(loss: Any) -> tuple[jax.Array, jax.Array | None]:
         wanted = (
             "a real scalar, a pair of scalars (sum, count), or a pair (loss, aux) with has_aux=True"
         )
-        came = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else jax.typeof(loss)
+        is_array = jax.tree_util.all_leaves([loss])
+        came = jax.typeof(loss) if is_array else f"a {type(loss).__name__}"
+        came = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else came
         raise TypeError(f"loss_fn must return {wanted}, got {came}.")
     return total, jnp.asarray(count).astype(jnp.result_type(total)) if is_pair else None
 
@@ -316,7 +325,7 @@ def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(is_none, jnp.zeros_like(total), total / jnp.where(is_none, 1, count))
 
 
-def _check_is_whole(params: optax.Params) -> None:
+def _check_is_whole(params: Params) -> None:
     """Raise a ValueError if some params are masked, because a loss needs all params."""
     if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
         raise ValueError(
@@ -327,15 +336,17 @@ def _check_is_whole(params: optax.Params) -> None:
         )
 
 
-def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False) -> bool:
+def is_mean(loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool = False) -> bool:
     r"""Return whether the loss of a batch is the mean of the losses of its halves, up to noise.
 
     .. math:: L_B(\theta) = \frac{|B_1|}{|B|} L_{B_1}(\theta) + \frac{|B_2|}{|B|} L_{B_2}(\theta)
 
-    The loss is evaluated on several random orders of the batch, outside of any compiled step. Rounding
-    and random numbers, such as dropout masks, change the loss of a batch from order to order, and these
-    changes show which difference from the mean over the halves is too large. A sum and a count take the
-    place of a loss and the number of examples.
+    The same holds for the gradients, which are compared too: at params of zero, a loss that mixes
+    examples may still have the right values. The loss is evaluated on several random orders of the
+    batch, outside of any compiled step. Rounding and random numbers, such as dropout masks, change the
+    loss of a batch from order to order, and these changes show which difference from the mean over the
+    halves is too large. A sum and a count take the place of a loss and the number of examples, and the
+    counts of the halves have to add up.
 
     Args:
       loss_fn: As in `evaluate`. Random keys that `jax.tree_util.Partial` binds to it are folded with the
@@ -351,19 +362,20 @@ def is_mean(loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool 
 
 
 def compare_halves(
-    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of a batch, and the mean of the losses of its halves, for several random orders.
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return numbers of a batch, their means over its halves, and the sizes of the halves' numbers.
 
-    The arguments are as in `is_mean`; the batch has at least two examples.
+    The numbers are the loss, the gradient in a random direction, and the count, in a row for each of
+    several random orders. The arguments are as in `is_mean`; the batch has at least two examples.
     """
     size = num_examples(batch)
     half = size // 2
 
-    def compare(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def compare(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         order = jax.random.permutation(key, size)
 
-        def loss(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+        def numbers(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
             def fold(leaf: Any) -> Any:
                 return jax.random.fold_in(leaf, jax.random.bits(jax.random.fold_in(key, number)))
 
@@ -373,24 +385,67 @@ def compare_halves(
                 return fold(leaf) if _is_shared_key(leaf) else leaf
 
             of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
-            part = jax.tree.map(choose, batch)
-            total, count, _ = checked_sum(of_part, params, part, has_aux=has_aux)
-            value = divide_sum(total, count).astype(float)
-            return value, (jnp.asarray(len(rows)) if count is None else count).astype(float)
+            e = evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
+            z = normal_like(jax.random.key_data(jax.random.key(1)), e.grad)
+            slope = optax.tree.vdot(*optax.tree.cast((e.grad, z), float))
+            count = jnp.asarray(len(rows) if e.count is None else e.count, float)
+            return jnp.stack([e.value.astype(float), slope]), count
 
         # L_B, and (|B_1| L_B1 + |B_2| L_B2) / |B|
-        (first, n1), (second, n2) = loss(order[:half], 1), loss(order[half:], 2)
-        return loss(order, 0)[0], first + _quotient(n2 * (second - first), n1 + n2)
+        (whole, n), (first, n1), (second, n2) = (
+            numbers(rows, index) for index, rows in enumerate((order, order[:half], order[half:]))
+        )
+        halves = first + _quotient(n2 * (second - first), n1 + n2)
+        sizes = (jnp.abs(first) + jnp.abs(second)) / 2
+        return jnp.append(whole, n), jnp.append(halves, n1 + n2), jnp.append(sizes, n1 + n2)
 
     return jax.lax.map(compare, jax.random.split(jax.random.key(0), _ORDERS))
 
 
-def judge_halves(whole: Any, halves: Any, differs: float = _DIFFERS) -> bool:
-    """Return whether the results of `compare_halves` agree up to noise and a relative difference."""
-    whole, difference = np.asarray(whole, np.float64), np.asarray(whole) - np.asarray(halves)
+def count_halves(
+    loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool = False
+) -> tuple[jax.Array, ...]:
+    """Return the counts of a batch and of its halves; empty if the loss has no count.
+
+    The arguments are as in `is_mean`; the batch has at least two examples.
+    """
+
+    def count(rows: jax.Array) -> Any:
+        part = jax.tree.map(lambda x: take_rows(x, rows) if jnp.ndim(x) else x, batch)
+        return checked_sum(loss_fn, params, part, has_aux=has_aux)[1]
+
+    rows = jnp.arange(num_examples(batch))
+    half = len(rows) // 2
+    counts = count(rows), count(rows[:half]), count(rows[half:])
+    return tuple(each for each in counts if each is not None)
+
+
+def judge_counts(counts: tuple[Any, ...]) -> bool:
+    """Return whether the counts of `count_halves` add up, so that they are counts."""
+    if not counts:
+        return True
+    whole, *halves = map(float, counts)
+    return not abs(whole - sum(halves)) > _COUNTS_DIFFER * max(abs(whole), *map(abs, halves))
+
+
+def judge_halves(whole: Any, halves: Any, sizes: Any, differs: float | None = None) -> bool:
+    """Return whether the results of `compare_halves` agree up to noise and a relative difference.
+
+    With `differs`, a difference between the losses or the counts, the gradients are not compared.
+    """
+    found = [np.moveaxis(np.asarray(x, np.float64), -1, 0) for x in (whole, halves, sizes)]
+    return all(
+        _agree(one, mean, size, differs or _DIFFERS)
+        for index, (one, mean, size) in enumerate(zip(*found, strict=True))
+        if differs is None or index != _SLOPE
+    )
+
+
+def _agree(whole: Any, halves: Any, sizes: Any, differs: float) -> bool:
+    difference = whole - halves
     if not np.all(np.isfinite(difference)):
         return True
-    least = differs * abs(whole.mean())
+    least = differs * max(abs(whole.mean()), sizes.mean())
     error = _ERRORS * difference.std(ddof=1) / _ORDERS**0.5
     size_of_all, noise = np.sqrt(np.mean(difference**2)), _ERRORS * whole.std(ddof=1)
     return bool(abs(difference.mean()) <= max(least, error) and size_of_all <= max(least, noise))
@@ -399,15 +454,15 @@ def judge_halves(whole: Any, halves: Any, differs: float = _DIFFERS) -> bool:
 def gets_gradient(
     tx: optax.GradientTransformationExtraArgs,
     opt_state: Any,
-    params: optax.Params,
+    params: Params,
     e: Evaluation,
     **extra_args: Any,
-) -> bool | jax.Array | None:
-    """Return whether all samplers of an optimizer get the gradient that the optimizer gets.
+) -> tuple[bool | jax.Array | None, Any]:
+    """Return whether all samplers of an optimizer get the optimizer's gradient, and the new state.
 
-    The result is None if no method in the optimizer looks, True if each looks at the same arrays, and
-    otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument `watch`
-    with the updates that they take for the gradient.
+    The first result is None if no method in the optimizer looks, True if each looks at the same arrays,
+    and otherwise an array that compares values. Samplers and `optperm.ivon` call the extra argument
+    `watch` with the updates that they take for the gradient.
 
     Args:
       tx: The optimizer.
@@ -418,7 +473,7 @@ def gets_gradient(
     """
     seen: list[Any] = []
     given = known_extra_args(tx, e.extra_args | extra_args | {"watch": seen.append})
-    tx.update(e.grad, opt_state, params, **given)
+    _, opt_state = tx.update(e.grad, opt_state, params, **given)
     found: bool | jax.Array = True
     for updates in seen:
         pairs = zip(*map(jax.tree.leaves, (updates, mask_like(e.grad, updates))), strict=True)
@@ -428,7 +483,7 @@ def gets_gradient(
                 new, old = one.astype(wide), other.astype(wide)
                 limit = _DIFFERS * jnp.linalg.norm(jnp.ravel(old))
                 found &= ~(jnp.linalg.norm(jnp.ravel(new - old)) > limit)
-    return found if seen else None
+    return found if seen else None, opt_state
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
@@ -483,6 +538,10 @@ def map_examples(
 
     size = checks.count_examples("batch", batch, has_scalars=True) if jax.tree.leaves(axes) else 1
     places = first + jnp.arange(size)
+    # On a mesh with explicit axes, all mapped arrays must be sharded alike.
+    sharding = explicit_sharding(*filter(jnp.ndim, jax.tree.leaves(batch)))
+    if sharding is not None:
+        places = jax.sharding.reshard(places, sharding.update(spec=P(*sharding.spec[:1])))
     return jax.vmap(call, in_axes=(0, axes))(places, batch)
 
 

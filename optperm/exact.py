@@ -15,6 +15,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shapes import Params, Updates
 from optperm.core.states import PhasedState, find_states, has_protocol
 from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part, without_variables
 
@@ -156,6 +157,16 @@ class AnchoredState(Protocol):
         ...
 
 
+# States whose updates lead to params in the state, not to a step from the current params.
+OWN_POINTS: tuple[Any, ...] = (
+    optax.contrib.ScheduleFreeState,
+    optax.contrib.MechanicState,
+    optax.contrib.MadgradState,
+    optax.contrib.COCOBState,
+    AnchoredState,
+)
+
+
 class WatchingState(Protocol):
     """A state of a transformation that may report that it does not change updates."""
 
@@ -194,7 +205,7 @@ def replace_targets(opt_state: Any, other: Any) -> Any:
     )
 
 
-def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
+def apply_updates(params: Params, updates: Updates, opt_state: Any) -> Params:
     """Apply updates to params, and give exact values to weights that a method sets.
 
     An ordinary leaf becomes `params + updates`, as in `optax.apply_updates`. A leaf that a method such

@@ -12,7 +12,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import cast_like
 from optperm.core.fingerprints import UNSET
-from optperm.core.shapes import Array, Bool, Int32, UInt32
+from optperm.core.shapes import Array, Bool, Int32, Params, UInt32, Updates
 from optperm.core.states import find_states
 from optperm.core.transformation import wrapper
 from optperm.exact import (
@@ -127,7 +127,7 @@ def switch_after(
     checks.check_count("num_steps", num_steps, minimum=0)
     before, after = checks.as_optimizer("first", first), checks.as_optimizer("then", then)
 
-    def init(params: optax.Params) -> SwitchAfterState:
+    def init(params: Params) -> SwitchAfterState:
         return SwitchAfterState(
             count=jnp.zeros([], jnp.int32),
             switched=jnp.asarray(num_steps) <= 0,
@@ -136,24 +136,22 @@ def switch_after(
         )
 
     def update(
-        grads: optax.Updates, state: SwitchAfterState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, SwitchAfterState]:
+        grads: Updates, state: SwitchAfterState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, SwitchAfterState]:
         # A commit without a step belongs to the phase that took the last step.
         commit = extra_args.get("commit")
         has_step = not (isinstance(commit, str) and commit == "only")
         is_due = state.count >= jnp.asarray(num_steps, jnp.int32)
         is_switched = state.switched | (is_due & has_step)
 
-        def step(
-            tx: optax.GradientTransformationExtraArgs, tx_state: Any
-        ) -> tuple[optax.Updates, Any]:
+        def step(tx: optax.GradientTransformationExtraArgs, tx_state: Any) -> tuple[Updates, Any]:
             if not has_step and not find_states(tx_state, CommittingState):
                 return optax.tree.zeros_like(params), tx_state
             moves, new_state = tx.update(grads, tx_state, params, **extra_args)
             new_state = new_state if has_step else only_commits(new_state, tx_state)
             return cast_like(moves, params), cast_like(new_state, tx_state)
 
-        def start(then_state: Any, params: optax.Params) -> Any:
+        def start(then_state: Any, params: Params) -> Any:
             fresh = after.init(params)
             checks.check_same_tree(
                 "then.init(params)", fresh, then_state, source="the optimizer state"
@@ -161,13 +159,13 @@ def switch_after(
             return cast_like(replace_targets(then_state, fresh) if track else fresh, then_state)
 
         # u_t = first(g_t) for t < T; a tracked second optimizer only learns from the gradients
-        def in_first() -> tuple[optax.Updates, Any, Any]:
+        def in_first() -> tuple[Updates, Any, Any]:
             then_state = step(after, state.then)[1] if track and has_step else state.then
             moves, first_state = step(before, state.first)
             return moves, first_state, then_state
 
         # u_t = then(g_t) for t >= T, starting from the params at the switch
-        def in_then() -> tuple[optax.Updates, Any, Any]:
+        def in_then() -> tuple[Updates, Any, Any]:
             then_state = state.then
             if not track or placing_states(then_state):
                 # As an operand, params are traced, so that then.init does not warn again in each step.

@@ -7,6 +7,7 @@ import optax
 import pytest
 import replicas
 import support
+from jax.sharding import PartitionSpec as P
 
 import optperm
 from optperm import evaluation
@@ -58,6 +59,15 @@ def test_minus_the_gradient_of_complex_params_descends():
     grad, again, each = gradients(w, x)
     np.testing.assert_allclose([grad, again], [2 * (w - x.mean())] * 2, rtol=1e-6)
     np.testing.assert_allclose(each, 2 * (w - x), rtol=1e-6)
+
+
+def test_gradients_of_examples_of_a_batch_on_an_explicit_mesh_are_those_of_one_device():
+    wanted = optperm.evaluate(loss_fn, PARAMS, BATCH).extra_args["per_example_grad_fn"](PARAMS)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, P("data")))
+        e = optperm.evaluate(loss_fn, PARAMS, sharded)
+        support.assert_close(e.extra_args["per_example_grad_fn"](PARAMS), wanted, rtol=1e-5)
 
 
 def test_gradients_of_examples_are_a_loop_over_the_batch():
@@ -264,7 +274,7 @@ def test_where_nothing_counts_loss_and_gradient_are_zero():
 
 
 @pytest.mark.parametrize(
-    "out", [(1.0, {}), (1.0, None), (1.0, 1.0, 1.0), (np.ones(2), 1.0), (1, 1)]
+    "out", [(1.0, {}), (1.0, None), (1.0, 1.0, 1.0), (np.ones(2), 1.0), (1, 1), [1.0, 1], None]
 )
 def test_what_is_neither_a_loss_nor_a_sum_and_a_count_is_refused(out):
     with pytest.raises(
@@ -302,6 +312,12 @@ def weighted(params, batch):
     return jnp.sum(weights * jnp.mean(errors, axis=1)) / jnp.sum(weights)
 
 
+def masked(params, batch):
+    mask = jnp.float32(batch["y"][:, 0] > 0.0)
+    errors = jnp.mean((batch["x"] @ params["kernel"] - batch["y"]) ** 2, axis=1)
+    return jnp.sum(mask * errors), jnp.sum(mask)
+
+
 KEY = jax.random.key(3)
 # (loss, whether it is a mean over examples)
 LOSSES = {
@@ -316,10 +332,26 @@ LOSSES = {
     "sum and penalty": (lambda p, b: jnp.sum(b["y"] ** 2) + 100.0, False),
     "sum of few": (lambda p, b: loss_fn(p, b) * len(b["x"]) / (len(b["x"]) - 1), False),
     "sum with dropout": (lambda p, b: len(b["x"]) * LOSSES["key in the batch"][0](p, b), False),
+    "mean and a constant": (lambda p, b: (loss_fn(p, b), 16.0), False),
     "mixed": (normalized, False),
     "weighted": (weighted, False),
     "broadcast": (lambda p, b: jnp.mean((b["x"][None, :, 0] - b["y"][:, :1]) ** 2), False),
+    "broadcast of zeros": (
+        lambda p, b: jnp.mean((_zeros(p, b)[:, :1] - b["y"][:, 0][None]) ** 2),
+        False,
+    ),
+    "mean of zeros": (lambda p, b: jnp.mean((_zeros(p, b) - b["y"]) ** 2), True),
+    "sum and count": (lambda p, b: (len(b["x"]) * loss_fn(p, b), len(b["x"])), True),
+    "masked sum and count": (masked, True),
+    "loss and accuracy": (lambda p, b: (loss_fn(p, b), jnp.mean(b["x"] > 0.0)), False),
+    "mean and count": (lambda p, b: (loss_fn(p, b), len(b["x"])), False),
+    "sum and constant": (lambda p, b: (len(b["x"]) * loss_fn(p, b), 3.0), False),
 }
+
+
+def _zeros(params, batch):
+    """Return predictions that are zero at PARAMS, as of a model that is initialized with zeros."""
+    return batch["x"] @ (params["kernel"] - PARAMS["kernel"])
 
 
 @pytest.mark.parametrize("size", [8, 7])
@@ -361,6 +393,6 @@ def test_transformations_that_change_the_gradient_of_a_sampler_are_found(before,
     ):  # fmt: skip
         tx = optax.with_extra_args_support(optax.chain(*before, sampler))
         extras = {"full_grad_fn": e.extra_args["grad_fn"], "draw": OTHER}
-        assert evaluation.gets_gradient(tx, tx.init(PARAMS), PARAMS, e, **extras) == found
+        assert evaluation.gets_gradient(tx, tx.init(PARAMS), PARAMS, e, **extras)[0] == found
     other = optax.with_extra_args_support(optax.chain(*before, optax.sgd(0.1)))
-    assert evaluation.gets_gradient(other, other.init(PARAMS), PARAMS, e, **extras) is None
+    assert evaluation.gets_gradient(other, other.init(PARAMS), PARAMS, e, **extras)[0] is None

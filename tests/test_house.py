@@ -98,7 +98,9 @@ def test_the_source_and_the_types_of_each_public_name_can_be_read(room):
         value = getattr(module, name)
         if not inspect.ismodule(value):
             assert re.search(rf"^(class|def) {name}\b", inspect.getsource(value), re.M)
-            if issubclass(type(value), type) and issubclass(value, tuple):
+            if value is not optperm.training.TrainState:  # Flax's class cannot be read either
+                typing.get_type_hints(value)
+            if inspect.isclass(value) and issubclass(value, tuple):
                 assert {*typing.get_type_hints(value)} == {*value._fields}
 
 

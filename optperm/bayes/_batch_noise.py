@@ -124,7 +124,9 @@ def update_covariance(
             "watch": seen.append,
         }
         _, state = tx.update(e.grad, state, params, **extras)
-        return optax.tree.cast(seen[0], accumulation_dtype(seen[0])), state
+        # In optax.MultiSteps, the sampler cannot be watched.
+        got = seen[0] if seen else None
+        return optax.tree.cast(got, accumulation_dtype(got)), state
 
     def of_draw(each: tuple[Any, tuple[Any, Any], jax.Array]) -> Any:
         params, (last_params, state), key = each

@@ -12,7 +12,7 @@ from optperm.bayes._masters import with_masters
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like
-from optperm.core.shapes import Array, Bool, Int32
+from optperm.core.shapes import Array, Bool, Int32, Params, Updates
 from optperm.core.transformation import wrapper
 from optperm.exact import Exact, exact_entries
 
@@ -60,18 +60,18 @@ def after_burn_in(
     before = optax.with_extra_args_support(burn_in_optimizer)
     after = optax.with_extra_args_support(optax.chain(*steps))
 
-    def init(params: optax.Params) -> BurnInState:
+    def init(params: Params) -> BurnInState:
         zero = jnp.zeros([], jnp.int32)
         return BurnInState(zero, zero > 0, before.init(params), after.init(params))
 
     def update(
-        g: optax.Updates, state: BurnInState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, BurnInState]:
+        g: Updates, state: BurnInState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, BurnInState]:
         is_over = state.switched | (state.count >= jnp.asarray(burn_in, jnp.int32))
         # One update for both phases halves the program and updates the sampler's state in place
         moves, then = after.update(g, state.then, params, **extra_args)
 
-        def first(known: tuple[optax.Updates, Any]) -> tuple[optax.Updates, Any]:
+        def first(known: tuple[Updates, Any]) -> tuple[Updates, Any]:
             return cast_like(before.update(g, known[1], params, **extra_args), known)
 
         moves, first_state = when(jnp.logical_not(is_over), first, (moves, state.first))

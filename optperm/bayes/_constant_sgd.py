@@ -35,7 +35,7 @@ from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, three_point_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float32, Int32, UInt32
+from optperm.core.shapes import Array, Float32, Int32, Params, UInt32, Updates
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
@@ -88,7 +88,7 @@ class ConstantSgdState(NamedTuple):
         )
         return self.limit, self.scale * n / (2 * size)
 
-    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+    def preconditioned(self, grads: Updates) -> Updates:
         """Return H g with the step sizes of the last update, exactly only for a `learning_rate` of 1.
 
         Args:
@@ -263,12 +263,12 @@ def constant_sgd(
     schedule = make_schedule(burn_in, freeze_after, batch_size, estimator, preconditioner)
     learns = kernel is None
 
-    def form_of(params: optax.Params) -> Preconditioner:
+    def form_of(params: Params) -> Preconditioner:
         if kernel is not None:
             return next(name for name, form in FORMS.items() if isinstance(kernel.basis, form))
         return _choose_preconditioner(preconditioner, params)
 
-    def init(params: optax.Params) -> ConstantSgdState:
+    def init(params: Params) -> ConstantSgdState:
         window: Any = ()
         if kernel is None:
             given, window = begin(params, form_of(params), noise_ratio=noise_ratio, **numbers)
@@ -291,8 +291,8 @@ def constant_sgd(
         )
 
     def update(
-        g: optax.Updates, state: ConstantSgdState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, ConstantSgdState]:
+        g: Updates, state: ConstantSgdState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, ConstantSgdState]:
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
         count = state.count
@@ -372,9 +372,7 @@ def _momentum(batch_size: int | jax.Array) -> Any:
     return jnp.minimum(0.9, (size - 1) / (size + 1))
 
 
-def _choose_preconditioner(
-    preconditioner: Preconditioner | None, params: optax.Params
-) -> Preconditioner:
+def _choose_preconditioner(preconditioner: Preconditioner | None, params: Params) -> Preconditioner:
     """Return the preconditioner; for None, choose it by the number of params."""
     is_small = optax.tree.size(params) <= _LARGEST_FULL
     return preconditioner or ("full" if is_small else "diagonal")

@@ -15,13 +15,14 @@ from optperm.bayes._forms import FORMS
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
 from optperm.core.mapped_axes import AxisName
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import unshard
 from optperm.core.trees import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
 
 # A function from deviations d, a tree with a leading axis, to the part of sum d d^T that is stored.
-Outer = Callable[[optax.Updates], Any]
+Outer = Callable[[Updates], Any]
 # The entries of per-example gradients held in memory at once, and the minimum number of gradients.
 _CHUNK, _LEAST_CHUNK = 2**20, 8
 
@@ -38,8 +39,8 @@ class BatchGradients(NamedTuple):
       axis_name: The mapped axes over which the batch is spread, if any.
     """
 
-    params: optax.Params
-    grad: optax.Updates
+    params: Params
+    grad: Updates
     extras: dict[str, Any]
     batch_size: int | jax.Array
     chunk_size: int | None
@@ -50,10 +51,10 @@ class BatchGradients(NamedTuple):
         """The number of replicas over which the batch is spread."""
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
 
-    def curvature_product(self, direction: optax.Updates) -> optax.Updates:
+    def curvature_product(self, direction: Updates) -> Updates:
         """Return A v, the product of the batch's Hessian with a tree like params, in the dtypes of v."""
 
-        def gradient(params: optax.Params) -> optax.Updates:
+        def gradient(params: Params) -> Updates:
             grads = self.extras["grad_fn"](params)
             return _mask_gradients(grads, self, "grad_fn(params)", axes=0)
 
@@ -81,18 +82,16 @@ class _Sums(NamedTuple):
     """
 
     count: Any
-    deviations: optax.Updates
+    deviations: Updates
     products: Any
 
 
-def traced_once(
-    grad_fn: Callable[..., Any], params: optax.Params
-) -> tuple[Callable[..., Any], int]:
+def traced_once(grad_fn: Callable[..., Any], params: Params) -> tuple[Callable[..., Any], int]:
     """Return a `grad_fn` that reuses its trace at these params, and the number of examples."""
     program, shapes = jax.make_jaxpr(lambda: grad_fn(params), return_shape=True)()
 
     @functools.wraps(grad_fn)
-    def call(at: optax.Params, **part: Any) -> Any:
+    def call(at: Params, **part: Any) -> Any:
         if part or at is not params:
             return grad_fn(at, **part)
         rows = jax.extend.core.jaxpr_as_fun(program)()
@@ -115,11 +114,11 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     grad_fn, here = traced_once(batch.extras["per_example_grad_fn"], batch.params)
     center = zero_if_not_finite(optax.tree.cast(batch.grad, accumulation_dtype(batch.grad)))
 
-    def gradients(**part: Any) -> optax.Updates:
+    def gradients(**part: Any) -> Updates:
         grads = grad_fn(batch.params, **part)
         return _mask_gradients(grads, batch, "per_example_grad_fn(params)", axes=1)
 
-    def sums(rows: optax.Updates) -> _Sums:
+    def sums(rows: Updates) -> _Sums:
         is_example = jnp.logical_not(_is_nan(rows))
 
         def deviation(g: jax.Array, mean: jax.Array) -> jax.Array:
@@ -165,7 +164,7 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     return _rescale(spread, 1 / (found.count - 1)), _is_no_mean(batch, mean, found.count)
 
 
-def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Array) -> jax.Array:
+def _is_no_mean(batch: BatchGradients, deviation: Updates, count: jax.Array) -> jax.Array:
     """Return whether the examples' mean gradient is over a tenth away from the batch's gradient.
 
     Args:
@@ -185,7 +184,7 @@ def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Arra
     return _size(deviation) > least.astype(accumulation_dtype(grad)) * _size(grad)
 
 
-def _is_nan(rows: optax.Updates) -> jax.Array:
+def _is_nan(rows: Updates) -> jax.Array:
     """Return whether each row is NaN in all entries of its smallest leaf, (rows,)."""
     # For speed, only the smallest leaf is checked
     leaves = jax.tree.leaves(rows)
@@ -252,8 +251,8 @@ NEEDS: dict[Estimator, dict[str, str]] = {
 
 
 def batch_gradients(
-    updates: optax.Updates,
-    params: optax.Params,
+    updates: Updates,
+    params: Params,
     extras: dict[str, Any],
     batch_size: int | jax.Array,
     chunk_size: int | None,
@@ -304,7 +303,7 @@ def check_noise_arguments(
         )
 
 
-def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
+def _outer_of(deviation: Updates, factor: Any, outer: Outer) -> Any:
     return _rescale(outer(jax.tree.map(lambda d: d[None], deviation)), factor)
 
 
@@ -317,13 +316,13 @@ def _rescale(tree: Any, factor: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf * jnp.asarray(factor, leaf.dtype), tree)
 
 
-def _difference(one: optax.Updates, other: optax.Updates) -> optax.Updates:
+def _difference(one: Updates, other: Updates) -> Updates:
     return jax.tree.map(
         lambda a, b: a.astype(accumulation_dtype(a)) - b.astype(accumulation_dtype(a)), one, other
     )
 
 
-def _mask_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) -> optax.Updates:
+def _mask_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) -> Updates:
     """Return gradients of unmasked params; raise unless they match params after `axes` leading axes."""
     grads = mask_like(grads, batch.params)
     shapes = jax.tree.map(lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[axes:], g.dtype), grads)

@@ -13,7 +13,7 @@ from optperm.core.dtypes import computed_once, wide_zeros
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, signs_like
-from optperm.core.shapes import Array, Float, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.transformation import transformation
 
 _RATE, _HALVING, _LARGEST = 0.1, 100.0, 0.02
@@ -49,12 +49,12 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
       axis_name: The mapped axes over which the batch is spread, if any.
     """
 
-    def init(params: optax.Params) -> NewtonState:
+    def init(params: Params) -> NewtonState:
         return NewtonState(jnp.zeros([], jnp.int32), wide_zeros(params), wide_zeros(params))
 
     def update(
-        g: optax.Updates, state: NewtonState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, NewtonState]:
+        g: Updates, state: NewtonState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, NewtonState]:
         def root(square: jax.Array) -> jax.Array:
             return jnp.where(square > 0, square, 1.0) ** 0.25
 

@@ -12,14 +12,15 @@ from optperm.bayes._swag import SwagState
 from optperm.core import checks
 from optperm.core.keys import as_key, make_key
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Params
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state, find_states
 from optperm.core.trees import fill_masked, in_variables, mask_like, without_variables
 
 
 def sample_params(
-    opt_state: Any, params: optax.Params, key: int | jax.Array, num_draws: int | None = None
-) -> optax.Params:
+    opt_state: Any, params: Params, key: int | jax.Array, num_draws: int | None = None
+) -> Params:
     r"""Draw params from the normal distribution of `optperm.ivon` or of `optperm.swag`.
 
     .. math::
@@ -96,7 +97,7 @@ def sample_params(
             # update compares the draw with the copy of m in more than 16 bits
             seen = jax.tree.map(follow, outer.masters, seen)
 
-    def draw(key: jax.Array) -> optax.Params:
+    def draw(key: jax.Array) -> Params:
         if isinstance(state, IvonState):
             return in_variables(state.draw(fill_masked(seen, params), key), given)
         threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
@@ -106,7 +107,7 @@ def sample_params(
     return draw(typed) if num_draws is None else jax.vmap(draw)(jax.random.split(typed, num_draws))
 
 
-def posterior_mean(opt_state: Any) -> optax.Params:
+def posterior_mean(opt_state: Any) -> Params:
     """Return the posterior mean of `optperm.swag`, the result of stochastic weight averaging.
 
     For `optperm.ivon`, the params themselves are the posterior mean.
@@ -152,12 +153,12 @@ def _check_collected(state: SwagState) -> None:
         )
 
 
-def _mean_if_collected(state: SwagState) -> optax.Params:
+def _mean_if_collected(state: SwagState) -> Params:
     """Return the mean; if a traced state has collected no params, NaN."""
     return jax.tree.map(lambda mean: jnp.where(state.num_models > 0, mean, jnp.nan), state.mean)
 
 
-def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.Params:
+def _draw_swag(state: SwagState, params: Params, key: jax.Array) -> Params:
     """Draw from the diagonal, and from the span of the last deviations if the rank is above 0."""
     rank = next((leaf.shape[0] for leaf in jax.tree.leaves(state.deviations)), 0)
     n = state.num_models

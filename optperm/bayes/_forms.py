@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.keys import key_data
 from optperm.core.noise import normal_like
-from optperm.core.shapes import Array, Float
+from optperm.core.shapes import Array, Float, Params, Updates
 from optperm.core.shardings import unshard
 from optperm.core.trees import mask_like
 
@@ -28,12 +28,12 @@ class Diagonal(NamedTuple):
     """The diagonal form, W = I: values of this form, such as h, are trees like params."""
 
     @classmethod
-    def like(cls, params: optax.Params) -> Diagonal:
+    def like(cls, params: Params) -> Diagonal:
         """Return the form for params."""
         del params
         return cls()
 
-    def zeros(self, params: optax.Params) -> Any:
+    def zeros(self, params: Params) -> Any:
         """Return zeros of this form."""
         return jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
 
@@ -45,7 +45,7 @@ class Diagonal(NamedTuple):
         """Return a tree like params in the shape of coordinates, without W: unchanged here."""
         return tree
 
-    def params_of(self, x: Any, like: optax.Params) -> Any:
+    def params_of(self, x: Any, like: Params) -> Any:
         """Return W x, a tree like params."""
         del like
         return x
@@ -58,11 +58,11 @@ class Diagonal(NamedTuple):
         """Return values of this form from one number per coordinate."""
         return q
 
-    def outer(self, deviations: optax.Updates) -> Any:
+    def outer(self, deviations: Updates) -> Any:
         """Return the stored part of the sum of d d^T, the diagonal here; d has a leading axis."""
         return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
 
-    def covariance(self, deviations: optax.Updates) -> Any:
+    def covariance(self, deviations: Updates) -> Any:
         """Return the stored part of the sum of W^T d (W^T d)^T."""
         return self.outer(deviations)
 
@@ -83,7 +83,7 @@ class Diagonal(NamedTuple):
         """Return the form in which C is diagonal, its noise, and the curvature in its directions."""
         return self, covariance, curvature
 
-    def probes(self, params: optax.Params) -> tuple[Any, ...]:
+    def probes(self, params: Params) -> tuple[Any, ...]:
         """Return random x, the starts of the search for extreme eigenvalues of the noise correlation."""
         return normal_like(key_data(1), params), normal_like(key_data(2), params)
 
@@ -93,7 +93,7 @@ class Scalar(Diagonal):
 
     __slots__ = ()
 
-    def zeros(self, params: optax.Params) -> Any:
+    def zeros(self, params: Params) -> Any:
         """Return a zero."""
         return jnp.zeros([], accumulation_dtype(params))
 
@@ -110,7 +110,7 @@ class Scalar(Diagonal):
         """Return the mean over all entries."""
         return inner(q, optax.tree.ones_like(q)) / optax.tree.size(q)
 
-    def outer(self, deviations: optax.Updates) -> Any:
+    def outer(self, deviations: Updates) -> Any:
         """Return the mean of the diagonal of the sum of d d^T."""
         size = max(1, sum(leaf[0].size for leaf in jax.tree.leaves(deviations)))
         return inner(deviations, deviations) / size
@@ -126,11 +126,11 @@ class Full(NamedTuple):
     w: Float[Array, "d d"]
 
     @classmethod
-    def like(cls, params: optax.Params) -> Full:
+    def like(cls, params: Params) -> Full:
         """Return the form for params, with W = I."""
         return cls(jnp.identity(optax.tree.size(params), accumulation_dtype(params)))
 
-    def zeros(self, params: optax.Params) -> jax.Array:
+    def zeros(self, params: Params) -> jax.Array:
         """Return zeros of this form."""
         return jnp.zeros(optax.tree.size(params), accumulation_dtype(params))
 
@@ -143,7 +143,7 @@ class Full(NamedTuple):
         """Return a tree as a vector, in the order of `jax.flatten_util.ravel_pytree`."""
         return ravel_pytree(self._unsharded(tree))[0]
 
-    def params_of(self, x: jax.Array, like: optax.Params) -> Any:
+    def params_of(self, x: jax.Array, like: Params) -> Any:
         """Return W x as a tree like params."""
         return ravel_pytree(self._unsharded(like))[1](dot(self.w, x))
 
@@ -155,12 +155,12 @@ class Full(NamedTuple):
         """Return numbers of this form from one number for each coordinate."""
         return q
 
-    def outer(self, deviations: optax.Updates) -> jax.Array:
+    def outer(self, deviations: Updates) -> jax.Array:
         """Return the sum of d d^T."""
         rows = _rows_of(deviations)
         return dot(rows.T, rows)
 
-    def covariance(self, deviations: optax.Updates) -> tuple[jax.Array, jax.Array]:
+    def covariance(self, deviations: Updates) -> tuple[jax.Array, jax.Array]:
         """Return the sum of W^T d (W^T d)^T, and the sum of the squares of d."""
         # W^T C W is better conditioned than C, in which float32 would lose narrow directions
         rows = _rows_of(deviations)
@@ -189,7 +189,7 @@ class Full(NamedTuple):
         noise, rotation = decompose(c, dot(self.w.T * units[None], self.w))
         return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
 
-    def probes(self, params: optax.Params) -> tuple[Any, ...]:
+    def probes(self, params: Params) -> tuple[Any, ...]:
         """Return no probes, because the noise is not correlated in these coordinates."""
         del params
         return ()

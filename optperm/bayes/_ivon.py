@@ -22,7 +22,7 @@ from optperm.core.dtypes import accumulation_dtype, wide_zeros
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation, wrapper
 from optperm.core.trees import fill_masked, mask_like
@@ -54,7 +54,7 @@ class IvonState(NamedTuple):
     weight_decay: Float[Array, ""]
     hess_init: Float[Array, ""]
 
-    def draw(self, params: optax.Params, key: jax.Array) -> optax.Params:
+    def draw(self, params: Params, key: jax.Array) -> Params:
         """Return params in which a draw from the normal distribution replaces the mean.
 
         Args:
@@ -72,7 +72,7 @@ class IvonState(NamedTuple):
         noise = normal_like(threefry, mean)
         return fill_masked(jax.tree.map(draw, mean, self.hessian, noise), params)
 
-    def warnings(self, params: optax.Params) -> list[str]:
+    def warnings(self, params: Params) -> list[str]:
         """Return a warning if the first draws are too wide for most leaves, as far as Python can see.
 
         Args:
@@ -225,7 +225,7 @@ def ivon(
     checks.check_static_count("mc_samples", mc_samples)
     checks.check_axis_name("axis_name", axis_name)
 
-    def init(params: optax.Params) -> IvonState:
+    def init(params: Params) -> IvonState:
         dtype = accumulation_dtype(params)
         size = jnp.asarray(num_data, dtype)
         h_0 = _choose_hess_init(params, size) if hess_init is None else hess_init
@@ -242,14 +242,14 @@ def ivon(
         return state
 
     def update(
-        grads: optax.Updates,
+        grads: Updates,
         state: IvonState,
-        params: optax.Params,
+        params: Params,
         *,
-        draw: optax.Params | None = None,
-        grads_of_draws: optax.Updates | None = None,
+        draw: Params | None = None,
+        grads_of_draws: Updates | None = None,
         **_: Any,
-    ) -> tuple[optax.Updates, IvonState]:
+    ) -> tuple[Updates, IvonState]:
         draw = _check_draw(draw, params, state.momentum, mc_samples)
         if grads_of_draws is not None:
             checks.check_same_tree("updates", grads_of_draws, draw, source="draw", dtypes=False)
@@ -317,8 +317,8 @@ def ivon(
         return single
 
     def update_by_draws(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+        updates: Updates, state: Any, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, Any]:
         given = updates, extra_args.get("draw")
         if jax.tree.map(jnp.shape, given) == jax.tree.map(jnp.shape, (params, params)):
             raise ValueError(

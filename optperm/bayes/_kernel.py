@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optperm.bayes._forms import FORMS, Form, Preconditioner
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
-from optperm.core.shapes import Array, Bool, Float, Float32, Int32, PyTree
+from optperm.core.shapes import Array, Bool, Float, Float32, Int32, Params, PyTree, Updates
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state
 from optperm.core.trees import mask_like
@@ -140,7 +139,7 @@ class NoiseKernel(NamedTuple):
         too_small = fraction * jnp.maximum(1 - self.correlation[..., 0], 0.0)
         return too_small, fraction * jnp.maximum(self.correlation[..., 1] - 1, 0.0)
 
-    def precondition(self, grads: optax.Updates, h: Any) -> optax.Updates:
+    def precondition(self, grads: Updates, h: Any) -> Updates:
         """Return H g, a tree like g, in its dtypes.
 
         Args:
@@ -150,7 +149,7 @@ class NoiseKernel(NamedTuple):
         return precondition(self.basis, h, grads)
 
 
-def precondition(basis: Form, h: Any, grads: optax.Updates) -> optax.Updates:
+def precondition(basis: Form, h: Any, grads: Updates) -> Updates:
     """Return H g = W diag(h) W^T g, a tree like g, in its dtypes."""
     moves = basis.params_of(basis.times(h, basis.coordinates(grads, h)), grads)
     return cast_like(moves, mask_like(grads, moves))
@@ -186,7 +185,7 @@ def adapted_kernel(opt_state: Any) -> NoiseKernel:
 
 def check_kernel(
     kernel: NoiseKernel,
-    params: optax.Params,
+    params: Params,
     preconditioner: Preconditioner | None,
     **numbers: Any,
 ) -> None:

@@ -26,7 +26,7 @@ from optperm.core.dtypes import (
 from optperm.core.keys import key_data
 from optperm.core.noise import fold, normal_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
@@ -163,7 +163,7 @@ def sgld(
     step_size: optax.ScalarOrSchedule,
     num_data: int | jax.Array,
     temperature: optax.ScalarOrSchedule = 1.0,
-    preconditioner: optax.Params | None = None,
+    preconditioner: Params | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sample with stochastic gradient Langevin dynamics: half a gradient step plus noise.
@@ -225,11 +225,11 @@ def sgld(
                     f"preconditioner must be above 0 in every entry, got {np.min(leaf)}."
                 )
 
-    def scales(params: optax.Params) -> Any:
+    def scales(params: Params) -> Any:
         """Return M, without the parts that are masked in the params."""
         return mask_like(without_variables(preconditioner), params)
 
-    def init(params: optax.Params) -> SgldState:
+    def init(params: Params) -> SgldState:
         if preconditioner is not None:
             checks.check_same_tree(
                 "preconditioner", scales(params), params, source="params", dtypes=False
@@ -243,9 +243,7 @@ def sgld(
             left_out=jnp.zeros([], jnp.int32),
         )
 
-    def update(
-        g: optax.Updates, state: SgldState, params: optax.Params, **_: Any
-    ) -> tuple[optax.Updates, SgldState]:
+    def update(g: Updates, state: SgldState, params: Params, **_: Any) -> tuple[Updates, SgldState]:
         dtype = accumulation_dtype(params)
         epsilon = resolve_schedule("step_size", step_size, state.count, dtype)
         t = resolve_schedule("temperature", temperature, state.count, dtype)
@@ -341,7 +339,7 @@ def sghmc(
     checks.check_in_range("noise_estimate", noise_estimate, 0.0, most, may_be_schedule=False)
     numbers = friction, noise_estimate
 
-    def init(params: optax.Params) -> SghmcState:
+    def init(params: Params) -> SghmcState:
         return SghmcState(
             count=jnp.zeros([], jnp.int32),
             velocity=wide_zeros(params),
@@ -354,8 +352,8 @@ def sghmc(
         )
 
     def update(
-        g: optax.Updates, state: SghmcState, params: optax.Params, **_: Any
-    ) -> tuple[optax.Updates, SghmcState]:
+        g: Updates, state: SghmcState, params: Params, **_: Any
+    ) -> tuple[Updates, SghmcState]:
         dtype = accumulation_dtype(params)
         eta = resolve_schedule("step_size", step_size, state.count, dtype)
         t = resolve_schedule("temperature", temperature, state.count, dtype)

@@ -35,7 +35,7 @@ from optperm.core.keys import key_data
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.noise import normal_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
@@ -89,7 +89,7 @@ class MandtSgdState(NamedTuple):
         """Return that batches must be drawn with replacement."""
         return ForLoop(draws_examples=True)
 
-    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+    def preconditioned(self, grads: Updates) -> Updates:
         """Return H g with the step sizes of the last update.
 
         Args:
@@ -233,7 +233,7 @@ def mandt_sgd(
         checks.check_count("freeze_after", freeze_after)
     is_full = preconditioner == "full"
 
-    def init(params: optax.Params) -> MandtSgdState:
+    def init(params: Params) -> MandtSgdState:
         basis = FORMS[preconditioner].like(params)
         rows = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
         return MandtSgdState(
@@ -264,8 +264,8 @@ def mandt_sgd(
         return jax.tree.map(of_entry, noise)
 
     def update(
-        g: optax.Updates, state: MandtSgdState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, MandtSgdState]:
+        g: Updates, state: MandtSgdState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, MandtSgdState]:
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
         count = state.count

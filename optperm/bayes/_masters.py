@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core.dtypes import accumulation_dtype, cast_like
-from optperm.core.shapes import Array, Float, PyTree
+from optperm.core.shapes import Array, Float, Params, PyTree, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.states import draw_params, find_states
 from optperm.core.transformation import wrapper
@@ -29,7 +29,7 @@ class MasterState(NamedTuple):
     masters: PyTree[Float[Array, "?*shape"], "Params"]
     inner: Any
 
-    def draw(self, params: optax.Params, key: jax.Array) -> optax.Params | None:
+    def draw(self, params: Params, key: jax.Array) -> Params | None:
         """Return a draw of the params around the copies; None if the sampler does not draw.
 
         Args:
@@ -63,7 +63,7 @@ def with_masters(
       A sampler whose state is a `MasterState` if a parameter has 16 bits, else the state of `inner`.
     """
 
-    def init(params: optax.Params) -> Any:
+    def init(params: Params) -> Any:
         state = inner.init(params)
         if all(
             jnp.finfo(leaf.dtype).bits > 16 for leaf in map(jnp.asarray, jax.tree.leaves(params))
@@ -71,9 +71,7 @@ def with_masters(
             return state
         return MasterState(jax.tree.map(_widen, params), state)
 
-    def update(
-        g: optax.Updates, state: Any, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+    def update(g: Updates, state: Any, params: Params, **extra_args: Any) -> tuple[Updates, Any]:
         if not isinstance(state, MasterState):
             return inner.update(g, state, params, **extra_args)
         current = jax.tree.map(follow, state.masters, params)
@@ -97,7 +95,7 @@ def with_masters(
     return wrapper(init, update, method=method)
 
 
-def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
+def wide_params(params: Params, opt_state: Any) -> Params:
     """Return the sampler's copy, or the params themselves unless one copy contains all params.
 
     Args:

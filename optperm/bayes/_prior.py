@@ -6,10 +6,11 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shapes import Params
 
 
 def normal_prior(
-    params: optax.Params, precision: float | jax.Array, num_data: int | jax.Array
+    params: Params, precision: float | jax.Array, num_data: int | jax.Array
 ) -> jax.Array:
     r"""Return the term of a normal prior in the mean loss.
 

@@ -26,6 +26,7 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_mesh, take_rows
 from optperm.core.states import (
     SnapshotState,
@@ -35,7 +36,15 @@ from optperm.core.states import (
     take_snapshots,
 )
 from optperm.core.trees import without_variables
-from optperm.evaluation import NOT_GRADIENT, NOT_MEAN, evaluate, is_mean
+from optperm.evaluation import (
+    NOT_GRADIENT,
+    NOT_MEAN,
+    LossFn,
+    checked_sum,
+    evaluate,
+    is_mean,
+    num_examples,
+)
 from optperm.exact import apply_updates
 
 # The number of parts of the draws; `on_draws` is called after each part.
@@ -58,7 +67,7 @@ Sampler = Callable[..., optax.GradientTransformation]
 def sample(
     loss_fn: Callable[[Any, Any], jax.Array],
     data: Any,
-    params: optax.Params,
+    params: Params,
     key: int | jax.Array,
     *,
     log_prior: Callable[[Any], jax.Array] | None = None,
@@ -95,7 +104,8 @@ def sample(
 
     Args:
       loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
-        examples of a batch, with or without the prior.
+        examples of a batch, with or without the prior. Of a pair `(sum, count)`, the sum alone matters:
+        it is divided by the number of examples.
       data: A tree of arrays with a leading axis of N examples.
       params: A point near the posterior, a tree.
       key: A random key, or an int.
@@ -181,7 +191,8 @@ def sample(
         tx = _make_sampler(sampler, num_data, batch_size)
         jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
 
-        loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
+        loss = _mean_over_rows(loss_fn, params, data)
+        loss = loss if log_prior is None else _add_prior(loss, log_prior, num_data)
         jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
 
         keys = jax.random.split(make_key(key), 3)
@@ -451,6 +462,22 @@ def _hand_over(
     tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))
     learned = state._replace(window=())
     return tx, replace_state(begun, ConstantSgdState, learned, method="constant_sgd")
+
+
+def _mean_over_rows(loss_fn: LossFn, params: Params, data: Any) -> Callable[[Any, Any], jax.Array]:
+    """Return the loss, or the sum of a pair divided by the number of the batch's examples.
+
+    N times this mean is the negative log likelihood for any counts, such as of tokens or of a mask.
+    """
+    pairs = list[bool]()
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        total, count, _ = checked_sum(loss_fn, params, batch, has_aux=False)
+        pairs.append(count is not None)
+        return total / num_examples(batch)
+
+    jax.eval_shape(lambda p: loss(p, data), params)
+    return loss if pairs[0] else loss_fn
 
 
 def _add_prior(

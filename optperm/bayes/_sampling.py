@@ -21,17 +21,18 @@ from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import is_key, make_key
 from optperm.core.noise import fold
+from optperm.core.shapes import Params
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import check_runs, find_states
 from optperm.core.trees import without_variables
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
-StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
+StepFn = Callable[[Params, Any, jax.Array], tuple[Params, Any]]
 
 
 def draw_samples(
     step: StepFn,
-    params: optax.Params,
+    params: Params,
     opt_state: Any,
     key: int | jax.Array,
     *,
@@ -155,9 +156,7 @@ def make_runner(
     """
     programs: dict[tuple[bool, ...], Callable[..., Samples]] = {}
 
-    def run(
-        params: optax.Params, opt_state: Any, key: jax.Array, **counts: int | jax.Array
-    ) -> Samples:
+    def run(params: Params, opt_state: Any, key: jax.Array, **counts: int | jax.Array) -> Samples:
         leaves, form = jax.tree.flatten(opt_state)
         # A count that all chains share stays one number. With one count per chain, vmap would turn a
         # conditional into a select, which runs both branches in every step
@@ -180,7 +179,7 @@ def _run_chains(
     num_draws: int,
     stacked: bool,
     is_shared: tuple[bool, ...],
-    params: optax.Params,
+    params: Params,
     opt_state: Any,
     key: jax.Array,
     counts: dict[str, jax.Array],
@@ -191,9 +190,7 @@ def _run_chains(
     shared = jax.tree.unflatten(jax.tree.structure(opt_state), is_shared)
     opt_state, axes = _separate_noise(opt_state, shared, chain_keys)
 
-    def run_chain(
-        chain_key: jax.Array, params: optax.Params, opt_state: Any
-    ) -> tuple[Any, Any, Any]:
+    def run_chain(chain_key: jax.Array, params: Params, opt_state: Any) -> tuple[Any, Any, Any]:
 
         def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
             # The loop of the first draw includes the burn-in, so only one loop compiles the step
@@ -289,7 +286,7 @@ def _separate_noise(opt_state: Any, shared: Any, chain_keys: jax.Array) -> tuple
     return jax.tree.unflatten(form, states), axes
 
 
-def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
+def _cast_step(returned: Any, params: Params, opt_state: Any) -> tuple[Any, Any]:
     """Return a step's result without weak types; raise if its structure, shapes or dtypes changed."""
     new_params, new_state = without_variables(returned)
     source = "its arguments"

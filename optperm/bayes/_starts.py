@@ -14,6 +14,7 @@ from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_sharding
 from optperm.core.trees import is_function, without_variables
 
@@ -21,7 +22,7 @@ from optperm.core.trees import is_function, without_variables
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 
 
-def first_starts(params: optax.Params, key: jax.Array, num_chains: int, starts: Any) -> Any:
+def first_starts(params: Params, key: jax.Array, num_chains: int, starts: Any) -> Any:
     """Return the points at which chains begin, or, without given starts, at which their search begins.
 
     With many params, for which there is no search, all chains begin at the params themselves.
@@ -50,7 +51,7 @@ def search_starts(loss: Callable[[Any], jax.Array], starts: Any) -> Any:
     return jit_current(every)(starts)
 
 
-def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+def _spread(params: Params, key: jax.Array, num_chains: int) -> Any:
     """Return points in pairs on either side of params, to find both modes if there are two."""
     keys = jax.random.split(key, -(-num_chains // 2))
     z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
@@ -62,7 +63,7 @@ def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
     return jax.tree.map(pairs, params, z)
 
 
-def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+def _cast_starts(starts: Any, params: Params, key: jax.Array, num_chains: int) -> Any:
     """Return a user's starts in the dtypes of the params."""
     if is_function(starts):
         starts = jax.vmap(starts)(jax.random.split(key, num_chains))
@@ -74,7 +75,7 @@ def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: 
     return cast_like(starts, wanted)
 
 
-def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
+def _search(loss_fn: Callable[[Any], jax.Array], params: Params) -> Any:
     """Return the optimum found by L-BFGS, or the start if its loss is not higher."""
     # Optax's line search needs losses and params of the same dtype with more than 16 bits
     dtype, given, tx = accumulation_dtype(params), params, optax.lbfgs()

@@ -15,7 +15,8 @@ import optax
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros
-from optperm.core.shapes import Array, Float, Int32, PyTree
+from optperm.core.fingerprints import describe_difference
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
 
@@ -105,7 +106,7 @@ def swag(
     if rank == 1:
         raise ValueError("rank must be 0 or at least 2, got 1.")
 
-    def init(params: optax.Params) -> SwagState:
+    def init(params: Params) -> SwagState:
         return SwagState(
             count=jnp.zeros([], jnp.int32),
             num_models=jnp.zeros([], jnp.int32),
@@ -115,8 +116,11 @@ def swag(
         )
 
     def update(
-        updates: optax.Updates, state: SwagState, params: optax.Params, **_: Any
-    ) -> tuple[optax.Updates, SwagState]:
+        updates: Updates, state: SwagState, params: Params, **_: Any
+    ) -> tuple[Updates, SwagState]:
+        if any(len(rows) != rank for rows in jax.tree.leaves(state.deviations)):
+            raise ValueError(describe_difference("swag", "rank"))
+
         def collect(state: SwagState) -> SwagState:
             n = optax.safe_increment(state.num_models)
 

@@ -85,12 +85,13 @@ def fit_temperature(logits: jax.Array | np.ndarray, labels: jax.Array | np.ndarr
 @jax.jit
 def _solve(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the temperature, and whether the smallest and whether the largest temperature is best."""
+    logits, labels = unshard((logits, labels))
     z, y = logits.astype(accumulation_dtype(logits)), labels[:, None]
     # Subtracting a constant from each row changes no probability, and keeps the derivative accurate.
     z -= jnp.max(z, axis=1, keepdims=True)
     # In units of the median gap between the largest and the next logit, beta has the same minimum for
     # any scale of the logits, and masked classes do not change the unit.
-    gaps = unshard(jnp.min(jnp.where(z < 0, -z, jnp.inf), axis=1))
+    gaps = jnp.min(jnp.where(z < 0, -z, jnp.inf), axis=1)
     unit = jnp.nanmedian(jnp.where(jnp.isfinite(gaps), gaps, jnp.nan))
     unit = jax.lax.stop_gradient(jnp.where(unit > 0, unit, 1.0).astype(z.dtype))
     z = jnp.maximum(z / unit, -_MASKED)

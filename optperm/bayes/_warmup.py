@@ -21,6 +21,7 @@ from optperm.core.dtypes import accumulation_dtype, all_finite, computed_once
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.noise import normal_like
+from optperm.core.shapes import Params
 
 # Curvature is measured with steps that differ by at most this factor, because products with long steps
 # hide the curvature of short steps. The factor allows params with units from e^-8 to e^8.
@@ -28,7 +29,7 @@ _LONGEST_STEP = 1e16
 
 
 def begin(
-    params: optax.Params, preconditioner: Preconditioner, **numbers: Any
+    params: Params, preconditioner: Preconditioner, **numbers: Any
 ) -> tuple[NoiseKernel, Window]:
     """Return a kernel that takes no steps, and the start of the first window.
 

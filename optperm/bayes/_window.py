@@ -17,7 +17,7 @@ from optperm.bayes._power_iteration import power_iteration
 from optperm.core.control import when
 from optperm.core.dtypes import all_finite, computed_once
 from optperm.core.noise import signs_like
-from optperm.core.shapes import Array, Float, Float32, Int32, PyTree
+from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, Updates
 
 # The maximum relative variation of a step's noise between points of the chain.
 _VARIATION = 0.1
@@ -81,7 +81,7 @@ def learn(
     form, n = kernel.basis, seen.estimates.astype(jnp.float32) + 1
     along = along_probes(form, kernel.noise, seen.extremes.probes)
 
-    def outer(deviations: optax.Updates) -> Any:
+    def outer(deviations: Updates) -> Any:
         return form.covariance(deviations), [times_rows(deviations, v) for v in along]
 
     # C <- C + (C^ - C) / n

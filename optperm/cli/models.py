@@ -17,6 +17,7 @@ import optax
 
 import optperm
 from optperm.cli.errors import UsageError
+from optperm.core.shapes import Params
 
 CHUNK = 1000  # the number of examples on a device at once
 # This number is far from the step counts that a method may fold into the same key.
@@ -100,13 +101,13 @@ def _build_module(spec: NetworkSpec) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=1)
-def initial_params(spec: NetworkSpec) -> optax.Params:
+def initial_params(spec: NetworkSpec) -> Params:
     """Draw the initial params, which are the same for the same spec."""
     key = jax.random.fold_in(jax.random.key(spec.seed, impl="threefry2x32"), _INIT_STREAM)
     example = jnp.zeros((1, *spec.input_shape), jnp.float32)
     # Level 1 compiles in half the time and draws the same bits; level 0 would draw other bits.
     draw = jax.jit(build(spec).init, compiler_options={"xla_backend_optimization_level": 1})
-    params: optax.Params = draw(key, example)["params"]
+    params: Params = draw(key, example)["params"]
     return params
 
 
@@ -116,7 +117,7 @@ def loss_function(
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """Make a function for the mean loss over a batch, optionally with a prior, and the accuracy."""
 
-    def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         outputs: Any = model.apply({"params": params}, batch["x"])
         losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["y"])
         loss = jnp.mean(losses)
@@ -129,14 +130,14 @@ def loss_function(
 
 @functools.cache
 def _make_counter(model: nn.Module) -> Callable[..., jax.Array]:
-    def count(params: optax.Params, x: jax.Array, y: jax.Array) -> jax.Array:
+    def count(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
         outputs: Any = model.apply({"params": params}, x)
         return jnp.sum(jnp.argmax(outputs, axis=-1) == y)
 
     return jax.jit(count)
 
 
-def measure_accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
+def measure_accuracy(model: nn.Module, params: Params, x: np.ndarray, y: np.ndarray) -> float:
     """Return the fraction of examples (x, y) that a network classifies correctly; use one device."""
     count, parts = _make_counter(model), range(CHUNK, len(x), CHUNK)
     pairs = zip(np.split(x, parts), np.split(y, parts), strict=True)

@@ -25,12 +25,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
+from optperm.core.shapes import Params
 from optperm.core.states import find_running_states
 from optperm.permutation._export import PERMUTED_STATES
 from optperm.training import CheckpointError
@@ -145,7 +145,7 @@ def _json(values: Mapping[str, Any], **options: Any) -> str:
 
 
 def write_network(
-    folder: pathlib.Path, spec: models.NetworkSpec, trained: optax.Params, opt_state: Any
+    folder: pathlib.Path, spec: models.NetworkSpec, trained: Params, opt_state: Any
 ) -> None:
     """Write the trained params, or their permutation if the method permutes them."""
     name, leaves = _PARAMS_FILE, trained
@@ -164,7 +164,7 @@ def write_network(
     np.savez_compressed(folder / name, digest=digest(trained), **dataclasses.asdict(spec), **arrays)
 
 
-def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
+def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, Params]:
     """Rebuild the trained network of a run bit for bit, only from permutation.npz or params.npz."""
     paths = [folder / name for name in (_PERMUTATION_FILE, _PARAMS_FILE)]
     path = next((path for path in paths if path.is_file()), None)

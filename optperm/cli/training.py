@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 import optperm
@@ -21,6 +20,7 @@ from optperm.cli import datasets, models, report, run_folder
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.flags import Run
 from optperm.cli.methods import Hyperparameter, Method
+from optperm.core.shapes import Params
 from optperm.core.states import find_running_states
 from optperm.permutation._export import PERMUTED_STATES
 from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
@@ -142,11 +142,11 @@ class Training:
         full = sum(self._change(epoch) is not None for epoch in started)
         return int(step * self.batch_size * gradients) + len(self.data.x_train) * full
 
-    def test(self, params: optax.Params) -> float:
+    def test(self, params: Params) -> float:
         """Return the accuracy on the test examples, from the same program as in `optperm evaluate`."""
         return models.measure_accuracy(self.model, params, self.data.x_test, self.data.y_test)
 
-    def _get_params(self, state: Any) -> optax.Params:
+    def _get_params(self, state: Any) -> Params:
         """Return the params of a state for tests and files, in the memory of this process."""
         params = state.params  # the center if the method has one
         if find_running_states(state.opt_state, PERMUTED_STATES):
@@ -154,7 +154,7 @@ class Training:
         return jax.device_get(params)
 
     def _record(
-        self, epoch: int, step: int, params: optax.Params, metrics: Mapping[str, float]
+        self, epoch: int, step: int, params: Params, metrics: Mapping[str, float]
     ) -> Record:
         """Return the record of an epoch, with None for missing numbers; epoch 0 is before training."""
         data, accuracy = self.data, None

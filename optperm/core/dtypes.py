@@ -74,6 +74,12 @@ def all_finite(tree: Any) -> jax.Array:
     return computed_once(conjunction)
 
 
+def any_nonzero(tree: Any) -> jax.Array:
+    """Return whether an entry of a leaf is not 0."""
+    flags = computed_once([jnp.any(leaf != 0) for leaf in jax.tree.leaves(tree)])
+    return functools.reduce(jnp.logical_or, flags, jnp.zeros([], jnp.bool_))
+
+
 def computed_once(tree: Any) -> Any:
     """Return a tree whose leaves XLA stores instead of computing them again for each use."""
     return jax.tree.map(jax.lax.optimization_barrier, tree)

@@ -61,6 +61,12 @@ def check_fingerprint(method: str, state: Any, arguments: Mapping[str, Any]) -> 
             raise ValueError(describe_difference(method, name))
 
 
+def check_not_stacked(method: str, state: Any) -> None:
+    """Raise a ValueError if a `ShapedState` is a stack of states, as `jax.vmap` makes."""
+    if state.fingerprint is not UNSET and np.ndim(state.fingerprint) > 1:
+        raise ValueError(f"{method} got a stack of states: call it within jax.vmap.")
+
+
 def describe_difference(method: str, name: str) -> str:
     """Return the message for a state that was made with another value of an argument."""
     return (
@@ -109,7 +115,11 @@ def find_shaped(opt_state: Any) -> list[Any]:
 
 def _read(state: Any) -> np.ndarray[Any, Any]:
     """Return a row for each argument, with the numbers of all replicas on this process."""
-    return local_values(state.fingerprint).reshape(-1, len(state.shaped_by())).T
+    numbers = local_values(state.fingerprint)
+    # Means over states are no longer fingerprints; other files of checkpoints may store signed integers.
+    is_exact = np.issubdtype(numbers.dtype, np.integer)
+    numbers = numbers.astype(np.uint32) if is_exact else np.full(numbers.shape, _UNKNOWN)
+    return numbers.reshape(-1, len(state.shaped_by())).T
 
 
 def _differ(saved: Any, number: Any) -> bool:

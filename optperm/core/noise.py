@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optperm.core.dtypes import accumulation_dtype, computed_once
+from optperm.core.shapes import Params
 from optperm.core.shardings import shard_like
 from optperm.core.trees import SMALL, unstack
 
@@ -91,7 +91,7 @@ def _small_bits(keys: jax.Array, sizes: list[int]) -> list[jax.Array]:
     ]
 
 
-def normal_like(data: jax.Array, tree: optax.Params) -> Any:
+def normal_like(data: jax.Array, tree: Params) -> Any:
     r"""Return independent standard normal numbers like `tree`, from 2^24 values, in float32 or wider.
 
     .. math:: \sqrt 2 \operatorname{erf}^{-1}\left((2 k + 1)\, 2^{-24} - 1\right), \quad 0 \le k < 2^{24}
@@ -111,7 +111,7 @@ def normal(
     )
 
 
-def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
+def three_point_like(data: jax.Array, tree: Params) -> Any:
     r"""Return independent numbers like `tree` with the first five moments of a standard normal.
 
     .. math::
@@ -125,7 +125,7 @@ def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
     return _map_paths(_three_point, data, tree)
 
 
-def signs_like(data: jax.Array, tree: optax.Params) -> Any:
+def signs_like(data: jax.Array, tree: Params) -> Any:
     """Return independent random signs, 1 or -1, like `tree`."""
     return _map_paths(_sign, data, tree)
 
@@ -219,9 +219,7 @@ def _draw(
     return law(_words(data, number, shape), dtype)
 
 
-def _map_paths(
-    law: Callable[[jax.Array, Any], jax.Array], data: jax.Array, tree: optax.Params
-) -> Any:
+def _map_paths(law: Callable[[jax.Array, Any], jax.Array], data: jax.Array, tree: Params) -> Any:
     """Return a law's random numbers for each leaf, from bits that depend on the leaf's path."""
 
     def number(path: Any) -> np.uint32:

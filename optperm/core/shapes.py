@@ -1,4 +1,4 @@
-"""Annotations of arrays with dtypes and shapes, in the notation of jaxtyping.
+"""Annotations of arrays with dtypes and shapes, in the notation of jaxtyping, and of trees of them.
 
 Type checkers and the tests read jaxtyping's own names. A user's program needs no jaxtyping: there, each
 annotation is a `jax.Array`, and a tree of them is `Any`, so `typing.get_type_hints` works.
@@ -9,12 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import jax
 
-__all__ = ["Array", "Bool", "Float", "Float32", "Int8", "Int32", "PyTree", "Shaped", "UInt32"]
+__all__ = [
+    "Array",
+    "Bool",
+    "Float",
+    "Float32",
+    "Int8",
+    "Int32",
+    "Params",
+    "PyTree",
+    "Shaped",
+    "UInt32",
+    "Updates",
+]
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, PyTree, Shaped, UInt32
+    from optax import Params, Updates
 else:
     Array = jax.Array
+    # Optax's own names refer to themselves, and can be read in the module of chex alone.
+    Params = Updates = Any
 
     class Shaped:
         """An array of any dtype: `Shaped[Array, "rows columns"]`."""

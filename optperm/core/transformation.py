@@ -16,6 +16,7 @@ from optperm.core import checks
 from optperm.core.dtypes import cast_like, restore_booleans
 from optperm.core.fingerprints import check_fingerprint, fill_fingerprint
 from optperm.core.mapped_axes import AxisName
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.trees import mask_like
 
@@ -30,8 +31,8 @@ _SOURCE = "the optimizer state"
 
 
 def transformation(
-    init: Callable[[optax.Params], Any],
-    update: Callable[..., tuple[optax.Updates, Any]],
+    init: Callable[[Params], Any],
+    update: Callable[..., tuple[Updates, Any]],
     *,
     method: str,
     like: Callable[[Any], Any] | None = None,
@@ -75,13 +76,13 @@ def transformation(
     """
     own_type, wanted = _find_own_type(init), needs or {}
 
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: Params) -> Any:
         checks.check_real_floating("params", params)
         return _with_fingerprint(init(params), params, shape_arguments)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+        updates: Updates, state: Any, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, Any]:
         checks.check_state(method, state, own_type, conversion)
         if needs_params:
             _check_are_given(method, params)
@@ -117,8 +118,8 @@ def transformation(
 
 
 def wrapper(
-    init: Callable[[optax.Params], Any],
-    update: Callable[..., tuple[optax.Updates, Any]],
+    init: Callable[[Params], Any],
+    update: Callable[..., tuple[Updates, Any]],
     *,
     method: str,
     shape_arguments: Callable[[Any], Mapping[str, Any]] | None = None,
@@ -138,12 +139,12 @@ def wrapper(
     """
     own_type = _find_own_type(init)
 
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: Params) -> Any:
         return _with_fingerprint(init(params), params, shape_arguments)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+        updates: Updates, state: Any, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, Any]:
         checks.check_state(method, state, own_type)
         _check_are_given(method, params)
         _check_arguments(method, state, params, shape_arguments)
@@ -180,7 +181,7 @@ def _check_arguments(
         check_fingerprint(method, state, shape_arguments(params))
 
 
-def _check_are_given(method: str, params: optax.Params | None) -> None:
+def _check_are_given(method: str, params: Params | None) -> None:
     if params is None:
         raise ValueError(f"{method} needs params: call update(updates, state, params).")
 
@@ -203,10 +204,10 @@ def _check_extras(method: str, needs: Mapping[str, str], extra_args: Mapping[str
         raise ValueError(f"{method} needs {needed}: {code}. {_OTHER_LOOPS}")
 
 
-def _make_grad_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., optax.Updates]:
+def _make_grad_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., Updates]:
     """Return `grad_fn` for loops that pass only `value_fn`, such as loops for Optax's L-BFGS."""
 
-    def grad_fn(params: optax.Params, **part: Any) -> optax.Updates:
+    def grad_fn(params: Params, **part: Any) -> Updates:
         if part:
             # The gradient over the whole batch would be mistaken for the gradient over a part.
             needed = "grad_fn, which takes a part of the batch (start=, size=), unlike value_fn"

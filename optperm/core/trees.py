@@ -105,14 +105,14 @@ def is_function(given: Any) -> bool:
 def resolve_tree(given: Any, params: Any) -> Any:
     """Return a tree that may be given as a function of params, without variables of `flax.nnx`.
 
-    The function gets params without variables, so paths and arrays are the same in all libraries.
+    The function gets params without boxes, so paths and arrays are the same in all libraries.
     """
-    return without_variables(given(without_variables(params)) if is_function(given) else given)
+    return without_variables(given(without_boxes(params)) if is_function(given) else given)
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return each leaf with its path, such as "Dense_0/kernel", without variables of `flax.nnx`."""
-    leaves = jax.tree_util.tree_leaves_with_path(without_variables(tree))
+    """Return each leaf with its path, such as "Dense_0/kernel", without boxes of Flax."""
+    leaves = jax.tree_util.tree_leaves_with_path(without_boxes(tree))
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 

@@ -17,7 +17,7 @@ from optperm.core.control import both, cond
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.fingerprints import UNSET
 from optperm.core.mapped_axes import AxisName
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.transformation import transformation
 from optperm.distributed._exchanging import show
 from optperm.distributed._local_counts import (
@@ -245,7 +245,7 @@ def agn(
     # Without `outer`, the center's schedules count local steps, otherwise commits.
     is_same = outer is None
 
-    def init(params: optax.Params) -> AgnState:
+    def init(params: Params) -> AgnState:
         center = replicas.make_center(params)
         local_state, center_state = local_optimizer.init(params), center_optimizer.init(center)
         check_can_be_pulled(local_state, center_state, "agn")
@@ -265,14 +265,14 @@ def agn(
         )
 
     def update(
-        grads: optax.Updates,
+        grads: Updates,
         state: AgnState,
-        params: optax.Params,
+        params: Params,
         *,
         commit: bool | Literal["only"] | jax.Array | None = None,
         weight: float | jax.Array | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, AgnState]:
+    ) -> tuple[Updates, AgnState]:
         has_step = not is_commit_only(commit)
         grads = grads if has_step else None
         replicas.check_are_local(grads, params, "agn")
@@ -286,7 +286,7 @@ def agn(
         u, local_state = local_step(state.local_state)
 
         # a <- a + g uses the raw gradient, so that a commit notices nonfinite entries
-        def add(a: optax.Updates) -> optax.Updates:
+        def add(a: Updates) -> Updates:
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), a, grads) if has_step else a
 
         # n = a / T, c <- c + u(n; s_c). The commit computes a + g itself, because as an input of the
@@ -346,7 +346,7 @@ def agn(
 
 
 def _step_by_sum(
-    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any, is_mean: bool
+    at: Center, n: Updates, step: CenterStep, replicas: Replicas, weight: Any, is_mean: bool
 ) -> tuple[Center, jax.Array]:
     """Take one step with sum w n, or sum w n / sum w, from one all-reduce.
 
@@ -364,7 +364,7 @@ def _step_by_sum(
 
 
 def _step_in_turn(
-    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any
+    at: Center, n: Updates, step: CenterStep, replicas: Replicas, weight: Any
 ) -> tuple[Center, jax.Array]:
     """Take a step with w n of each replica in turn, after one all-gather.
 
@@ -374,7 +374,7 @@ def _step_in_turn(
     w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
     given = optax.tree.cast_like(scale(n, w), at[0]), w
 
-    def take_turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
+    def take_turn(at: Center, row: tuple[Updates, jax.Array]) -> tuple[Center, None]:
         # Weights are finite, but without the sort in `both`, XLA takes minutes to compile the loop.
         return step(at, row[0], both(row[1] > 0, jnp.isfinite(row[1]))), None
 

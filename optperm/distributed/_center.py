@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import optax
-
+from optperm.core.shapes import Params
 from optperm.core.states import find_state, local_values
 from optperm.core.trees import fill_masked
 from optperm.distributed._agn import AgnState
@@ -13,9 +12,7 @@ from optperm.distributed._diloco import DilocoState
 LOCAL_STATES = (AgnState, DilocoState)
 
 
-def center_params(
-    opt_state: Any, params: optax.Params | None = None, *, final: bool = False
-) -> optax.Params:
+def center_params(opt_state: Any, params: Params | None = None, *, final: bool = False) -> Params:
     """Return the center, the common params of all replicas of `optperm.agn` or `optperm.diloco`.
 
     Args:

@@ -19,6 +19,8 @@ from optperm.core import checks
 from optperm.core.control import both
 from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
+from optperm.core.shapes import Updates
+from optperm.core.shardings import shard_like, unshard
 from optperm.distributed._replicas import Replicas, gather, scale, weigh
 
 _BITS = (1, 2, 4, 8)
@@ -269,12 +271,12 @@ def _unpack(packed: jax.Array, bits: int) -> jax.Array:
 
 def sum_compressed(
     compress: Compression,
-    contribution: optax.Updates,
-    residual: optax.Updates,
+    contribution: Updates,
+    residual: Updates,
     is_finite: jax.Array,
     replicas: Replicas,
     weight: Any = None,
-) -> tuple[optax.Updates, jax.Array, optax.Updates, jax.Array]:
+) -> tuple[Updates, jax.Array, Updates, jax.Array]:
     r"""Return the weighted sum of all replicas' compressed contributions, with one all-gather.
 
     .. math::
@@ -302,11 +304,13 @@ def sum_compressed(
     # s = Q(top_k(e)), e <- e - s
     likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def decode_all(sent: list[Encoded | None]) -> optax.Updates:
+    def decode_all(sent: list[Encoded | None]) -> Updates:
         pairs = zip(sent, likes, strict=True)
-        return jax.tree.unflatten(structure, [decode(compress, *pair) for pair in pairs])
+        decoded = [decode(compress, *pair) for pair in pairs]
+        return jax.tree.unflatten(structure, list(map(shard_like, decoded, leaves)))
 
-    sent = [encode(compress, leaf) for leaf in leaves]
+    # The encoder works on whole leaves, also of explicit meshes.
+    sent = [encode(compress, unshard(leaf)) for leaf in leaves]
     own = decode_all(sent)
     rest = optax.tree.sub(e, own)
     is_sent = replicas.are_finite((own, rest))
@@ -320,7 +324,7 @@ def sum_compressed(
     # sum_i w_i s_i adds one replica after another, to hold only one decoded tree in memory.
     rows, unpack = gather_packed((sent, w.reshape(1)), replicas.axis_name)
 
-    def decode_row(row: list[jax.Array]) -> tuple[optax.Updates, jax.Array]:
+    def decode_row(row: list[jax.Array]) -> tuple[Updates, jax.Array]:
         sent, (w,) = unpack(row)
         # Weights are finite, but without the sort in `both`, XLA takes minutes to compile the loop.
         w = jnp.where(both(w > 0, jnp.isfinite(w)), w, 0)

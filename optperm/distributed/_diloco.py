@@ -24,7 +24,7 @@ from optperm.core.fingerprints import (
     fill_fingerprint,
 )
 from optperm.core.mapped_axes import AxisName
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import unstack
@@ -266,7 +266,7 @@ def diloco(
     is_one = plan.fragments == 1
     is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
 
-    def init(params: optax.Params) -> DilocoState:
+    def init(params: Params) -> DilocoState:
         fragments = Fragments(params, plan.fragments, fragment_of)
         local_state = local_optimizer.init(params)
         if placing_states(local_state) and not is_plain:
@@ -297,14 +297,14 @@ def diloco(
         return fill_fingerprint(state, _list_arguments(fragments, compress, combine))
 
     def update(
-        grads: optax.Updates,
+        grads: Updates,
         state: DilocoState,
-        params: optax.Params,
+        params: Params,
         *,
         commit: bool | Literal["only"] | jax.Array | Exchange | None = None,
         weight: float | jax.Array | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, DilocoState]:
+    ) -> tuple[Updates, DilocoState]:
         has_step = not is_commit_only(commit)
         grads = grads if has_step else None
         replicas.check_are_local(grads, params, "diloco")
@@ -321,7 +321,7 @@ def diloco(
         is_traced = any(isinstance(flag, jax.Array) for pair in due for flag in pair)
         known = None if is_traced else step(state.local_state)
 
-        def find_theta() -> optax.Params:
+        def find_theta() -> Params:
             return apply_updates(params, *(known or step(state.local_state)))
 
         # For each fragment p that is due, `Exchanger.send` computes the mean n_p of Delta_p = c_p -

@@ -31,6 +31,7 @@ import optax
 
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.shapes import Params, Updates
 from optperm.distributed._compression import Compression, sum_compressed
 from optperm.distributed._fragments import Fragments
 from optperm.distributed._pairs import map_with_partner
@@ -54,7 +55,7 @@ class Step:
     """
 
     fragments: Fragments
-    find_theta: Callable[[], optax.Params]
+    find_theta: Callable[[], Params]
     move_center: CenterStep
     weight: Any
     count: jax.Array
@@ -126,8 +127,8 @@ class Exchanger(abc.ABC):
         return Part(center, tuple(center_states), in_flight, jnp.stack(weights), residual), outcomes
 
     def send(
-        self, step: Step, part: Part, theta: optax.Params, p: int
-    ) -> tuple[optax.Updates, Part, jax.Array]:
+        self, step: Step, part: Part, theta: Params, p: int
+    ) -> tuple[Updates, Part, jax.Array]:
         """Return the mean of Delta over the replicas, and whether it excludes this replica."""
         take, write = step.fragments.take_rows, step.fragments.write_rows
         center = take(part.center, p)
@@ -169,7 +170,7 @@ class Exchanger(abc.ABC):
         return pair(add, theta, center), w + w_theirs
 
     def receive(
-        self, step: Step, part: Part, n: optax.Updates, theta: optax.Params, p: int
+        self, step: Step, part: Part, n: Updates, theta: Params, p: int
     ) -> tuple[Part, jax.Array, jax.Array]:
         """Return the center after a step by n, and whether theta is not finite or n overflowed."""
         center = step.fragments.take_rows(part.center, p)

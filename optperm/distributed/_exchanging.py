@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from optperm.core.shapes import Params
 from optperm.distributed._replicas import Replicas
 
 
@@ -25,7 +26,7 @@ class Method(NamedTuple):
 
     name: str
     tx: optax.GradientTransformationExtraArgs
-    params: optax.Params
+    params: Params
     replicas: Replicas
     every: Any
 
@@ -49,7 +50,7 @@ def show(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation whose `init` also passes the method to the current report, if any."""
 
-    def init(params: optax.Params) -> Any:
+    def init(params: Params) -> Any:
         look = _LOOK.get()
         if look is not None:
             look(Method(name, tx, params, replicas, every))

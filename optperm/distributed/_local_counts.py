@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core.schedules import schedules_at
+from optperm.core.shapes import Params
 from optperm.core.states import find_states
 from optperm.switching import SwitchAfterState
 
@@ -48,7 +49,7 @@ _OF_GRADIENTS = (
 _VALUES = ("hyperparams", "measurements", "measurement")
 
 
-def check_schedules(center_state: Any, params: optax.Params) -> None:
+def check_schedules(center_state: Any, params: Params) -> None:
     """Raise if a state may use the same count for schedules and for moments."""
     _, unclear = _find_counts(center_state, params)
     if unclear:
@@ -64,7 +65,7 @@ def check_schedules(center_state: Any, params: optax.Params) -> None:
             )
 
 
-def advance_schedules(new: Any, old: Any, steps: jax.Array, params: optax.Params) -> Any:
+def advance_schedules(new: Any, old: Any, steps: jax.Array, params: Params) -> Any:
     """Return the new state with the old state's counts for schedules, advanced by some steps."""
     places, _ = _find_counts(new, params)
 
@@ -98,7 +99,7 @@ def count_local_steps(
     return optimizer._replace(update=update)
 
 
-def _find_counts(state: Any, params: optax.Params) -> tuple[set[Any], list[str]]:
+def _find_counts(state: Any, params: Params) -> tuple[set[Any], list[str]]:
     """Return the paths of the counts that schedules read, and the types of states with unclear counts.
 
     A state that contains only counts is a state for schedules. A tree like params contains no counts.
@@ -128,7 +129,7 @@ def _find_counts(state: Any, params: optax.Params) -> tuple[set[Any], list[str]]
     return places, unclear
 
 
-def _has_count(state: Any, params: optax.Params) -> bool:
+def _has_count(state: Any, params: Params) -> bool:
     """Return whether schedules may be read within a state."""
     own = [each for each in _list_nodes(state) if type(each).__module__.startswith("optperm")]
     return bool(own) or bool(_find_counts(state, params)[0])

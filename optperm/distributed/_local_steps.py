@@ -44,10 +44,11 @@ from optperm.core.mapped_axes import (
     varying_axes,
     varying_like,
 )
+from optperm.core.shapes import Params, Updates
 from optperm.core.states import find_states
 from optperm.distributed._replicas import Center, CenterStep, Replicas
 from optperm.exact import (
-    AnchoredState,
+    OWN_POINTS,
     apply_updates,
     exact_entries,
     placing_states,
@@ -57,15 +58,6 @@ from optperm.switching import SwitchAfterState
 
 # The number of steps from one commit to the next, or a schedule of the number of commits so far.
 Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
-
-# States whose updates lead to params in the state, not to a step from the current params.
-_OWN_POINTS: tuple[Any, ...] = (
-    optax.contrib.ScheduleFreeState,
-    optax.contrib.MechanicState,
-    optax.contrib.MadgradState,
-    optax.contrib.COCOBState,
-    AnchoredState,
-)
 
 
 def check_period(name: str, value: object) -> None:
@@ -122,19 +114,19 @@ def ends_period(
 
 def make_local_step(
     optimizer: optax.GradientTransformationExtraArgs,
-    grads: optax.Updates | None,
+    grads: Updates | None,
     state: Any,
-    params: optax.Params,
+    params: Params,
     extra_args: dict[str, Any],
     axis_name: AxisName | None,
-) -> Callable[[Any], tuple[optax.Updates, Any]]:
+) -> Callable[[Any], tuple[Updates, Any]]:
     """Return the function s -> (u(g; s), new s) of a local step.
 
     After a pull, s first gets its exact targets from the center. Without a gradient, u is zero and s
     does not change.
     """
 
-    def step(local_state: Any) -> tuple[optax.Updates, Any]:
+    def step(local_state: Any) -> tuple[Updates, Any]:
         if grads is None:
             return optax.tree.zeros_like(params), local_state
         g, extras = zero_bad_entries(grads, extra_args, local_state)
@@ -146,8 +138,8 @@ def make_local_step(
 
 
 def finish(
-    updates: optax.Updates, new_state: Any, state: Any, has_step: bool, axis_name: AxisName | None
-) -> tuple[optax.Updates, Any]:
+    updates: Updates, new_state: Any, state: Any, has_step: bool, axis_name: AxisName | None
+) -> tuple[Updates, Any]:
     """Return updates and state; no change if a commit without a step commits no earlier step."""
     if has_step:
         return updates, new_state
@@ -161,12 +153,12 @@ def finish(
 
 
 def keep_exact(
-    center: optax.Params,
-    before: optax.Params,
+    center: Params,
+    before: Params,
     local_state: Any,
     is_due: bool | jax.Array,
     axis_name: AxisName | None,
-) -> optax.Params:
+) -> Params:
     """Return the center after a commit, with the entries that local optimizers fix or keep at zero.
 
     Replicas may disagree on an entry but have one center, so an entry is exact only if all agree.
@@ -182,7 +174,7 @@ def keep_exact(
         size = psum(mark_varying(jnp.ones([], jnp.int32), varying), axis_name)
         return psum(mark_varying(where.astype(jnp.int32), varying), axis_name) == size
 
-    def put() -> optax.Params:
+    def put() -> Params:
         moved = center
         for each in entries:
             agreed = each._replace(where=jax.tree.map(is_everywhere, each.where))
@@ -206,12 +198,12 @@ def check_chooses_no_zeros(center_state: Any) -> None:
 def make_center_step(
     optimizer: optax.GradientTransformationExtraArgs,
     extra_args: dict[str, Any],
-    params: optax.Params,
+    params: Params,
     axis_name: AxisName | None,
 ) -> CenterStep:
     """Make the function c <- c + u(n; s_c), with extra arguments for the batches of all replicas."""
 
-    def step(at: Center, n: optax.Updates, is_valid: jax.Array) -> Center:
+    def step(at: Center, n: Updates, is_valid: jax.Array) -> Center:
         def move() -> Center:
             extras = _common_extras(extra_args, n, at[0], params, axis_name)
             moves, new_state = optimizer.update(n, at[1], at[0], **extras)
@@ -224,8 +216,8 @@ def make_center_step(
 
 
 def zero_bad_entries(
-    grads: optax.Updates, extra_args: dict[str, Any], local_state: Any
-) -> tuple[optax.Updates, dict[str, Any]]:
+    grads: Updates, extra_args: dict[str, Any], local_state: Any
+) -> tuple[Updates, dict[str, Any]]:
     """Return the gradient and extra arguments of a local step with zeros for nonfinite entries.
 
     NaN would stay in the local state forever. Only `optax.apply_if_finite` gets the raw gradient,
@@ -238,7 +230,7 @@ def zero_bad_entries(
     return zero_if_not_finite(grads), extra_args
 
 
-def count_bad_steps(grads: optax.Updates | None, local_state: Any, replicas: Replicas) -> jax.Array:
+def count_bad_steps(grads: Updates | None, local_state: Any, replicas: Replicas) -> jax.Array:
     """Return 1 if this replica's local step counts nonfinite entries of its gradient as zero."""
     if grads is None or isinstance(local_state, optax.ApplyIfFiniteState):
         return jnp.zeros([], jnp.int32)
@@ -247,9 +239,9 @@ def count_bad_steps(grads: optax.Updates | None, local_state: Any, replicas: Rep
 
 def _common_extras(
     extras: dict[str, Any],
-    gradient: optax.Updates,
-    center: optax.Params,
-    params: optax.Params,
+    gradient: Updates,
+    center: Params,
+    params: Params,
     axis_name: AxisName | None,
 ) -> dict[str, Any]:
     """Return the extra arguments for a step of the center, for the batches of all replicas.
@@ -260,7 +252,7 @@ def _common_extras(
 
     def gather_results(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def call_everywhere(at: optax.Params, **options: Any) -> Any:
+        def call_everywhere(at: Params, **options: Any) -> Any:
             at = varying_like(at, params, axis_name)
             result = function(optax.tree.cast_like(at, params), **options)
             return result if axis_name is None else all_gather(result, axis_name, tiled=True)
@@ -271,7 +263,7 @@ def _common_extras(
         mean = mean_of_function(function, params, axis_name, place)
 
         @functools.wraps(function)
-        def call_at_center(at: optax.Params, **options: Any) -> Any:
+        def call_at_center(at: Params, **options: Any) -> Any:
             # The center may have a wider dtype than the params.
             return mean(optax.tree.cast_like(at, params), **options)
 
@@ -331,7 +323,7 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
         raise ValueError(
             f"MultiSteps in the center's optimizer would lose commits: write {wanted}."
         )
-    for each in find_states(local_state, _OWN_POINTS):
+    for each in find_states(local_state, OWN_POINTS):
         raise ValueError(
             f"{type(each).__name__} stores its own params, which a pull to the center does not move. "
             f"Use another optimizer for the local steps of {method}, or use this optimizer for the "

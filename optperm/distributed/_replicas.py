@@ -21,11 +21,12 @@ from optperm.core.mapped_axes import (
     psum,
     varying_axes,
 )
+from optperm.core.shapes import Params, Updates
 
 # (center, state of its optimizer)
-Center = tuple[optax.Params, Any]
+Center = tuple[Params, Any]
 # (center, gradient, whether there is one) -> center
-CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
+CenterStep = Callable[[Center, Updates, jax.Array], Center]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Replicas:
     axis_name: AxisName | None
     shard_axes: AxisName
 
-    def check_are_local(
-        self, grads: optax.Updates | None, params: optax.Params, method: str
-    ) -> None:
+    def check_are_local(self, grads: Updates | None, params: Params, method: str) -> None:
         """Raise if the gradients' types show that `jax.shard_map` has summed them over replicas."""
         if self.axis_name is None:
             return
@@ -51,7 +50,7 @@ class Replicas:
                 f"jax.shard_map sums gradients over it unless params vary over it. Use {cast}."
             )
 
-    def agree(self, flag: jax.Array, tree: optax.Updates) -> jax.Array:
+    def agree(self, flag: jax.Array, tree: Updates) -> jax.Array:
         """Return whether a flag is True on all shards of one replica's tree."""
         checks.check_axis_is_bound(self.shard_axes, name="shard_axes")
         within = varying_axes(tree).union(axis_names(self.shard_axes))
@@ -62,13 +61,11 @@ class Replicas:
         counted = mark_varying(flag.astype(jnp.int32), varying_axes(jax.lax.axis_index(axes)))
         return jax.lax.pmin(counted, axes) > 0
 
-    def are_finite(self, tree: optax.Updates) -> jax.Array:
+    def are_finite(self, tree: Updates) -> jax.Array:
         """Return whether all entries of one replica's tree are finite, on all of its shards."""
         return self.agree(all_finite(tree), tree)
 
-    def cast_gradient(
-        self, n: optax.Updates, center: optax.Params
-    ) -> tuple[optax.Updates, jax.Array]:
+    def cast_gradient(self, n: Updates, center: Params) -> tuple[Updates, jax.Array]:
         """Return a contribution in the dtypes of the center, and whether it is finite there."""
         gradient = optax.tree.cast_like(n, center)
         return gradient, self.are_finite(gradient)
@@ -78,7 +75,7 @@ class Replicas:
         # This does not move the shards of a replica.
         return tree if self.axis_name is None else psum(tree, self.axis_name)
 
-    def make_center(self, params: optax.Params) -> optax.Params:
+    def make_center(self, params: Params) -> Params:
         """Return one center for all replicas: their params if all agree, otherwise the mean.
 
         The mean excludes replicas whose params are not finite. If the axis is not mapped, as in `init`

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
 from optperm.core.mapped_axes import axis_names
+from optperm.core.shapes import Params
 from optperm.core.tables import align
 from optperm.distributed._exchanging import Method, look_at_methods
 from optperm.distributed._local_steps import Period
@@ -81,7 +82,7 @@ class TrafficReport(NamedTuple):
 
 def traffic_report(
     tx: optax.GradientTransformation,
-    params: optax.Params,
+    params: Params,
     bandwidth: float | None = None,
     *,
     every: float | None = None,
@@ -151,7 +152,7 @@ def traffic_report(
     def look(method: Method) -> None:
         found.append(tuple(_measure(method, bandwidth, every, replicas)))
 
-    def init(params: optax.Params) -> Any:
+    def init(params: Params) -> Any:
         # A new function is needed, because JAX would not trace the same function twice.
         return tx.init(params)
 
@@ -210,10 +211,10 @@ def _trace(method: Method, commit: bool | Exchange, replicas: int) -> Counter[st
     mesh = AbstractMesh((replicas, *[1] * (len(axes) - 1)), axes)
     params = _shapes(method.params)
 
-    def init(params: optax.Params) -> Any:
+    def init(params: Params) -> Any:
         return method.tx.init(params)
 
-    def step(params: optax.Params, state: Any) -> Any:
+    def step(params: Params, state: Any) -> Any:
         return method.tx.update(params, state, params, commit=commit)
 
     # Here, `init` must not pass the method to the report again.

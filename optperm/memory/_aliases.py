@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import optax
 
+from optperm.core.shapes import Params
 from optperm.memory._apollo import By, apollo
 from optperm.memory._low_rank import Projection, Residual, low_rank
 from optperm.memory._matrices import Side
@@ -21,7 +22,7 @@ def low_rank_adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Any | Callable[[Params], Any] | None = None,
     every: int | jax.Array | Callable[[jax.Array], jax.Array] = 200,
     projection: Projection = "random",
     residual: Residual | None = "scaled",
@@ -99,7 +100,7 @@ def apollo_adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Any | Callable[[Params], Any] | None = None,
     every: int | jax.Array = 200,
     by: By = "channel",
     scale: float | jax.Array | Literal["auto"] = "auto",

@@ -19,7 +19,7 @@ from optperm.core.fingerprints import UNSET, describe_difference
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold, normal
-from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Float, Int8, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.transformation import transformation
 from optperm.core.trees import without_boxes
 from optperm.memory._directions import (
@@ -163,7 +163,7 @@ def apollo(
     checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> ApolloState:
+    def init(params: Params) -> ApolloState:
         plans = plan_matrices(params, rank, "smaller", axes)
         warn_of_others("apollo", params, axes)
         return ApolloState(
@@ -174,8 +174,8 @@ def apollo(
         )
 
     def update(
-        updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, ApolloState]:
+        updates: Updates, state: ApolloState, _: Any = None, **extra_args: Any
+    ) -> tuple[Updates, ApolloState]:
         plans = plan_matrices(updates, rank, "smaller", axes)
         _check_same_shapes(optimizer, updates, plans, state)
         grads = without_boxes(updates)
@@ -220,7 +220,7 @@ def apollo(
             fingerprint=state.fingerprint,
         )
 
-    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+    def shape_arguments(params: Params) -> dict[str, Any]:
         plans = plan_matrices(params, rank, "smaller", axes)
         return {"rank": rank, "axes": describe_axes(plans)}
 
@@ -231,7 +231,7 @@ def apollo(
 
 
 def _check_same_shapes(
-    inner: optax.GradientTransformation, updates: optax.Updates, plans: Any, state: ApolloState
+    inner: optax.GradientTransformation, updates: Updates, plans: Any, state: ApolloState
 ) -> None:
     """Raise if the state of `inner` is for low-rank leaves of other shapes, which may broadcast.
 

@@ -27,7 +27,7 @@ from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.noise import fold
-from optperm.core.shapes import Array, Float, Int8, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Float, Int8, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import leaf_paths, without_boxes
@@ -165,7 +165,7 @@ def low_rank(
       rank: r, an integer of at least 1, or a fraction in (0, 1) of each leaf's smaller side.
       every: The number of steps from one basis to the next, at least 1, or a schedule of this number.
         All matrices get their first basis in step 0. Later, the j-th of J projected leaves changes its
-        basis at steps equal to j * every // J, modulo `every`.
+        basis at steps equal to j * every // J, modulo `every`. A resumed run may change `every`.
       projection: "random" for uniformly distributed bases, "svd" for the first singular vectors of the
         gradient, or "power". "power" also starts with singular vectors, but then takes one step of
         subspace iteration from the last basis; use it with `every` from 1 to 20.
@@ -280,7 +280,7 @@ def low_rank(
     optimizer = optax.with_extra_args_support(inner)
     probe = Probe(inner)
 
-    def init(params: optax.Params) -> LowRankState:
+    def init(params: Params) -> LowRankState:
         plain, plans = without_boxes(params), plan_matrices(params, rank, side, axes)
         warn_of_others("low_rank", params, axes)
         low = make_low(params, plans)
@@ -299,8 +299,8 @@ def low_rank(
         )
 
     def update(
-        updates: optax.Updates, state: LowRankState, _: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, LowRankState]:
+        updates: Updates, state: LowRankState, _: Any = None, **extra_args: Any
+    ) -> tuple[Updates, LowRankState]:
         plans = plan_matrices(updates, rank, side, axes)
         grads = without_boxes(updates)
 
@@ -392,7 +392,7 @@ class _Leaf(NamedTuple):
 
 def _refresh(
     state: LowRankState,
-    updates: optax.Updates,
+    updates: Updates,
     plans: Any,
     formulas: Sequence[Formula] | None,
     projection: Projection,
@@ -432,8 +432,13 @@ def _refresh(
         # This is the leaf's first turn after t
         turns.append(t + 1 + (offset - t - 1) % period)
 
+    def find_due(leaf: _Leaf, turn: Any) -> jax.Array:
+        # If `every` shrinks, in a resumed run or by a schedule, the next turn may be periods away.
+        is_late = (turn - t == period) & (leaf.next_refresh >= turn)
+        return (t >= leaf.next_refresh) | is_late
+
     def refresh_leaf(m: Matrix, g: Any, leaf: _Leaf, number: Any, turn: Any, words: Any) -> _Leaf:
-        is_due = t >= leaf.next_refresh
+        is_due = find_due(leaf, turn)
         if projection != "random":
             is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(g), lambda: is_due)
 
@@ -463,7 +468,9 @@ def _refresh(
         }
 
     # One condition for all leaves contains one per leaf, so a step without new bases waits only once
-    are_due = [jnp.any(t >= leaf.next_refresh) for leaf in leaves.values()]
+    are_due = [
+        jnp.any(find_due(leaf, turn)) for leaf, turn in zip(leaves.values(), turns, strict=True)
+    ]
     leaves = when(functools.reduce(operator.or_, are_due, False), refresh_leaves, leaves)
     for i, leaf in leaves.items():
         bases[i], dues[i], moments[i] = leaf

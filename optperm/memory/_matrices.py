@@ -12,13 +12,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm._leaf_axes import LeafAxes, resolve_axes
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import varying_zeros
+from optperm.core.shapes import Updates
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
 from optperm.core.trees import is_box, without_boxes
 
@@ -118,7 +118,7 @@ class Matrix:
         return x if self.on_rows else jnp.swapaxes(x, -1, -2)
 
 
-def plan_matrices(tree: optax.Updates, rank: float, side: Side, axes: Any) -> Any:
+def plan_matrices(tree: Updates, rank: float, side: Side, axes: Any) -> Any:
     """Return a tree with a view of each kernel as matrices, or None for leaves at full rank.
 
     The tree has no boxes, even if the given tree has boxes. A kernel stays at full rank if projecting it
@@ -164,7 +164,7 @@ def list_matrices(plans: Any, tree: Any) -> list[Matrix | None]:
     return found
 
 
-def find_low_structure(tree: optax.Updates, plans: Any) -> Any:
+def find_low_structure(tree: Updates, plans: Any) -> Any:
     """Return the structure of the tree of low-rank leaves, where only leaves at full rank have boxes."""
     matrices = iter(list_matrices(plans, tree))
 

@@ -3,14 +3,14 @@
 from typing import Any
 
 import jax
-import optax
 from optax.contrib import MuonDimensionNumbers
 
 from optperm._leaf_axes import LeafAxes, leaf_axes
+from optperm.core.shapes import Params
 from optperm.core.trees import without_variables
 
 
-def muon_axes(params: optax.Params, /, *, show: bool = False, **overrides: LeafAxes | None) -> Any:
+def muon_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | None) -> Any:
     """Return the axes of a model's kernels, for `optax.contrib.muon`.
 
     Without these axes, Muon trains each leaf with two axes, also embeddings and the norms of stacked

@@ -24,7 +24,7 @@ from optperm.core import checks
 from optperm.core.dtypes import computed_once
 from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
-from optperm.core.shapes import Array, Int32, UInt32
+from optperm.core.shapes import Array, Int32, Params, UInt32, Updates
 from optperm.core.shardings import is_spread, shard_like, sharding_of
 from optperm.core.states import find_states, match_params
 from optperm.core.transformation import transformation
@@ -96,7 +96,7 @@ def quantize_state(
     *,
     bits: int = 8,
     min_size: int = 4096,
-    include: Any | Callable[[optax.Params], Any] | None = None,
+    include: Any | Callable[[Params], Any] | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Store the moments of an optimizer in 8 bits, a quarter of their usual memory.
@@ -200,7 +200,7 @@ def quantize_state(
     checks.check_key("key", key)
     optimizer, probe = optax.with_extra_args_support(inner), Probe(inner)
 
-    def init(params: optax.Params) -> QuantizedState:
+    def init(params: Params) -> QuantizedState:
         inner_state = inner.init(params)
         known = find_known_states(without_variables(inner_state))
         if not known:
@@ -235,11 +235,11 @@ def quantize_state(
         return QuantizedState(count, *_encode_state(inner_state, names, key, count))
 
     def update(
-        updates: optax.Updates,
+        updates: Updates,
         state: QuantizedState,
-        params: optax.Params | None = None,
+        params: Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, QuantizedState]:
+    ) -> tuple[Updates, QuantizedState]:
         names = _find_names(state.exponents)
         forms = {name.split("_")[0] for each in names for name in each}
         if not forms.isdisjoint(("random",) if bits == 4 else ("odd", "even")):
@@ -253,7 +253,7 @@ def quantize_state(
         encoded = _encode_state(inner_state, names, key, count)
         return updates, QuantizedState(count, *encoded, state.fingerprint)
 
-    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+    def shape_arguments(params: Params) -> dict[str, Any]:
         flags = _resolve_include(include, params)
         flags = jax.tree.map(lambda _: True, params) if flags is True else flags
         return {"min_size": min_size, "include": flags}

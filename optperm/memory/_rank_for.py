@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optperm.core import checks
+from optperm.core.shapes import Params
 from optperm.memory._matrices import Matrix, list_matrices, plan_matrices
 
 # The candidates for the rank are this many ratios to the smaller side of each matrix.
@@ -17,7 +17,7 @@ _STEPS = 256
 
 
 def rank_for(
-    params: optax.Params,
+    params: Params,
     words: float = 0.6,
     *,
     axes: Any = None,

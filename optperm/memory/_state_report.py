@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.shapes import Params
 from optperm.core.states import find_states, match_params
 from optperm.core.tables import align
 from optperm.memory._apollo import ApolloState
@@ -79,7 +80,7 @@ class StateReport(NamedTuple):
         return align(zip(*columns, strict=True))
 
 
-def state_report(tx: optax.GradientTransformation, params: optax.Params) -> StateReport:
+def state_report(tx: optax.GradientTransformation, params: Params) -> StateReport:
     """Report the size of an optimizer's state in bytes and in 32-bit words, leaf by leaf.
 
     The report needs only shapes. A word is four bytes, so an entry of an int8 array or of a mask is a
@@ -120,7 +121,7 @@ def state_report(tx: optax.GradientTransformation, params: optax.Params) -> Stat
     checks.check_transformation("tx", tx)
     treatments: dict[int, str] = {}
 
-    def init(params: optax.Params) -> Any:
+    def init(params: Params) -> Any:
         state = tx.init(params)
         # Codes of 4 bits are in arrays of half the length
         treatments.update(_find_treatments(decode_states(state), params))
@@ -146,16 +147,23 @@ def _count_words(leaf: jax.ShapeDtypeStruct) -> float:
     return leaf.size * leaf.dtype.itemsize / 4
 
 
-def _find_treatments(state: Any, params: optax.Params) -> Iterator[tuple[int, str]]:
+def _find_treatments(state: Any, params: Params) -> Iterator[tuple[int, str]]:
     """Yield the positions of the leaves in low-rank methods, and the treatment of each leaf."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     methods: tuple[type[Any], ...] = (LowRankState, ApolloState)
+    # If the params are a single array, `match_params` finds no leaf for an array without axes
+    lone = 0 if jax.tree_util.all_leaves([params]) else None
+
+    def match(tree: Any) -> list[tuple[Any, int | None]]:
+        found = match_params(tree, params)
+        return [(leaf, lone if place is None else place) for leaf, place, _ in found]
+
     for method in find_states(state, methods):
         is_stored = isinstance(method, LowRankState)
         # r is known from a basis (..., d, r) or from moments, (..., r, k) or (..., k, r), of APOLLO
         arrays = method.basis if is_stored else method.inner_state
-        batches = {place: leaf.shape for leaf, place, _ in match_params(method.norm, params)}
-        for array, place, _ in match_params(arrays, params):
+        batches = {place: leaf.shape for leaf, place in match(method.norm)}
+        for array, place in match(arrays):
             if place is None:
                 continue
             shape, batch = shapes[place], batches[place]

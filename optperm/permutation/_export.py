@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optperm.core import checks
-from optperm.core.fingerprints import check_fingerprint
+from optperm.core.fingerprints import check_fingerprint, check_not_stacked
+from optperm.core.shapes import Params
 from optperm.core.shardings import can_be_seen, shard_like, unshard
 from optperm.core.states import find_state
 from optperm.core.trees import fill_masked, in_variables, is_masked, mask_like, without_variables
@@ -28,8 +28,8 @@ PERMUTED_STATES = (PermuteByCyclesState, LapermState)
 
 
 def permuted_params(
-    opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
-) -> optax.Params:
+    opt_state: Any, params: Params | None = None, *, output_axes: OutputAxes = (-1,)
+) -> Params:
     """Return the exact weights of a permutation method: its initial weights in another order.
 
     For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the weights
@@ -58,7 +58,8 @@ def permuted_params(
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if `params` do not match
-        this state, or if a state of `optperm.laperm` was made with other `output_axes`.
+        this state, or if a state of `optperm.laperm` was made with other `output_axes`, or is a stack of
+        states outside `jax.vmap`.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
@@ -69,9 +70,9 @@ def permuted_params(
 
 
 def export_permutation(
-    initial_params: optax.Params,
+    initial_params: Params,
     opt_state: Any,
-    params: optax.Params | None = None,
+    params: Params | None = None,
     *,
     output_axes: OutputAxes = (-1,),
 ) -> Any:
@@ -101,7 +102,8 @@ def export_permutation(
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if the structure, shapes
         or dtypes of `initial_params` or `params` do not match this state, if this state was made with
-        other `output_axes`, or if the trained weights are not a permutation of the initial weights.
+        other `output_axes` or is a stack of states outside `jax.vmap`, or if the trained weights are not
+        a permutation of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks
@@ -137,7 +139,7 @@ def export_permutation(
     return permutation
 
 
-def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.Params:
+def apply_permutation(initial_params: Params, permutation: Any) -> Params:
     """Rebuild trained weights bit for bit from the initial weights and a permutation.
 
     Args:
@@ -198,7 +200,8 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
 def _check_axes(
     method: str, state: PermuteByCyclesState | LapermState, output_axes: OutputAxes
 ) -> None:
-    """Raise if a state was made with other output axes."""
+    """Raise if a state was made with other output axes, or is a stack of states."""
+    check_not_stacked(method, state)
     axes = resolve_output_axes(state.weights, output_axes)
     check_fingerprint(method, state, {"output_axes": axes})
 
@@ -206,9 +209,9 @@ def _check_axes(
 def _weights_and_ranks(
     method: str,
     state: PermuteByCyclesState | LapermState,
-    params: optax.Params,
+    params: Params,
     output_axes: OutputAxes,
-) -> tuple[optax.Params, Any]:
+) -> tuple[Params, Any]:
     """Return the exact weights at given params, masked like the state, and their ranks."""
     trained = mask_like(params, state.weights)
     checks.check_same_tree("params", trained, state.weights, source="the optimizer state")

@@ -20,10 +20,11 @@ from optperm.core.control import when
 from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.fingerprints import UNSET
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
+from optperm.core.states import find_states
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
-from optperm.exact import Exact, exact_entries
+from optperm.exact import OWN_POINTS, Exact, exact_entries
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (
     OutputAxes,
@@ -105,7 +106,9 @@ def laperm(
 
     Args:
       inner: The optimizer that moves the weights. Optimizers that set exact params (`optperm.sgperm`,
-        `optperm.mask_elements`, `optperm.rigl`) are not allowed.
+        `optperm.mask_elements`, `optperm.rigl`) or keep their own params
+        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, and `optperm.katyusha`) are not
+        allowed.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       output_axes: As in `optperm.permute_by_cycles`.
@@ -148,8 +151,8 @@ def laperm(
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If `every` is below 1, the inner optimizer sets exact params, the state was made with
-        other `output_axes`, or the trees passed to `update` do not match.
+      ValueError: If `every` is below 1, the inner optimizer sets exact params or keeps its own params,
+        the state was made with other `output_axes`, or the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
@@ -160,12 +163,17 @@ def laperm(
         checks.check_count("every", every)
     optimizer = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> LapermState:
+    def init(params: Params) -> LapermState:
         warn_of_constant_vectors(params, output_axes)
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
                 "inner sets exact params (as sgperm or mask_elements does): use another optimizer."
+            )
+        for each in find_states(inner_state, OWN_POINTS):
+            raise ValueError(
+                f"{type(each).__name__} in inner stores its own params, which a synchronization does "
+                "not move: use another optimizer."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),
@@ -176,22 +184,22 @@ def laperm(
         )
 
     def update(
-        g: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, LapermState]:
+        g: Updates, state: LapermState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, LapermState]:
         k = resolve_schedule("every", every, state.count, jnp.int32, low=1)
         t = optax.safe_increment(state.count)
         is_due = t % k == 0
 
         # The inner optimizer moves all weights except scalars. Nonfinite gradients count as zero,
         # because otherwise they would stay in the inner state forever.
-        def step(p: optax.Params, inner_state: Any) -> tuple[optax.Updates, Any]:
+        def step(p: Params, inner_state: Any) -> tuple[Updates, Any]:
             moves, new = optimizer.update(zero_if_not_finite(g), inner_state, p, **extra_args)
             moves = jax.tree.map(lambda m: m if m.ndim else jnp.zeros_like(m), cast_like(moves, p))
             return moves, new
 
         # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector. The moves are
         # computed again, because as inputs of the loop, they would be stored in every step.
-        def synchronize(at: tuple[optax.Params, Any]) -> tuple[optax.Params, Any]:
+        def synchronize(at: tuple[Params, Any]) -> tuple[Params, Any]:
             moved = optax.apply_updates(params, step(params, state.inner_state)[0])
             before = state._replace(weights=at[0], ranks=at[1])
             return synchronize_params(before, moved, output_axes)
@@ -222,8 +230,8 @@ def laperm(
 
 
 def synchronize_params(
-    state: LapermState, params: optax.Params, output_axes: OutputAxes
-) -> tuple[optax.Params, Any]:
+    state: LapermState, params: Params, output_axes: OutputAxes
+) -> tuple[Params, Any]:
     """Put the initial values of each weight vector into the order of the params.
 
     Args:

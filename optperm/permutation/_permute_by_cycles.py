@@ -23,7 +23,7 @@ from optperm.core.fingerprints import UNSET
 from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes, varying_zeros
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Float32, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like, unstack
@@ -173,7 +173,7 @@ def permute_by_cycles(
     checks.check_flag("centralize", centralize)
     checks.check_key("key", key)
 
-    def init(params: optax.Params) -> PermuteByCyclesState:
+    def init(params: Params) -> PermuteByCyclesState:
         warn_of_constant_vectors(params, output_axes)
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
@@ -186,8 +186,8 @@ def permute_by_cycles(
         )
 
     def update(
-        m: optax.Updates, state: PermuteByCyclesState, params: optax.Params, **_: Any
-    ) -> tuple[optax.Updates, PermuteByCyclesState]:
+        m: Updates, state: PermuteByCyclesState, params: Params, **_: Any
+    ) -> tuple[Updates, PermuteByCyclesState]:
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
         data = noise.fold(state.key, state.count)
@@ -241,7 +241,7 @@ def permute_by_cycles(
     )
 
 
-def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
+def _are_elsewhere(params: Params, weights: Params) -> jax.Array:
     """Return whether params differ from weights by more than the rounding of a step."""
     measured = collections.defaultdict[Any, list[tuple[jax.Array, jax.Array]]](list)
     for p, w in zip(jax.tree.leaves(params), jax.tree.leaves(weights), strict=True):
@@ -267,7 +267,7 @@ def _measure(p: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest, jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
 
 
-def _find_outputs(weights: optax.Params, output_axes: OutputAxes) -> Outputs:
+def _find_outputs(weights: Params, output_axes: OutputAxes) -> Outputs:
     """Return the lengths of the output axes of each leaf with weight vectors, by the leaf's number."""
     axes = resolve_output_axes(weights, output_axes)
     return {
@@ -290,7 +290,7 @@ def _draw_seeds(data: jax.Array, outputs: Outputs) -> dict[int, jax.Array]:
     return dict(zip(outputs, noise.bits(data, shapes, [*outputs]), strict=True))
 
 
-def _draw_pivots(data: jax.Array, outputs: Outputs, m: optax.Updates) -> dict[int, jax.Array]:
+def _draw_pivots(data: jax.Array, outputs: Outputs, m: Updates) -> dict[int, jax.Array]:
     """Return a normal number for each weight vector of each leaf, (*outputs,), by the leaf's number.
 
     A generator costs its own program, so leaves with equally many weight vectors share a generator.

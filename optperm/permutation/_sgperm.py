@@ -18,7 +18,7 @@ from jax.export import register_namedtuple_serialization
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
 from optperm.permutation._falling import falling
@@ -194,7 +194,7 @@ def _recommend(
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 
-    def init(params: optax.Params) -> RecommendationState:
+    def init(params: Params) -> RecommendationState:
         return RecommendationState(
             count=jnp.zeros([], jnp.int32),
             recommendation=optax.tree.zeros_like(params),
@@ -202,8 +202,8 @@ def _recommend(
         )
 
     def update(
-        grads: optax.Updates, state: RecommendationState, params: optax.Params, **_: Any
-    ) -> tuple[optax.Updates, RecommendationState]:
+        grads: Updates, state: RecommendationState, params: Params, **_: Any
+    ) -> tuple[Updates, RecommendationState]:
         del params
 
         def recommend(g: jax.Array, m: jax.Array) -> jax.Array:

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec as P
 
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_sharding, shard_like
 from optperm.core.trees import leaf_paths
 
@@ -23,7 +23,7 @@ from optperm.core.trees import leaf_paths
 OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]
 
 
-def resolve_output_axes(params: optax.Params, axes: OutputAxes) -> list[tuple[int, ...]]:
+def resolve_output_axes(params: Params, axes: OutputAxes) -> list[tuple[int, ...]]:
     """Return the output axes of each leaf, nonnegative and in increasing order; () for ranks 0 and 1.
 
     Raises:
@@ -117,7 +117,7 @@ def sort_ranks(columns: jax.Array) -> jax.Array:
     return inverse(sort_order(columns))
 
 
-def init_ranks(params: optax.Params, output_axes: OutputAxes) -> Any:
+def init_ranks(params: Params, output_axes: OutputAxes) -> Any:
     """Return the rank of each weight in its weight vector, int32, shaped like params."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.int32), params)
     _, ranks = permute_vectors(
@@ -132,7 +132,7 @@ def _has_constant_vector(leaf: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
     return jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs))
 
 
-def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> None:
+def warn_of_constant_vectors(params: Params, output_axes: OutputAxes) -> None:
     """Warn if all params are scalars, or if no permutation can change some weight vectors."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
     if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -148,7 +148,7 @@ def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> N
         )
 
 
-def _find_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> list[str]:
+def _find_constant_vectors(params: Params, output_axes: OutputAxes) -> list[str]:
     """Return the names of untraced params with a constant weight vector."""
     constant = []
     with jax.ensure_compile_time_eval():  # constants have values while a function is traced
@@ -165,10 +165,10 @@ def _find_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> lis
 def permute_vectors(
     function: Callable[..., tuple[jax.Array, jax.Array]],
     output_axes: OutputAxes,
-    weights: optax.Params,
+    weights: Params,
     ranks: Any,
     *others: Any,
-) -> tuple[optax.Params, Any]:
+) -> tuple[Params, Any]:
     """Reorder all weight vectors, leaf by leaf.
 
     Args:

@@ -31,6 +31,7 @@ from optperm.core.trees import (
     fill_masked,
     group_alike,
     is_flag,
+    is_function,
     leaf_paths,
     mask_like,
     resolve_tree,
@@ -92,9 +93,7 @@ def include_leaves(
     if not jax.tree.leaves(tree):
         return tree
     flags = resolve_include(include, tree, params)
-    given = jax.tree.leaves(without_variables(fractions), is_leaf=_is_number)
-    is_zero = all(checks.is_concrete_number(each) and np.all(each == 0) for each in given)
-    if not is_zero and not any(jax.tree.leaves(flags)):
+    if not is_zero(fractions) and not any(jax.tree.leaves(flags)):
         raise ValueError(
             "By default, leaves of rank 2 or more are included, but there is no leaf of rank 2 or "
             "more: pass include=."
@@ -104,6 +103,12 @@ def include_leaves(
         )
     _check_excluded(name, fractions, flags)
     return jax.tree.map(lambda flag, leaf: leaf if flag else optax.MaskedNode(), flags, tree)
+
+
+def is_zero(fractions: Any) -> bool:
+    """Return whether a fraction, or each fraction of a tree, is 0; False if a fraction is traced."""
+    given = jax.tree.leaves(without_variables(fractions), is_leaf=_is_number)
+    return all(checks.is_concrete_number(each) and np.all(each == 0) for each in given)
 
 
 def resolve_include(include: Include | None, tree: Any, params: Any = None) -> Any:
@@ -216,7 +221,7 @@ def group_leaves(
         sizes = [math.prod(shape[:-1]) for shape in shapes]
     else:
         sizes = [structure.count(shape) for shape in shapes]
-    is_single = _is_number(sparsity) or callable(sparsity)
+    is_single = _is_number(sparsity) or is_function(sparsity)
     if is_single:
         check_fraction(name, sparsity)
     if is_single and scope == "erk":

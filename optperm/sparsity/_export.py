@@ -140,8 +140,7 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
         weights, an axis is named twice, or a third item is neither `"in"` nor `"out"`.
     """
     params = without_variables(params)
-    paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+    structure, leaves = jax.tree.structure(params), dict(leaf_paths(params))
     resolved = {
         name: [_resolve(f"groups[{name!r}]", leaves, *member) for member in members]
         for name, members in groups.items()

@@ -11,9 +11,10 @@ import optax
 
 from optperm.core import checks
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite, place_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, any_nonzero, place_like
 from optperm.core.mapped_axes import AxisName, varying_like, varying_zeros
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Params, Updates
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
 from optperm.exact import check_no_averages
@@ -72,8 +73,8 @@ def prune_gradually(
     The scores are :math:`|\theta|` before the step ("magnitude"), :math:`|\theta g|` with the batch's
     gradient ("saliency"), or S with :math:`S \leftarrow S - \theta g` in each step ("movement"). With
     "movement", weights that move away from zero have high scores. Ties keep the earlier entry. If the
-    score of a live entry (for "movement", the gradient) is not finite, no mask changes until the next
-    multiple of `every`.
+    score of a live entry (for "movement", the gradient) is not finite, or if the scores of all live
+    entries are 0, as for a batch of padding, no mask changes until the next multiple of `every`.
 
     Args:
       inner: The optimizer, which sees gradients with zeros for pruned entries, so clipping inside it
@@ -152,7 +153,7 @@ def prune_gradually(
     units = as_structure(structure)
     optimizer = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> SparseState:
+    def init(params: Params) -> SparseState:
         mask = make_masks(include_leaves(include, params, fractions=sparsity))
         check_fits(units, mask)
         groups = group_leaves("sparsity", sparsity, scope, mask, units)
@@ -172,8 +173,8 @@ def prune_gradually(
         )
 
     def update(
-        grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, SparseState]:
+        grads: Updates, state: SparseState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, SparseState]:
         mask, scores = state.mask, state.scores
         w, g = mask_like(params, mask), mask_like(grads, mask)
         if scores is not None:
@@ -230,7 +231,7 @@ def prune_gradually(
             zeros=counts,
         )
 
-    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+    def shape_arguments(params: Params) -> dict[str, Any]:
         return sparse_arguments(
             resolve_include(include, params), criterion=criterion, scope=scope, structure=structure
         )
@@ -276,8 +277,9 @@ def _keep_highest(
     """Return the mask of live entries after each group gets the given number of zero units."""
     leaves, treedef = jax.tree.flatten(mask)
     units = _live_units(mask, structure)
-    # Nonfinite scores would be ranked by their positions.
-    zeros = jnp.where(all_finite(zero_dead(mask, scores)), zeros, 0)
+    # Nonfinite scores would be ranked by their positions, and so would scores that are all 0.
+    of_live = zero_dead(mask, scores)
+    zeros = jnp.where(all_finite(of_live) & any_nonzero(of_live), zeros, 0)
     # A dead unit has code 0 and stays dead, because all codes of live units are above 0.
     codes = [order_codes(structure.pool(s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]

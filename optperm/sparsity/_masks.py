@@ -15,8 +15,8 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import place_like
-from optperm.core.fingerprints import UNSET
-from optperm.core.shapes import Array, Bool, PyTree, UInt32
+from optperm.core.fingerprints import UNSET, check_not_stacked
+from optperm.core.shapes import Array, Bool, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import can_be_seen, shard_like
 from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
@@ -36,11 +36,17 @@ from optperm.sparsity._choice import (
     draw_codes,
     encode_scores,
     include_leaves,
+    is_zero,
     keep,
     select_masked,
     widen_scores,
 )
-from optperm.sparsity._sparse_state import SparseState, describe_removed, find_removed
+from optperm.sparsity._sparse_state import (
+    SparseState,
+    describe_removed,
+    find_removed,
+    zero_dead,
+)
 from optperm.sparsity._structures import ENTRIES, Structure, as_structure
 
 PruneCriterion = Literal["magnitude", "random"]
@@ -50,7 +56,7 @@ FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
 class PreconditioningState(Protocol):
     """A state that multiplies gradients by its preconditioner H, for `freeze`."""
 
-    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+    def preconditioned(self, grads: Updates) -> Updates:
         """Return H g.
 
         Args:
@@ -87,7 +93,7 @@ class MaskElementsState(NamedTuple):
 
 
 def mask_elements(
-    mask: Any | Callable[[optax.Params], Any] = None,
+    mask: Any | Callable[[Params], Any] = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the masked entries of the params at their values.
 
@@ -102,7 +108,7 @@ def mask_elements(
     Args:
       mask: The entries that may move initially: a tree like params with a boolean, or a boolean array of
         the leaf's shape, for each leaf; a prefix of such a tree; or a function from params to such a
-        tree. The function gets params without variables of `flax.nnx`. None for all entries.
+        tree. The function gets params without boxes of Flax. None for all entries.
 
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
@@ -136,7 +142,7 @@ def mask_elements(
     def describe() -> Any:
         return jax.tree.map(_describe_flags, without_variables(mask))
 
-    def init(params: optax.Params) -> MaskElementsState:
+    def init(params: Params) -> MaskElementsState:
         given = resolve_tree(mask, params)
         if is_function(mask):
             _check_selects(given, params)
@@ -144,8 +150,8 @@ def mask_elements(
         return MaskElementsState(masks, _find_zeros(given, masks, params))
 
     def update(
-        updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
-    ) -> tuple[optax.Updates, MaskElementsState]:
+        updates: Updates, state: MaskElementsState, params: Params | None, **_: Any
+    ) -> tuple[Updates, MaskElementsState]:
         del params
 
         # u_i where m_i, otherwise -0: adding -0 changes neither 0.0 nor -0.0
@@ -154,7 +160,7 @@ def mask_elements(
 
         return jax.tree.map(hold, state.mask, updates), state
 
-    def shape_arguments(params: optax.Params) -> dict[str, Any]:
+    def shape_arguments(params: Params) -> dict[str, Any]:
         # A function may compute entries from the values of params, which change, so only flags count.
         given = _keep_flags(resolve_tree(mask, params)) if is_function(mask) else describe()
         given = True if given is None else given
@@ -186,7 +192,7 @@ def _describe_flags(allowed: Any) -> Any:
     return f"{array.shape} {zlib.crc32(np.packbits(array != 0).tobytes())}"
 
 
-def _check_selects(mask: Any, params: optax.Params) -> None:
+def _check_selects(mask: Any, params: Params) -> None:
     """Raise if a mask has the same flag for all leaves."""
     flags = jax.tree.leaves(mask)
     if not flags or not all(map(is_flag, flags)) or len(set(map(bool, flags))) > 1:
@@ -196,7 +202,7 @@ def _check_selects(mask: Any, params: optax.Params) -> None:
     raise ValueError(f"The function mask= returns {holds}. The paths of the leaves are {paths}.")
 
 
-def _find_zeros(given: Any, masks: Any, params: optax.Params) -> Any:
+def _find_zeros(given: Any, masks: Any, params: Params) -> Any:
     """Return the entries that a mask of entries, not of whole leaves, masks at 0."""
 
     def find(allowed: Any, mask: jax.Array, w: jax.Array) -> jax.Array:
@@ -206,7 +212,7 @@ def _find_zeros(given: Any, masks: Any, params: optax.Params) -> Any:
     return jax.tree.map(find, given, masks, params)
 
 
-def _spread_mask(mask: Any, params: optax.Params) -> Any:
+def _spread_mask(mask: Any, params: Params) -> Any:
     """Return a mask, or a prefix of a mask, as an array of booleans for each leaf."""
 
     def spread(allowed: Any, leaf: jax.Array) -> jax.Array:
@@ -230,7 +236,7 @@ def _spread_mask(mask: Any, params: optax.Params) -> Any:
 
 
 def prune(
-    params: optax.Params,
+    params: Params,
     opt_state: Any,
     sparsity: Any,
     *,
@@ -240,7 +246,7 @@ def prune(
     key: int | jax.Array | None = None,
     include: Include | None = None,
     structure: Structure | None = None,
-) -> tuple[optax.Params, Any]:
+) -> tuple[Params, Any]:
     r"""Set a fraction of the weights to zero, and mask them to keep them zero.
 
     For the sparsity p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` entries with the highest scores
@@ -255,7 +261,7 @@ def prune(
     lowest magnitude, so pruning 0.5 and then 0.6 leaves a fraction of 0.4. A frozen weight is set to
     zero if it ranks low. Otherwise, it keeps its value.
 
-    All entries that were pruned before are set to zero again, also in other params. So
+    All entries that were pruned before are set to zero again and rank as zeros, also in other params. So
     `prune(params, opt_state, 0.0)` puts the zeros of `opt_state` into params that were dense: initial
     params to which a lottery ticket is rewound, a merged adapter, or an average. Before the first step
     of `optperm.rigl`, the same call makes the first gradient that of the sparse network.
@@ -278,7 +284,7 @@ def prune(
         `"magnitude"` ignores the key.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree, or a
         function from params to such a tree. None for all leaves of rank 2 or higher. The function gets
-        params without variables of `flax.nnx`, so its paths are as in "layer/kernel".
+        params without boxes of Flax, so its paths are as in "layer/kernel".
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
 
@@ -310,8 +316,9 @@ def prune(
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `sparsity` is out of range, or is not 0 for a leaf that is not included; if
         `criterion` or `scope` is unknown; if `key` is missing; if a tree does not match the masks; if a
-        structure does not fit a leaf; if no leaf is included although `sparsity` is not 0; or if there
-        is not exactly one state with masks.
+        structure does not fit a leaf; if no leaf is included although `sparsity` is not 0; if there is
+        not exactly one state with masks; or if `opt_state` is a stack of states outside `jax.vmap` and
+        `sparsity` is not 0.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
@@ -323,7 +330,15 @@ def prune(
     state = _find_masked_state(opt_state)
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
+    # The zeros of the state have the lowest magnitude, also in params that were dense. A dead entry of a
+    # `SparseState` is zero, but `mask_elements` may fix an entry at any value.
+    if isinstance(state, MaskElementsState):
+        weights = zero_dead(jax.tree.map(jnp.logical_not, state.zeros), weights)
+    else:
+        weights = zero_dead(state.mask, weights)
     units = as_structure(structure)
+    if not is_zero(sparsity):
+        check_not_stacked("prune", state)
     taken = include_leaves(include, state.mask, plain, fractions=sparsity)
     if criterion == "random":
         codes = draw_codes(state.mask, taken, units, key)
@@ -339,7 +354,6 @@ def prune(
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
     new = state._replace(mask=mask)
-    # A dead entry of a `SparseState` is zero, but `mask_elements` may fix an entry at any value.
     stays = mask
     if isinstance(state, MaskElementsState):
         zeros = jax.tree.map(lambda z, k: z | ~shard_like(k, z), state.zeros, kept)
@@ -402,8 +416,9 @@ def freeze(
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if no leaf
         is included although `fraction` is not 0; if `criterion` or `scope` is unknown; if `scores` or
-        `key` is missing; if a tree does not match the masks; or if there is not exactly one state of
-        `mask_elements`, or of a preconditioner if the criterion needs one.
+        `key` is missing; if a tree does not match the masks; if there is not exactly one state of
+        `mask_elements`, or of a preconditioner if the criterion needs one; or if `opt_state` is a stack
+        of states outside `jax.vmap`.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -413,6 +428,8 @@ def freeze(
     if key is not None:
         checks.check_key("key", key)
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
+    if not is_zero(fraction):
+        check_not_stacked("freeze", state)
     taken = include_leaves(include, state.mask, name="fraction", fractions=fraction)
     if criterion == "random":
         codes = draw_codes(state.mask, taken, ENTRIES, key)

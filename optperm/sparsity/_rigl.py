@@ -13,10 +13,11 @@ import optax
 
 from optperm.core import checks, noise
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, any_nonzero, cast_like
 from optperm.core.keys import make_key
 from optperm.core.mapped_axes import AxisName, varying_zeros
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.states import match_within_states
 from optperm.core.transformation import transformation
@@ -71,7 +72,8 @@ def rigl(
     weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
     gradients and params with zeros for dead entries. Each leaf keeps its number of live weights. With
     `grow="random"`, grown entries are random (SET). With `drop_fraction=0`, the mask never changes. With
-    `grow="gradient"`, no mask changes in a step with a nonfinite gradient.
+    `grow="gradient"`, no mask changes in a step with a nonfinite gradient. The mask of a leaf does not
+    change in a step in which all its gradients are 0, as for a batch of padding.
 
     Args:
       inner: Any optimizer whose state consists of trees like params, scalars, counts, keys and, as in
@@ -154,7 +156,7 @@ def rigl(
     is_static = checks.is_concrete_number(drop_fraction) and drop_fraction == 0
     optimizer = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> SparseState:
+    def init(params: Params) -> SparseState:
         raw = jax.random.bits(make_key(key), (2,), jnp.uint32)
         mask = make_masks(include_leaves(include, params, fractions=sparsity))
         leaves, treedef = jax.tree.flatten(mask)
@@ -180,8 +182,8 @@ def rigl(
         )
 
     def update(
-        grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, SparseState]:
+        grads: Updates, state: SparseState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, SparseState]:
         t, before = state.count, state.mask
         last = jnp.asarray(end, jnp.int32)
         still: Any = state.unmoved
@@ -200,8 +202,8 @@ def rigl(
             if grow == "random":
                 new = _move(before, w, _draw_codes(before, state.key, t), alpha)
             else:
-                # Nonfinite gradients would be ranked by their positions.
-                alpha = jnp.where(all_finite(g), alpha, 0)
+                # Nonfinite gradients would be ranked by their positions, and so would a leaf's zeros.
+                alpha = jnp.where(all_finite(g) & jnp.stack([any_nonzero(x) for x in g]), alpha, 0)
                 new = _move(before, w, [order_codes(x) for x in g], alpha)
             return new, jnp.where(_are_equal(new, before), still, 0)
 
@@ -210,12 +212,12 @@ def rigl(
         mask, unmoved = cond(due, move, lambda: (before, still))
 
         # u(g where m, else 0) with the new mask; then w + u where m (from 0 for new entries), else 0
-        def step() -> tuple[optax.Updates, Any]:
+        def step() -> tuple[Updates, Any]:
             g = zero_dead(mask, grads)
             u, new = optimizer.update(g, inner_state, live, **extra_args)
             return cast_like(u, params), cast_like(new, inner_state)
 
-        def stay() -> tuple[optax.Updates, Any]:
+        def stay() -> tuple[Updates, Any]:
             return jax.tree.map(jnp.zeros_like, params), inner_state
 
         u, new_state = cond(due, stay, step) if skip_step else step()
@@ -237,9 +239,7 @@ def rigl(
     )
 
 
-def _shape_arguments(
-    include: Include | None, sparsity: Any, params: optax.Params
-) -> dict[str, Any]:
+def _shape_arguments(include: Include | None, sparsity: Any, params: Params) -> dict[str, Any]:
     taken = include_leaves(include, params, fractions=sparsity)
     zeros = group_leaves("sparsity", sparsity, "erk", taken).zeros
     return sparse_arguments(resolve_include(include, params), sparsity=zeros)
@@ -292,7 +292,7 @@ def _move(
 
 
 def _restart_dead(
-    optimizer: optax.GradientTransformation, mask: Any, inner_state: Any, params: optax.Params
+    optimizer: optax.GradientTransformation, mask: Any, inner_state: Any, params: Params
 ) -> Any:
     """Return the optimizer's state, with the entries of an initial state where the mask is False.
 
@@ -308,7 +308,7 @@ def _restart_dead(
 
 
 def _match_masks(
-    inner_state: Any, mask: Any, params: optax.Params
+    inner_state: Any, mask: Any, params: Params
 ) -> list[tuple[Any, jax.Array | None, str | None]]:
     """Return each array of the optimizer's state, with its mask if it has one number per entry.
 
@@ -337,7 +337,7 @@ def _match_masks(
     return found
 
 
-def _find_unlike_params(inner_state: Any, mask: Any, params: optax.Params) -> str | None:
+def _find_unlike_params(inner_state: Any, mask: Any, params: Params) -> str | None:
     """Return the shape and the state of the first array that may depend on masked entries."""
     for leaf, _, owner in _match_masks(inner_state, mask, params):
         if owner is not None:

@@ -13,7 +13,7 @@ from optperm.core.fingerprints import UNSET
 from optperm.core.shapes import Array, Bool, Float32, Int32, PyTree, UInt32
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_warnings, local_values
-from optperm.core.trees import is_masked, leaf_paths
+from optperm.core.trees import is_masked, leaf_paths, without_variables
 from optperm.exact import Exact, exact_entries, placing_states
 
 _LOWERED = (
@@ -74,10 +74,11 @@ class SparseState(NamedTuple):
     def reached_goal(self) -> jax.Array:
         """Return whether the params are as sparse as asked for, a boolean for each replica."""
         # The params of rigl are dense until its first step.
-        if self.zeros is None:
-            return self.count > 0
-        asked, found, aimed = self.zeros
-        return jnp.all((found >= asked) & (aimed <= asked), axis=-1) & (self.count > 0)
+        count, zeros = without_variables((self.count, self.zeros))
+        if zeros is None:
+            return count > 0
+        asked, found, aimed = zeros
+        return jnp.all((found >= asked) & (aimed <= asked), axis=-1) & (count > 0)
 
     def warnings(self, params: Any) -> list[str]:
         """Return sentences if the zeros or the mask are not what the arguments ask for.
@@ -86,10 +87,13 @@ class SparseState(NamedTuple):
           params: Not used.
         """
         inner = find_warnings(self.inner_state, params)
-        seen = self.count, self.mask, self.zeros, self.unmoved
-        if not all(map(can_be_seen, jax.tree.leaves(seen))) or not np.any(local_values(self.count)):
+        state = without_variables(self)
+        seen = state.count, state.mask, state.zeros, state.unmoved
+        if not all(map(can_be_seen, jax.tree.leaves(seen))) or not np.any(
+            local_values(state.count)
+        ):
             return inner
-        return [*inner, *(_judge_mask(self) if self.zeros is None else _judge_zeros(self))]
+        return [*inner, *(_judge_mask(state) if state.zeros is None else _judge_zeros(state))]
 
 
 def _judge_mask(state: SparseState) -> list[str]:
@@ -111,7 +115,8 @@ def _judge_zeros(state: SparseState) -> list[str]:
     if np.any(found < asked):
         said.append(
             "prune_gradually has made fewer zeros than sparsity asks for: the ramp must be 1 in a step "
-            "that is a multiple of every. Let the ramp end at 1 and earlier, or take a smaller every."
+            "that is a multiple of every, with scores that are finite and not all 0. Let the ramp end "
+            "at 1 and earlier, or take a smaller every."
         )
     if np.any(aimed > asked):
         said.append(_LOWERED)

@@ -17,7 +17,7 @@ from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.transformation import transformation
 from optperm.exact import apply_updates
 from optperm.subspace._line_searches import LINE_SEARCHES, Line
@@ -217,7 +217,7 @@ def dim_reduce(
     max_trials = rule.max_trials if max_search_steps is None else max_search_steps
     checks.check_count("max_search_steps", max_trials)
 
-    def init(params: optax.Params) -> DimReduceState:
+    def init(params: Params) -> DimReduceState:
         dtype = accumulation_dtype(params)
         return DimReduceState(
             count=jnp.zeros([], jnp.int32),
@@ -230,8 +230,8 @@ def dim_reduce(
         )
 
     def update(
-        updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, DimReduceState]:
+        updates: Updates, state: DimReduceState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, DimReduceState]:
         check_same_subspace("dim_reduce", state.subspace, n_components, axis_name)
         P, previous, t = state.subspace, state.quasi_newton, state.count
         dtype = state.step_length.dtype
@@ -257,11 +257,11 @@ def dim_reduce(
         is_used = ~is_rounding if rule.drops_rounding else jnp.ones_like(is_rounding)
         m = _decay(gamma_t, state.residual, is_used, r, is_finite)
 
-        def u(direction: optax.Updates) -> tuple[optax.Updates, Any]:
+        def u(direction: Updates) -> tuple[Updates, Any]:
             return step_where(is_finite, optimizer, direction, state.inner_state, params, extras)
 
         # v(c) = u(-c P'd) and f(theta + v(c))
-        def try_step(c: jax.Array) -> tuple[optax.Updates, jax.Array]:
+        def try_step(c: jax.Array) -> tuple[Updates, jax.Array]:
             v, stepped = u(_scale(-c, p_d))
             return v, jnp.asarray(f_at(apply_updates(params, v, stepped)), dtype)
 
@@ -304,18 +304,18 @@ def dim_reduce(
     )
 
 
-def _scale(c: jax.Array, tree: optax.Updates) -> optax.Updates:
+def _scale(c: jax.Array, tree: Updates) -> Updates:
     return jax.tree.map(lambda leaf: c.astype(leaf.dtype) * leaf, tree)
 
 
-def _add_scaled(c: jax.Array, tree: optax.Updates, other: optax.Updates) -> optax.Updates:
+def _add_scaled(c: jax.Array, tree: Updates, other: Updates) -> Updates:
     """Return c x + y, in the dtypes of y."""
     return jax.tree.map(lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y, tree, other)
 
 
 def _decay(
-    gamma: jax.Array, m: optax.Updates, is_used: jax.Array, r: optax.Updates, is_finite: jax.Array
-) -> optax.Updates:
+    gamma: jax.Array, m: Updates, is_used: jax.Array, r: Updates, is_finite: jax.Array
+) -> Updates:
     """Return gamma m + r in the dtypes of m, or m if r is not finite or the sum overflows."""
     used = jax.tree.map(lambda leaf: is_used.astype(leaf.dtype) * leaf, r)
     new = optax.tree.cast_like(_add_scaled(gamma, m, used), m)
@@ -324,7 +324,7 @@ def _decay(
     )
 
 
-def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _examine_residual(r: Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return whether a residual is finite, and whether it is a rounding error of a gradient."""
     # Compute |r / |g_k||^2, so that the square of a small gradient does not underflow
     is_known = (size > 0) & jnp.isfinite(size)
@@ -337,7 +337,7 @@ def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax
     return is_finite, is_known & (squares <= limit)
 
 
-def _predict_change(g: optax.Updates, step: optax.Updates, f: jax.Array) -> jax.Array:
+def _predict_change(g: Updates, step: Updates, f: jax.Array) -> jax.Array:
     """Return g'v, the change of the loss that the gradient predicts for a step."""
     parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(f.dtype) * y.astype(f.dtype)), g, step)
     total = computed_once(sum(jax.tree.leaves(parts), start=jnp.zeros_like(f)))

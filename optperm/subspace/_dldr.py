@@ -16,7 +16,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.fingerprints import UNSET, describe_difference
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
@@ -192,7 +192,7 @@ def dldr(
     first = checks.as_optimizer("inner", inner)
     then = checks.as_optimizer("subspace_optimizer", subspace_optimizer)
 
-    def init(params: optax.Params) -> DldrState:
+    def init(params: Params) -> DldrState:
         inner_state, second = first.init(params), then.init(params)
         subspace = _find_subspace(second, num_snapshots)
         if placing_states(inner_state):
@@ -218,8 +218,8 @@ def dldr(
         )
 
     def update(
-        updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, DldrState]:
+        updates: Updates, state: DldrState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, DldrState]:
         _check_same_snapshots(state, num_snapshots)
         # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T; the rows of P store the first snapshots
         recorded = _record(state, params, start, every, num_snapshots, restart)
@@ -229,14 +229,14 @@ def dldr(
         subspace = _compute_components(subspace, further, num_snapshots, is_switch)
 
         # First phase: theta <- theta + u(g), the step of `inner`
-        def in_full() -> tuple[optax.Updates, Any, Any]:
+        def in_full() -> tuple[Updates, Any, Any]:
             axis_name = subspace.axis_name
             g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
             moves, new = step_where(all_finite(g), first, g, state.inner_state, params, extras)
             return moves, new, _replace_subspace(state.second, _Placeholder())
 
         # Second phase: the step of the subspace optimizer
-        def in_subspace() -> tuple[optax.Updates, Any, Any]:
+        def in_subspace() -> tuple[Updates, Any, Any]:
             second = _replace_subspace(state.second, subspace)
             moves, new = then.update(updates, second, params, **extra_args)
             new = _replace_subspace(cast_like(new, second), _Placeholder())
@@ -244,7 +244,7 @@ def dldr(
 
         # At the switch, theta <- the first snapshot, or the mean of all snapshots. This is exact with
         # `apply_updates`, and up to rounding with these updates
-        def at_restart() -> tuple[optax.Updates, Any, Any]:
+        def at_restart() -> tuple[Updates, Any, Any]:
             moves = jax.tree.map(lambda to, p: to - p.astype(to.dtype), point, params)
             second = _replace_subspace(state.second, _Placeholder())
             return cast_like(moves, params), state.inner_state, second
@@ -254,7 +254,7 @@ def dldr(
             jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
         )
 
-        def onwards() -> tuple[optax.Updates, Any, Any]:
+        def onwards() -> tuple[Updates, Any, Any]:
             # In this order, missing arguments of the second phase raise in the first step, even unjitted
             return cond(jnp.logical_not(subspace.is_set), in_full, in_subspace)
 
@@ -336,12 +336,12 @@ def _make_wide_zeros(leaf: Any) -> jax.Array:
 
 def _record(
     state: DldrState,
-    params: optax.Params,
+    params: Params,
     start: int | jax.Array,
     every: int | jax.Array,
     num_snapshots: int,
     restart: Restart,
-) -> tuple[Subspace, optax.Params, Any, jax.Array]:
+) -> tuple[Subspace, Params, Any, jax.Array]:
     """Record the params if a snapshot is due, and update the start of the second phase.
 
     Return the subspace, whose rows store the first snapshots, the further snapshots, the start, and the
@@ -373,12 +373,12 @@ def _record(
 
 
 def _compute_components(
-    subspace: Subspace, further: optax.Params, num_snapshots: int, is_switch: jax.Array
+    subspace: Subspace, further: Params, num_snapshots: int, is_switch: jax.Array
 ) -> Subspace:
     """Overwrite the rows of the subspace with the components of all snapshots, at the switch."""
     k = subspace.determined.size
 
-    def write_components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+    def write_components(rows: Params) -> tuple[Params, jax.Array]:
         # P = Lambda_k^(-1/2) U_k' X replaces the first snapshots
         rows, rank = principal_rows(
             rows,
@@ -393,7 +393,7 @@ def _compute_components(
             rank = jax.lax.pmin(rank, subspace.axis_name)
         return rows, jnp.arange(k, dtype=jnp.int32) < rank
 
-    def keep(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+    def keep(rows: Params) -> tuple[Params, jax.Array]:
         return rows, subspace.determined
 
     rows, determined = cond(is_switch, write_components, keep, subspace.rows)

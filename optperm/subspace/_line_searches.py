@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optperm.core.control import both
 from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shapes import Updates
 from optperm.subspace._quasi_newton import (
     QuasiNewtonState,
     add_pair,
@@ -66,8 +66,8 @@ class Line(NamedTuple):
     f: jax.Array
     gk: jax.Array
     d: jax.Array
-    try_step: Callable[[jax.Array], tuple[optax.Updates, jax.Array]]
-    predict: Callable[[optax.Updates], jax.Array] | None
+    try_step: Callable[[jax.Array], tuple[Updates, jax.Array]]
+    predict: Callable[[Updates], jax.Array] | None
     sigma: jax.Array
     rho: jax.Array
     max_trials: jax.Array

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_sharding, rows_like
 from optperm.subspace._subspace import own_rows
 
@@ -34,11 +34,11 @@ _SLACK = 2
 
 
 def pca_basis(
-    snapshots: optax.Params,
+    snapshots: Params,
     n_components: int,
     *,
     num_snapshots: int | jax.Array | None = None,
-) -> optax.Params:
+) -> Params:
     r"""Compute the first principal components of the snapshots as orthonormal rows.
 
     Let the rows of :math:`X` be the snapshots :math:`\theta_1, \dots, \theta_m` minus their mean. Then
@@ -102,8 +102,8 @@ def pca_basis(
 
 @functools.partial(jax.jit, static_argnames="n_components")
 def _pca(
-    snapshots: optax.Params, num_snapshots: jax.Array | None, n_components: int
-) -> tuple[optax.Params, jax.Array]:
+    snapshots: Params, num_snapshots: jax.Array | None, n_components: int
+) -> tuple[Params, jax.Array]:
     def make_rows(leaf: jax.Array) -> jax.Array:
         rows = rows_like(leaf[0], n_components, accumulation_dtype(leaf))
         return mark_varying(rows, varying_axes(snapshots, num_snapshots))
@@ -113,15 +113,15 @@ def _pca(
 
 
 def principal_rows(
-    rows: optax.Params,
-    blocks: tuple[optax.Params, ...],
+    rows: Params,
+    blocks: tuple[Params, ...],
     n_components: int,
     *,
     num_snapshots: jax.Array | None = None,
     first_row: jax.Array | int = 0,
     in_place: bool = False,
     is_centered: bool = True,
-) -> tuple[optax.Params, jax.Array]:
+) -> tuple[Params, jax.Array]:
     """Overwrite `rows` with principal components.
 
     Args:

@@ -11,6 +11,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, all_finite
 from optperm.core.mapped_axes import AxisName
+from optperm.core.shapes import Params, Updates
 from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
 from optperm.subspace._subspace import (
@@ -88,13 +89,13 @@ def project(
     checks.check_static_count("n_components", n_components)
     optimizer = checks.as_optimizer("inner", inner)
 
-    def init(params: optax.Params) -> ProjectState:
+    def init(params: Params) -> ProjectState:
         subspace = empty_subspace(params, n_components, axis_name)
         return ProjectState(subspace, optimizer.init(params))
 
     def update(
-        updates: optax.Updates, state: ProjectState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, ProjectState]:
+        updates: Updates, state: ProjectState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, ProjectState]:
         check_same_subspace("project", state.subspace, n_components, axis_name)
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         # g_k = P g

@@ -29,7 +29,7 @@ from optperm.core.mapped_axes import (
     shared,
     varying_axes,
 )
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, Updates
 from optperm.core.shardings import explicit_sharding, rows_like, shard_like
 from optperm.core.states import find_state, find_states, replace_state
 from optperm.core.trees import mask_like, one_row, without_variables
@@ -96,7 +96,7 @@ class Span(Subspace):
 
 
 def empty_subspace(
-    params: optax.Params,
+    params: Params,
     n_components: int,
     axis_name: AxisName | None,
     kind: type[Subspace] = Subspace,
@@ -131,7 +131,7 @@ def check_same_subspace(
         raise ValueError(describe_difference(method, "axis_name"))
 
 
-def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Array:
+def coordinates(subspace: Subspace, tree: Updates, dtype: Any) -> jax.Array:
     """Return P g, (k,), gathered from all replicas."""
     n_components = subspace.determined.size
     products = jax.tree.map(inner_products, subspace.rows, tree)
@@ -162,7 +162,7 @@ def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
     )
 
 
-def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ...]:
+def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[Updates, ...]:
     """Return P' c for each row c of the coefficients, (number, k), in one pass over P and one psum."""
 
     def combine(rows: jax.Array) -> jax.Array:
@@ -218,11 +218,11 @@ def mean_over(tree: Any, axis_name: AxisName | None) -> Any:
 
 
 def mean_over_replicas(
-    updates: optax.Updates,
-    params: optax.Params,
+    updates: Updates,
+    params: Params,
     extras: dict[str, Any],
     axis_name: AxisName | None,
-) -> tuple[optax.Updates, dict[str, Any]]:
+) -> tuple[Updates, dict[str, Any]]:
     """Return the gradient in a wide dtype, the loss, and the loss function, averaged over replicas."""
     dtype = accumulation_dtype(params)
     grads = jax.tree.map(lambda g, p: jnp.asarray(g, accumulation_dtype(p)), updates, params)
@@ -237,7 +237,7 @@ def mean_over_replicas(
     if value_fn is not None:
 
         @functools.wraps(value_fn)
-        def evaluate_wide(at: optax.Params, **options: Any) -> jax.Array:
+        def evaluate_wide(at: Params, **options: Any) -> jax.Array:
             return jnp.asarray(value_fn(at, **options), dtype)
 
         mean_value = mean_of_function(evaluate_wide, (value, updates), axis_name, shared)
@@ -248,11 +248,11 @@ def mean_over_replicas(
 def step_where(
     is_finite: jax.Array,
     optimizer: optax.GradientTransformationExtraArgs,
-    direction: optax.Updates,
+    direction: Updates,
     opt_state: Any,
-    params: optax.Params,
+    params: Params,
     extras: dict[str, Any],
-) -> tuple[optax.Updates, Any]:
+) -> tuple[Updates, Any]:
     """Return updates and state after a step of an optimizer; skip it if the gradient is not finite."""
     moves, new = optimizer.update(cast_like(direction, params), opt_state, params, **extras)
     moves = cast_like(moves, params)
@@ -260,7 +260,7 @@ def step_where(
     return moves, optax.tree.where(is_finite, cast_like(new, opt_state), opt_state)
 
 
-def set_basis(opt_state: Any, basis: optax.Params) -> Any:
+def set_basis(opt_state: Any, basis: Params) -> Any:
     r"""Set the basis of `dim_reduce`, `project` or `twa` in an optimizer state.
 
     For `dim_reduce`, this function also resets the curvature of an earlier basis, but keeps the
@@ -326,14 +326,14 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     return opt_state
 
 
-def _multiply_rows(basis: optax.Params, k: int) -> jax.Array:
+def _multiply_rows(basis: Params, k: int) -> jax.Array:
     """Return the inner products of all pairs of rows, (k, k)."""
     dtype = accumulation_dtype(basis)
     wide = [jnp.asarray(leaf, dtype) for leaf in jax.tree.leaves(basis)]
     return sum((inner_products(leaf, leaf) for leaf in wide), start=jnp.zeros((k, k), dtype))
 
 
-def _check_orthonormal(products: np.ndarray, basis: optax.Params) -> None:
+def _check_orthonormal(products: np.ndarray, basis: Params) -> None:
     """Raise a ValueError unless all nonzero rows are finite and orthonormal."""
     if not products.any():
         raise ValueError("basis has only zero rows: compute it from params that have moved.")

@@ -12,7 +12,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.fingerprints import describe_difference
-from optperm.core.shapes import Array, Float, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.shardings import rows_like
 from optperm.core.states import find_state
 from optperm.core.transformation import transformation
@@ -82,7 +82,7 @@ def record_trajectory(
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
 
-    def init(params: optax.Params) -> TrajectoryState:
+    def init(params: Params) -> TrajectoryState:
         def make_ring(leaf: Any) -> jax.Array:
             return rows_like(
                 leaf, num_snapshots, accumulation_dtype(leaf) if dtype is None else dtype
@@ -95,8 +95,8 @@ def record_trajectory(
         )
 
     def update(
-        updates: optax.Updates, state: TrajectoryState, params: optax.Params, **_: Any
-    ) -> tuple[optax.Updates, TrajectoryState]:
+        updates: Updates, state: TrajectoryState, params: Params, **_: Any
+    ) -> tuple[Updates, TrajectoryState]:
         _check_same_rings(state.snapshots, params, num_snapshots, dtype)
         # snapshots[i mod num_snapshots] <- theta, every `every` steps
         is_due = state.count % jnp.asarray(every, jnp.int32) == 0
@@ -115,9 +115,7 @@ def record_trajectory(
     )
 
 
-def _check_same_rings(
-    snapshots: optax.Params, params: optax.Params, num_snapshots: int, dtype: Any
-) -> None:
+def _check_same_rings(snapshots: Params, params: Params, num_snapshots: int, dtype: Any) -> None:
     """Raise if ring buffers were made with another number of rows or another dtype."""
     seen = jax.tree.leaves(mask_like(params, snapshots))
     for ring, leaf in zip(jax.tree.leaves(snapshots), seen, strict=True):
@@ -127,9 +125,7 @@ def _check_same_rings(
             raise ValueError(describe_difference("record_trajectory", "dtype"))
 
 
-def write_row(
-    rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
-) -> optax.Params:
+def write_row(rows: Params, params: Params, index: jax.Array, is_due: jax.Array) -> Params:
     """Overwrite one row with the params, without masked leaves, if `is_due`."""
     params = mask_like(params, rows)
 
@@ -140,7 +136,7 @@ def write_row(
     return cond(is_due, lambda rows: jax.tree.map(write, rows, params), lambda rows: rows, rows)
 
 
-def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
+def trajectory(opt_state: Any) -> tuple[Params, jax.Array]:
     """Return the snapshots of `optperm.record_trajectory`, oldest first, and their number.
 
     Pass both results on: `optperm.subspace.pca_basis(snapshots, k, num_snapshots=count)`. To use the
@@ -177,7 +173,7 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
     return sort(state.snapshots, state.num_recorded)
 
 
-def _sort_rings(rings: optax.Params, num_recorded: jax.Array) -> tuple[optax.Params, jax.Array]:
+def _sort_rings(rings: Params, num_recorded: jax.Array) -> tuple[Params, jax.Array]:
     """Return the rows of ring buffers, oldest first, and the number of valid rows."""
 
     def sort_ring(ring: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.mapped_axes import AxisName
+from optperm.core.shapes import Params, Updates
 from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
 from optperm.subspace._subspace import (
@@ -110,13 +111,13 @@ def twa(
     checks.check_static_count("n_components", n_components)
     optimizer = checks.as_optimizer("inner", inner)
 
-    def init(params: optax.Params) -> TwaState:
+    def init(params: Params) -> TwaState:
         beta = jnp.zeros(n_components, accumulation_dtype(params))
         return TwaState(empty_subspace(params, n_components, axis_name, Span), optimizer.init(beta))
 
     def update(
-        updates: optax.Updates, state: TwaState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, TwaState]:
+        updates: Updates, state: TwaState, params: Params, **extra_args: Any
+    ) -> tuple[Updates, TwaState]:
         check_same_subspace("twa", state.subspace, n_components, axis_name)
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         dtype = accumulation_dtype(params)

@@ -1,6 +1,7 @@
-"""Check on the first batch what samplers and control variates need: a mean loss, and its gradient."""
+"""Check on a batch what methods need: a mean loss, its gradient, and a count that counts."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,13 +10,17 @@ import optax
 from jax.tree_util import Partial
 
 from optperm.core.current import jit_current
+from optperm.core.keys import key_data
+from optperm.core.noise import normal_like
 from optperm.core.states import DrawingState, LoopState, find_states
 from optperm.evaluation import (
     NOT_GRADIENT,
     NOT_MEAN,
     Evaluation,
     compare_halves,
+    count_halves,
     gets_gradient,
+    judge_counts,
     judge_halves,
     num_examples,
 )
@@ -28,6 +33,11 @@ _NORMS = 1e-2, 1e2
 # The relative difference that counts if the loss depends on the statistics of its batch, as with
 # BatchNorm. The loss of a batch that is a sum differs by one half.
 _DIFFERS_BY_STATISTICS = 0.4
+NOT_COUNT = (
+    "loss_fn returns a pair, which is a sum and a count, but its second value for a batch is not the "
+    "sum of the values for the halves of the batch. For a loss and a metric, pass has_aux=True and "
+    'return (loss, {"name": metric}).'
+)
 
 
 def samples(opt_state: Any) -> bool:
@@ -43,7 +53,11 @@ def find_broken_conditions(
 
     The check is outside of the compiled steps. With replicas, each looks at its part of the batch.
     """
-    found = [] if _is_mean(carry, batch, model, layout) else [NOT_MEAN]
+    found = list[str]()
+    if not is_count(carry, batch, model, layout):
+        found.append(NOT_COUNT)
+    elif not _is_mean(carry, batch, model, layout):
+        found.append(NOT_MEAN)
     if samples(carry.opt_state) and not _is_gradient(carry, batch, model, layout, key):
         found.append(NOT_GRADIENT)
     return found
@@ -59,8 +73,21 @@ def _is_mean(carry: TrainState, batch: Any, model: Model, layout: Layout) -> boo
 
     statistics = jax.tree.leaves(carry.model_state)
     has_statistics = any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in statistics)
-    whole, halves = _run(compare, carry, batch, layout)
-    return judge_halves(whole, halves, *[_DIFFERS_BY_STATISTICS] * has_statistics)
+    # `is_count` looks at the counts, which are the last numbers.
+    compared = [x[..., :-1] for x in _run(compare, carry, batch, layout)]
+    return judge_halves(*compared, *[_DIFFERS_BY_STATISTICS] * has_statistics)
+
+
+def is_count(carry: TrainState, batch: Any, model: Model, layout: Layout) -> bool:
+    """Return whether the count of a batch is the sum of the counts of its halves, or there is none."""
+    if num_examples(batch) < 2 * layout.replicas:
+        return True
+
+    def compare(state: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
+        bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
+        return state, count_halves(bound, state.params, batch, has_aux=True)
+
+    return judge_counts(_run(compare, carry, batch, layout))
 
 
 def _is_gradient(
@@ -69,18 +96,25 @@ def _is_gradient(
     known = list[Any]()
 
     def compare(state: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
-        # With a new state, and the batch as all examples, the correction of a control variate is zero.
-        opt_state = state.tx.init(state.params)
-        e, extras = evaluate_step(state, batch, model, layout, key)
-        extras = {name: extras[name] for name in extras.keys() - e.extra_args.keys()}
-        extras["full_grad_fn"] = e.extra_args["grad_fn"]
-        norm = optax.tree.norm(e.grad)
+        # Momentum does not change a first gradient, and weight decay does not change it at zero.
+        z = normal_like(key_data(key), state.params)
+        near = jax.tree.map(lambda p, z: p + z.astype(p.dtype), state.params, z)
+        points = [state, state.replace(params=near)]
+        found = [evaluate_step(at, batch, model, layout, key) for at in points]
+        norm = jnp.stack([optax.tree.norm(e.grad) for e, _ in found]).max()
         is_other = jnp.int32(0)
         for wanted in _NORMS:
-            of_norm = _scale(e, jnp.where(norm > 0, wanted / norm, 1.0))
-            known.append(gets_gradient(state.tx, opt_state, state.params, of_norm, **extras))
-            if isinstance(known[-1], jax.Array):
-                is_other |= 1 - known[-1].astype(jnp.int32)
+            factor = jnp.where(norm > 0, wanted / norm, 1.0)
+            # With a new state, and the batch as all examples, a control variate corrects nothing.
+            opt_state = state.tx.init(state.params)
+            for at, (e, extras) in zip(points, found, strict=True):
+                others = {name: extras[name] for name in extras.keys() - e.extra_args.keys()}
+                scaled = _scale(e, factor)
+                others["full_grad_fn"] = scaled.extra_args["grad_fn"]
+                is_same, opt_state = gets_gradient(state.tx, opt_state, at.params, scaled, **others)
+                known.append(is_same)
+                if isinstance(is_same, jax.Array):
+                    is_other |= 1 - is_same.astype(jnp.int32)
         return state, is_other
 
     try:
@@ -95,9 +129,20 @@ def _is_gradient(
 
 
 def _scale(e: Evaluation, factor: jax.Array) -> Evaluation:
-    grad = optax.tree.cast_like(optax.tree.scale(factor, e.grad), e.grad)
-    extras = {"value": e.value * factor.astype(e.value.dtype), "grad": grad}
-    return dataclasses.replace(e, grad=grad, extra_args=e.extra_args | extras)
+    """Return the evaluation of a loss that is multiplied by a factor."""
+
+    def scale(tree: Any) -> Any:
+        return optax.tree.cast_like(optax.tree.scale(factor, tree), tree)
+
+    def of(each: Any) -> Any:
+        if not callable(each):
+            return scale(each)
+        return functools.wraps(each)(lambda *args, **kwargs: scale(each(*args, **kwargs)))
+
+    extra_args = {
+        name: each if name == "weight" else of(each) for name, each in e.extra_args.items()
+    }
+    return dataclasses.replace(e, grad=extra_args["grad"], extra_args=extra_args)
 
 
 def _run(function: Any, carry: TrainState, batch: Any, layout: Layout) -> Any:

@@ -255,7 +255,11 @@ class ArrayFeed:
         self, data: Any, batch_size: Any, key: Any, layout: Layout, most: int, replace: bool
     ) -> None:
         size, parts = checks.count_examples("train_data", data), layout.parts
-        checks.check_count("batch_size", batch_size, maximum=size)
+        checks.check_count("batch_size", batch_size)
+        if batch_size > size:
+            raise ValueError(
+                f"batch_size must be at most {size}, the number of examples, got {batch_size}."
+            )
         if batch_size % parts:
             says = "counts the examples of all devices together, and must be a multiple of"
             raise ValueError(f"batch_size {says} {parts}, got {batch_size}.")

@@ -198,9 +198,10 @@ def fit(
 
       With padded or masked examples, return a pair `(sum, count)` as the loss: the sum of the losses
       that count, and their number. The loss is the sum over all replicas divided by the count over all
-      replicas, and `loss_count` of the history weighs means over steps. A commit of `optperm.agn` or
-      `optperm.diloco` weighs each replica by its counts per example, averaged over the steps since the
-      last commit, or over all steps so far with a plan of fragments.
+      replicas, and `loss_count` of the history weighs means over steps. If the second value depends on
+      the params and is no count, such as an accuracy, `fit` warns after the first steps. A commit of
+      `optperm.agn` or `optperm.diloco` weighs each replica by its counts per example, averaged over the
+      steps since the last commit, or over all steps so far with a plan of fragments.
 
       For a sampler, and with `epoch_start`, `fit` warns before the first step if the loss of the first
       batch is not the mean of the losses of its halves. It also warns if another transformation changes

@@ -102,6 +102,7 @@ class Run:
 
     show: Callable[[int], None] | None = None  # shows the progress
     is_warned = False
+    is_suspect = False
     commit: Callable[..., Any] | None = None
     interrupt: Interrupt | None = None
 
@@ -149,8 +150,16 @@ class Run:
     def shapes(self) -> Shapes:
         """The arrays of the carry and the arguments that shape them, which never change."""
         own = int(self.layout.own)
-        leaves = jax.tree_util.tree_leaves_with_path(programs.unwrap_keys(self.carry))
-        arrays = {jax.tree_util.keystr(path): f"{x.dtype}{x.shape[own:]}" for path, x in leaves}
+        # States without arrays count too: Orbax compares the whole tree.
+        leaves = jax.tree_util.tree_leaves_with_path(
+            programs.unwrap_keys(self.carry), is_leaf=_is_childless
+        )
+        arrays = {
+            jax.tree_util.keystr(path): f"{x.dtype}{x.shape[own:]}"
+            if hasattr(x, "dtype")
+            else "empty"
+            for path, x in leaves
+        }
         return Shapes(arrays, list_fingerprints(self.carry.opt_state))
 
     def train(self, interrupt: Interrupt) -> Ended:
@@ -167,7 +176,7 @@ class Run:
         with contextlib.suppress(Interrupted):
             stop = self._do_what_is_due() or self._was_stopped()
         compiled = programs.compile_steps(
-            given.model, self.layout, self.carry, given.feed.rows, given.key
+            *(given.model, self.layout, self.carry, given.feed.rows, given.key), self._suspect_count
         )
         while True:
             # The maximum code decides, so all processes leave the loop at the same step.
@@ -181,6 +190,7 @@ class Run:
                 count = schedule.count_steps(self.at)
                 fed = given.feed.run(compiled, self.carry, self.at, count, interrupt)
                 self._record(fed)
+                self._check_count()
                 error = fed.error
                 stop = self._do_what_is_due()
             except Interrupted:
@@ -225,6 +235,17 @@ class Run:
         args = self.carry, batch, given.model, self.layout, given.key
         for text in conditions.find_broken_conditions(*args):
             warnings.warn(text, stacklevel=5)  # where fit is called
+
+    def _suspect_count(self) -> None:
+        self.is_suspect = True
+
+    def _check_count(self) -> None:
+        """Warn if a count that depends on the params is no count, after the first steps."""
+        if not self.is_suspect:
+            return
+        self.is_suspect, given = False, self.given
+        if not conditions.is_count(self.carry, given.feed.example(), given.model, self.layout):
+            warnings.warn(conditions.NOT_COUNT, stacklevel=4)  # where fit is called
 
     def _start_epoch(self) -> None:
         self._judge_steps()
@@ -480,3 +501,7 @@ class Run:
             best_state=self._bring_home(best["state"]) if best else None,
             best_step=best.get("step"),
         )
+
+
+def _is_childless(tree: Any) -> bool:
+    return not jax.tree_util.treedef_children(jax.tree.structure(tree))

@@ -126,16 +126,24 @@ class Steps(NamedTuple):
 
 
 def compile_steps(
-    model: Model, layout: Layout, carry: TrainState, rows: int, key: int | jax.Array = 0
+    model: Model,
+    layout: Layout,
+    carry: TrainState,
+    rows: int,
+    key: int | jax.Array = 0,
+    suspect: Callable[[], Any] = lambda: None,
 ) -> Steps:
-    """Return the compiled steps for carries with the same placement as `carry`."""
+    """Return the compiled steps for carries with the same placement as `carry`.
+
+    While tracing, steps call `suspect` if the count of the loss depends on the params.
+    """
 
     @functools.partial(jax.jit, inline=True)  # traced once, used twice
     def step(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
         return _step(carry, batch, model, layout, key)
 
     def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-        _trace_step(step, carry, batch, layout)
+        _trace_step(step, carry, batch, layout, suspect)
         return step(carry, (), batch)
 
     def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
@@ -144,7 +152,7 @@ def compile_steps(
         def batch(t: jax.Array) -> Any:
             return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
 
-        forms = _trace_step(step, carry, batch(first), layout)
+        forms = _trace_step(step, carry, batch(first), layout, suspect)
         columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
 
         def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
@@ -165,14 +173,22 @@ def compile_steps(
 
 
 def _trace_step(
-    step: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout
+    step: Callable[..., Any],
+    carry: TrainState,
+    batch: Any,
+    layout: Layout,
+    suspect: Callable[[], Any],
 ) -> dict[str, Any]:
     """Return the shapes of a step's metrics; raise if replicas train some of their params apart."""
-    if not (layout.own and find_states(carry.opt_state, CommittingState)):
-        forms: dict[str, Any] = jax.eval_shape(step, carry, (), batch)[1]
-        return forms
+    metrics: dict[str, Any] = jax.eval_shape(step, carry, (), batch)[1]
+    commits = layout.own and bool(find_states(carry.opt_state, CommittingState))
+    if not (commits or COUNT in metrics):
+        return metrics
     program, forms = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
-    metrics: dict[str, Any] = forms[1]  # type: ignore[index]
+    if COUNT in metrics and _count_depends(program.jaxpr, forms, carry):
+        suspect()
+    if not commits:
+        return metrics
     if not _find_axes(program.jaxpr) >= set(layout.mapped):
         says = "The method takes local steps, but its replicas would never commit"
         name = _axis_name(layout)
@@ -187,6 +203,15 @@ def _trace_step(
             "with all optimizers inside."
         )
     return metrics
+
+
+def _count_depends(jaxpr: Any, forms: Any, carry: TrainState) -> bool:
+    """Return whether the count of the loss depends on the params, as no number of examples does."""
+    size, inputs = len(jaxpr.outvars), len(jax.tree.leaves(carry))
+    at = jax.tree.unflatten(jax.tree.structure(forms), range(size))[1][COUNT]
+    used = dce_jaxpr(jaxpr, [place == at for place in range(size)])[1]
+    places = jax.tree.unflatten(jax.tree.structure(carry), range(inputs))
+    return any(used[place] for place in jax.tree.leaves(places.params))
 
 
 def _find_apart(

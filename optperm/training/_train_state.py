@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx, struct
 from flax.training import train_state
 from jax.tree_util import Partial
 
 from optperm.core import checks
 from optperm.core.mapped_axes import AxisName
+from optperm.core.shapes import Params, Updates
 from optperm.core.transformation import known_extra_args
 from optperm.evaluation import Evaluation, evaluate, split_loss
 from optperm.exact import apply_updates
@@ -52,7 +52,7 @@ class Model:
         return "linen" if self.graphdef is None else "nnx"
 
     def __call__(
-        self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
+        self, model_state: Any, rng: jax.Array | None, params: Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:
         """Return the loss and the other outputs of `loss_fn`."""
         takes: tuple[str, ...] = ()
@@ -127,9 +127,15 @@ def convert_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[s
     is_dict = isinstance(metrics, Mapping)
     for name, value in (metrics if is_dict else {"": metrics}).items():
         is_pair = pairs and isinstance(value, tuple) and len(value) == 2
-        shapes = [jnp.shape(part) for part in (value if is_pair else (value,))]
-        if not is_dict or any(shapes):
-            came = f"{name!r} of shape {shapes[-1]}" if is_dict else type(metrics).__name__
+        parts = value if is_pair else (value,)
+        is_array = jax.tree_util.all_leaves(parts)
+        if not (is_dict and is_array) or any(map(jnp.shape, parts)):
+            of = (
+                f"of shape {jnp.shape(parts[-1])}"
+                if is_array
+                else f"of type {type(value).__name__}"
+            )
+            came = f"{name!r} {of}" if is_dict else type(metrics).__name__
             wanted = f"a dict of scalar metrics{' or pairs of scalars' * pairs}"
             raise TypeError(f"{source} must be {wanted}, got {came}.")
     return jax.tree.map(lambda value: jnp.asarray(value).astype(jnp.float32), dict(metrics))
@@ -248,7 +254,7 @@ class TrainState(train_state.TrainState):
         return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
 
     def apply_gradients(
-        self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
+        self, *, grads: Updates, model_state: Any = None, **extra_args: Any
     ) -> Self:
         """Return the state after one step, given the results of `evaluate`.
 
@@ -306,7 +312,7 @@ class Optimizer(nnx.Optimizer[Any]):
         nnx.update(model, e.aux.model_state[1])
         return dataclasses.replace(e, aux=e.aux.aux)
 
-    def update(self, model: Any, grads: optax.Updates, /, **extra_args: Any) -> optax.Updates:
+    def update(self, model: Any, grads: Updates, /, **extra_args: Any) -> Updates:
         """Update the model as `nnx.Optimizer` does, and set exact entries to their exact values."""
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)

@@ -15,6 +15,7 @@ from optperm.variance._mars import mars as mars
 from optperm.variance._proximal import ProximalState as ProximalState
 from optperm.variance._proximal import proximal as proximal
 from optperm.variance._recursive import recursive_gradient as recursive_gradient
+from optperm.variance._svrg import RecursiveGradientState as RecursiveGradientState
 from optperm.variance._svrg import SvrgState as SvrgState
 from optperm.variance._svrg import svrg as svrg
 from optperm.variance._svrg import take_snapshot as take_snapshot

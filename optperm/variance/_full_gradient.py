@@ -19,12 +19,13 @@ from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
-from optperm.core.shardings import can_be_seen, shard_like, take, take_rows
-from optperm.evaluation import LossFn, checked_sum, map_examples
+from optperm.core.shapes import Params, Updates
+from optperm.core.shardings import can_be_seen, explicit_mesh, shard_like, take, take_rows
+from optperm.evaluation import LossFn, checked_sum, is_mean, map_examples
 
 # The number of examples at each end of a batch whose losses are compared with their mean, and the
-# smallest difference that counts, relative to the largest of these losses.
-_FEW, _ROUNDING = 16, 1e-3
+# smallest difference that counts, relative to the largest of these losses. Gradients cost more.
+_FEW, _ROUNDING, _FEWER = 16, 1e-3, 4
 
 
 class _Sums(NamedTuple):
@@ -35,20 +36,20 @@ class _Sums(NamedTuple):
       weight: Sum of the weights; NaN if a weight is negative or not finite.
     """
 
-    grad: optax.Updates
+    grad: Updates
     weight: jax.Array
 
 
 def full_gradient(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     batches: Iterable[Any],
     *,
     weights: Iterable[Any] | None = None,
     axis_name: AxisName | None = None,
     has_aux: bool = False,
     progress: bool = False,
-) -> optax.Updates:
+) -> Updates:
     r"""Compute the mean gradient over all examples of all batches.
 
     .. math::
@@ -142,7 +143,7 @@ def full_gradient(
     arrays, structure = jax.tree.flatten(bound)
 
     @jit_current
-    def sum_batch(params: optax.Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
+    def sum_batch(params: Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
         bound = jax.tree.unflatten(structure, arrays)
         return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
 
@@ -162,7 +163,8 @@ def full_gradient(
                     f"from this mean by {gap:.3g}."
                 )
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
-        sums = sum_batch(params, batch, of_batch, arrays)
+        with explicit_mesh(params, batch):
+            sums = sum_batch(params, batch, of_batch, arrays)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
@@ -175,12 +177,15 @@ def full_gradient(
     # Padding is usually at the end of the last batch.
     gap = gap or measure_gap(batch, of_batch)
     if gap:
+        found = f"it differs by {gap:.3g}"
+        if not gap < math.inf:
+            only = "only gradients, sums or counts differ"
+            found = only if math.isnan(gap) else "an example alone has no finite loss"
         warnings.warn(
-            "The loss of some examples is not the mean of their losses, so the full gradient gives "
-            f"examples wrong weights (the difference is {gap:.3g}, or inf if an example alone has no "
-            "loss). For padded or masked examples, return a pair (sum, count) from loss_fn, or pass "
-            "weights=. BatchNorm has to use its running averages, and random numbers have to come from "
-            "a key in the batch.",
+            f"The loss of some examples is not the mean of their losses ({found}), so the full gradient "
+            "gives examples wrong weights. For padded or masked examples, return a pair (sum, count) "
+            "from loss_fn, or pass weights=. BatchNorm has to use its running averages, and random "
+            "numbers have to come from a key in the batch.",
             UserWarning,
             stacklevel=2,
         )
@@ -193,7 +198,7 @@ def full_gradient(
 
 
 def _sum_batch(
-    params: optax.Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
+    params: Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
 ) -> _Sums:
     # In shard_map's checked mode, gradients with respect to unvarying params are summed over devices,
     # but the gradient on this device's batch is needed here.
@@ -201,7 +206,7 @@ def _sum_batch(
     if weights is None:
         size = float(_count_batch(batch))
 
-        def sum_or_mean(params: optax.Params) -> tuple[jax.Array, jax.Array | None]:
+        def sum_or_mean(params: Params) -> tuple[jax.Array, jax.Array | None]:
             total, count, _ = checked_sum(loss_fn, params, batch, has_aux=has_aux)
             return total, None if count is None else jax.lax.stop_gradient(count)
 
@@ -218,7 +223,7 @@ def _sum_batch(
     counts = weights > 0.0
     examples = _replace_padding(batch, counts)
 
-    def evaluate(params: optax.Params) -> jax.Array:
+    def evaluate(params: Params) -> jax.Array:
         return _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
 
     # Exact division of the weights by a power of two keeps sums as small as their terms. If the losses
@@ -241,7 +246,7 @@ def _sum_batch(
 
 
 def _evaluate_examples(
-    loss_fn: Partial, params: optax.Params, examples: Any, *, has_aux: bool
+    loss_fn: Partial, params: Params, examples: Any, *, has_aux: bool
 ) -> jax.Array:
     def evaluate_one(loss_fn: LossFn, example: Any) -> jax.Array:
         loss, count, _ = checked_sum(loss_fn, params, example, has_aux=has_aux)
@@ -267,13 +272,13 @@ def _replace_padding(batch: Any, counts: jax.Array) -> Any:
 
 
 def _measure_gap(
-    loss_fn: Partial, params: optax.Params, batch: Any, weights: Any, *, has_aux: bool
+    loss_fn: Partial, params: Params, batch: Any, weights: Any, *, has_aux: bool
 ) -> float:
     """Return the gap between the loss of a few examples and the mean of their losses.
 
-    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, if the loss is
-    a sum with a count, for values that Python cannot see, and if random keys would give the two losses
-    different draws.
+    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, for values
+    that Python cannot see, and if random keys would give the two losses different draws. The gap is
+    NaN if the losses agree, but not the gradients, or if the sums and counts of halves do not add up.
     """
     arrays, structure = jax.tree.flatten(loss_fn)
     leaves = jax.tree.leaves((arrays, params, batch, weights))
@@ -282,11 +287,11 @@ def _measure_gap(
     size = _count_batch(batch)
     ends = jnp.asarray(np.unique(np.r_[: min(_FEW, size), max(size - _FEW, 0) : size]))
     few = jax.tree.map(lambda leaf: take_rows(leaf, ends) if jnp.ndim(leaf) else leaf, batch)
-    kept = jnp.ones(len(ends), bool) if weights is None else jnp.asarray(weights)[ends] > 0.0
+    kept = jnp.ones(len(ends), bool) if weights is None else take_rows(weights, ends) > 0.0
 
     @jit_current
     def compare(
-        params: optax.Params, few: Any, kept: jax.Array, arrays: list[Any]
+        params: Params, few: Any, kept: jax.Array, arrays: list[Any]
     ) -> tuple[jax.Array, jax.Array]:
         loss_fn = jax.tree.unflatten(structure, arrays)
         examples = _replace_padding(few, kept)
@@ -301,8 +306,14 @@ def _measure_gap(
         error = jnp.where(jnp.isfinite(together) & ~jnp.isfinite(error), jnp.inf, error)
         return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
 
-    error, rounding = (float(x) for x in compare(params, few, kept, arrays))
-    return error if error > rounding or error == math.inf else 0.0
+    with explicit_mesh(params, batch):
+        error, rounding = (float(x) for x in compare(params, few, kept, arrays))
+        if error > rounding or error == math.inf:
+            return error
+        rows = np.unique(np.r_[: min(_FEWER, len(ends)), max(len(ends) - _FEWER, 0) : len(ends)])
+        fewer = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, few)
+        agrees = weights is not None or is_mean(loss_fn, params, fewer, has_aux=has_aux)
+        return 0.0 if agrees else math.nan
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))
@@ -321,9 +332,7 @@ def _add(total: tuple[_Sums, _Sums], new: _Sums) -> tuple[_Sums, _Sums]:
 
 
 @functools.partial(jax.jit, static_argnames=("axis_name",))
-def _divide(
-    sums: _Sums, errors: _Sums, *, axis_name: AxisName | None
-) -> tuple[optax.Updates, jax.Array]:
+def _divide(sums: _Sums, errors: _Sums, *, axis_name: AxisName | None) -> tuple[Updates, jax.Array]:
     if axis_name is not None:
         sums, errors = jax.lax.psum((sums, errors), axis_name)
     # mu = sum_i w_i grad l_i / sum_i w_i

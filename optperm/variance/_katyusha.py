@@ -15,7 +15,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like
-from optperm.core.shapes import Array, Float, PyTree
+from optperm.core.shapes import Array, Float, Params, PyTree, Updates
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, keep_finite
 from optperm.variance._svrg import FULL_GRADIENT, SvrgState, correct_loopless, make_state
@@ -142,7 +142,7 @@ def katyusha(
     checks.check_positive("probability", probability, 1.0)
     checks.check_key("key", key)
 
-    def init(params: optax.Params) -> KatyushaState:
+    def init(params: Params) -> KatyushaState:
         def widen(leaf: Any) -> jax.Array:
             return jnp.array(leaf, accumulation_dtype(leaf), copy=True)
 
@@ -150,14 +150,14 @@ def katyusha(
         return KatyushaState(make_state(params, key), y, z)
 
     def update(
-        grads: optax.Updates,
+        grads: Updates,
         state: KatyushaState,
-        params: optax.Params,
+        params: Params,
         *,
         grad_fn: GradFn,
         full_grad_fn: GradFn,
         **_: Any,
-    ) -> tuple[optax.Updates, KatyushaState]:
+    ) -> tuple[Updates, KatyushaState]:
         alpha, mu, p = (
             jnp.asarray(each, float) for each in (learning_rate, strong_convexity, probability)
         )

@@ -17,6 +17,8 @@ import optax
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.keys import make_key
+from optperm.core.shapes import Params, Updates
+from optperm.core.shardings import explicit_mesh, unshard
 from optperm.evaluation import NOT_MEAN, LossFn, checked_loss, evaluate, is_mean
 from optperm.variance._svrg import svrg
 
@@ -28,7 +30,7 @@ _ROUNDING = 1e-5
 
 def svrg_learning_rate(
     loss_fn: LossFn,
-    params: optax.Params,
+    params: Params,
     data: Any,
     batch_size: int,
     *,
@@ -117,26 +119,50 @@ def svrg_learning_rate(
     data = jax.tree.map(jnp.asarray, data)
     if n < batch_size:
         raise ValueError(f"data must contain at least batch_size={batch_size} examples, got {n}.")
-    _check_is_mean(loss_fn, params, jax.tree.map(lambda leaf: leaf[: max(batch_size, 2)], data))
-
-    def mean_loss(params: optax.Params, batch: Any) -> jax.Array:
-        return checked_loss(loss_fn, params, batch, has_aux=False)[0]
-
-    key = make_key(key)
-    # L and L_max
-    measure = functools.partial(_measure_curvatures, mean_loss, min(chunk_size, n))
-    curvature, largest = jit_current(measure)(params, data, key)
+    with explicit_mesh(data, params):
+        # On explicit axes, single examples cannot be indexed.
+        rate, curvature = _find_rate(
+            loss_fn,
+            params,
+            unshard(data),
+            batch_size,
+            num_passes,
+            min(chunk_size, n),
+            make_key(key),
+        )
     if curvature < 0:
         message = (
-            f"The loss is not convex at these params (curvature {float(curvature):.2g}): the rate may "
-            "be too high or too low."
+            f"The loss is not convex at these params (curvature {curvature:.2g}): the rate may be too "
+            "high or too low."
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-    smoothness = _expect_smoothness(abs(float(curvature)), float(largest), n, batch_size)
+    return rate
+
+
+def _find_rate(
+    loss_fn: LossFn,
+    params: Any,
+    data: Any,
+    batch_size: int,
+    num_passes: int,
+    chunk: int,
+    key: jax.Array,
+) -> tuple[float, float]:
+    """Return the learning rate, and the curvature at the params."""
+    n = jax.tree.leaves(data)[0].shape[0]
+    _check_is_mean(loss_fn, params, jax.tree.map(lambda leaf: leaf[: max(batch_size, 2)], data))
+
+    def mean_loss(params: Params, batch: Any) -> jax.Array:
+        return checked_loss(loss_fn, params, batch, has_aux=False)[0]
+
+    # L and L_max
+    measure = functools.partial(_measure_curvatures, mean_loss, chunk)
+    curvature, largest = map(float, jit_current(measure)(params, data, key))
+    smoothness = _expect_smoothness(abs(curvature), largest, n, batch_size)
     # eta = 1 / L_b
     rate, factor = 1 / smoothness, 2.0
     if not num_passes:
-        return rate
+        return rate, curvature
     here = float(jit_current(mean_loss)(params, data))
     if not math.isfinite(here):
         raise ValueError(f"The loss at these params must be finite, got {here}.")
@@ -159,10 +185,10 @@ def svrg_learning_rate(
             factor = 0.5
         else:
             break
-    return rate
+    return rate, curvature
 
 
-def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
+def _check_is_mean(loss_fn: LossFn, params: Params, few: Any) -> None:
     if not is_mean(loss_fn, params, few):
         raise ValueError(f"loss_fn must be a mean over examples. {NOT_MEAN}")
 
@@ -190,7 +216,7 @@ def _make_trial(
     def run(rate: jax.Array, params: Any, data: Any, key: jax.Array) -> jax.Array:
         tx = optax.chain(svrg(every=2 * steps), optax.sgd(rate))
 
-        def full_grad_fn(w: optax.Params) -> optax.Updates:
+        def full_grad_fn(w: Params) -> Updates:
             return jax.grad(loss_fn)(w, data)
 
         def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:

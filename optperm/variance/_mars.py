@@ -14,7 +14,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, compute_in_order, zero_if_not_finite
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float, Int32, PyTree
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     BATCH_GRADIENT,
@@ -104,7 +104,7 @@ def mars(
     checks.check_decay("b1", b1)
     checks.check_positive("max_norm", max_norm)
 
-    def init(params: optax.Params) -> MarsState:
+    def init(params: Params) -> MarsState:
         def fill_unknown(p: Any) -> jax.Array:
             return jnp.full_like(p, jnp.inf, accumulation_dtype(p))
 
@@ -112,13 +112,13 @@ def mars(
         return MarsState(jnp.zeros([], jnp.int32), last)
 
     def update(
-        grads: optax.Updates,
+        grads: Updates,
         state: MarsState,
-        params: optax.Params,
+        params: Params,
         *,
         grad_fn: GradFn | None = None,  # needed if exact
         **_: Any,
-    ) -> tuple[optax.Updates, MarsState]:
+    ) -> tuple[Updates, MarsState]:
         # g_{t-1} is stored in the state, or computed on this batch at the last params.
         last_grads = evaluate_gradient(state.last, grad_fn) if exact and grad_fn else state.last
         beta_1 = jnp.asarray(b1, float)

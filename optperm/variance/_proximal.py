@@ -15,7 +15,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Int32
+from optperm.core.shapes import Array, Int32, Params, Updates
 from optperm.core.transformation import transformation
 
 
@@ -122,12 +122,12 @@ def proximal(
     if group is not None and not lower is upper is None:
         raise ValueError("group cannot be combined with lower or upper.")
 
-    def init(_: optax.Params) -> ProximalState:
+    def init(_: Params) -> ProximalState:
         return ProximalState(jnp.zeros([], jnp.int32))
 
     def update(
-        updates: optax.Updates, state: ProximalState, params: optax.Params, **_: Any
-    ) -> tuple[optax.Updates, ProximalState]:
+        updates: Updates, state: ProximalState, params: Params, **_: Any
+    ) -> tuple[Updates, ProximalState]:
         eta = resolve_schedule("learning_rate", learning_rate, state.count, float)
 
         def step(u: Any, p: Any) -> jax.Array:

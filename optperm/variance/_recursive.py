@@ -10,6 +10,7 @@ from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import cast_like, compute_in_order
 from optperm.core.schedules import resolve_schedule
+from optperm.core.shapes import Params, Updates
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (
     GradFn,
@@ -17,8 +18,8 @@ from optperm.variance._batch_gradients import (
     keep_finite,
 )
 from optperm.variance._svrg import (
+    RecursiveGradientState,
     Snapshot,
-    SvrgState,
     correct_gradient,
     is_due,
     list_extra_args,
@@ -57,8 +58,8 @@ def recursive_gradient(
       key: The random key of the restarts: an int or a `jax.random.key`.
 
     Returns:
-      A transformation whose state is an `SvrgState`, with the last params and the last estimate as its
-      snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)` of
+      A transformation whose state is a `RecursiveGradientState`, with the last params and the last
+      estimate as its snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)` of
       `optperm.evaluate`, the gradient on this batch at given params. To restart, it also needs
       `full_grad_fn(params)`, the gradient over all examples.
 
@@ -122,28 +123,28 @@ def recursive_gradient(
     checks.check_key("key", key)
     restarts = every is not None or probability is not None
 
-    def init(params: optax.Params) -> SvrgState:
-        return make_state(params, key)
+    def init(params: Params) -> RecursiveGradientState:
+        return RecursiveGradientState(*make_state(params, key))
 
     def update(
-        grads: optax.Updates,
-        state: SvrgState,
-        params: optax.Params,
+        grads: Updates,
+        state: RecursiveGradientState,
+        params: Params,
         *,
         grad_fn: GradFn,
         full_grad_fn: Any = None,  # needed for restarts
         **_: Any,
-    ) -> tuple[optax.Updates, SvrgState]:
+    ) -> tuple[Updates, RecursiveGradientState]:
         last = state.snapshot
 
         # d_t = grad f_B(theta_t) + (1 - a) (d_{t-1} - grad f_B(theta_{t-1})) is the correction of SVRG
         # with the coefficient 1 - a and the last step as the snapshot
-        def follow() -> optax.Updates:
+        def follow() -> Updates:
             rest = 1.0 - resolve_schedule("a", a, state.count, float, high=1.0)
             return correct_gradient(last, rest, grads, params, grad_fn=grad_fn)
 
         # d_t = grad f(theta_t), or the batch's gradient where grad f is not finite
-        def restart() -> optax.Updates:
+        def restart() -> Updates:
             full_grad = evaluate_gradient(params, full_grad_fn, "full_grad_fn")
             full_grad = cast_like(full_grad, last.full_grad)
             return jax.tree.map(
@@ -161,7 +162,8 @@ def recursive_gradient(
         d, old = compute_in_order(cast_like(d, last.full_grad), last.params)
         new, d = compute_in_order(keep_finite(params, old), d)
         snapshot = Snapshot(jnp.ones_like(last.is_taken), new, d)
-        return d, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
+        count = optax.safe_increment(state.count)
+        return d, RecursiveGradientState(count, state.key, snapshot)
 
     return transformation(
         init,

@@ -20,7 +20,7 @@ from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Bool, Float, Int32, PyTree, UInt32
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
@@ -56,13 +56,12 @@ class Snapshot(NamedTuple):
 
 
 class SvrgState(NamedTuple):
-    """State of `svrg` and of `recursive_gradient`.
+    """State of `svrg`.
 
     Attributes:
       count: Number of steps taken.
       key: Data of the threefry key for the random draws of `probability`.
-      snapshot: The snapshot that the next step uses. For `recursive_gradient`, the last params and the
-        estimate of the full gradient at these params.
+      snapshot: The snapshot that the next step uses.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -80,8 +79,31 @@ class SvrgState(NamedTuple):
             return []
         return missing_snapshot(self.snapshot, _IN_FIT)
 
-    def with_snapshot(self, params: optax.Params, full_grad: optax.Updates) -> SvrgState:
+    def with_snapshot(self, params: Params, full_grad: Updates) -> SvrgState:
         """Return the state with a snapshot at given params, if the params and the gradient are finite.
+
+        Args:
+          params: All params.
+          full_grad: The full gradient at these params.
+        """
+        return self._replace(snapshot=install_snapshot(self.snapshot, params, full_grad)[0])
+
+
+class RecursiveGradientState(NamedTuple):
+    """State of `recursive_gradient`.
+
+    Attributes:
+      count: Number of steps taken.
+      key: Data of the threefry key for the random draws of `probability`.
+      snapshot: The last params, and the estimate of the full gradient at these params.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    snapshot: Snapshot
+
+    def with_snapshot(self, params: Params, full_grad: Updates) -> RecursiveGradientState:
+        """Return the state with an estimate at given params, if the params and the gradient are finite.
 
         Args:
           params: All params.
@@ -204,18 +226,18 @@ def svrg(
     needs = list_extra_args(every, probability)
     checks.check_key("key", key)
 
-    def init(params: optax.Params) -> SvrgState:
+    def init(params: Params) -> SvrgState:
         return make_state(params, key)
 
     def update(
-        grads: optax.Updates,
+        grads: Updates,
         state: SvrgState,
-        params: optax.Params,
+        params: Params,
         *,
         grad_fn: GradFn,
         full_grad_fn: Any = None,  # needed for snapshots
         **_: Any,
-    ) -> tuple[optax.Updates, SvrgState]:
+    ) -> tuple[Updates, SvrgState]:
         c = resolve_schedule("coefficient", coefficient, state.count, float)
         count = optax.safe_increment(state.count)
         if probability is not None:
@@ -260,11 +282,11 @@ def svrg(
 def correct_gradient(
     snapshot: Snapshot,
     c: jax.Array,
-    grads: optax.Updates,
-    params: optax.Params,
+    grads: Updates,
+    params: Params,
     *,
     grad_fn: GradFn,
-) -> optax.Updates:
+) -> Updates:
     r"""Return the gradient minus its batch's error at a snapshot, in float32 or wider.
 
     .. math::
@@ -296,13 +318,13 @@ def correct_loopless(
     state: SvrgState,
     c: jax.Array,
     probability: optax.ScalarOrSchedule,
-    grads: optax.Updates,
-    params: optax.Params,
+    grads: Updates,
+    params: Params,
     *,
-    at: optax.Params,
+    at: Params,
     grad_fn: GradFn,
     full_grad_fn: GradFn,
-) -> tuple[optax.Updates, Snapshot]:
+) -> tuple[Updates, Snapshot]:
     r"""Return the corrected gradient of a step of loopless SVRG, and the snapshot for the next step.
 
     .. math::
@@ -312,12 +334,12 @@ def correct_loopless(
     uses its own snapshot.
     """
 
-    def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
+    def correct(snapshot: Snapshot, grad_fn: GradFn) -> Updates:
         return cast_like(
             correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn), state.snapshot.full_grad
         )
 
-    def renew(new_grads: optax.Updates) -> tuple[optax.Updates, Snapshot]:
+    def renew(new_grads: Updates) -> tuple[Updates, Snapshot]:
         new, _ = install_snapshot(state.snapshot, at, full_grad_fn(at))
         first = correct(new, lambda _: grads)
         return optax.tree.where(state.snapshot.is_taken, new_grads, first), new
@@ -327,7 +349,7 @@ def correct_loopless(
     return cond(is_time, renew, lambda g: (g, state.snapshot), new_grads)
 
 
-def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
+def make_state(params: Params, key: int | jax.Array) -> SvrgState:
     """Make a state without a snapshot."""
     return SvrgState(
         count=jnp.zeros([], jnp.int32),
@@ -343,7 +365,7 @@ def make_state(params: optax.Params, key: int | jax.Array) -> SvrgState:
 
 
 def install_snapshot(
-    old: Snapshot, params: optax.Params, full_grad: optax.Updates
+    old: Snapshot, params: Params, full_grad: Updates
 ) -> tuple[Snapshot, jax.Array]:
     """Return the new snapshot if finite, else the old snapshot, and whether the new one is finite."""
     params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
@@ -371,7 +393,7 @@ def list_extra_args(
 
 
 def is_due(
-    state: SvrgState,
+    state: SvrgState | RecursiveGradientState,
     every: int | jax.Array | None,
     probability: optax.ScalarOrSchedule | None,
 ) -> jax.Array:
@@ -392,7 +414,7 @@ def missing_snapshot(snapshot: Snapshot, advice: str = _ADVICE) -> list[str]:
     return [f"svrg has no snapshot yet, so gradients pass through unchanged: {advice}."]
 
 
-def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:
+def take_snapshot(opt_state: Any, params: Params, full_grad: Updates) -> Any:
     r"""Set a new snapshot of `svrg`, or a new estimate of `recursive_gradient`, in an optimizer state.
 
     .. math::
@@ -420,9 +442,10 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       [0.5, 0.0]
 
     Raises:
-      ValueError: If `opt_state` does not contain exactly one `SvrgState`, or the trees do not match.
+      ValueError: If `opt_state` does not contain exactly one `SvrgState` or `RecursiveGradientState`, or
+        the trees do not match.
     """
-    state = find_state(opt_state, SvrgState, method="svrg")
+    state: Any = find_state(opt_state, (SvrgState, RecursiveGradientState), method="svrg")
     snapshot, is_finite = install_snapshot(
         state.snapshot, without_variables(params), without_variables(full_grad)
     )
@@ -430,4 +453,4 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
         message = "The snapshot was not taken: the params or their full gradient are not finite."
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     new = state._replace(snapshot=snapshot)
-    return replace_state(opt_state, SvrgState, new, method="svrg")
+    return replace_state(opt_state, type(state), new, method="svrg")

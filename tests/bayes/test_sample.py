@@ -125,7 +125,8 @@ BEFORE = {
     "RMSProp": (optax.scale_by_rss, False),
     "clipping": (lambda: optax.clip_by_global_norm(1.0), False),
     "weight decay": (lambda: optax.add_decayed_weights(1e-2), False),
-    "momentum": (lambda: optax.chain(optax.trace(0.9), optax.scale(0.1)), False),
+    "momentum": (lambda: optax.trace(0.9), False),
+    "STORM": (lambda: optperm.recursive_gradient(0.1), True),
 }
 # Steps between the loss and the methods that warn in each step are tried with these methods alone
 PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]
@@ -169,6 +170,29 @@ def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     assert texts[0] in report.warnings
     assert texts.count(texts[0]) == 1
     assert not any("mean over examples" in line for line in report.not_checked)
+
+
+def test_sampler_in_accumulation_is_sampled_and_its_noise_is_not_known():
+    with jax.numpy_dtype_promotion("standard"):
+        samples, _ = texts_of(
+            lambda: draw(sampler=lambda n, s: optax.MultiSteps(LANGEVIN["sgld"](n), 2))
+        )
+    report = optperm.bayes.posterior_report(samples)
+    assert any("due to the batches' noise (not known here)" in line for line in report.not_checked)
+
+
+def test_sums_with_counts_sample_the_posterior_of_all_sums():
+    """Each example has two tokens: the draws are those of the mean over examples."""
+
+    def draws_of(loss_fn):
+        return draw(loss_fn=loss_fn, sampler=lambda n, s: LANGEVIN["sgld"](n))
+
+    pair, texts = texts_of(lambda: draws_of(lambda m, y: (jnp.sum((y - m) ** 2), 2 * y.size)))
+    mean, _ = texts_of(lambda: draws_of(lambda m, y: jnp.mean((y - m) ** 2)))
+    np.testing.assert_allclose(pair.params, mean.params, rtol=1e-4, atol=1e-5)
+    assert pair.is_mean
+    _, texts = texts_of(lambda: draws_of(lambda m, y: (jnp.mean((y - m) ** 2), 0.9)))
+    assert texts[0].startswith("The loss of a batch is not the mean of the losses of its halves")
 
 
 @pytest.mark.parametrize(

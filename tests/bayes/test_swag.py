@@ -86,3 +86,9 @@ def test_state_of_models_side_by_side_is_read_under_vmap():
             read(one)
     _, state = jax.vmap(tx.update)(w, state, w)
     np.testing.assert_array_equal(jax.vmap(optperm.bayes.posterior_mean)(state), w)
+
+
+def test_state_with_another_rank_is_refused():
+    state = optperm.swag(1, rank=4).init(jnp.zeros(2))
+    with pytest.raises(ValueError, match="another rank="):
+        optperm.swag(1, rank=3).update(jnp.zeros(2), state, jnp.zeros(2))

@@ -107,6 +107,21 @@ def test_a_number_is_the_same_in_each_process_type_and_library():
         fingerprints._hash(lambda path: 0)
 
 
+def test_signed_numbers_are_read_and_means_of_states_count_as_any_value():
+    """Means of numbers are rounded, so they no longer tell how the states were made."""
+    params, tx = jnp.ones(2), scaled(power=4)
+    state = tx.init(params)
+    signed = state._replace(fingerprint=state.fingerprint.astype(jnp.int32))
+    assert (np.asarray(signed.fingerprint) < 0).any()
+    for same in (
+        signed,
+        jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), state, state),
+    ):
+        tx.update(params, same, params)
+    with pytest.raises(ValueError, match="made with another power="):
+        scaled(power=2).update(params, signed, params)
+
+
 def test_a_traced_value_counts_as_any_value():
     state = jax.jit(lambda power: scaled(power=power).init(PARAMS))(2)
     scaled(power=3).update(PARAMS, state, PARAMS)

@@ -12,6 +12,9 @@ import optax
 import pytest
 import replicas
 import support
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from replicas import AXIS
 
 import optperm
 from optperm.distributed import Compression
@@ -71,6 +74,29 @@ def test_replicas_in_rows_send_what_each_sends_alone(x64):
             alone = jnp.stack([sent_of(compress, row) for row in rows])
             assert sent.dtype == dtype
             np.testing.assert_allclose(sent, alone, rtol=1e-6)
+
+
+@pytest.mark.parametrize("lead", [(), (AXIS,)])
+def test_shards_on_an_explicit_mesh_step_as_the_whole_does(lead):
+    """Of one replica, and of two replicas that are sharded themselves; the residual stays sharded."""
+    mesh = jax.make_mesh((2, 4), (AXIS, "model"), axis_types=(AxisType.Explicit,) * 2)
+    rows, axis_name = (2,) * len(lead), AXIS if lead else None
+    start = {"kernel": support.normal((*rows, 16, 8)), "bias": support.normal((*rows, 8))}
+    specs = {"kernel": P(*lead, None, "model"), "bias": P(*lead, "model")}
+    for compress in (Compression(bits=4), Compression(1 / 4, bits=2), Compression(bits=1)):
+        tx = optperm.diloco(optax.sgd(0.1), every=1, compress=compress, axis_name=axis_name)
+
+        def step(params, tx=tx):
+            return tx.update(params, tx.init(params), params)
+
+        over = functools.partial(jax.vmap, axis_name=AXIS) if lead else lambda step, **_: step
+        with jax.set_mesh(mesh):
+            shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+            params = jax.device_put(start, shardings)
+            updates, state = jax.jit(over(step, spmd_axis_name=AXIS))(params)
+        assert state.residual["kernel"].sharding.spec == specs["kernel"]
+        wanted, _ = jax.jit(over(step))(start)
+        support.assert_close(jax.device_get(updates), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

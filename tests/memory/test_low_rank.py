@@ -152,6 +152,22 @@ def test_random_bases_of_every_leaf_key_and_refresh_differ_and_take_turns():
     assert len(np.unique(rows, axis=0)) == 2 * (5 + 5 + 5)
 
 
+def test_a_resumed_run_takes_the_turns_of_its_own_every():
+    """After step 0, a next turn that was a hundred steps away is forgotten; a nearer one is not."""
+
+    def find_new(first, second):
+        params = {"a": jnp.ones((4, 6)), "b": jnp.ones((4, 6))}
+        state, steps = optperm.low_rank(optax.identity(), 1, every=first).init(params), []
+        for t in range(10):
+            tx = optperm.low_rank(optax.identity(), 1, every=first if t < 2 else second)
+            last, (_, state) = state.basis, tx.update(params, state)
+            steps += [(t, name) for name in params if (state.basis[name] != last[name]).any()]
+        return steps[2:]
+
+    assert find_new(100, 4) == find_new(4, 4) == [(2, "b"), (4, "a"), (6, "b"), (8, "a")]
+    assert find_new(4, 100) == [(2, "b"), (4, "a")]
+
+
 def test_a_python_number_among_params_begins_as_an_array_does():
     tx = optperm.low_rank(optax.scale_by_adam(), 1 / 2)
     states = (tx.init({"a": a, "b": jnp.ones((4, 6))}) for a in (0.5, jnp.array(0.5)))

@@ -111,6 +111,9 @@ def test_ranks_are_those_of_the_method():
     both = [jnp.zeros((6, 9)), jnp.zeros((4, 4))]
     low = optperm.low_rank(optax.scale_by_adam(), 3)
     assert treatments(low, both) == ["rank 3 of 6 x 9", "full rank"]
+    for tx in (low, optperm.apollo(rank=3)):  # params may be a single array
+        assert treatments(tx, jnp.zeros((6, 9))) == ["rank 3 of 6 x 9"]
+        assert treatments(tx, jnp.zeros(6)) == ["full rank"]
     assert treatments(PARTED, PARAMS) == ["", "rank 4 of 16 x 64", ""]
     wanted = ["full rank", "rank 4 of 16 x 64", "full rank, axes not named"]
     assert treatments(LOW, PARAMS) == wanted

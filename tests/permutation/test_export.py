@@ -4,6 +4,7 @@ updates that are exported."""
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import loops
@@ -162,3 +163,19 @@ def test_the_state_of_an_nnx_model_is_exported_and_rebuilt():
             jax.tree.leaves(rebuilt), jax.tree.leaves(permuted_params(state)), strict=True
         ):
             support.assert_same_bits(got, wanted)
+
+
+def test_a_stack_of_states_is_exported_within_vmap():
+    stack = {"w": support.normal((2, 4, 3))}
+    state = jax.vmap(optperm.laperm(optax.sgd(0.1), 2).init)(stack)
+    for call in (export_permutation, lambda p, s: permuted_params(s, p)):
+        with pytest.raises(ValueError, match=r"a stack of states: call it within jax.vmap"):
+            call(stack, state)
+        assert jax.vmap(call)(stack, state)["w"].shape == (2, 4, 3)
+
+
+def test_output_axes_see_the_paths_of_flax_as_those_of_dicts():
+    params = {"dense": {"kernel": nn.Partitioned(support.normal((4, 3)), (None, "m"))}}
+    seen = []
+    optperm.sgperm(output_axes=lambda path, leaf: seen.append((path, leaf.shape)) or 0).init(params)
+    assert set(seen) == {("dense/kernel", (4, 3))}

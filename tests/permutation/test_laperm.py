@@ -171,3 +171,19 @@ def test_targets_of_another_state_bring_their_order():
     merged = replace_targets(start, other)
     support.assert_same_bits((merged.weights, merged.ranks), (other.weights, other.ranks))
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.contrib.schedule_free_sgd(0.1),
+        optax.contrib.mechanize(optax.sgd(0.1)),
+        optax.contrib.madgrad(0.1),
+        optax.contrib.cocob(),
+        optperm.katyusha(0.1, strong_convexity=0.1, probability=0.1),
+    ],
+)
+def test_an_inner_optimizer_that_keeps_its_own_params_is_refused(inner):
+    """A synchronization would not move them, and the next steps would lead back to them."""
+    with pytest.raises(ValueError, match="in inner stores its own params"):
+        optperm.laperm(inner, 2).init(params())

@@ -1,5 +1,6 @@
 """Sparse matrices and networks without dead units: the same outputs."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,3 +110,16 @@ def test_params_without_a_matrix_to_replace_are_refused():
         with pytest.raises(ValueError, match="no matrix among the included leaves of"):
             to_sparse(given, include=include)
     assert to_sparse({}) == {}
+
+
+def test_paths_of_units_are_those_of_a_dict_in_boxes_of_linen():
+    params = {
+        "a": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)},
+        "b": {"kernel": jnp.eye(2)[1:].T},
+    }
+    groups = {"hidden": [("a/kernel", -1), ("a/bias", -1), ("b/kernel", -2)]}
+    boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None, "m")), params)
+    small = remove_units(boxed, groups)
+    assert small["a"]["kernel"].names == (None, "m")
+    wanted = jax.tree.leaves(remove_units(params, groups))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(small), wanted)

@@ -4,6 +4,8 @@ import functools
 import itertools
 import math
 
+import equinox as eqx
+import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -321,9 +323,10 @@ def test_a_selection_of_nothing_is_refused_by_name(call):
 
 @pytest.mark.parametrize("name", ["gradual", "rigl", "mask_elements"])
 def test_functions_see_the_paths_of_flax_as_those_of_dicts(name):
-    """Select the same leaves of an nnx model, whose variables end in "value", and of plain arrays."""
+    """Select the same leaves of nnx, of linen with boxes, whose arrays are a "value", and of a dict."""
     plain = {"a": {"bias": jnp.ones((2, 2)), "kernel": support.normal((4, 3))}}
     model = nnx.State({"a": nnx.State(jax.tree.map(nnx.Param, plain["a"]))})
+    boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None, "m")), plain)
 
     def is_kernel(params):
         return jax.tree_util.tree_map_with_path(
@@ -336,8 +339,51 @@ def test_functions_see_the_paths_of_flax_as_those_of_dicts(name):
             return optperm.mask_elements(is_kernel).init(params)
         return SELECTORS[name](params, include=is_kernel)
 
-    for got, wanted in zip(jax.tree.leaves(init(model)), jax.tree.leaves(init(plain)), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    wanted = jax.tree.leaves(init(plain))
+    for got in (init(model), init(boxed)):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), wanted)
+
+
+class Layer(eqx.Module):
+    """A model that can be called."""
+
+    kernel: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x @ self.kernel + self.bias
+
+
+def test_a_stack_of_states_is_pruned_and_frozen_within_vmap():
+    """Outside, the replicas would share their zeros, and biases would count as matrices."""
+    params = {"a": support.normal((2, 4, 3)), "b": support.normal((2, 6))}
+    state = jax.vmap(MASKS.init)(params)
+    for call in (lambda: prune(params, state, 0.5), lambda: freeze(state, 0.5, scores=params)):
+        with pytest.raises(ValueError, match=r"a stack of states: call it within jax.vmap"):
+            call()
+    pruned, state = jax.vmap(lambda p, s: prune(p, s, 0.5))(params, state)
+    assert (pruned["a"] == 0).sum(axis=(1, 2)).tolist() == [6, 6]
+    assert prune(params, state, 0.0)[0]["a"].tolist() == pruned["a"].tolist()
+
+
+@pytest.mark.parametrize("tx", [MASKS, optperm.rigl(SGD, 0.5, end=200)], ids=["masks", "rigl"])
+def test_zeros_of_a_state_count_in_params_that_are_dense(tx):
+    """Make as many zeros as asked for, since the zeros of the state rank below all weights."""
+    params, other = support.normal((8, 6)), support.normal((8, 6), 1)
+    _, state = prune(params, tx.init(params), 0.5)
+    before = ~state.mask
+    pruned, state = prune(other, state, 0.75)
+    assert (pruned == 0).sum() == (~state.mask).sum() == 36
+    assert (pruned == 0)[before].all()
+
+
+def test_a_model_that_can_be_called_is_a_tree_of_fractions():
+    model = Layer(support.normal((4, 3)), jnp.ones(3))
+    fractions = jax.tree.map(lambda leaf: 0.5 * (leaf.ndim > 1), model)
+    assert (prune(model, MASKS.init(model), fractions)[0].kernel == 0).sum() == 6
+    assert (keep_top(model, fractions).kernel == 0).sum() == 6
+    assert (~optperm.rigl(SGD, fractions, end=200).init(model).mask.kernel).sum() == 6
+    assert optperm.prune_gradually(SGD, fractions, 1.0).init(model).zeros.asked.tolist() == [6]
 
 
 def test_a_mask_function_that_selects_all_or_nothing_is_refused():

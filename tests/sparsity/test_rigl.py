@@ -117,6 +117,16 @@ def test_one_drop_and_grow_by_hand():
     assert state.mask.tolist() == [[False, False, True, True]]
 
 
+def test_a_gradient_of_zero_moves_no_mask_of_its_leaf():
+    """Move the weights of the other leaf, since only zeros would be ranked by their positions."""
+    params = {"a": support.normal((8, 6)), "b": support.normal((8, 6), 1)}
+    tx = optperm.rigl(optax.sgd(0.1), 0.5, end=20, every=1)
+    start = tx.init(params)._replace(count=jnp.int32(1))
+    _, state = jax.jit(tx.update)(params | {"a": jnp.zeros((8, 6))}, start, params)
+    assert (state.mask["a"] == start.mask["a"]).all()
+    assert (state.mask["b"] != start.mask["b"]).any()
+
+
 def test_entry_that_grows_begins_where_init_of_the_optimizer_does():
     """Begin the sum of squares of AdaGrad at 0.1, and keep it elsewhere."""
     params, grads = support.normal((8, 6)), support.normal((8, 6), 1)

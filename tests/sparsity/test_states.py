@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import support
+from flax import nnx
 
 import optperm
 from optperm.core.fingerprints import find_differences
@@ -73,6 +74,27 @@ def test_a_gradient_that_is_not_finite_leaves_the_goal_missed():
     assert not state.reached_goal()
     _, state = tx.update(PARAMS, state, PARAMS)
     assert state.reached_goal()
+
+
+@pytest.mark.parametrize("criterion", ["saliency", "movement"])
+def test_scores_that_are_all_zero_leave_the_goal_missed(criterion):
+    """Wait for the next scores, since the gradients of a batch of padding rank nothing."""
+    tx = gradual(0.5, 1.0, every=1, criterion=criterion)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    _, state = tx.update(zeros, tx.init(PARAMS), PARAMS)
+    assert all(mask.all() for mask in jax.tree.leaves(state.mask))
+    assert "not all 0" in state.warnings(PARAMS)[0]
+    _, state = tx.update(PARAMS, state, PARAMS)
+    assert state.reached_goal()
+
+
+def test_a_state_in_variables_of_nnx_says_what_a_plain_state_says():
+    model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+    for tx in (gradual(0.5, RAMP, every=100), rigl(0.5, end=99, every=5)):
+        optimizer, (_, plain) = nnx.Optimizer(model, tx, wrt=nnx.Param), train(tx, 1)
+        optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones(6))))(model))
+        assert optimizer.opt_state.warnings(model) == plain.warnings(PARAMS) != []
+        assert optimizer.opt_state.reached_goal() == plain.reached_goal()
 
 
 def test_a_sparsity_that_changes_is_reached_or_refused():

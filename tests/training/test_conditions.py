@@ -10,6 +10,7 @@ from fitting import BATCH, DATA, linear_fit, linear_loss
 
 import optperm
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
+from optperm.training._conditions import NOT_COUNT
 
 NUM_DATA = len(DATA["y"])
 
@@ -50,7 +51,7 @@ def said(tx, loss_fn=linear_loss, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         linear_fit(loss_fn, tx=tx, steps=2, **options)
-    found = [each for each in caught if str(each.message) in (NOT_MEAN, NOT_GRADIENT)]
+    found = [each for each in caught if str(each.message) in (NOT_MEAN, NOT_GRADIENT, NOT_COUNT)]
     assert {each.filename for each in found} <= {fitting.__file__}
     return [str(each.message) for each in found]
 
@@ -73,7 +74,8 @@ def test_a_loss_that_is_no_mean_is_said_for_methods_that_need_a_mean(name, losse
     """From arrays and from streams; other optimizers may have any loss."""
     start = {"epoch_start": optperm.variance.take_snapshot} if name == "svrg" else {}
     for loss_fn in losses:
-        expected = [NOT_MEAN] * (loss_fn not in MEANS and name != "adam")
+        wrong = NOT_COUNT if loss_fn is wrong_pair else NOT_MEAN
+        expected = [wrong] * (loss_fn not in MEANS and name != "adam")
         data = {"train_data": fitting.batches} if loss_fn is mixed else {}
         assert said(METHODS[name], loss_fn, **data, **start) == expected, loss_fn
 
@@ -82,7 +84,9 @@ BEFORE = {
     "identity": optax.identity(),
     "clipped": optax.clip_by_global_norm(10.0),
     "decayed": optax.add_decayed_weights(0.1),
+    "momentum": optax.trace(0.9),
     "svrg": optperm.svrg(),
+    "storm": optperm.recursive_gradient(0.1),
 }
 
 
@@ -94,11 +98,13 @@ BEFORE = {
         ("clipped", "sgld", True, True),
         ("decayed", "ivon", True, False),
         ("identity", "ivon", False, True),
+        ("momentum", "sgld", True, False),
         ("svrg", "sgld", False, False),
+        ("storm", "sgld", False, False),
     ],
 )
 def test_a_gradient_that_is_changed_before_a_sampler_is_said(before, name, is_said, is_mapped):
-    """Also by a limit that the first gradient does not reach, but not by a control variate."""
+    """Also by a limit or a momentum that keeps the first gradient, but not by a control variate."""
     axis_name = "replica" if is_mapped else None
     ivon = optperm.ivon(0.01, NUM_DATA, hess_init=1.0, axis_name=axis_name)
     where = fitting.on(2, mapped=True) if is_mapped else {}
@@ -122,3 +128,44 @@ def test_batch_statistics_are_no_sum():
 
         with pytest.warns(UserWarning, match="not the mean of the losses of its halves"):
             fitting.fit("linen", name, loss_fn=loss_fn, **options)
+
+
+def with_metric(params, batch):
+    errors = jnp.abs(batch["x"] @ params["w"][:, :1] - 1.0)
+    return linear_loss(params, batch), jnp.mean(errors < 10.0)
+
+
+def finite(params, batch):
+    errors = (batch["x"] @ params["w"][:, 0] - batch["y"]) ** 2
+    return jnp.nansum(errors), jnp.sum(jnp.isfinite(errors))
+
+
+def focal(params, batch):
+    """Weights that depend on the params, by which the losses are averaged."""
+    errors = (batch["x"] @ params["w"][:, 0] - batch["y"]) ** 2
+    weights = 1 - jnp.exp(-errors)
+    return jnp.sum(weights * errors), jnp.sum(weights)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "is_said"), [(with_metric, True), (finite, False), (focal, False), (pair, False)]
+)
+def test_a_metric_in_place_of_a_count_is_said(loss_fn, is_said):
+    """From arrays, streams and replicas; sums of weights and of finite losses are counts."""
+    diloco = optperm.diloco(optax.sgd(0.01), every=2, axis_name="replica")
+    for options in (
+        {},
+        {"train_data": fitting.batches},
+        {"tx": diloco, **fitting.on(2, mapped=True)},
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            linear_fit(loss_fn, steps=2, **options)
+        found = [each.filename for each in caught if str(each.message) == NOT_COUNT]
+        assert found == [fitting.__file__] * is_said, options
+
+
+def test_a_mean_with_a_constant_is_no_sum_for_a_sampler():
+    """It would divide the loss by the constant, and widen the posterior."""
+    with pytest.warns(UserWarning, match="its second value for a batch is not the sum"):
+        linear_fit(lambda p, batch: (linear_loss(p, batch), 8), tx=SGLD, steps=1)

@@ -309,7 +309,11 @@ REFUSED = [
     ({"epochs": None}, ValueError, "Pass epochs or steps"),
     ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0"),
     ({"steps": 2.0}, TypeError, "steps must be an integer"),
-    ({"batch_size": 41}, ValueError, "batch_size must be at most 40, got 41"),
+    (
+        {"batch_size": 41},
+        ValueError,
+        "batch_size must be at most 40, the number of examples, got 41",
+    ),
     ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),
     ({"batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
     ({"key": -1}, ValueError, "key must be at least 0"),
@@ -361,7 +365,8 @@ REFUSED = [
         "must return .loss, model_state, aux., got a tuple",
     ),
     (with_aux(3.0), TypeError, "must be a dict of scalar metrics"),
-    (with_aux({"logits": jnp.ones(3)}), TypeError, "must be a dict of scalar metrics"),
+    (with_aux({"logits": jnp.ones(3)}), TypeError, "scalar metrics, got 'logits' of shape"),
+    (with_aux({"error": (1.0, 2)}), TypeError, "scalar metrics, got 'error' of type tuple"),
     (with_aux({"step": 9.0}), ValueError, "a metric named 'step'; .* are reserved"),
     (with_aux({"eval_loss": 9.0}), ValueError, "a metric named 'eval_loss'; .* are reserved"),
 ]

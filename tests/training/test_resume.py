@@ -376,6 +376,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
             {"tx": optax.sgd(0.1)},
             r"another optimizer or model: \.opt_state\[0\]\.count is int32\(\) there and missing here;",
         ),
+        ({"tx": optax.adamw(0.1)}, r"model: \.opt_state\[2\] is missing there and empty here\.$"),
         (
             {"params": {"w": jnp.ones((5, 2)), "v": jnp.ones(3)}},
             r"\.params\['w'\] is float32\(5, 3\) there and float32\(5, 2\) here; .*; and \d+ more\.$",

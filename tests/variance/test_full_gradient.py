@@ -171,12 +171,51 @@ def test_padding_counts_nothing_with_sums_and_counts_and_is_noticed_without(at_l
         total, count = sums_of_real(params, batch)
         return total / jnp.maximum(count, at_least)
 
-    with pytest.warns(UserWarning, match=r"return a pair \(sum, count\)"):
+    found = r"it differs by [\d.]+" if at_least else "an example alone has no finite loss"
+    with pytest.warns(UserWarning, match=rf"\({found}\).* return a pair \(sum, count\)"):
         full_gradient(mean, params, batches)
     with pytest.raises(ValueError, match="leave out weights="):
         full_gradient(sums_of_real, params, batches, weights=weights)
     with pytest.raises(ValueError, match=r"counts must be .* not all zero, got the sum 0\.0"):
         full_gradient(sums_of_real, params, [empty])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, b: (jnp.mean((b["x"] @ w - b["y"]) ** 2), jnp.mean(b["x"] > 0.0)),
+        lambda w, b: jnp.mean((b["x"] @ w - b["y"][:, None]) ** 2),
+    ],
+    ids=["loss and accuracy", "broadcast at params of zero"],
+)
+def test_a_loss_with_a_wrong_pair_or_mixed_examples_is_said(loss):
+    batch = {"x": support.normal((16, 3)), "y": support.normal((16,), 1)}
+    with (
+        jax.numpy_rank_promotion("allow"),
+        pytest.warns(UserWarning, match="only gradients, sums or counts"),
+    ):
+        full_gradient(loss, jnp.zeros(3), [batch])
+
+
+def test_batches_on_an_explicit_mesh_give_the_mean():
+    """With weights and with a sum and a count, where the rows of a batch are spread over devices."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    x, y, real = support.normal((16, 3)), support.normal((16,), 1), jnp.float32(jnp.arange(16) > 5)
+    w = support.normal((3,), 2)
+
+    def pair(w, batch):
+        x, y, real = batch
+        return jnp.sum(real * (x @ w - y) ** 2), jnp.sum(real)
+
+    exact = jax.grad(lambda w: pair(w, (x, y, real))[0] / jnp.sum(real))(w)
+    *batch, spread = jax.device_put((x, y, real), NamedSharding(mesh, P("data")))
+    support.assert_close(full_gradient(pair, w, [(*batch, spread)]), exact, rtol=1e-6)
+
+    def mean(w, batch):
+        return jnp.mean((batch[0] @ w - batch[1]) ** 2)
+
+    got = full_gradient(mean, w, [tuple(batch)], weights=[spread])
+    support.assert_close(got, exact, rtol=1e-6)
 
 
 class Tensor:
@@ -282,7 +321,8 @@ def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
         monkeypatch.setattr(current, "_PROGRAMS", programs)
         got = full_gradient(loss_fn, replicated, batches, weights=given)
         assert_rounds_to(got, exact)
-        assert len(programs) == 2  # a few losses are compared with their mean
+        # A few losses are compared with their mean, and without weights also their gradients.
+        assert len(programs) == 2 + (given is None)
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
 
 

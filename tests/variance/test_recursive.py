@@ -103,3 +103,12 @@ def test_full_gradient_between_steps_becomes_the_estimate():
     d, _ = tx.update(grads, opt_state, params, **extra_args)
     support.assert_close(d, mu, rtol=1e-5, atol=1e-6)
     assert np.abs(d["full"] - grads["full"]).max() > 1e-2
+
+
+def test_states_of_svrg_and_of_recursive_gradient_are_not_exchanged():
+    """The estimate of one is not the full gradient of the other, also where it is traced."""
+    one, other = optperm.svrg(), optperm.recursive_gradient(0.1)
+    w, extras = jnp.zeros(2), {"grad_fn": lambda w: w}
+    for tx, state, name in ((one, other, "SvrgState"), (other, one, "RecursiveGradientState")):
+        with pytest.raises(ValueError, match=f"needs an? {name}"):
+            jax.jit(lambda state, tx=tx: tx.update(w, state, w, **extras))(state.init(w))
