@@ -476,14 +476,12 @@ def memory(
     size = sum(leaf.size for leaf in shapes.values())
     for name, direction in {
         "AdamW": adam,
-        "low_rank, random": optperm.low_rank(adam, 1 / 4, dimension_numbers=numbers),
-        "low_rank, svd": optperm.low_rank(adam, 1 / 4, projection="svd", dimension_numbers=numbers),
-        "apollo": optperm.apollo(adam, 1 / 4, dimension_numbers=numbers),
+        "low_rank, random": optperm.low_rank(adam, 1 / 4, axes=numbers),
+        "low_rank, svd": optperm.low_rank(adam, 1 / 4, projection="svd", axes=numbers),
+        "apollo": optperm.apollo(adam, 1 / 4, axes=numbers),
         "AdamW, 8 bits": optperm.quantize_state(adam),
         "AdamW, 4 bits": optperm.quantize_state(adam, bits=4),
-        "low rank, 8 bits": optperm.quantize_state(
-            optperm.low_rank(adam, 1 / 4, dimension_numbers=numbers)
-        ),
+        "low rank, 8 bits": optperm.quantize_state(optperm.low_rank(adam, 1 / 4, axes=numbers)),
     }.items():
         tx = optax.chain(
             direction, optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(1e-3)

@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,7 +29,7 @@ from optax.contrib import GaLoreDimensionNumbers
 
 from optperm.core.shapes import Params
 from optperm.core.tables import align
-from optperm.core.trees import is_box, is_variable, without_boxes
+from optperm.core.trees import is_box, is_variable, mask_like, resolve_tree, without_boxes
 
 Kind = Literal["kernel", "embedding", "scale", "bias", "other"]
 
@@ -57,6 +58,8 @@ _EINSUMS = {
 }
 # The maximum side of the window of a convolution.
 _LONGEST_SIDE = 32
+# Leaves of kind "other" are worth a warning if they hold more than this fraction of all entries.
+_MANY = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +164,7 @@ def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
         all leaves below this element are: a `LeafAxes`, or None for "other".
 
     Returns:
-      A tree like params with a `LeafAxes` for each leaf. If params are
+      A tree like params with a `LeafAxes` for each leaf. Pass it as `axes` to a method. If params are
       variables of `flax.nnx`, the tree contains variables with a `LeafAxes`.
 
     Example:
@@ -202,6 +205,64 @@ def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
         print(align([_HEAD, *(_describe(*row) for row in rows)]))
     structure: Any = jax.tree.structure(params)
     return structure.unflatten(found)
+
+
+def resolve_axes(axes: Any, params: Params) -> Any:
+    """Return a `LeafAxes` for each leaf of params, in a tree like params without boxes.
+
+    Args:
+      axes: The argument `axes` of a method: a tree of `LeafAxes`, `GaLoreDimensionNumbers` of Optax,
+        which count as kernels, and None; a function of params that returns the tree; None for
+        `leaf_axes`.
+      params: Params or updates, of which some may be masked.
+
+    Raises:
+      TypeError: If an entry of the tree is of another type.
+      ValueError: If the tree does not fit the params, or the axes of a leaf do not fit the leaf.
+    """
+    plain = without_boxes(params)
+    structure: Any = jax.tree.structure(plain)
+    leaves = _read_leaves(params)
+    if axes is None:
+        return structure.unflatten(_classify(leaves))
+    try:
+        resolved = without_boxes(resolve_tree(axes, params))
+        given = structure.flatten_up_to(mask_like(resolved, plain))
+    except ValueError as error:
+        wanted = "a tree like params of optperm.LeafAxes and None, or a function that returns it"
+        raise ValueError(f"axes must be {wanted}: {error}") from error
+    pairs = zip(leaves, given, strict=True)
+    return structure.unflatten([_as_leaf_axes("axes", value, leaf) for leaf, value in pairs])
+
+
+def warn_of_others(method: str, params: Params, axes: Any) -> None:
+    """Warn if a method leaves many entries alone because no one said what they are.
+
+    Args:
+      method: The public name of the method, for the message.
+      params: The params; nothing is said of traced params.
+      axes: The argument `axes` of the method. Whoever made a tree of axes has seen the params.
+    """
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+    if axes is not None or is_traced:
+        return
+    leaves = _read_leaves(params)
+    pairs = zip(leaves, _classify(leaves), strict=True)
+    others = [leaf for leaf, own in pairs if own == OTHER and len(leaf.shape) > 1]
+    sizes = [math.prod(leaf.shape) for leaf in others]
+    if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in leaves):
+        return
+    first = others[int(np.argmax(sizes))]
+    name, rank = "/".join(map(_element, first.path)) or "params", len(first.shape)
+    kernel = f"in_axis={rank - 2}, out_axis={rank - 1}, batch_axis={tuple(range(rank - 2))}"
+    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+    warnings.warn(
+        f"{method} leaves {', '.join(map(_name, others[:5]))}{more} alone, because the roles of their "
+        "axes are not known. Say what they are, for example axes=optperm.leaf_axes(params, "
+        f"**{{{name!r}: optperm.LeafAxes('kernel', {kernel})}}), or None to leave them alone.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _read_leaves(params: Params) -> list[_Leaf]:

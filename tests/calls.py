@@ -93,7 +93,6 @@ FUNCTIONS = {
     "stationary_covariance": {"preconditioner": 0.1, "hessian": EYE, "noise": EYE},
     "svrg_learning_rate": {"loss_fn": lambda p, batch: loss_fn(p, batch) + 0 * jnp.mean(batch)}
     | {"params": PARAMS, "data": BATCH, "batch_size": 1, "num_passes": 0},
-    "matrix_axes": {"params": PARAMS},
     "leaf_axes": {"params": PARAMS},
     "muon_axes": {"params": PARAMS},
     "quantize": {"opt_state": state(optax.adam(0.1))}

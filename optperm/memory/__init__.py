@@ -1,7 +1,7 @@
 """Optimizers with small states: GaLore, APOLLO, 8-bit states.
 
-This package contains low-rank states, APOLLO, 8-bit and 4-bit states, a function that finds matrices
-among the params, and a report on the size of any optimizer's state.
+This package contains low-rank states, APOLLO, 8-bit and 4-bit states, the axes of kernels for Muon, and
+a report on the size of any optimizer's state.
 """
 
 from optperm.memory._aliases import apollo_adamw as apollo_adamw
@@ -10,7 +10,6 @@ from optperm.memory._apollo import ApolloState as ApolloState
 from optperm.memory._apollo import apollo as apollo
 from optperm.memory._low_rank import LowRankState as LowRankState
 from optperm.memory._low_rank import low_rank as low_rank
-from optperm.memory._matrix_axes import matrix_axes as matrix_axes
 from optperm.memory._muon_axes import muon_axes as muon_axes
 from optperm.memory._quantize_state import QuantizedState as QuantizedState
 from optperm.memory._quantize_state import dequantize as dequantize

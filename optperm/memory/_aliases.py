@@ -11,7 +11,7 @@ import optax
 from optperm.core.shapes import Params
 from optperm.memory._apollo import By, apollo
 from optperm.memory._low_rank import Projection, Residual, low_rank
-from optperm.memory._matrices import DimensionNumbers, Side
+from optperm.memory._matrices import Side
 
 
 def low_rank_adamw(
@@ -30,7 +30,7 @@ def low_rank_adamw(
     scale: float | jax.Array = 1.0,
     side: Side = "smaller",
     limit: float | jax.Array | None = 1.01,
-    dimension_numbers: DimensionNumbers | None = None,
+    axes: Any = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train like `optax.adamw`, but with a smaller state.
@@ -56,7 +56,7 @@ def low_rank_adamw(
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project.
       limit: The maximum growth per step of the part outside the subspace.
-      dimension_numbers: The axes of the matrices to project.
+      axes: What each leaf is, as in `optperm.low_rank`.
       key: The random key of the bases.
 
     Returns:
@@ -84,7 +84,7 @@ def low_rank_adamw(
         scale=scale,
         side=side,
         limit=limit,
-        dimension_numbers=dimension_numbers,
+        axes=axes,
         b1=b1,
         b2=b2,
         key=key,
@@ -105,7 +105,7 @@ def apollo_adamw(
     by: By = "channel",
     scale: float | jax.Array | Literal["auto"] = "auto",
     limit: float | jax.Array | None = 1.01,
-    dimension_numbers: DimensionNumbers | None = None,
+    axes: Any = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train like `optax.adamw`, but scale each gradient as Adam scales its random projection.
@@ -127,7 +127,7 @@ def apollo_adamw(
       by: The part of a gradient that shares one factor.
       scale: A factor that multiplies the steps of projected leaves.
       limit: The maximum growth per step of the scaled gradient.
-      dimension_numbers: The axes of the matrices to project.
+      axes: What each leaf is, as in `optperm.low_rank`.
       key: The random key of the projections.
 
     Returns:
@@ -152,7 +152,7 @@ def apollo_adamw(
         by=by,
         scale=scale,
         limit=limit,
-        dimension_numbers=dimension_numbers,
+        axes=axes,
         key=key,
     )
     return _decay_and_scale(direction, learning_rate, weight_decay, mask)

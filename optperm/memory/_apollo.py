@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.fingerprints import UNSET, describe_difference
@@ -29,7 +30,6 @@ from optperm.memory._directions import (
     limit_growth,
 )
 from optperm.memory._matrices import (
-    DimensionNumbers,
     Matrix,
     check_rank,
     describe_axes,
@@ -40,7 +40,6 @@ from optperm.memory._matrices import (
     project_leaf,
     restructure,
     unzip,
-    warn_of_full_rank,
 )
 
 By = Literal["channel", "tensor"]
@@ -56,7 +55,7 @@ class ApolloState(NamedTuple):
         without a `limit`.
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
-      fingerprint: The arguments `rank` and `dimension_numbers` with which the state was made.
+      fingerprint: The arguments `rank` and `axes` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -67,7 +66,7 @@ class ApolloState(NamedTuple):
 
     def shaped_by(self) -> tuple[str, ...]:
         """Return the names of the arguments in the fingerprint."""
-        return "rank", "dimension_numbers"
+        return "rank", "axes"
 
 
 def apollo(
@@ -78,7 +77,7 @@ def apollo(
     by: By = "channel",
     scale: float | jax.Array | Literal["auto"] = "auto",
     limit: float | jax.Array | None = 1.01,
-    dimension_numbers: DimensionNumbers | None = None,
+    axes: Any = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale each gradient as an optimizer scales its random projection.
@@ -118,7 +117,7 @@ def apollo(
       limit: The maximum factor by which the norm grows per step, at least 1, or None for no limit. The
         limit ignores steps that are not finite or below a tenth of the step before, as in
         `optperm.low_rank`.
-      dimension_numbers: The axes of the matrices to project, as in `optperm.low_rank`.
+      axes: What each leaf is, as in `optperm.low_rank`.
       key: The random key of the projections: an int or a `jax.random.key`.
 
     Returns:
@@ -143,12 +142,11 @@ def apollo(
       `optax.apply_if_finite` around the whole optimizer.
 
     Raises:
-      TypeError: If `inner` is not a transformation, a number or an entry of `dimension_numbers` has the
-        wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
-        of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
-        params, repeats an axis, names a missing axis or names no axes at all; if `update` gets a state
-        that was made with other `rank` or `dimension_numbers`; or if `inner` needs params.
+      TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the wrong type,
+        or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every kernel; if
+        `axes` does not fit the params or names no kernels; if `update` gets a state that was made with
+        other `rank` or `axes`; or if `inner` needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
@@ -166,8 +164,8 @@ def apollo(
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> ApolloState:
-        plans = plan_matrices(params, rank, "smaller", dimension_numbers)
-        warn_of_full_rank(params, plans, dimension_numbers, "apollo")
+        plans = plan_matrices(params, rank, "smaller", axes)
+        warn_of_others("apollo", params, axes)
         return ApolloState(
             count=jnp.zeros([], jnp.int32),
             norm=jax.tree.map(make_batch_zeros, without_boxes(params), plans),
@@ -178,7 +176,7 @@ def apollo(
     def update(
         updates: Updates, state: ApolloState, _: Any = None, **extra_args: Any
     ) -> tuple[Updates, ApolloState]:
-        plans = plan_matrices(updates, rank, "smaller", dimension_numbers)
+        plans = plan_matrices(updates, rank, "smaller", axes)
         _check_same_shapes(optimizer, updates, plans, state)
         grads = without_boxes(updates)
         structure: Any = jax.tree.structure(grads)
@@ -223,8 +221,8 @@ def apollo(
         )
 
     def shape_arguments(params: Params) -> dict[str, Any]:
-        plans = plan_matrices(params, rank, "smaller", dimension_numbers)
-        return {"rank": rank, "dimension_numbers": describe_axes(plans)}
+        plans = plan_matrices(params, rank, "smaller", axes)
+        return {"rank": rank, "axes": describe_axes(plans)}
 
     # An update needs only the gradients; params determine only the dtypes.
     return transformation(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks
 from optperm.core.control import cond, when
 from optperm.core.dtypes import computed_once
@@ -38,7 +39,6 @@ from optperm.memory._directions import (
     limit_growth,
 )
 from optperm.memory._matrices import (
-    DimensionNumbers,
     Matrix,
     Side,
     check_rank,
@@ -52,7 +52,6 @@ from optperm.memory._matrices import (
     project_leaf,
     restructure,
     unzip,
-    warn_of_full_rank,
 )
 from optperm.memory._moments import (
     Change,
@@ -88,7 +87,7 @@ class LowRankState(NamedTuple):
       sign: 1 if `inner` points along the gradient, -1 if against the gradient, 0 if still unknown or
         without a `residual`.
       inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
-      fingerprint: The arguments `rank`, `side`, `carry` and `dimension_numbers` with which the state was
+      fingerprint: The arguments `rank`, `side`, `carry` and `axes` with which the state was
         made.
     """
 
@@ -102,7 +101,7 @@ class LowRankState(NamedTuple):
 
     def shaped_by(self) -> tuple[str, ...]:
         """Return the names of the arguments in the fingerprint."""
-        return "rank", "side", "carry", "dimension_numbers"
+        return "rank", "side", "carry", "axes"
 
 
 def low_rank(
@@ -116,7 +115,7 @@ def low_rank(
     scale: float | jax.Array = 1.0,
     side: Side = "smaller",
     limit: float | jax.Array | None = 1.01,
-    dimension_numbers: DimensionNumbers | None = None,
+    axes: Any = None,
     b1: float | jax.Array = 0.9,
     b2: float | jax.Array = 0.999,
     key: int | jax.Array = 0,
@@ -150,13 +149,11 @@ def low_rank(
           optax.scale_by_learning_rate(3e-3),
       )
 
-    Without `dimension_numbers`, `optperm.memory.matrix_axes` selects the leaves to project: leaves with
-    two axes, Flax's attention, and convolutions, if projecting them shrinks their state. The same
-    optimizer trains all other leaves at full rank. **Embeddings are not projected**, as in the papers,
-    because their gradients have nonzero rows only for tokens in the batch, so frequent tokens would
-    determine the basis. If the names of embeddings differ from Flax's, name them (see
-    `optperm.memory.matrix_axes`). `init` warns if more than half of the entries in leaves
-    with two or more axes stay at full rank.
+    Only kernels are projected, as `optperm.leaf_axes` finds them, if this shrinks their state. Each
+    layer of a stack, expert or other copy has its own basis. The same optimizer trains all other
+    leaves at full rank. **Embeddings are not projected**, as in the papers, because their gradients
+    have nonzero rows only for tokens in the batch, so frequent tokens would determine the basis.
+    `init` warns if leaves whose axes are not known hold more than 1% of the entries.
 
     Args:
       inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
@@ -188,10 +185,9 @@ def low_rank(
       limit: The maximum factor by which the norm of S grows per step, at least 1, or None for no limit.
         The limit ignores steps whose S is not finite or below a tenth of the S before: the next step
         may be as long as the step before the exception.
-      dimension_numbers: The axes of the matrices to project: one `optax.contrib.GaLoreDimensionNumbers`
-        for all leaves with two or more axes, a tree like params with None for full rank, or a function
-        from params to such a tree. Axes that are not named are batch axes, along which each matrix has
-        its own basis. None for the axes of `optperm.memory.matrix_axes`.
+      axes: What each leaf is: a tree like params of `optperm.LeafAxes`,
+        `optax.contrib.GaLoreDimensionNumbers` for kernels, and None for full rank, or a function from
+        params to such a tree. None for `optperm.leaf_axes`.
       b1: :math:`\beta_1`, in [0, 1), of Adam in `inner`, because Adam's state does not contain it. 0.0
         carries first moments over without a bias correction.
       b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments. `init` compares
@@ -251,15 +247,13 @@ def low_rank(
       the gradient. Random bases need no communication. Bases are sharded like the rows of the gradient.
 
     Raises:
-      TypeError: If `inner` is not a transformation, a number or an entry of `dimension_numbers` has the
-        wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every matrix, or
-        of a leaf that `dimension_numbers` names; if `dimension_numbers` does not match the tree of
-        params, repeats an axis, names a missing axis or names no axes at all; if `carry=True` and a
-        state of `inner` is unknown, not like params (`optax.flatten`), in 8 bits
-        (`optperm.quantize_state` belongs around this transformation), or decays by another `b1` or `b2`;
-        if `update` gets a state that was made with other `rank`, `side`, `carry` or
-        `dimension_numbers`; or if `inner` needs params.
+      TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the wrong
+        type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every kernel; if
+        `axes` does not fit the params or names no kernels; if `carry=True` and a state of `inner` is
+        unknown, not like params (`optax.flatten`), in 8 bits (`optperm.quantize_state` belongs around
+        this transformation), or decays by another `b1` or `b2`; if `update` gets a state that was made
+        with other `rank`, `side`, `carry` or `axes`; or if `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
@@ -287,8 +281,8 @@ def low_rank(
     probe = Probe(inner)
 
     def init(params: Params) -> LowRankState:
-        plain, plans = without_boxes(params), plan_matrices(params, rank, side, dimension_numbers)
-        warn_of_full_rank(params, plans, dimension_numbers, "low_rank")
+        plain, plans = without_boxes(params), plan_matrices(params, rank, side, axes)
+        warn_of_others("low_rank", params, axes)
         low = make_low(params, plans)
         inner_state = inner.init(low)
         if carry:
@@ -307,7 +301,7 @@ def low_rank(
     def update(
         updates: Updates, state: LowRankState, _: Any = None, **extra_args: Any
     ) -> tuple[Updates, LowRankState]:
-        plans = plan_matrices(updates, rank, side, dimension_numbers)
+        plans = plan_matrices(updates, rank, side, axes)
         grads = without_boxes(updates)
 
         # P <- another basis, and M <- C M with C = P_new' P_old, for each matrix that is due
@@ -377,9 +371,7 @@ def low_rank(
             "rank": rank,
             "side": side,
             "carry": carry,
-            "dimension_numbers": describe_axes(
-                plan_matrices(params, rank, side, dimension_numbers)
-            ),
+            "axes": describe_axes(plan_matrices(params, rank, side, axes)),
         },
     )
 
@@ -428,8 +420,7 @@ def _refresh(
         if basis.shape != (wanted := m.basis_shape if m is not None else ()):
             found = f"params[{path[0]!r}] has a basis of shape {basis.shape} in the state"
             raise ValueError(
-                f"{found}, but these arguments give {wanted}: do not change rank, side or "
-                "dimension_numbers."
+                f"{found}, but these arguments give {wanted}: do not change rank, side or axes."
             )
 
     # The j-th of J projected leaves has its turn at j * every // J, modulo every, so few leaves have a

@@ -7,31 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from optax.contrib import GaLoreDimensionNumbers
 
+from optperm._leaf_axes import LeafAxes, resolve_axes
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import varying_zeros
-from optperm.core.shapes import Params, Updates
+from optperm.core.shapes import Updates
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
-from optperm.core.trees import is_box, mask_like, resolve_tree, without_boxes
-from optperm.memory._matrix_axes import find_matrix_axes
+from optperm.core.trees import is_box, without_boxes
 
 Side = Literal["smaller", "larger"]
-# `optax.contrib.GaLoreDimensionNumbers`, a tree of these and None, or a function that returns the tree.
-DimensionNumbers: TypeAlias = Any
-_WANTED_NUMBERS = (
-    "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params with these "
-    "and None, or a function that returns such a tree"
-)
 # By default, float32 products have half the precision on accelerators.
 _PRECISION = jax.lax.Precision.HIGHEST
 
@@ -127,63 +118,42 @@ class Matrix:
         return x if self.on_rows else jnp.swapaxes(x, -1, -2)
 
 
-def plan_matrices(
-    tree: Updates, rank: float, side: Side, dimension_numbers: DimensionNumbers | None
-) -> Any:
-    """Return a tree with a view of each leaf as matrices, or None for leaves at full rank.
+def plan_matrices(tree: Updates, rank: float, side: Side, axes: Any) -> Any:
+    """Return a tree with a view of each kernel as matrices, or None for leaves at full rank.
 
-    The tree has no boxes, even if the given tree has boxes.
+    The tree has no boxes, even if the given tree has boxes. A kernel stays at full rank if projecting it
+    would not make its state smaller.
 
     Args:
       tree: Params or updates.
       rank: r, or the ratio of r to the smaller side.
       side: The side of the bases; the columns of a square matrix are its smaller side.
-      dimension_numbers: The axes of the leaves to project; None for the axes of
-        `optperm.memory.matrix_axes` in all leaves whose state becomes smaller.
+      axes: What each leaf is, as for `optperm._leaf_axes.resolve_axes`.
     """
-    structure: Any
-    plain = without_boxes(tree)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(plain)
-    is_found = dimension_numbers is None
-    # There is one entry per leaf: its axes, or None for full rank
-    numbers: Sequence[Any] = [None] * len(leaves)
-    if leaves:
-        given = find_matrix_axes if is_found else dimension_numbers
-        given = without_boxes(resolve_tree(given, plain))
-        if isinstance(given, GaLoreDimensionNumbers):
-            given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, plain)
-        try:
-            numbers = structure.flatten_up_to(mask_like(given, plain))
-        except ValueError as error:
-            raise ValueError(f"{_WANTED_NUMBERS}: {error}") from error
-        if not is_found and all(number is None for number in numbers):
-            raise ValueError(
-                "dimension_numbers names no axes, so each leaf would stay at full rank. "
-                "optperm.memory.matrix_axes(params) shows the paths and the shapes of the leaves."
-            )
+    plain, known = without_boxes(tree), resolve_axes(axes, tree)
+    structure: Any = jax.tree.structure(plain)
     found: list[Matrix | None] = []
     sides: list[int] = []
-    for (path, leaf), number in zip(leaves, numbers, strict=True):
-        name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)
-        if number is not None:
-            if not isinstance(number, GaLoreDimensionNumbers):
-                raise TypeError(f"{_WANTED_NUMBERS}, got {number!r} for {name}.")
-            matrix = _make_matrix(name, shape, number, rank, side)
+    leaves = jax.tree_util.tree_leaves_with_path(plain)
+    for (path, leaf), own in zip(leaves, jax.tree.leaves(known), strict=True):
+        if own.kind == "kernel":
+            name = f"params{jax.tree_util.keystr(path)}"
+            matrix = _make_matrix(name, jnp.shape(leaf), own, rank, side)
             d, k, r = matrix.d, matrix.k, matrix.rank
             sides.append(min(d, k))
-            if rank > min(d, k) and not is_found:
-                smaller = f"the smaller side {min(d, k)} of {name}"
-                raise ValueError(
-                    f"rank={rank} is above {smaller}: lower the rank, or give None for this leaf."
-                )
             # A basis and two moments, d r + 2 r k numbers, must be smaller than two full moments, 2 d k
-            is_smaller = d * r + 2 * r * k < 2 * d * k or not is_found
-            found.append(matrix if r < min(d, k) and is_smaller else None)
+            is_smaller = r < min(d, k) and d * r + 2 * r * k < 2 * d * k
+            found.append(matrix if is_smaller else None)
         else:
             found.append(None)
-    if is_found and sides and rank > max(sides):
+    if sides and rank > max(sides):
         says = f"of which the largest is {max(sides)}"
-        raise ValueError(f"rank={rank} is above the smaller side of every matrix, {says}.")
+        raise ValueError(f"rank={rank} is above the smaller side of every kernel, {says}.")
+    if leaves and axes is not None and not sides:
+        raise ValueError(
+            "axes names no kernels, so each leaf would stay at full rank. "
+            "optperm.leaf_axes(params, show=True) shows what each leaf is taken for."
+        )
     return structure.unflatten(found)
 
 
@@ -220,44 +190,15 @@ def describe_axes(plans: Any) -> Any:
     return jax.tree.map(describe, plans)
 
 
-def warn_of_full_rank(params: Params, plans: Any, dimension_numbers: object, method: str) -> None:
-    """Warn if no axes are given and most entries in leaves of two or more axes stay at full rank."""
-    pairs = zip(jax.tree.leaves(params), list_matrices(plans, params), strict=True)
-    sizes = [(jnp.size(leaf), m is None) for leaf, m in pairs if jnp.ndim(leaf) > 1]
-    full, total = sum(size for size, is_full in sizes if is_full), sum(size for size, _ in sizes)
-    if dimension_numbers is None and 2 * full > total:
-        warnings.warn(
-            f"{method} leaves {full / total:.0%} of the entries in arrays with two or more axes at full "
-            "rank. optperm.memory.matrix_axes(params) shows how each leaf is classified. To "
-            "project other leaves, pass their axes to matrix_axes, and pass its result as "
-            "dimension_numbers.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
 def _make_matrix(
-    name: str, shape: tuple[int, ...], numbers: GaLoreDimensionNumbers, rank: float, side: Side
+    name: str, shape: tuple[int, ...], axes: LeafAxes, rank: float, side: Side
 ) -> Matrix:
-    given = [
-        (axes,) if isinstance(axes, int | np.integer) else tuple(axes)
-        for axes in (numbers.reduction_axis, numbers.output_axis)
-    ]
-    own = range(-len(shape), len(shape))
-    rows, columns = (tuple(axis % len(shape) for axis in axes if axis in own) for axes in given)
-    number = sum(map(len, given))
-    if not rows or not columns or len({*rows, *columns}) < number:
-        raise ValueError(
-            f"{numbers} must name distinct axes of {name}, which has shape {shape}: at least one for "
-            "rows and one for columns."
-        )
-    batch = tuple(axis for axis in range(len(shape)) if axis not in rows + columns)
-    m, n = (math.prod(shape[axis] for axis in axes) for axes in (rows, columns))
+    m, n = (math.prod(shape[axis] for axis in own) for own in (axes.in_axis, axes.out_axis))
     # The columns of a square matrix, with m = n, are its smaller side.
     on_rows = (m < n) == (side == "smaller")
-    projected, kept = (rows, columns) if on_rows else (columns, rows)
+    pair = (axes.in_axis, axes.out_axis) if on_rows else (axes.out_axis, axes.in_axis)
     r = int(rank) if rank >= 1 else max(1, round(rank * min(m, n)))
-    return Matrix(name, shape, batch, projected, kept, on_rows, r)
+    return Matrix(name, shape, axes.batch_axis, *pair, on_rows, r)
 
 
 def check_rank(rank: object) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optperm.core import checks
 from optperm.core.shapes import Params
-from optperm.memory._matrices import DimensionNumbers, Matrix, list_matrices, plan_matrices
+from optperm.memory._matrices import Matrix, list_matrices, plan_matrices
 
 # The candidates for the rank are this many ratios to the smaller side of each matrix.
 _STEPS = 256
@@ -19,7 +20,7 @@ def rank_for(
     params: Params,
     words: float = 0.6,
     *,
-    dimension_numbers: DimensionNumbers | None = None,
+    axes: Any = None,
 ) -> float:
     r"""Return the maximum rank at which `optperm.low_rank` with Adam needs at most `words` per param.
 
@@ -32,7 +33,7 @@ def rank_for(
     Args:
       params: The model's params, or their shapes from `jax.eval_shape`.
       words: The 32-bit words per parameter. Adam has 2.
-      dimension_numbers: As in `optperm.low_rank`.
+      axes: As in `optperm.low_rank`.
 
     Returns:
       :math:`\rho`, a multiple of 1/256 in (0, 1), to pass as `rank` to `optperm.low_rank`.
@@ -53,7 +54,7 @@ def rank_for(
       params, moments also have 16 bits, but bases have 32 bits.
 
     Raises:
-      TypeError: If `words` is not a number, or an entry of `dimension_numbers` has the wrong type.
+      TypeError: If `words` is not a number, or an entry of `axes` has the wrong type.
       ValueError: If `words` is not positive, or if even the smallest rank needs more words.
     """
     checks.check_positive("words", words)
@@ -61,7 +62,7 @@ def rank_for(
     sizes = [math.prod(jnp.shape(leaf)) for _, leaf in leaves]
 
     def plan(ratio: float) -> list[Matrix | None]:
-        return list_matrices(plan_matrices(params, ratio, "smaller", dimension_numbers), params)
+        return list_matrices(plan_matrices(params, ratio, "smaller", axes), params)
 
     def count(ratio: float) -> float:
         kept = sum(
@@ -78,6 +79,6 @@ def rank_for(
         where = f"; the largest leaf at full rank is params{max(full)[1]}" if full else ""
         raise ValueError(
             f"words={words} cannot be reached: the smallest rank needs {count(1 / _STEPS):.2f} words "
-            f"per param{where}. Pass more words, or project more leaves (see matrix_axes)."
+            f"per param{where}. Pass more words, or project more leaves (see optperm.leaf_axes)."
         )
     return max(fitting) / _STEPS

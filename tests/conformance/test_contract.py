@@ -100,7 +100,7 @@ def assert_form_stays(tx, params, evaluate=loops.linear):
 
 @pytest.mark.spans("laperm", "rigl", "dldr", "constant_sgd", "switch_after")
 @pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
-@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, lenient):
     """As optax.contrib.sam does with a state, whose types then stay: take the same steps."""
     tx, params = ours.make(), support.random_params()
@@ -124,7 +124,7 @@ def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, leni
 
 @pytest.mark.spans("sgperm", "diloco-streaming", "dim_reduce", "mandt_sgd", "mask_elements")
 @pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
-@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
     """Nothing that a method can stand in or be given changes the type of a leaf of params or state."""
     params, tx = support.random_params(), ours.make()
@@ -223,7 +223,7 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
 
 
 @pytest.mark.spans("sgperm", "laperm", "agn", "svrg", "mandt_sgd")
-@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_narrow_and_wide_leaves_of_one_tree_move(ours):
     """Beside float64 a leaf of bfloat16 is trained too, and each keeps its dtype."""
     tx = ours.make()

@@ -88,7 +88,7 @@ def assert_close(actual, desired, **options):
 
 @pytest.mark.spans("agn", "dim_reduce", "svrg_and_sgd")
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* at full rank")
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
 @pytest.mark.parametrize(
     ("name", "wanted"), RUNS, ids=lambda part: part if isinstance(part, str) else " ".join(part)

@@ -75,12 +75,12 @@ SHAPING = {
             "residual": (None,),
             "carry": (False,),
             "side": ("larger",),
-            "dimension_numbers": (FIRST_LEAF,),
+            "axes": (FIRST_LEAF,),
         },
     ),
     "apollo": (
         {"inner": ADAM, "rank": 1, "every": 2},
-        {"rank": (2,), "dimension_numbers": (FIRST_LEAF,)},
+        {"rank": (2,), "axes": (FIRST_LEAF,)},
     ),
     "quantize_state": (
         {"inner": ADAM, "min_size": 1},

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
+from optperm import LeafAxes
 from optperm.core.trees import without_boxes
 from optperm.memory import _projections as projections
 
@@ -90,7 +91,7 @@ def test_transposed_and_stacked_and_merged_leaves_step_as_their_matrices():
     tree = g | {"turned": np.swapaxes(g["a"], 1, 2), "stack": np.stack([g["a"], g["b"]], 1)}
     tree |= {"merged": g["heads"].reshape(3, 6, 10)}
     numbers = dict.fromkeys(tree, Numbers(-2, -1)) | {"heads": Numbers(np.int64(0), (1, 2))}
-    tx = optperm.low_rank(optax.scale_by_adam(), 2, projection="svd", dimension_numbers=numbers)
+    tx = optperm.low_rank(optax.scale_by_adam(), 2, projection="svd", axes=numbers)
     u, states = run(tx, tree)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
     close(u["turned"], np.swapaxes(u["a"], 1, 2))
@@ -102,7 +103,7 @@ def test_transposed_and_stacked_and_merged_leaves_step_as_their_matrices():
 def test_axes_of_all_params_may_be_named_where_the_optimizer_sees_some():
     params = {"b": jnp.ones(4), "w": jnp.ones((6, 9))}
     numbers = {"b": None, "w": Numbers(0, 1)}
-    low = optperm.low_rank(optax.scale_by_adam(), 2, dimension_numbers=numbers)
+    low = optperm.low_rank(optax.scale_by_adam(), 2, axes=numbers)
     tx = optax.partition({"low": low, "other": optax.sgd(1.0)}, {"b": "other", "w": "low"})
     state = jax.eval_shape(tx.init, params)
     assert state.inner_states["low"].inner_state.basis["w"].shape == (6, 2)
@@ -242,10 +243,13 @@ def test_muon_inside_orthogonalizes_the_projected_gradient(x64):
     support.assert_close(u, wanted, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves 67%")
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves")
 def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
     params = {"w": jnp.zeros((6, 9)), "s": jnp.zeros((2, 6, 9))}
     adam = optax.scale_by_adam()
+
+    def of_s(value):
+        return {"w": None, "s": value}
 
     def init(rank=2, **options):
         return lambda: optperm.low_rank(adam, rank, **options).init(params)
@@ -261,12 +265,16 @@ def test_ranks_axes_and_optimizers_that_cannot_work_are_refused():
         (init(rank=1.0), ValueError, r"rank must be an integer, or a ratio in \(0, 1\)"),
         (init(rank=True), TypeError, "rank must be an integer"),
         (init(rank="1/8"), TypeError, "rank must be an integer"),
-        (init(rank=7), ValueError, "the smaller side of every matrix, of which the largest is 6"),
-        (init(7, dimension_numbers=Numbers(-2, -1)), ValueError, r"rank=7 .* side 6 of params"),
-        (init(dimension_numbers=Numbers(0, 0)), ValueError, r"distinct axes of params\['s'\]"),
-        (init(dimension_numbers=Numbers(0, 2)), ValueError, r"distinct axes of params\['w'\]"),
-        (init(dimension_numbers={"w": True, "s": False}), TypeError, "dimension_numbers must be"),
-        (init(dimension_numbers={"w": Numbers()}), ValueError, "dimension_numbers .* like params"),
+        (init(rank=7), ValueError, "the smaller side of every kernel, of which the largest is 6"),
+        (init(axes=of_s(Numbers(0, 0))), ValueError, r"\['s'\] .* must name distinct axes of it"),
+        (
+            init(axes=of_s(LeafAxes("kernel", 0, 3))),
+            ValueError,
+            r"\['s'\] .* give each of its axes",
+        ),
+        (init(axes=of_s(True)), TypeError, r"axes, for \['s'\] .* must be an optperm.LeafAxes"),
+        (init(axes=of_s(None)), ValueError, "axes names no kernels"),
+        (init(axes={"w": Numbers()}), ValueError, "axes .* like params"),
         (init(b2=1 - 1e-9), ValueError, r"b2 must be in \[0, 1\)"),
         (mixed, ValueError, r"basis of shape \(6, 2\) .* \(6, 3\)"),
         (update(low(optax.adamw(1e-3))), ValueError, "inner of low_rank needs params"),
@@ -290,14 +298,14 @@ class Attention(eqx.Module):
 
 def test_a_model_that_can_be_called_is_a_tree_of_axes_and_flags():
     model = Attention(jnp.ones((64, 96)), jnp.ones((96, 64)), jnp.ones(64))
-    axes = optperm.memory.matrix_axes(model, query=None)
-    assert axes.value is not None
+    axes = optperm.leaf_axes(model, query=None)
+    assert axes.value.kind == "kernel"
     adam = optax.scale_by_adam()
-    low = optperm.low_rank(adam, 4, dimension_numbers=axes).init(model).inner_state.mu
-    of_apollo = optperm.apollo(adam, 4, dimension_numbers=axes).init(model).inner_state.mu
+    low = optperm.low_rank(adam, 4, axes=axes).init(model).inner_state.mu
+    of_apollo = optperm.apollo(adam, 4, axes=axes).init(model).inner_state.mu
     assert low.query.shape == of_apollo.query.shape == (64, 96)
     assert low.value.shape == of_apollo.value.shape == (96, 4)
-    assert optperm.memory.rank_for(model, 1.6, dimension_numbers=axes) > 0.2
+    assert optperm.memory.rank_for(model, 1.6, axes=axes) > 0.2
     flags = Attention(query=True, value=False, bias=False)
     mu = optperm.quantize_state(adam, include=flags).init(model).inner_state.mu
     assert mu.query.dtype == "float8_e4m3fn"
@@ -321,14 +329,14 @@ def test_functions_of_params_see_no_variables_and_must_select_something():
         return lambda params: jax.tree_util.tree_map_with_path(see, params)
 
     for make, name, chosen, other in (
-        (low, "dimension_numbers", Numbers(), None),
-        (apollo, "dimension_numbers", Numbers(), None),
+        (low, "axes", Numbers(), None),
+        (apollo, "axes", Numbers(), None),
         (quantize, "include", True, False),
     ):
         for params in (plain, state):
             tx = make(**{name: choose(chosen, other)})
             tx.update(params, tx.init(params), params)
-            with pytest.raises(ValueError, match=f"{name} (names no axes|selects no params)"):
+            with pytest.raises(ValueError, match=f"{name} (names no kernels|selects no params)"):
                 make(**{name: choose(other, other)}).init(params)
     assert seen == {"up/kernel", "up/value"}
 
@@ -421,21 +429,21 @@ def test_a_state_made_with_another_argument_is_refused():
     params = {"w": jnp.ones((6, 6)), "s": jnp.ones((6, 6, 6))}
     numbers = {"w": Numbers(0, 1), "s": Numbers(-2, -1)}
     adam = optax.scale_by_adam()
-    low = functools.partial(optperm.low_rank, adam, 2, dimension_numbers=numbers)
-    apollo = functools.partial(optperm.apollo, adam, dimension_numbers=numbers)
+    low = functools.partial(optperm.low_rank, adam, 2, axes=numbers)
+    apollo = functools.partial(optperm.apollo, adam, axes=numbers)
     quantize = functools.partial(optperm.quantize_state, adam, min_size=6)
-    other = {"dimension_numbers": lambda p: numbers | {"s": Numbers(0, 1)}}
-    fewer = {"dimension_numbers": numbers | {"w": None}}
+    other = {"axes": lambda p: numbers | {"s": Numbers(0, 1)}}
+    fewer = {"axes": numbers | {"w": None}}
     for made, used, name, is_static in (
-        (low(), optperm.low_rank(adam, 3, dimension_numbers=numbers), "rank", 1),
+        (low(), optperm.low_rank(adam, 3, axes=numbers), "rank", 1),
         (low(), low(side="larger"), "side", 0),
-        (low(), low(**other), "dimension_numbers", 0),
+        (low(), low(**other), "axes", 0),
         (low(carry=False), low(), "carry", 0),
-        (low(), low(**fewer), "dimension_numbers", 1),
-        (low(**fewer), low(), "dimension_numbers", 1),
+        (low(), low(**fewer), "axes", 1),
+        (low(**fewer), low(), "axes", 1),
         (apollo(1), apollo(4), "rank", 1),
         (apollo(4), apollo(2), "rank", 1),
-        (apollo(2), apollo(2, **other), "dimension_numbers", 0),
+        (apollo(2), apollo(2, **other), "axes", 0),
         (quantize(), quantize(include={"w": True, "s": False}), "include", 0),
         (quantize(), quantize(min_size=7), "min_size", 0),
         (low(), low(every=3, projection="svd", scale=2.0, limit=None, key=1), "", 1),

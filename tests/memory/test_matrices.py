@@ -87,52 +87,40 @@ def test_default_axes_keep_as_few_words_as_axes_by_hand(model):
     for rank, most in ((1 / 4, 0.95), (1 / 8, 0.7)):
         found, wanted = (
             optperm.memory.state_report(optperm.low_rank(adam, rank, **how), params)
-            for how in ({}, {"dimension_numbers": numbers})
+            for how in ({}, {"axes": numbers})
         )
         assert abs(found.words_per_param - wanted.words_per_param) < 0.01
         assert found.words_per_param < most
 
 
-def test_axes_are_found_by_whole_elements_of_paths_and_printed(capsys):
-    kernel = jnp.ones((12, 4, 8))
-    params = {
-        "attention": {"query": {"kernel": kernel, "bias": jnp.ones((4, 8))}},
-        "my_query": {"kernel": kernel},
-        "out": {"kernel": jnp.ones((3, 4, 8, 12))},
-        "wte": jnp.ones((9, 5)),
-    }
-    axes = optperm.memory.matrix_axes(params, wte=None)
-    assert axes["attention"]["query"] == {"kernel": Numbers(-3, (-2, -1)), "bias": None}
-    assert axes["my_query"]["kernel"] is axes["wte"] is None
-    assert axes["out"]["kernel"] == Numbers((-3, -2), -1)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[-1].strip() for line in lines[1:]] == [
-        "bias", "attention", "full rank", "attention", "as given for wte",
-    ]  # fmt: skip
-    assert "3 x 32 x 12" in lines[4]
+def test_each_layer_of_a_stack_has_its_own_basis_on_any_axis():
+    """Scanned on axis 0 or 1, layers have as many words of state as unrolled ones."""
+    layer = linen_layers()
+    adam, one = optax.scale_by_adam(), optperm.memory.state_report
+    unrolled = {str(index): layer for index in range(2)}
+    for axis in (0, 1):
+        stacked = jax.tree.map(
+            lambda leaf, axis=axis: jax.ShapeDtypeStruct(
+                (*leaf.shape[:axis], 2, *leaf.shape[axis:]), leaf.dtype
+            ),
+            layer,
+        )
+        tx = optperm.low_rank(adam, 1 / 4)
+        report = one(tx, stacked)
+        assert report.words_per_param == pytest.approx(one(tx, unrolled).words_per_param, rel=1e-3)
+        treatments = {leaf.name: leaf.treatment for leaf in report.leaves}
+        assert treatments["['attention']['query']['kernel']"] == "rank 16 of 2 x 64 x 64"
+        assert treatments["['up']['kernel']"] == "rank 16 of 2 x 64 x 256"
 
 
-def test_axes_of_a_scanned_model_are_those_of_each_layer():
-    """Of attention; kernels of other layers of three axes stay at full rank, which is warned of."""
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), linen_layers()
-    )
-    tx = optperm.low_rank(optax.scale_by_adam(), 1 / 4)
-    with pytest.warns(UserWarning, match=r"leaves 59% of the entries .* at full rank.*matrix_axes"):
-        report = optperm.memory.state_report(tx, params)
-    treatments = {leaf.name: leaf.treatment for leaf in report.leaves}
-    assert treatments["['attention']['query']['kernel']"] == "rank 16 of 2 x 64 x 64"
-    assert treatments["['up']['kernel']"].startswith("full rank")
-
-
-def test_leaves_of_four_axes_are_convolutions_by_their_smaller_window_or_stay_at_full_rank():
-    wanted = {
-        (3, 3, 16, 16): Numbers((0, 1, 2), 3),
-        (16, 16, 3, 3): Numbers((1, 2, 3), 0),
-        **dict.fromkeys([(3, 64, 4, 16), (3, 4, 64, 256), (24, 24, 20, 8), (2, 3, 4, 5, 6)]),
-    }
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in wanted]
-    assert optperm.memory.matrix_axes(params) == list(wanted.values())
+def test_experts_that_no_name_tells_stay_at_full_rank_until_they_are_named():
+    params = {"wi": jnp.zeros((4, 16, 32)), "norm": {"scale": jnp.zeros(16)}}
+    with pytest.warns(UserWarning, match=r"apollo leaves \['wi'\] alone"):
+        state = optperm.apollo(rank=4).init(params)
+    assert state.inner_state.mu["wi"].shape == (4, 16, 32)
+    axes = optperm.leaf_axes(params, wi=optperm.LeafAxes("kernel", 1, 2, 0))
+    state = optperm.apollo(rank=4, axes=axes).init(params)
+    assert state.inner_state.mu["wi"].shape == (4, 4, 32)
 
 
 def test_rank_for_keeps_the_words_and_the_next_rank_does_not():
@@ -147,19 +135,12 @@ def test_rank_for_keeps_the_words_and_the_next_rank_does_not():
         np.testing.assert_allclose(kept, words, atol=0.02)
 
 
-def test_overrides_and_words_that_cannot_work_are_refused():
+def test_words_that_cannot_work_are_refused():
     """Words that no rank reaches with the largest leaf at full rank."""
     params = {"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))}
-    axes, rank_for = optperm.memory.matrix_axes, optperm.memory.rank_for
-    element = r"kernel must be an element of a path, one of \['experts', 'w'\]"
     words = r"words=0\.6 cannot be reached: .* needs 1\.89 .* full rank is params\['experts'\]\."
-    for refuses, options, error, says in (
-        (axes, {"w": (0, 1)}, TypeError, r"w must be an optax\.contrib\.GaLoreDimensionNumbers"),
-        (axes, {"kernel": None}, ValueError, element),
-        (rank_for, {"words": 0.6}, ValueError, words),
-    ):
-        with pytest.raises(error, match=says):
-            refuses(params, **options)
+    with pytest.raises(ValueError, match=words):
+        optperm.memory.rank_for(params, words=0.6)
 
 
 @pytest.mark.parametrize(
