@@ -110,24 +110,25 @@ def test_units_of_a_stack_are_removed_where_no_layer_uses_them():
     # third; unit 2 leads nowhere in the first layer alone.
     down[0], up[:2, :, 1], down[1, 2], down[2, 0] = 0.0, 0.0, 0.0, 0.0
     layers = {
-        "norm": {"scale": jnp.ones((3, 4))},
-        "up": {"kernel": jnp.asarray(up)},
+        "first": {"norm": {"scale": jnp.ones((3, 4))}, "up": {"kernel": jnp.asarray(up)}},
         "down": {"kernel": jnp.asarray(down)},
     }
     axes = optperm.leaf_axes(layers, down=optperm.LeafAxes("kernel", 0, 2, 1))
-    groups = {"hidden": [("up/kernel", -1), ("down/kernel", 0)]}
+    groups = {"hidden": [("first/up/kernel", -1), ("down/kernel", 0)]}
     with pytest.warns(UserWarning, match=r"^1 units of groups\['hidden'\] .* some of the 3 layers"):
         small = remove_units(layers, groups, zero_at_zero=True, axes=axes)
-    assert small["up"]["kernel"].shape == (3, 4, 3)
+    assert small["first"]["up"]["kernel"].shape == (3, 4, 3)
 
     def outputs(layers, x):
-        hidden = jax.nn.relu(jnp.einsum("bi,lio->blo", x, layers["up"]["kernel"]))
+        hidden = jax.nn.relu(jnp.einsum("bi,lio->blo", x, layers["first"]["up"]["kernel"]))
         return jnp.einsum("blo,olj->blj", hidden, layers["down"]["kernel"])
 
     x = support.normal((7, 4), 2)
     np.testing.assert_allclose(outputs(small, x), outputs(layers, x), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"axis 0 of 'up/kernel' .* neither an input nor an output"):
-        remove_units(layers, {"layers": [("up/kernel", 0), ("down/kernel", 1)]}, axes=axes)
+    with pytest.raises(
+        ValueError, match=r"axis 0 of 'first/up/kernel' .* neither an input nor an output"
+    ):
+        remove_units(layers, {"layers": [("first/up/kernel", 0), ("down/kernel", 1)]}, axes=axes)
 
 
 def test_only_a_kernel_that_is_a_matrix_becomes_sparse():

@@ -132,7 +132,10 @@ def test_structures_keep_what_numpy_keeps():
         np.testing.assert_array_equal(got, leaf * kept.reshape(leaf.shape))
 
     # The matrix of inputs x outputs, and each copy of a matrix
-    for axes, (rows, columns) in ((window, (24, 5)), (optperm.LeafAxes("kernel", 1, (2, 0)), (8, 15))):
+    for axes, (rows, columns) in (
+        (window, (24, 5)),
+        (optperm.LeafAxes("kernel", 1, (2, 0)), (8, 15)),
+    ):
         matrix = w.transpose(*axes.in_axis, *axes.out_axis).reshape(rows, columns)
         got = pruned(w, 0.5, Blocks(3, 2), scope="leaf", axes=axes)
         got = got.transpose(*axes.in_axis, *axes.out_axis).reshape(rows, columns)
