@@ -355,7 +355,8 @@ def _find_known(leaf: _Leaf, siblings: set[str]) -> _Known | None:
     is_norm = any(_NORM.search(n) for n in (above, last, type(leaf.owner).__name__.lower()))
     # Single letters are also the names of matrices.
     has_pair = {"b": "w", "beta": "gamma", "gamma": "beta"}.get(last, last) in siblings
-    if (last in _SCALES and (has_pair or is_norm)) or (last == "weight" and is_norm):
+    is_scale = last == "weight" and is_norm
+    if is_scale or (last in _SCALES and (has_pair or is_norm)) or _NORM.search(last):
         return _Known("scale", ("o",))
     if last in _BIASES and (has_pair or is_norm):
         # The bias of a convolution may have an axis of length 1 for each side of its window.

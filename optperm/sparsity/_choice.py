@@ -127,13 +127,20 @@ def include_leaves(
     known = find_axes(axes, tree, params)
     flags = resolve_include(include, known, tree if params is None else params)
     if not is_zero(fractions) and not any(jax.tree.leaves(flags)):
-        paths = [path for path, _ in leaf_paths(tree)]
+        leaves = zip(leaf_paths(tree), jax.tree.leaves(known), strict=True)
+        found = [
+            f"{path or 'params'} {jnp.shape(leaf)} ({own.kind})" for (path, leaf), own in leaves
+        ]
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise ValueError(
-            "By default, only kernels are included, but no leaf is a kernel. Pass include=True to "
-            "include all leaves, or say with axes= which leaves are kernels, as "
-            f"optperm.leaf_axes(params, show=True) prints them. The paths of the leaves are {paths}."
-            if include is None
-            else f"include= selects no leaf, but {name} is not 0. The paths of the leaves are {paths}."
+            (
+                "By default, only kernels are included, but no leaf is a kernel. Pass include=True to "
+                "include all leaves, or say with axes= which leaves are kernels, for example with "
+                "optperm.leaf_axes(params, name=optperm.LeafAxes('kernel', ...))."
+                if include is None
+                else f"include= selects no leaf, but {name} is not 0."
+            )
+            + f" The leaves are {', '.join(found[:5])}{more}."
         )
     _check_excluded(name, fractions, flags)
     taken = jax.tree.map(lambda flag, leaf: leaf if flag else optax.MaskedNode(), flags, tree)
@@ -408,21 +415,24 @@ def _compute_erk(tree: Any, axes: Any, sparsity: float | jax.Array) -> Any:
         if isinstance(live, jax.Array):
             fractions = dict(zip(kinds, 1 - densities, strict=True))
         else:
-            counts = _round_counts(live, densities * sizes, layers)
+            counts = _round_counts(live, densities, sizes, layers)
             fractions = dict(zip(kinds, ((sizes - counts) / sizes).tolist(), strict=True))
     return jax.tree.unflatten(structure, [fractions.get(shape, 0.0) for shape in shapes])
 
 
-def _round_counts(live: int, wanted: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def _round_counts(
+    live: int, densities: np.ndarray, sizes: np.ndarray, layers: np.ndarray
+) -> np.ndarray:
     """Return the live entries of each kind of layer, rounded such that all layers have about `live`.
 
-    Entries left by rounding down go to the largest remainders, if at least half of the layers of this
-    kind can have one.
+    Entries left by rounding down go to the largest remainders, if they are enough for at least half of
+    the layers of this kind.
     """
+    wanted = densities * sizes
     counts = np.floor(wanted).astype(int)
     left = live - int(layers @ counts)
     for kind in np.argsort(np.round(counts - wanted, 6), kind="stable"):
-        if 2 * left >= layers[kind] and left > 0:
+        if left > 0 and 2 * left >= layers[kind] and counts[kind] < sizes[kind]:
             counts[kind] += 1
             left -= layers[kind]
     return counts

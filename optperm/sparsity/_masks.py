@@ -45,7 +45,7 @@ from optperm.sparsity._choice import (
 from optperm.sparsity._sparse_state import (
     SparseState,
     describe_removed,
-    find_removed,
+    find_removed_layers,
     zero_dead,
 )
 from optperm.sparsity._structures import ENTRIES, Structure, as_structure
@@ -362,7 +362,7 @@ def prune(
     kept = keep("sparsity", codes, sparsity, scope, taken, known, units)
     kept = _keep_all_else(kept, state.mask)
     if scope == "global":
-        _warn_of_removed(mask_like(kept, taken))
+        _warn_of_removed(mask_like(kept, taken), known)
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
     new = state._replace(mask=mask)
@@ -511,12 +511,13 @@ def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
     return state
 
 
-def _warn_of_removed(kept: Any) -> None:
-    """Warn, outside `jax.jit`, about leaves of which nothing is kept, unless nothing is to be kept."""
-    if not all(map(can_be_seen, jax.tree.leaves(kept))):
+def _warn_of_removed(kept: Any, known: Any) -> None:
+    """Warn, outside `jax.jit`, about layers of which nothing is kept, unless nothing is to be kept."""
+    leaves = jax.tree.leaves(kept)
+    if not all(map(can_be_seen, leaves)):
         return
-    removed = find_removed(kept)
-    if removed and len(removed) < len(jax.tree.leaves(kept)):
+    removed = find_removed_layers(kept, known)
+    if removed and any(map(jnp.any, leaves)):
         warnings.warn(describe_removed(removed), UserWarning, stacklevel=3)
 
 

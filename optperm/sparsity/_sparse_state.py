@@ -140,6 +140,19 @@ def find_removed(mask: Any, num_stacked: int = 0) -> list[str]:
     return [path or "params" for path, m in leaf_paths(mask) if is_removed(m)]
 
 
+def find_removed_layers(mask: Any, known: Any) -> list[str]:
+    """Return the paths of the layers without a live entry, such as "kernel[2]" of a stack."""
+    found = []
+    for (path, m), own in zip(leaf_paths(mask), jax.tree.leaves(known), strict=True):
+        inside = tuple(axis for axis in range(m.ndim) if axis not in own.batch_axis)
+        removed = ~local_values(jnp.any(m, axis=inside)) & (m.size > 0)
+        name = path or "params"
+        found += [
+            f"{name}{[*map(int, at)]}" if own.batch_axis else name for at in np.argwhere(removed)
+        ]
+    return found
+
+
 def describe_removed(paths: list[str]) -> str:
     """Return a sentence about leaves whose entries are all zero."""
     return (

@@ -125,9 +125,7 @@ def test_units_of_a_stack_are_removed_where_no_layer_uses_them():
 
     x = support.normal((7, 4), 2)
     np.testing.assert_allclose(outputs(small, x), outputs(layers, x), rtol=1e-4, atol=1e-5)
-    with pytest.raises(
-        ValueError, match=r"axis 0 of 'first/up/kernel' .* neither an input nor an output"
-    ):
+    with pytest.raises(ValueError, match=r"axis 0 of 'first/up/kernel' .* neither an input nor"):
         remove_units(layers, {"layers": [("first/up/kernel", 0), ("down/kernel", 1)]}, axes=axes)
 
 

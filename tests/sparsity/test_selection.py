@@ -109,7 +109,7 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
         if sparsity == 0:
             assert alone() == {"bias": 0.0}
         else:
-            with pytest.raises(ValueError, match="no leaf is a kernel. Pass include=True"):
+            with pytest.raises(ValueError, match=r"no leaf is a kernel\. Pass include=True"):
                 alone()
 
 

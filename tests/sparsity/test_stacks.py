@@ -1,0 +1,249 @@
+"""Stacked layers: masks of a scanned model are those of the unrolled model, layer by layer."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+from optperm.sparsity import Blocks, NOfM, Units, erk_sparsity, freeze, keep_top, prune
+from optperm.sparsity._choice import nearest_count
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+KERNEL = functools.partial(optperm.LeafAxes, "kernel")
+# The shape of a layer, its input axes and its output axes: a matrix, an output of attention with its
+# heads, a query whose outputs come first, and a convolution.
+SHAPES = {
+    "up": ((8, 6), (0,), (1,)),
+    "out": ((2, 4, 5), (0, 1), (2,)),
+    "query": ((2, 3, 4), (2,), (0, 1)),
+    "conv": ((3, 4, 2), (0, 1), (2,)),
+}
+# The lengths of the axes of copies, and the places of these axes in a leaf.
+LAYOUTS = {
+    "first": ((3,), (0,)),
+    "second": ((3,), (1,)),
+    "experts": ((2, 2), (0, 1)),
+    "apart": ((2, 2), (2, 0)),
+}
+MASKS = optperm.mask_elements()
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def unrolled(layout, seed):
+    """Return leaves for each layer of a model."""
+    layers = range(math.prod(LAYOUTS[layout][0]))
+    return {
+        f"layer{i}": {
+            name: np.asarray(support.normal(shape, 100 * seed + 10 * i + j))
+            for j, (name, (shape, *_)) in enumerate(SHAPES.items())
+        }
+        for i in layers
+    }
+
+
+def stacked(layout, layers):
+    """Return the layers of a model as stacks, with the axes of copies at their places."""
+    lengths, places = LAYOUTS[layout]
+
+    def stack(*leaves):
+        whole = np.stack(leaves).reshape(*lengths, *leaves[0].shape)
+        return np.moveaxis(whole, range(len(lengths)), places)
+
+    return jax.tree.map(stack, *layers.values())
+
+
+def split(layout, stacks):
+    """Return the layers of stacks: the inverse of `stacked`."""
+    lengths, places = LAYOUTS[layout]
+
+    def layers_of(leaf):
+        apart = np.moveaxis(np.asarray(leaf), places, range(len(lengths)))
+        return apart.reshape(-1, *apart.shape[len(lengths) :])
+
+    rows = jax.tree.map(layers_of, stacks)
+    return {
+        f"layer{i}": jax.tree.map(lambda row, i=i: row[i], rows) for i in range(math.prod(lengths))
+    }
+
+
+def axes_of(layout):
+    """Return the axes of the unrolled leaves of each layer, and of the stacks."""
+    lengths, places = LAYOUTS[layout]
+    alone = {name: KERNEL(*roles) for name, (_, *roles) in SHAPES.items()}
+    of_stacks = {}
+    for name, (shape, *roles) in SHAPES.items():
+        rank = len(shape) + len(lengths)
+        own = [axis for axis in range(rank) if axis not in places]
+        of_stacks[name] = KERNEL(*([own[axis] for axis in role] for role in roles), places)
+    return {f"layer{i}": alone for i in range(math.prod(lengths))}, of_stacks
+
+
+def trained(tx, grads, params, mask=None):
+    """Return the masks after steps, if given from the first mask on."""
+    state = tx.init(params)
+    if mask is not None:
+        state = state._replace(mask=mask, count=jnp.int32(1))
+    trail = loops.train(tx, params, [grads, params, grads], opt_state=state, how="scan")
+    return [state.mask for _, state in trail]
+
+
+def pruning(structure=None, scope="erk", sparsity=0.6):
+    def masks(params, scores, axes):
+        options = {"scores": jax.tree.map(jnp.abs, scores), "axes": axes}
+        options |= {"scope": scope, "structure": structure}
+        _, state = prune(params, MASKS.init(params), sparsity, **options)
+        top = keep_top(params, sparsity, scope=scope, structure=structure, axes=axes)
+        return state.mask, jax.tree.map(lambda leaf: leaf != 0, top)
+
+    return masks
+
+
+def freezing(scope):
+    return lambda params, scores, axes: (
+        freeze(MASKS.init(params), 0.3, scores=scores, scope=scope, axes=axes).mask
+    )
+
+
+def ramping(criterion, scope, structure=None):
+    def masks(params, grads, axes):
+        ramp = optax.linear_schedule(0.2, 1.0, 2)
+        options = {"criterion": criterion, "scope": scope, "structure": structure, "axes": axes}
+        tx = optperm.prune_gradually(SGD, 0.7, ramp, every=1, **options)
+        return trained(tx, grads, params)
+
+    return masks
+
+
+def moving(params, grads, axes):
+    """Drop and grow from a mask of the positive entries, whose numbers differ from layer to layer."""
+    tx = optperm.rigl(SGD, 0.5, end=99, every=1, axes=axes)
+    return trained(tx, grads, params, jax.tree.map(lambda leaf: jnp.asarray(leaf > 0), params))
+
+
+CHOICES = {
+    "prune erk": pruning(),
+    "prune leaf": pruning(scope="leaf"),
+    "prune global": pruning(scope="global"),
+    "prune unit": pruning(scope="unit"),
+    "prune n of m": pruning(NOfM(1, 2), sparsity=None),
+    "prune blocks": pruning(Blocks(3, 2)),
+    "prune units": pruning(Units(), scope="leaf"),
+    "prune units global": pruning(Units(), scope="global", sparsity=0.3),
+    "freeze erk": freezing("erk"),
+    "freeze unit": freezing("unit"),
+    "magnitude": ramping("magnitude", "erk"),
+    "saliency": ramping("saliency", "leaf"),
+    "movement global": ramping("movement", "global"),
+    "blocks": ramping("magnitude", "leaf", Blocks(2, 3)),
+    "units": ramping("saliency", "erk", Units()),
+    "rigl": moving,
+}
+# Of each layout, two choices without a marker.
+FAST = {
+    "first": ("prune leaf", "rigl"),
+    "second": ("prune erk", "prune n of m"),
+    "experts": ("prune unit", "saliency"),
+    "apart": ("prune units", "blocks"),
+}
+CASES = [
+    pytest.param(name, layout, marks=[] if name in FAST[layout] else [pytest.mark.slow])
+    for layout in LAYOUTS
+    for name in CHOICES
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_layers_of_a_stack_have_the_masks_of_the_unrolled_model(name, layout):
+    """Choose from scores without ties, so that the order of leaves plays no part."""
+    params, scores = unrolled(layout, 0), unrolled(layout, 1)
+    alone, of_stacks = axes_of(layout)
+    wanted = CHOICES[name](params, scores, alone)
+    got = CHOICES[name](stacked(layout, params), stacked(layout, scores), of_stacks)
+    wanted, got = (
+        [*masks] if isinstance(masks, tuple | list) else [masks] for masks in (wanted, got)
+    )
+    for one, other in zip(wanted, got, strict=True):
+        support.assert_same_bits(split(layout, other), jax.tree.map(np.asarray, one))
+        assert any(leaf.any() for leaf in jax.tree.leaves(other))
+        assert not all(leaf.all() for leaf in jax.tree.leaves(other))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stack_has_the_sparsities_of_the_unrolled_model(layout):
+    """Give layers of one shape one density, computed from the shape of a layer; traced or not."""
+    params, (alone, of_stacks) = unrolled(layout, 0), axes_of(layout)
+    for sparsity in (0.3, 0.55, 0.9, jnp.float32(0.55)):
+        wanted = erk_sparsity(params, sparsity, axes=alone)
+        got = erk_sparsity(stacked(layout, params), sparsity, axes=of_stacks)
+        assert all(layer == got for layer in wanted.values())
+    layer = params["layer0"]
+    density = {name: (1 - got[name]) * leaf.size / sum(leaf.shape) for name, leaf in layer.items()}
+    np.testing.assert_allclose(list(density.values()), density["up"], rtol=1e-5)
+
+
+def test_the_count_of_zeros_is_exact_up_to_half_the_layers_of_one_shape():
+    """Have exact totals where the shapes of layers differ, however many entries are left by rounding."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        shapes = rng.integers(1, 9, (rng.integers(1, 6), 3))
+        params = {str(i): jnp.zeros(shape) for i, shape in enumerate(shapes)}
+        axes = dict.fromkeys(params, KERNEL(1, 2, 0))
+        sparsity = float(rng.integers(1001) / 1000)
+        fractions = erk_sparsity(params, sparsity, axes=axes)
+        assert all(0 <= fraction <= 1 for fraction in fractions.values())
+        zeros = sum(round(fractions[name] * leaf.size) for name, leaf in params.items())
+        total = sum(leaf.size for leaf in params.values())
+        numbers = {}
+        for layers, *layer in shapes.tolist():
+            numbers[tuple(layer)] = numbers.get(tuple(layer), 0) + layers
+        assert abs(zeros - nearest_count(sparsity, total)) <= max(numbers.values()) / 2
+
+
+def test_ties_keep_the_earlier_entry_of_each_layer():
+    """Keep as many entries of equal scores in each layer, and not those of the first layers."""
+    w = jnp.ones((2, 3, 4))
+    for axes, inside in ((KERNEL(1, 2, 0), (1, 2)), (KERNEL(0, 1, 2), (0, 1))):
+        pruned, _ = prune(w, MASKS.init(w), 0.5, scope="leaf", axes=axes)
+        (copies,) = axes.batch_axis
+        layers = np.moveaxis(np.asarray(pruned), copies, 0).reshape(w.shape[copies], -1)
+        size = layers.shape[1]
+        assert (layers[:, : size - size // 2] == 1).all()
+        assert (layers[:, size - size // 2 :] == 0).all()
+        assert pruned.sum(axis=inside).tolist() == [size - size // 2] * len(layers)
+
+
+def test_random_masks_of_layers_are_uniform_and_independent():
+    """Keep each pair of entries, of one layer or of two layers, as often as chance does."""
+    w = jnp.ones((2, 2, 3))
+    options = {"criterion": "random", "axes": KERNEL(0, 2, 1)}
+
+    @jax.jit
+    @jax.vmap
+    def masks(key):
+        _, state = prune(w, MASKS.init(w), 0.5, key=key, **options)
+        first = optperm.rigl(SGD, 0.5, end=200, key=key, axes=options["axes"]).init(w)
+        return state.mask, first.mask
+
+    for found in masks(jax.random.split(jax.random.key(0), 2000)):
+        assert (found.sum(axis=(1, 3)) == 3).all()
+        layers = np.asarray(found).transpose(0, 2, 1, 3).reshape(2000, 12).astype(float)
+        pairs = layers.T @ layers / 2000
+        # Within a layer 3 of 6 entries, without replacement; between layers independently.
+        wanted = np.where(np.kron(np.eye(2), np.ones((6, 6))), 0.2, 0.25)
+        np.fill_diagonal(wanted, 0.5)
+        np.testing.assert_allclose(pairs, wanted, atol=5 * 0.5 / np.sqrt(2000))
+
+
+def test_a_layer_that_a_global_choice_removes_is_named():
+    w = jnp.stack([support.normal((4, 5)), 0.01 * support.normal((4, 5), 1)], axis=1)
+    params = {"w": w}
+    with pytest.warns(UserWarning, match=r"all weights of w\[1\] are zero"):
+        prune(params, MASKS.init(params), 0.5, scope="global", axes={"w": KERNEL(0, 2, 1)})
