@@ -192,18 +192,14 @@ def sparse_arguments(
       structure: The structure.
     """
     known = find_axes(axes, params)
-    flags = jax.tree.leaves(resolve_include(include, known, params))
-    pairs = zip(jax.tree.leaves(known), flags, strict=True)
-    # Only a structure tells inputs from outputs.
-    roles = [
-        (own.batch_axis, *((own.in_axis, own.out_axis) if structure else ()))
-        for own, flag in pairs
-        if flag
-    ]
+    # Other axes also change the leaves that are included and their numbers of zeros, so they come first.
     return {
-        "axes": roles,
+        "axes": [
+            (own.kind == "kernel", own.in_axis, own.out_axis, own.batch_axis)
+            for own in jax.tree.leaves(known)
+        ],
         "criterion": criterion,
-        "include": flags,
+        "include": jax.tree.leaves(resolve_include(include, known, params)),
         "scope": scope,
         "sparsity": sparsity,
         "structure": structure,
