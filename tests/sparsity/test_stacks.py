@@ -2,7 +2,9 @@
 
 import functools
 import math
+import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import loops
@@ -10,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import support
+from flax import nnx
 
 import optperm
 from optperm.sparsity import Blocks, NOfM, Units, erk_sparsity, freeze, keep_top, prune
@@ -247,3 +250,137 @@ def test_a_layer_that_a_global_choice_removes_is_named():
     params = {"w": w}
     with pytest.warns(UserWarning, match=r"all weights of w\[1\] are zero"):
         prune(params, MASKS.init(params), 0.5, scope="global", axes={"w": KERNEL(0, 2, 1)})
+
+
+def scanned_model():
+    """Return params as linen's scan makes them, with the layers on the second axis of kernels."""
+    layers = {
+        "norm": {"scale": jnp.ones((8, 3))},
+        "attn": {
+            "query": {"kernel": support.normal((8, 3, 2, 4))},
+            "out": {"kernel": support.normal((2, 3, 4, 8), 1)},
+        },
+        "up": {"kernel": support.normal((8, 3, 16), 2), "bias": jnp.ones((16, 3))},
+    }
+    return {
+        "layers": layers,
+        "wte": support.normal((10, 8), 3),
+        "head": {"kernel": support.normal((8, 10), 4)},
+        "ln_f": {"scale": jnp.ones(8)},
+    }
+
+
+def test_only_kernels_are_sparse_by_default():
+    """Prune no embedding, norm or bias of a scanned model, with any method."""
+    params = scanned_model()
+    axes = optperm.leaf_axes(params)
+    wanted = jax.tree.map(lambda own: own.kind == "kernel", axes)
+    assert sum(jax.tree.leaves(wanted)) == 4
+    tx = optperm.prune_gradually(SGD, 0.5, 1.0, every=1)
+    for state in (
+        prune(params, MASKS.init(params), 0.5)[1],
+        freeze(MASKS.init(params), 0.5, scores=params),
+        tx.update(params, tx.init(params), params)[1],
+        optperm.rigl(SGD, 0.5, end=200).init(params),
+    ):
+        is_whole = optax.MaskedNode() in jax.tree.leaves(
+            state.mask, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+        )
+        assert is_whole == hasattr(state, "inner_state")
+        found = jax.tree.map(
+            lambda mask, own: isinstance(mask, jax.Array) and not bool(mask.all()),
+            state.mask,
+            axes,
+            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+        )
+        assert found == wanted
+    fractions = erk_sparsity(params, 0.5)
+    assert jax.tree.map(lambda fraction: fraction > 0, fractions) == wanted
+    top = keep_top(params, 0.5)
+    assert jax.tree.map(lambda leaf: bool((leaf == 0).any()), top) == wanted
+
+
+def test_include_makes_other_leaves_sparse_too():
+    """Rank an embedding as a kernel, and each entry of a layer's bias."""
+    params = scanned_model()
+    include = lambda p: jax.tree.map(lambda leaf: leaf.shape in ((10, 8), (16, 3)), p)  # noqa: E731
+    pruned, _ = prune(params, MASKS.init(params), 0.5, include=include, scope="leaf")
+    assert (pruned["wte"] == 0).sum() == 40
+    assert (pruned["layers"]["up"]["bias"] == 0).sum(axis=0).tolist() == [8, 8, 8]
+    options = {"include": include, "structure": Units(), "scope": "leaf"}
+    pruned, _ = prune(params, MASKS.init(params), 0.5, **options)
+    units = (pruned["wte"] == 0).all(axis=0)
+    assert units.sum() == 4
+    assert ((pruned["wte"] == 0) == units).all()
+
+
+@pytest.mark.parametrize(
+    ("include", "options", "says"),
+    [
+        ("bias", {"structure": NOfM(2, 4), "sparsity": None}, r"last input axis is divisible by 4"),
+        ("bias", {"structure": Blocks(2, 2)}, r"a leaf with inputs and outputs"),
+        ("bias", {"scope": "unit"}, r"scope 'unit' needs a leaf with inputs"),
+        ("gate", {"structure": Units()}, r"a leaf with outputs, but got .*\(3, 4, 5\) \(other"),
+        ("gate", {"structure": NOfM(1, 2), "sparsity": None}, r"\['gate'\] of shape \(3, 4, 5\)"),
+    ],
+)
+def test_a_leaf_without_the_axes_of_a_structure_is_refused_by_name(include, options, says):
+    params = {"kernel": jnp.ones((8, 6)), "bias": jnp.ones(6), "gate": jnp.ones((3, 4, 5))}
+    options = {"sparsity": 0.5, "include": {name: name == include for name in params}} | options
+    for call in (
+        lambda: prune(params, MASKS.init(params), **options),
+        lambda: keep_top(params, **options),
+    ):
+        with pytest.raises(ValueError, match=says + r"|" + include) as error:
+            call()
+        assert include in str(error.value)
+        assert "Exclude the leaf with include=, or say what it is with axes=" in str(error.value)
+
+
+def test_leaves_whose_axes_are_not_known_are_left_alone_with_one_warning():
+    """Warn in init of a wrapper and in a call, and not if axes or include are given, nor if traced."""
+    params = {"kernel": jnp.ones((8, 6)), "gate": jnp.ones((3, 4, 5))}
+    gradual = functools.partial(optperm.prune_gradually, SGD, 0.5, 1.0)
+    rigl = functools.partial(optperm.rigl, SGD, 0.5, end=200)
+    for name, call in (
+        ("prune_gradually", lambda **given: gradual(**given).init(params)),
+        ("rigl", lambda **given: rigl(**given).init(params)),
+        ("prune", lambda **given: prune(params, MASKS.init(params), 0.5, **given)),
+        ("freeze", lambda **given: freeze(MASKS.init(params), 0.5, scores=params, **given)),
+        ("keep_top", lambda **given: keep_top(params, 0.5, **given)),
+    ):
+        with pytest.warns(UserWarning, match=rf"^{name} leaves \['gate'\] alone") as said:
+            call()
+        assert len(said) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(axes=optperm.leaf_axes(params))
+            call(include={"kernel": True, "gate": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for traced in (gradual().init, rigl().init, lambda p: keep_top(p, 0.5)):
+            jax.eval_shape(traced, params)
+        prune(params, MASKS.init(params), 0.0)
+
+
+def test_a_report_counts_the_zeros_of_each_leaf():
+    """Say what a leaf is, in plain trees, States of nnx and boxes of linen."""
+    params = scanned_model()
+    pruned, _ = prune(params, MASKS.init(params), 0.5, scope="leaf")
+    report = optperm.sparsity.sparsity_report(pruned)
+    leaves = jax.tree.leaves(pruned)
+    assert [leaf.zeros for leaf in report.leaves] == [int((leaf == 0).sum()) for leaf in leaves]
+    assert report.zeros == sum(leaf.zeros for leaf in report.leaves) > 0
+    assert report.size == sum(leaf.size for leaf in leaves)
+    assert {leaf.copies for leaf in report.leaves if "layers" in leaf.name} == {3}
+    lines = str(report).splitlines()
+    assert len({line.index(line.split()[-1]) for line in lines}) == 1
+    kernels = [leaf for leaf in report.leaves if leaf.kind == "kernel"]
+    zeros, size = sum(leaf.zeros for leaf in kernels), sum(leaf.size for leaf in kernels)
+    assert lines[-2].split() == ["kernels", str(zeros), str(size), "0.5000"]
+    boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim), pruned)
+    state = nnx.State(jax.tree.map(nnx.Param, pruned))
+    for given in (boxed, state):
+        assert [leaf[1:] for leaf in optperm.sparsity.sparsity_report(given).leaves] == [
+            leaf[1:] for leaf in report.leaves
+        ]
