@@ -267,7 +267,8 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
 
 def _read_leaves(params: Params) -> list[_Leaf]:
     ends = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_end)
-    return [_read_leaf(params, path, end) for path, end in ends]
+    # A box of a param that is masked has no array.
+    return [_read_leaf(params, path, end) for path, end in ends if jax.tree.leaves(end)]
 
 
 def _is_end(node: Any) -> bool:

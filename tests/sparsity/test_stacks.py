@@ -11,8 +11,11 @@ import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optperm
 from optperm.sparsity import Blocks, NOfM, Units, erk_sparsity, freeze, keep_top, prune
@@ -361,6 +364,62 @@ def test_leaves_whose_axes_are_not_known_are_left_alone_with_one_warning():
         for traced in (gradual().init, rigl().init, lambda p: keep_top(p, 0.5)):
             jax.eval_shape(traced, params)
         prune(params, MASKS.init(params), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "linen", "nnx"])
+def test_a_part_of_a_stack_has_the_masks_of_the_whole_with_the_axes_of_the_whole(kind):
+    """Refuse a part that does not show that it is stacked, and take the tree of axes of all params."""
+    plain = scanned_model()
+    params = {
+        "plain": lambda leaf: leaf,
+        "linen": lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim),
+        "nnx": nnx.Param,
+    }[kind]
+    params = jax.tree.map(params, plain)
+    params = nnx.State(params) if kind == "nnx" else params
+    axes = optperm.leaf_axes(params)
+    mask = jax.tree.map(lambda leaf: leaf.ndim > 2, params)
+    for make in (
+        functools.partial(optperm.prune_gradually, SGD, 0.5, 1.0, every=1, scope="leaf"),
+        functools.partial(optperm.rigl, SGD, 0.5, end=200),
+    ):
+        if kind == "plain":
+            with pytest.raises(ValueError, match=r"no leaf is a kernel\. .*up/kernel .*\(other\)"):
+                optax.masked(make(), mask).init(params)
+        tx = optax.masked(make(axes=axes), mask)
+        _, state = tx.update(params, tx.init(params), params)
+        found = jax.tree.leaves(state.inner_state.mask)
+        assert [leaf.shape for leaf in found] == [(2, 3, 4, 8), (8, 3, 2, 4), (8, 3, 16)]
+        of_layers = [leaf.sum(axis=(0, 2, 3)[: leaf.ndim - 1]).tolist() for leaf in found]
+        assert all(len(set(numbers)) == 1 for numbers in of_layers)
+        assert abs(sum(numbers[0] for numbers in of_layers) - 128) <= 1
+    masks = optax.masked(MASKS, mask).init(params)
+    state = freeze(masks, 0.5, scores=params, scope="leaf", axes=axes).inner_state
+    assert [int(leaf.sum()) for leaf in jax.tree.leaves(state.mask)] == [96, 96, 192]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_layers_sharded_over_devices_are_chosen_in_place(kind):
+    """Make the masks of whole stacks, and move a few numbers between devices for each layer."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+    w = {"first": support.normal((4, 8, 64)), "second": support.normal((16, 4, 64), 1)}
+    axes = {"first": KERNEL(1, 2, 0), "second": KERNEL(0, 2, 1)}
+    specs = {"first": P("x", None, "y"), "second": P("y", "x")}
+    txs = [
+        optperm.prune_gradually(SGD, 0.5, 1.0, every=1, axes=axes),
+        optperm.rigl(SGD, 0.5, end=99, every=1, axes=axes),
+    ]
+    for tx in txs:
+        wanted = trained(tx, w, w)[-1]
+        with jax.set_mesh(mesh):
+            placed = {n: jax.device_put(w[n], NamedSharding(mesh, specs[n])) for n in w}
+            got = trained(tx, placed, placed)[-1]
+            program = jax.jit(tx.update).lower(placed, tx.init(placed), placed).compile()
+        support.assert_same_bits(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, wanted))
+        for name, mask in got.items():
+            assert mask.sharding.is_equivalent_to(placed[name].sharding, 3)
+        found = replicas.collectives(program.as_text())
+        assert max(size for _, size, _ in found) <= 8 * 8
 
 
 def test_a_report_counts_the_zeros_of_each_leaf():
