@@ -248,7 +248,14 @@ WINDOWS, TWELFTHS = 8, 12
 DECODER_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 
 
-TWO_OF_FOUR: dict[str, Any] = {"structure": optperm.sparsity.NOfM(2, 4)}
+def are_kernels(params: Any) -> Any:
+    """Return whether each leaf is a kernel."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "kernel" in jax.tree_util.keystr(path), params
+    )
+
+
+TWO_OF_FOUR: dict[str, Any] = {"include": are_kernels, "structure": optperm.sparsity.NOfM(2, 4)}
 THREE_OF_FOUR = TWO_OF_FOUR | {"structure": optperm.sparsity.NOfM(3, 4)}
 Tx = optax.GradientTransformation
 
@@ -264,7 +271,7 @@ def halved(optimizer: Tx, steps: Any) -> Tx:
     def ramp(t: jax.Array) -> jax.Array:
         return 1 - (1 - jnp.clip((t / steps - 0.1) / 0.65, 0.0, 1.0)) ** 3
 
-    return optperm.prune_gradually(optimizer, 0.5, ramp, every=10)
+    return optperm.prune_gradually(optimizer, 0.5, ramp, every=10, include=are_kernels)
 
 
 def straight_through(params: Any) -> Any:
@@ -294,7 +301,7 @@ METHODS = {
         {3: (None, THREE_OF_FOUR), 6: (None, TWO_OF_FOUR)}
     ),
     "2:4 straight-through": Method({TWELFTHS: (None, TWO_OF_FOUR)}, forward=straight_through),
-    "50 % after half of the steps, ERK": Method({6: (0.5, {})}),
+    "50 % after half of the steps, ERK": Method({6: (0.5, {"include": are_kernels})}),
     "50 % gradually, ERK": Method({}, wrap=halved),
 }
 
@@ -343,8 +350,10 @@ def train_decoder(method: Method, rate: float, seed: int, steps: int, data: np.n
 
 def zeros_of(params: Any) -> tuple[float, int]:
     """Return the sparsity of the kernels, and the most nonzeros in four inputs of an output."""
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(optperm.leaf_axes(params)), strict=True)
-    kernels = [np.asarray(w) for w, axes in pairs if axes.kind == "kernel"]
+    flags = jax.tree.leaves(are_kernels(params))
+    kernels = [
+        np.asarray(w) for w, flag in zip(jax.tree.leaves(params), flags, strict=True) if flag
+    ]
     most = max((w != 0).reshape(-1, 4, w.shape[-1]).sum(axis=1).max() for w in kernels)
     return sum((w == 0).sum() for w in kernels) / sum(w.size for w in kernels), int(most)
 
