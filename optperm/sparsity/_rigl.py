@@ -73,10 +73,10 @@ def rigl(
 
     A weight that is dropped and grown in the same step keeps its value and its state. Other grown
     weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
-    gradients and params with zeros for dead entries. Each leaf keeps its number of live weights. With
+    gradients and params with zeros for dead entries. Each layer keeps its number of live weights. With
     `grow="random"`, grown entries are random (SET). With `drop_fraction=0`, the mask never changes. With
-    `grow="gradient"`, no mask changes in a step with a nonfinite gradient. The mask of a leaf does not
-    change in a step in which all its gradients are 0, as for a batch of padding.
+    `grow="gradient"`, no mask changes in a step with a nonfinite gradient. The mask of a layer does
+    not change in a step in which all its gradients are 0, as for a batch of padding.
 
     Args:
       inner: Any optimizer whose state consists of trees like params, scalars, counts, keys and, as in
@@ -120,7 +120,7 @@ def rigl(
     Notes:
       RigL needs the gradient of all entries. `jax.grad` computes this gradient, because dead weights are
       ordinary zeros in the params. Do not multiply by a mask in the model: the gradients of dead weights
-      would then be zero, and RigL would regrow the first entries of each leaf. To average gradients over
+      would then be zero, and RigL would regrow the first entries of a layer. To average gradients over
       batches, put `optax.MultiSteps` outside.
 
       The params are dense until the first update. To make the params sparse earlier, call

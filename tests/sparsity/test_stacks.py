@@ -248,6 +248,17 @@ def test_random_masks_of_layers_are_uniform_and_independent():
         np.testing.assert_allclose(pairs, wanted, atol=5 * 0.5 / np.sqrt(2000))
 
 
+def test_a_gradient_of_zero_moves_no_mask_of_its_layer():
+    """Move the weights of the other layers of the stack."""
+    w = support.normal((6, 3, 5))
+    tx = optperm.rigl(SGD, 0.5, end=20, every=1, axes=KERNEL(0, 2, 1))
+    start = tx.init(w)._replace(count=jnp.int32(1))
+    _, state = jax.jit(tx.update)(w.at[:, 1].set(0.0), start, w)
+    moved = np.asarray(state.mask != start.mask).any(axis=(0, 2))
+    assert moved.tolist() == [True, False, True]
+    assert (state.mask.sum(axis=(0, 2)) == 15).all()
+
+
 def test_a_layer_that_a_global_choice_removes_is_named():
     w = jnp.stack([support.normal((4, 5)), 0.01 * support.normal((4, 5), 1)], axis=1)
     params = {"w": w}
