@@ -234,6 +234,9 @@ TABLE = np.arange(28.0, dtype=np.float32).reshape(4, 7)
 THREE, ONES, SQUARE = np.eye(3), np.ones(4), np.ones((2, 2), bool)
 EXAMPLES = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
 KERNEL = {"kernel": jnp.arange(24.0).reshape(4, 3, 2)}
+# Without a role for the first axis.
+STACK = {"kernel": optperm.LeafAxes("kernel", 1, 2)}
+FLIPPED = {"w": optperm.LeafAxes("kernel", 1, 0), "b": optperm.LeafAxes("bias", (), 0)}
 ROWS_2, ROWS_3 = rows(2), rows(3)
 DILOCO, DIM_REDUCE = FUNCTIONS["traffic_report"]["tx"], optperm.dim_reduce(n_components=2)
 PRUNING, TWA = optperm.prune_gradually(sgd(), 0.5, 1.0), optperm.twa(sgd(), n_components=1)
@@ -304,7 +307,7 @@ REFUSED = {
         *of("loss_fn", lambda p, b: b, lambda p, b: 1j, lambda p, b: jnp.int32(1)),
         *of("loss_fn", lambda p, b: (jnp.zeros([]), {})),
     ],
-    "export_permutation": [*of("initial_params", GRADS, cast("bfloat16")), *of("output_axes", 0)],
+    "export_permutation": [*of("initial_params", GRADS, cast("bfloat16")), *of("axes", FLIPPED)],
     "freeze": [
         *of("key", "0"),
         *of("criterion", "random"),
@@ -332,7 +335,7 @@ REFUSED = {
     "keep_top": of("sparsity", NOT_INCLUDED),
     "laperm.init": [
         *of("inner", optperm.sgperm(), optax.chain(sgd(), optperm.mask_elements()), PRUNING),
-        *of("output_axes", 3, params=KERNEL),
+        *of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
     ],
     "mandt_sgd.update": [
         {},
@@ -393,7 +396,8 @@ REFUSED = {
         *of("opt_state", state(optax.MultiSteps(DIM_REDUCE, 2))),
     ],
     "sgperm": of("aggressiveness", 0.1, optax.constant_schedule(0.1), num_steps=5),
-    "sgperm.init": of("output_axes", 3, -4, (0, 3), (0, 0), (0, -3), params=KERNEL),
+    "permute_by_cycles.init": of("axes", {"kernel": None}, params=KERNEL),
+    "sgperm.init": of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
     "stationary_covariance": [
         *of("hessian", np.ones(2), np.triu(np.ones((2, 2))), np.full((2, 2), np.inf)),
         *of("noise", THREE, EYE * 1j),
