@@ -285,7 +285,7 @@ class Layers(nnx.Module):
 def test_scanned_layers_of_nnx_keep_the_weights_of_each_layer_and_head():
     """With an nnx.Optimizer, whose state has variables and whose updates have plain arrays."""
     model = Layers()
-    start = nnx.state(model, nnx.Param)
+    start = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
     optimizer = nnx.Optimizer(model, optperm.sgperm(1.0), wrt=nnx.Param)
     x = support.normal((2, 4, 8), dtype="bfloat16")
 
