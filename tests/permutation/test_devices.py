@@ -165,6 +165,27 @@ def test_replicas_whose_params_are_sharded_train_as_alone(spec, axis_type):
             support.assert_same_bits(jax.jit(run)(starts, pulls), expected)
 
 
+@pytest.mark.parametrize(
+    ("method", "spec"), support.in_turns(METHODS, [P(None, "x"), P("replica", "x")]), ids=str
+)
+def test_replicas_of_stacks_whose_layers_are_sharded_train_as_alone(method, spec):
+    """On a mesh with explicit axes `jax.vmap` merges replicas and layers, either of them sharded."""
+    mesh = jax.make_mesh((2, 2), ("replica", "x"), axis_types=(AxisType.Explicit,) * 2)
+    starts, pulls = (support.normal((2, 4, 6, 8), seed) for seed in range(2))
+    tx = METHODS[method](STACK)
+
+    def step(w, g):
+        return permuted_params(tx.update(g, tx.init(w), w)[1])
+
+    alone = jax.jit(step)
+    expected = jnp.stack([alone(w, g) for w, g in zip(starts, pulls, strict=True)])
+    with jax.set_mesh(mesh):
+        starts, pulls = jax.device_put((starts, pulls), NamedSharding(mesh, spec))
+        got = jax.jit(jax.vmap(step))(starts, pulls)
+    support.assert_same_bits(got, expected)
+    assert got.sharding.is_equivalent_to(starts.sharding, 4)
+
+
 # Each with its kernel, in one process.
 HANGS = [
     {"pmap": "ffi", "rows": "callback"},
