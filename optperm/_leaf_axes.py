@@ -470,6 +470,8 @@ def _classify_leaf(
     for number in sorted({each.number for each in around} or {0}, reverse=True):
         largest = next((each for each in around if each.number == number), None)
         axes = () if largest is None else largest.axes
+        if 0 < len(leaf.shape) == len(axes):
+            return OTHER  # a number for each copy
         found = _read(leaf, known, axes, is_first, is_single=largest is not None)
         if found is not None:
             return found

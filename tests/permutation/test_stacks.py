@@ -102,6 +102,19 @@ def test_stacked_layers_train_as_the_layers_by_themselves(method, axis):
     support.assert_same_bits(apply_permutation(scanned, permutation), wanted)
 
 
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_of_layers_stay_as_in_each_layer(method):
+    """A gain of each layer is a scalar there, which stays; a vector beside the stack is permuted."""
+    layers = {"norm": {"scale": support.normal((3, 6))}, "gain": support.bias(3, 1)}
+    params = {"layers": layers, "slopes": support.bias(5, 2)}
+    grads = [support.random_like(params, seed) for seed in range(4)]
+    after, _ = loops.train(METHODS[method](None), params, grads)[-1]
+    support.assert_same_bits(after["layers"]["gain"], layers["gain"])
+    for got, start in ((after["slopes"], params["slopes"]), (after["layers"], layers)):
+        assert np.any(jax.tree.leaves(got)[-1] != jax.tree.leaves(start)[-1])
+
+
 def test_random_partitions_of_stacked_layers_have_the_law_of_the_layers():
     """Of the same weights, each layer moves as many as a layer alone, and draws its own partitions."""
     w, m = (support.normal((24, 40), seed) for seed in range(2))
