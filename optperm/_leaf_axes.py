@@ -280,7 +280,8 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
 
 def _read_leaves(params: Params) -> list[_Leaf]:
     ends = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_end)
-    return [_read_leaf(params, path, end) for path, end in ends]
+    # A box of a param that is masked has no array.
+    return [_read_leaf(params, path, end) for path, end in ends if jax.tree.leaves(end)]
 
 
 def _is_end(node: Any) -> bool:
@@ -368,7 +369,8 @@ def _find_known(leaf: _Leaf, siblings: set[str]) -> _Known | None:
     is_norm = any(_NORM.search(n) for n in (above, last, type(leaf.owner).__name__.lower()))
     # Single letters are also the names of matrices.
     has_pair = {"b": "w", "beta": "gamma", "gamma": "beta"}.get(last, last) in siblings
-    if (last in _SCALES and (has_pair or is_norm)) or (last == "weight" and is_norm):
+    is_scale = last == "weight" and is_norm
+    if is_scale or (last in _SCALES and (has_pair or is_norm)) or _NORM.search(last):
         return _Known("scale", ("o",))
     if last in _BIASES and (has_pair or is_norm):
         # The bias of a convolution may have an axis of length 1 for each side of its window.

@@ -102,6 +102,7 @@ FUNCTIONS = {
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
     "fit_temperature": {"logits": jnp.array([[1.0, 0.0]] * 2), "labels": jnp.arange(2)},
+    "sparsity_report": {"params": PARAMS},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
@@ -227,6 +228,7 @@ def squares(w, x):
     return jnp.sum((x @ w - 3) ** 2)
 
 
+OWN = optperm.LeafAxes
 Blocks, NOfM, Units = optperm.sparsity.Blocks, optperm.sparsity.NOfM, optperm.sparsity.Units
 Compression = optperm.distributed.Compression
 PLAN = optperm.distributed.Every(4, 2)
@@ -244,6 +246,16 @@ FOUR_STEPS = optax.MultiSteps(sgd(), 4).gradient_transformation()
 W_ALONE = {"w": True, "b": False}
 # A fraction of a leaf of rank 1, which is not included.
 NOT_INCLUDED = {"w": 0.5, "b": 0.5}
+# Axes that do not fit the params, of a leaf or of the tree.
+WRONG_AXES = [
+    *of(
+        "axes",
+        {"w": OWN("kernel", 0, 2), "b": None},
+        {"w": OWN("kernel", 0, 1)},
+        OWN("kernel", 0, 1),
+    ),
+    *of("axes", {"w": "kernel", "b": None}, {"w": OWN("kernel", 1, (), 0), "b": None}),
+]
 NO_FULL_GRADIENT = [dict(every=2, grad_fn=mean), dict(probability=0.5, grad_fn=mean)]
 # Trees that must match params, of whose structure and shapes others are refused.
 TREES = {
@@ -314,6 +326,7 @@ REFUSED = {
         *of("criterion", "gradient", "preconditioned_gradient", scores=None),
         *of("fraction", optax.constant_schedule(0.5), NOT_INCLUDED),
         *of("scores", cast("complex64")),
+        *WRONG_AXES,
     ],
     "full_gradient": [
         *of("axis_name", "data"),
@@ -332,7 +345,8 @@ REFUSED = {
     ],
     "ivon.update": of("draw", None),
     "katyusha.update": of("grad_fn", mean),
-    "keep_top": of("sparsity", NOT_INCLUDED),
+    "erk_sparsity": WRONG_AXES,
+    "keep_top": [*of("sparsity", NOT_INCLUDED), *WRONG_AXES],
     "laperm.init": [
         *of("inner", optperm.sgperm(), optax.chain(sgd(), optperm.mask_elements()), PRUNING),
         *of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
@@ -369,7 +383,9 @@ REFUSED = {
         *of("structure", NOfM(2, 4), sparsity=None),
         *of("structure", Blocks(2, 2), include=True),
         *of("structure", Units(), scope="unit"),
+        *of("scope", "unit", include=True),
         *of("scope", "global", sparsity={"w": 0.5, "b": 0.0}),
+        *WRONG_AXES,
     ],
     "prune_gradually": of("structure", NOfM(2, 4)),
     "prune_gradually.init": [
@@ -377,6 +393,7 @@ REFUSED = {
         *of("scope", "global", sparsity={"w": 0.5, "b": 0.0}),
         *of("structure", Blocks(2, 2), include=True),
         *of("params", jnp.ones(3)),
+        *WRONG_AXES,
     ],
     "record_trajectory": of("dtype", jnp.int32),
     "recursive_gradient": of("probability", 0.5, every=2),
@@ -386,9 +403,14 @@ REFUSED = {
         *of("groups", {"u": [("d", -1)]}, {"u": [("a", -3)]}, {"u": [("a", -1, "of")]}),
         *of("groups", {"u": [("a", -1), ("a", 1)]}, {"u": [("a", -1)]}),
         *of("groups", {"u": [("a", -1), ("b", 0)], "v": [("a", -1), ("b", 0)]}),
+        *of("axes", {"a": OWN("kernel", 0, 2), "b": None}, {"a": None, "b": OWN("kernel", 0, 1)}),
     ],
     "rigl": of("end", 100),
-    "rigl.init": [*of("sparsity", 1.5, [0.5, 0.5], NOT_INCLUDED), *of("params", jnp.ones(3))],
+    "rigl.init": [
+        *of("sparsity", 1.5, [0.5, 0.5], NOT_INCLUDED),
+        *of("params", jnp.ones(3)),
+        *WRONG_AXES,
+    ],
     "set_basis": [
         *of("basis", ROWS_3, {"w": ROWS_2["w"]}, jax.tree.map(jnp.zeros_like, ROWS_2)),
         *of("basis", jax.tree.map(lambda r: r * np.nan, ROWS_2)),
@@ -422,7 +444,9 @@ REFUSED = {
         *of("params", cast("bfloat16")),
         *of("params", {"v": jnp.ones(3)}, opt_state=state(optax.masked(optperm.svrg(), W_ALONE))),
     ],
+    "sparsity_report": [*of("params", {"w": "x"}), *WRONG_AXES],
     "to_sparse": [
+        *WRONG_AXES,
         *of("params", {"w": sparse.BCOO.fromdense(jnp.eye(2))}),
         *of("params", jnp.eye(2, dtype="bfloat16"), format="scipy"),
     ],
