@@ -7,7 +7,8 @@ Memory Efficient Training", 2026, arXiv 2602.23349.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,6 @@ from optperm.core.shardings import shard_like
 from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
 from optperm.core.trees import fill_masked, mask_like, spread_prefix, without_variables
-
-# The bits of a remainder.
-Bits = Literal[0, 8, 16]
 
 # With jit, this function is traced once for all leaves of the same shape.
 _step_to = jax.jit(step_to, static_argnums=2)
@@ -62,7 +60,7 @@ class WidenedState(NamedTuple):
 
 
 def widen_params(
-    inner: optax.GradientTransformation, *, bits: Bits = 8, key: int | jax.Array = 0
+    inner: optax.GradientTransformation, *, bits: int = 8, key: int | jax.Array = 0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train params of 16 bits as if they had 8 or 16 bits more, without a float32 copy.
 
@@ -133,7 +131,8 @@ def widen_params(
       `FlashOptim: Optimizers for Memory Efficient Training <https://arxiv.org/abs/2602.23349>`_, 2026
     """
     checks.check_transformation("inner", inner)
-    if isinstance(bits, bool) or bits not in (0, 8, 16):
+    checks.check_static_count("bits", bits, minimum=0)
+    if bits not in (0, 8, 16):
         raise ValueError(f"bits must be 0, 8 or 16, got {bits!r}.")
     checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
@@ -159,9 +158,8 @@ def widen_params(
         structure: Any = jax.tree.structure(params)
         seed = mix_key(key_data(key), state.count)
         numbers = structure.unflatten(seeds(len(leaves)))
-        steps = jax.tree.map(
-            lambda *leaf: _step(*leaf, seed, bits), params, w, u, state.remainder, numbers
-        )
+        step = functools.partial(_step, seed=seed, bits=bits)
+        steps = jax.tree.map(step, params, w, u, state.remainder, numbers)
         moves, remainder = (
             structure.unflatten([pair[i] for pair in structure.flatten_up_to(steps)])
             for i in range(2)
@@ -179,7 +177,7 @@ def widen_params(
 
 
 def _step(
-    p: Any, w: Any, u: Any, r: jax.Array, number: jax.Array, seed: jax.Array, bits: int
+    p: Any, w: Any, u: Any, r: jax.Array, number: jax.Array, *, seed: jax.Array, bits: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the update and the remainder of a leaf."""
     if not is_narrow(p):
@@ -327,10 +325,21 @@ def _check_dtypes(params: Params) -> None:
 
 
 def _check_remainders(remainder: Any, params: Params, bits: int) -> None:
-    """Raise unless the remainders are those of `init` with these params and bits."""
-    wanted = jax.tree.map(lambda p: remainder_type(p, bits), params)
-    source = f"the state of widen_params with bits={bits} for these params"
-    checks.check_same_tree("remainder", remainder, wanted, source=source)
+    """Raise unless the remainders are those of these params with these bits."""
+    structure: Any = jax.tree.structure(params)
+    if structure != jax.tree.structure(remainder):
+        checks.check_same_tree("params", params, remainder, source="the optimizer state")
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, p), r in zip(leaves, jax.tree.leaves(remainder), strict=True):
+        wanted = remainder_type(p, bits)
+        if (r.shape, r.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(p)}{list(jnp.shape(p))}, whose "
+                f"remainder with bits={bits} is {wanted.dtype}{list(wanted.shape)}, but the optimizer "
+                f"state has {r.dtype}{list(r.shape)}: it was made with other bits or for other params. "
+                "To change bits, pass optperm.memory.wide_params(params, opt_state) to "
+                "optperm.memory.narrow_params, with a new optimizer state."
+            )
 
 
 def _read_bits(remainder: Any) -> int:
