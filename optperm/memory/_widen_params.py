@@ -244,12 +244,15 @@ def narrow_params(wide: Params, opt_state: Any, dtype: Any) -> tuple[Params, Any
       [1.001, -0.3]
 
     Raises:
-      ValueError: If `opt_state` has no state of `widen_params`, or its state does not fit the params.
+      ValueError: If `opt_state` has no state of `widen_params`, its state does not fit the params, or a
+        dtype is neither bfloat16 nor float16.
     """
     state = find_state(opt_state, WidenedState, method="widen_params")
     plain = without_variables(wide)
     own = mask_like(plain, state.remainder)
-    dtypes = spread_prefix("dtype", without_variables(dtype), own, _is_dtype, "bfloat16 or float16")
+    dtypes = spread_prefix(
+        "dtype", without_variables(dtype), own, _is_narrow_dtype, "bfloat16 or float16"
+    )
     structure: Any = jax.tree.structure(own)
     rows = zip(*map(jax.tree.leaves, (own, state.remainder, dtypes)), strict=True)
     pairs = [_narrow(*row) for row in rows]
@@ -270,8 +273,13 @@ def _narrow(wide: Any, remainder: Any, dtype: Any) -> tuple[jax.Array, jax.Array
     return param.astype(dtype), (new if bits else remainder)
 
 
-def _is_dtype(node: Any) -> bool:
-    return isinstance(node, np.dtype | type | str) or hasattr(node, "dtype")
+def _is_narrow_dtype(node: Any) -> bool:
+    """Return whether a node is bfloat16 or float16; raise for other dtypes."""
+    if not isinstance(node, np.dtype | type | str) and not hasattr(node, "dtype"):
+        return False
+    if jnp.dtype(node) not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"dtype must be bfloat16 or float16, got {jnp.dtype(node)}.")
+    return True
 
 
 def lost_updates(params: Params, updates: Updates) -> Float32[Array, ""]:
