@@ -176,11 +176,12 @@ def _bits(data: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     return first ^ second
 
 
-def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Return the position of each entry in C order, modulo 2^32."""
+def _places(shape: tuple[int, ...], start: jax.Array | None = None) -> jax.Array:
+    """Return the position of each entry in C order, modulo 2^32, or a number from another start."""
     stride, place = 1, jnp.zeros(shape, jnp.uint32)
     for axis in reversed(range(len(shape))):
         along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        along = along if start is None else along + start
         place += along * np.uint32(stride % 2**32)
         stride *= shape[axis]
     return place
@@ -258,9 +259,11 @@ def seeds(number: int) -> list[jax.Array]:
     return computed_once([np.uint32(i * _GOLDEN % 2**32) for i in range(1, number + 1)])
 
 
-def mixed_words(seed: jax.Array, like: jax.Array) -> jax.Array:
+def mixed_words(seed: jax.Array, start: jax.Array, like: jax.Array) -> jax.Array:
     """Return a uint32 for each entry of an array: a hash of the seed and the entry's position.
 
     These numbers cost a third of those of `threefry`, and are good enough for rounding at random.
+    Positions along each axis count from `start`, because XLA for GPUs would use all arrays that read the
+    same vector in one kernel, which holds all of them in memory.
     """
-    return shard_like(mix(_places(jnp.shape(like)) * jnp.uint32(_GOLDEN) ^ seed), like)
+    return shard_like(mix(_places(jnp.shape(like), start) * jnp.uint32(_GOLDEN) ^ seed), like)

@@ -182,7 +182,7 @@ def _step(
     """Return the update and the remainder of a leaf."""
     if not is_narrow(p):
         return u, r
-    words = None if bits == 16 else mixed_words(mix(seed ^ number), p)
+    words = None if bits == 16 else mixed_words(mix(seed ^ number), mix(~seed ^ number), p)
     move, remainder = _step_to(w + u.astype(w.dtype), jnp.asarray(p), bits, words)
     return move, remainder if bits else r
 
