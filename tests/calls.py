@@ -54,6 +54,8 @@ def state(tx):
     return tx.init(PARAMS)
 
 
+NARROW = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+WIDENED = optperm.widen_params(sgd()).init(NARROW)
 MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
 # Arguments with which each public function works, of which one at a time is spoiled.
 FUNCTIONS = {
@@ -98,6 +100,9 @@ FUNCTIONS = {
     "quantize": {"opt_state": state(optax.adam(0.1))}
     | {"like": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
     "dequantize": {"opt_state": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
+    "wide_params": {"params": NARROW, "opt_state": WIDENED},
+    "narrow_params": {"wide": PARAMS, "opt_state": WIDENED, "dtype": jnp.bfloat16},
+    "lost_updates": {"params": PARAMS, "updates": GRADS},
     "rank_for": {"params": {"w": jnp.ones((8, 16))}},
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
@@ -262,6 +267,7 @@ TREES = {
     "apply_updates": ("updates",),
     "export_permutation": ("initial_params",),
     "freeze": ("scores",),
+    "lost_updates": ("updates",),
     "permuted_params": ("params",),
     "prune": ("params", "scores"),
     "take_snapshot": ("params", "full_grad"),
@@ -269,6 +275,7 @@ TREES = {
 # What else a function refuses, one case for each check: "f.init" and "f.update" are those of what
 # f gives, for other params, or with these extra arguments. The message names an argument or a function.
 REFUSED = {
+    "narrow_params": of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
     "Compression": of("fraction", None),
     "agn.init": of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
     "agn.update": [

@@ -86,6 +86,7 @@ SHAPING = {
         {"inner": ADAM, "min_size": 1},
         {"bits": (4,), "min_size": (20,), "include": (ONE_LEAF,)},
     ),
+    "widen_params": ({"inner": ADAM}, {"bits": (0, 16)}),
     "mask_elements": ({}, {}),
     "prune_gradually": (
         {"inner": SGD, "sparsity": 0.5, "ramp": 1.0, "every": 1},
