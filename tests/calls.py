@@ -54,6 +54,8 @@ def state(tx):
     return tx.init(PARAMS)
 
 
+NARROW = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+WIDENED = optperm.widen_params(sgd()).init(NARROW)
 MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
 # Arguments with which each public function works, of which one at a time is spoiled.
 FUNCTIONS = {
@@ -98,6 +100,9 @@ FUNCTIONS = {
     "quantize": {"opt_state": state(optax.adam(0.1))}
     | {"like": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
     "dequantize": {"opt_state": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
+    "wide_params": {"params": NARROW, "opt_state": WIDENED},
+    "narrow_params": {"wide": PARAMS, "opt_state": WIDENED, "dtype": jnp.bfloat16},
+    "lost_updates": {"params": PARAMS, "updates": GRADS},
     "rank_for": {"params": {"w": jnp.ones((8, 16))}},
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
@@ -236,6 +241,9 @@ TABLE = np.arange(28.0, dtype=np.float32).reshape(4, 7)
 THREE, ONES, SQUARE = np.eye(3), np.ones(4), np.ones((2, 2), bool)
 EXAMPLES = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
 KERNEL = {"kernel": jnp.arange(24.0).reshape(4, 3, 2)}
+# Without a role for the first axis.
+STACK = {"kernel": optperm.LeafAxes("kernel", 1, 2)}
+FLIPPED = {"w": optperm.LeafAxes("kernel", 1, 0), "b": optperm.LeafAxes("bias", (), 0)}
 ROWS_2, ROWS_3 = rows(2), rows(3)
 DILOCO, DIM_REDUCE = FUNCTIONS["traffic_report"]["tx"], optperm.dim_reduce(n_components=2)
 PRUNING, TWA = optperm.prune_gradually(sgd(), 0.5, 1.0), optperm.twa(sgd(), n_components=1)
@@ -259,6 +267,7 @@ TREES = {
     "apply_updates": ("updates",),
     "export_permutation": ("initial_params",),
     "freeze": ("scores",),
+    "lost_updates": ("updates",),
     "permuted_params": ("params",),
     "prune": ("params", "scores"),
     "take_snapshot": ("params", "full_grad"),
@@ -266,6 +275,7 @@ TREES = {
 # What else a function refuses, one case for each check: "f.init" and "f.update" are those of what
 # f gives, for other params, or with these extra arguments. The message names an argument or a function.
 REFUSED = {
+    "narrow_params": of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
     "Compression": of("fraction", None),
     "agn.init": of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
     "agn.update": [
@@ -316,7 +326,7 @@ REFUSED = {
         *of("loss_fn", lambda p, b: b, lambda p, b: 1j, lambda p, b: jnp.int32(1)),
         *of("loss_fn", lambda p, b: (jnp.zeros([]), {})),
     ],
-    "export_permutation": [*of("initial_params", GRADS, cast("bfloat16")), *of("output_axes", 0)],
+    "export_permutation": [*of("initial_params", GRADS, cast("bfloat16")), *of("axes", FLIPPED)],
     "freeze": [
         *of("key", "0"),
         *of("criterion", "random"),
@@ -346,7 +356,7 @@ REFUSED = {
     "keep_top": [*of("sparsity", NOT_INCLUDED), *WRONG_AXES],
     "laperm.init": [
         *of("inner", optperm.sgperm(), optax.chain(sgd(), optperm.mask_elements()), PRUNING),
-        *of("output_axes", 3, params=KERNEL),
+        *of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
     ],
     "mandt_sgd.update": [
         {},
@@ -415,7 +425,8 @@ REFUSED = {
         *of("opt_state", state(optax.MultiSteps(DIM_REDUCE, 2))),
     ],
     "sgperm": of("aggressiveness", 0.1, optax.constant_schedule(0.1), num_steps=5),
-    "sgperm.init": of("output_axes", 3, -4, (0, 3), (0, 0), (0, -3), params=KERNEL),
+    "permute_by_cycles.init": of("axes", {"kernel": None}, params=KERNEL),
+    "sgperm.init": of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
     "stationary_covariance": [
         *of("hessian", np.ones(2), np.triu(np.ones((2, 2))), np.full((2, 2), np.inf)),
         *of("noise", THREE, EYE * 1j),
