@@ -77,7 +77,12 @@ FUNCTIONS = {
     "gaussian_kl": {"mean": np.zeros(2), "covariance": EYE}
     | {"other_mean": np.ones(2), "other_covariance": EYE},
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
-    "traffic_report": {"tx": optperm.diloco(sgd(), every=2, axis_name="replica"), "params": PARAMS},
+    "traffic_report": {
+        "tx": optperm.diloco(sgd(), every=2, axis_name="replica"),
+        "params": PARAMS,
+        "axis_name": "replica",
+        "every": 2,
+    },
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.constant_sgd(10, 2))},
@@ -423,8 +428,9 @@ REFUSED = {
         *of("params", jnp.eye(2, dtype="bfloat16"), format="scipy"),
     ],
     "traffic_report": [
-        *of("tx", None, sgd(), optax.chain(DILOCO, DILOCO), optperm.diloco(sgd(), every=2)),
-        *of("tx", optperm.diloco(sgd(), every=lambda count: 5 + count, axis_name="r")),
+        *of("tx", None, sgd(), optperm.diloco(sgd(), every=2)),
+        *of("axis_name", "r"),
+        *of("every", PLAN),
     ],
     "twa.init": of("axis_name", "r"),
     "with_loss": of("data", {"x": EYE, "y": THREE}, {"x": jnp.ones([])}, {"x": EYE[:0]}, {}),

@@ -90,28 +90,19 @@ class Fragments:
         leaves = [old if isinstance(new, optax.MaskedNode) else new for old, new in pairs]
         return jax.tree.unflatten(self._structure, leaves)
 
-    def spread_flags(self, values: Sequence[bool | jax.Array], like: Any) -> Any:
-        """Return the flag of each leaf's fragment, or flags that broadcast against the leaf's slices."""
+    def spread_flags(self, values: Sequence[bool | jax.Array]) -> Any:
+        """Return the flag of each leaf's fragment, or a vector with the flags of the leaf's slices."""
+        flags = self.list_flags(values)
+        is_never = [all(values[p] is False for p in np.ravel(of)) for of in self.of]
+        leaves = [False if never else each for never, each in zip(is_never, flags, strict=True)]
+        return jax.tree.unflatten(self._structure, leaves)
 
-        def flag_leaf(of: Any, leaf: Any) -> bool | jax.Array:
-            if not np.ndim(of):
-                return values[int(of)]
-            own = [values[p] for p in of]
-            if all(each is False for each in own):
-                return False
-            return jnp.stack(_arrays(own)).reshape(-1, *[1] * (leaf.ndim - 1))
-
-        leaves = zip(self.of, self._structure.flatten_up_to(like), strict=True)
-        return jax.tree.unflatten(self._structure, [flag_leaf(*pair) for pair in leaves])
-
-    def tabulate_flags(self, values: Sequence[bool | jax.Array]) -> jax.Array:
-        """Return the flags of all slices, (leaves, slices); the row of a whole leaf repeats one flag."""
-        width = max([len(of) for of in self.of if np.ndim(of)], default=1)
-        rows = [
-            np.pad(of, (0, width - len(of))) if np.ndim(of) else np.full(width, of)
-            for of in self.of
-        ]
-        return jnp.stack(_arrays(values))[np.array(rows, int).reshape(len(rows), width)]
+    def list_flags(self, values: Sequence[bool | jax.Array]) -> tuple[jax.Array, ...]:
+        """Return the flags of `spread_flags` as arrays, in the order of the leaves."""
+        flags = [jnp.asarray(value, jnp.bool_) for value in values]
+        return tuple(
+            jnp.stack([flags[p] for p in of]) if np.ndim(of) else flags[int(of)] for of in self.of
+        )
 
 
 def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
@@ -138,10 +129,6 @@ def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
     if missing and leaves:
         raise ValueError(f"fragment_of assigns nothing to the plan's fragments {sorted(missing)}.")
     return result
-
-
-def _arrays(values: Sequence[bool | jax.Array]) -> list[jax.Array]:
-    return [jnp.asarray(value, jnp.bool_) for value in values]
 
 
 def _take(leaf: Any, rows: Any) -> Any:

@@ -176,7 +176,9 @@ def test_replicas_that_skipped_a_step_commit_with_the_furthest():
     """Under vmap one clock counts for all, and each divides by the steps that it has made."""
     tx, params = AGN(optax.sgd(1.0), axis_name=AXIS), np.zeros((2, 1), np.float32)
     opt_state = jax.vmap(tx.init)(params)._replace(
-        since_commit=np.int32([0, 1]), accumulator=np.float32([[0.0], [1.0]])
+        since_commit=np.int32([0, 1]),
+        steps=np.int32([[0], [1]]),
+        accumulator=np.float32([[0.0], [1.0]]),
     )
     grads = [np.float32([[2.0], [1.0]])] * 2
     trail = loops.train(tx, params, grads, how="vmap", size=2, opt_state=opt_state)

@@ -13,7 +13,7 @@ import support
 
 import optperm
 from optperm.distributed import Compression, Every, center_params
-from optperm.distributed._plans import Exchange
+from optperm.distributed._every import Exchange
 
 SGD = optax.sgd(1.0)
 
@@ -55,6 +55,7 @@ def test_a_state_made_with_another_argument_is_refused():
     """If its arrays show it, also in a trace; a period or a decay is no such argument."""
     params = {"layers": jnp.ones((4, 3)), "a": jnp.ones(2), "b": jnp.ones(2)}
     diloco = functools.partial(optperm.diloco, SGD, SGD, every=Every(4, 2))
+    agn = functools.partial(optperm.agn, SGD, every=Every(4, 2))
     parts = functools.partial(dict, a=0, b=1)
     sgd = optax.chain(SGD)
     for made, used, name, is_static in (
@@ -76,7 +77,10 @@ def test_a_state_made_with_another_argument_is_refused():
         (diloco(compress=Compression(0.5)), diloco(compress=Compression(0.25)), "compress", 0),
         (diloco(), diloco(center_dtype="bfloat16"), "center_dtype", 1),
         (diloco(), diloco(combine="pairs", axis_name=replicas.AXIS), "combine", 0),
-        (optperm.agn(sgd), optperm.agn(sgd, sgd), "outer", 0),
+        (agn(compress=Compression(0.5)), agn(compress=Compression(0.25)), "compress", 0),
+        (agn(), agn(fragment_of=parts(layers=1)), "fragment_of", 0),
+        (agn(), agn(center_dtype="bfloat16"), "center_dtype", 1),
+        (diloco(), diloco(combine="sum"), "", 1),
         (diloco(), optperm.diloco(SGD, SGD, every=Every(6, 2), mixing=0.5), "", 1),
         (
             diloco(compress=Compression(0.5)),
