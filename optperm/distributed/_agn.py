@@ -120,18 +120,29 @@ def agn(
     where :math:`n` is the mean or the sum of the :math:`n^i`. With `combine="sequential"`, the center
     takes one step for each :math:`n^i` instead.
 
+    With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, each fragment of the params
+    has its own :math:`a^i_p` and :math:`T_p`, which restart when the fragment is sent. Steps between
+    sending and receiving belong to the next sum.
+
     Args:
       inner: The optimizer of the local steps.
       outer: The optimizer of the center, whose schedules count commits. None for `inner` with a separate
-        state, whose schedules count local steps.
-      every: :math:`T \ge 1`, the number of local steps from one commit to the next, or a schedule of the
-        number of commits so far. If the schedule returns NaN, each step commits.
+        state, if `inner` has no schedule.
+      every: :math:`T \ge 1`, the number of local steps from one commit to the next, a schedule of the
+        number of commits so far, or an `optperm.distributed.Every`. If the schedule returns NaN, each
+        step commits.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
       combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which
         grows with the number of replicas, or `"sequential"`. With `"sequential"`, the center
         takes a step for each replica in the order of the indices, as if the replicas reached a parameter
-        server in turn. With plain SGD, `"sequential"` equals `"sum"`.
+        server in turn. With plain SGD, `"sequential"` equals `"sum"`. Pairs and mixing need displacements
+        of the params, so only `optperm.diloco` has them.
+      compress: An `optperm.distributed.Compression`, which sends fewer bytes, with error feedback. None
+        sends the whole contribution in float32.
+      center_dtype: The dtype of :math:`c` and of the center's optimizer, such as `"float32"` for
+        bfloat16 params. None for the dtypes of the params.
+      fragment_of: The fragment of each leaf in a plan, as in `optperm.diloco`.
       shard_axes: The mapped axes over which the params of one replica are sharded. Only `jax.shard_map`
         with `check_vma=False` needs this argument; otherwise the types of arrays name the axes.
 
@@ -144,7 +155,9 @@ def agn(
         is known while tracing, so a local step compiles to the optimizer and one addition. A traced bool
         must be the same on all replicas. With None, the last step of each period commits. `"only"`
         commits the steps since the last commit without a local step: it ignores the gradient, and
-        changes nothing if there was no step since the last commit.
+        changes nothing if there was no step since the last commit. With a plan, `plan.at(step)` selects
+        the fragments of a step during tracing. True and `"only"` exchange all fragments at once, after
+        the center has received the fragments in flight.
       - `weight=`: The weight :math:`w_i \ge 0` of this replica. The mean is
         :math:`\sum w_i n^i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n^i` is multiplied
         by :math:`w_i`.
@@ -179,9 +192,9 @@ def agn(
       If `inner` fixes an entry or keeps it at zero on all replicas, the center does the same.
 
       Local steps send nothing. A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (in
-      float64 if a param is float64). `"sequential"` needs an all-gather, or an all-reduce of rows if a
-      replica is sharded. The collective is in a conditional of the compiled program, even if `jax.vmap`
-      maps the replicas.
+      float64 if a param is float64). `"sequential"` and `compress` need an all-gather, or `"sequential"`
+      an all-reduce of rows if a replica is sharded. The collective is in a conditional of the compiled
+      program, even if `jax.vmap` maps the replicas.
 
       :math:`T` in the equations is the number of steps actually taken, also with `commit=`.
       `optax.MultiSteps` drops the results of micro-steps that only accumulate, but not their
@@ -192,11 +205,13 @@ def agn(
       `jax.shard_map`.
 
       Without `outer`, `inner` has two states: a local state, which pulls do not change, and a state for
-      the center. In both states, schedules count local steps: a commit after the local step with count
-      t evaluates schedules at t. Bias correction, and periods such as `every` of `optperm.low_rank`,
-      count the gradients that a state has seen. The center's optimizer also gets the extra arguments.
-      In a step of the center, `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all
-      replicas, `value` is the value at the center, and `grad` is the committed gradient.
+      the center. In each state, schedules, bias correction and periods count the updates of this state,
+      as everywhere in Optax. A schedule in `inner` would therefore fall :math:`T` times as slowly at the
+      center, so it needs `outer`. A schedule whose count belongs to moments, as in
+      `optax.contrib.prodigy` or `optperm.sgld`, cannot be seen: pass `outer` there too. With one
+      fragment, the center's optimizer also gets the extra arguments. In a step of the center,
+      `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value` is the
+      value at the center, and `grad` is the committed gradient.
 
       Nonfinite entries of a gradient count as zero in the local step. The commit leaves out a replica
       with such entries, still pulls the replica to the center, and counts the omission in `skipped`. The
@@ -207,8 +222,7 @@ def agn(
       Without `commit=`, all replicas must call `update` equally often, so put such a wrapper around
       `inner`, not around `agn`. With `commit=` in each call, replicas on different devices may take
       different numbers of local steps, if all replicas commit at the same calls. Pass the number of
-      steps as `weight=` for the mean over all steps, and pass `outer`, because without it, schedules of
-      the center count the local steps of each replica.
+      steps as `weight=` for the mean over all steps.
 
       If `inner` draws random numbers (`optax.add_noise`), its state contains their key, and replicas
       with the same key draw the same numbers. To give each replica its own numbers, call `init` where
@@ -216,12 +230,12 @@ def agn(
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
-        are already summed over this axis, or trees do not match; or if the local optimizer stores params
-        that a pull would not move (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`,
-        `katyusha`); or, without `outer`, if a state of `inner` may use one count for its moments and for
-        a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if `inner`
-        chooses which params are zero (`optperm.rigl`).
+      ValueError: If an argument is out of range, or `combine="sequential"` has a delay; if, in `update`,
+        `axis_name` is not bound, gradients are already summed over this axis, trees do not match, or the
+        state was made with other fragments, `fragment_of`, `compress` or `center_dtype`; if the local
+        optimizer stores params that a pull would not move (`optax.contrib.schedule_free`, `mechanize`,
+        `madgrad`, `cocob`, `katyusha`); or, without `outer`, if `inner` has a schedule, or chooses which
+        params are zero (`optperm.rigl`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017

@@ -140,7 +140,8 @@ def diloco(
         the number of commits so far, or an `optperm.distributed.Every`.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
-      combine: `"mean"`, or `"pairs"` for gossip.
+      combine: `"mean"`; `"sum"` for the sum of the :math:`c - \theta^i`; `"sequential"` for an outer step
+        with each of them, in the order of the replicas; or `"pairs"` for gossip.
       mixing: :math:`\alpha` in [0, 1], the weight of a replica's own params in a pull.
       compress: An `optperm.distributed.Compression`, which sends fewer bytes, with error feedback. None
         sends the whole displacement in float32.
@@ -180,9 +181,9 @@ def diloco(
       `optperm.apply_updates`, because NaN plus an update is NaN.
 
       With a plan, `commit=plan.at(step)` selects the fragments of a step during tracing. True and
-      `"only"` exchange all fragments at once, without a delay, and replace fragments in flight. With
-      more than one fragment, the outer optimizer gets no extra arguments, because a loss is a function
-      of all params.
+      `"only"` exchange all fragments at once, without a delay. They replace fragments in flight, whose
+      steps the displacement contains. With more than one fragment, the outer optimizer gets no extra
+      arguments, because a loss is a function of all params.
 
       With `combine="pairs"`, `optperm.distributed.center_params` returns the replica's own center, and
       `value_fn` and similar arguments use its own batch. An outer momentum without `nesterov` must be
@@ -197,11 +198,11 @@ def diloco(
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
-        are already summed over this axis, trees do not match, or the state was made with other
-        fragments, `fragment_of`, `compress`, `combine` or `center_dtype`; or if `inner` stores params
-        that a pull would not move (`optax.contrib.schedule_free` and the others listed for
-        `optperm.agn`).
+      ValueError: If an argument is out of range, or `combine="sequential"` has a delay; if, in `update`,
+        `axis_name` is not bound, gradients are already summed over this axis, trees do not match, or the
+        state was made with other fragments, `fragment_of`, `compress` or `center_dtype`, or with pairs
+        and without; or if `inner` stores params that a pull would not move
+        (`optax.contrib.schedule_free` and the others listed for `optperm.agn`).
 
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models

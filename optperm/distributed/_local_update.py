@@ -122,8 +122,8 @@ class LocalUpdate:
             raise ValueError('compress needs a combine other than "pairs".')
         if self.combine == "sequential" and self.plan.delay:
             raise ValueError(
-                'combine="sequential" needs a plan without a delay, because the state would have to hold '
-                "the contributions of all replicas."
+                'combine="sequential" needs a plan without a delay, because the state would have to '
+                "hold the contributions of all replicas."
             )
         if self.center_dtype is not None and not jnp.issubdtype(self.center_dtype, jnp.floating):
             raise TypeError(
