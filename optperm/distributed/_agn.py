@@ -20,8 +20,9 @@ from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt3
 from optperm.core.transformation import transformation
 from optperm.distributed._compression import Compression
 from optperm.distributed._every import Every, Exchange, Period
+from optperm.distributed._exchange import Take
 from optperm.distributed._fragments import FragmentOf
-from optperm.distributed._local_update import LocalUpdate, along, replace_center
+from optperm.distributed._local_update import LocalUpdate, choose, replace_center
 from optperm.distributed._replicas import Replicas
 from optperm.exact import Exact, exact_entries
 
@@ -136,8 +137,8 @@ def agn(
       combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which
         grows with the number of replicas, or `"sequential"`. With `"sequential"`, the center
         takes a step for each replica in the order of the indices, as if the replicas reached a parameter
-        server in turn. With plain SGD, `"sequential"` equals `"sum"`. Pairs and mixing need displacements
-        of the params, so only `optperm.diloco` has them.
+        server in turn. With plain SGD, `"sequential"` equals `"sum"`. Pairs and mixing need
+        displacements of the params, so only `optperm.diloco` has them.
       compress: An `optperm.distributed.Compression`, which sends fewer bytes, with error feedback. None
         sends the whole contribution in float32.
       center_dtype: The dtype of :math:`c` and of the center's optimizer, such as `"float32"` for
@@ -277,23 +278,22 @@ def agn(
         **extra_args: Any,
     ) -> tuple[Updates, AgnState]:
         now = options.begin(grads, state, params, commit, weight, extra_args)
-        take_rows, spread_flags = now.fragments.take_rows, now.fragments.spread_flags
-        has_step = now.grads is not None
-
         # a <- a + g uses the raw gradient, so that a commit notices nonfinite entries
-        def add(a: Updates) -> Updates:
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), a, grads) if has_step else a
+        has_step = now.grads is not None
+        g = optax.tree.cast_like(now.grads, state.accumulator) if has_step else None
+        steps = state.steps + int(has_step)
 
         # n_p = a_p / T_p. The commit computes a + g itself, because as an input of the conditional, the
         # sum would be stored once more in every step.
-        steps = state.steps + int(has_step)
-
-        def contribute(p: int) -> Updates:
+        def contribute(p: int, take: Take) -> list[jax.Array]:
+            a = (
+                optax.tree.add(take(state.accumulator), take(g))
+                if has_step
+                else take(state.accumulator)
+            )
             # `finish` undoes an update without steps.
             t = jnp.maximum(steps[p], 1)
-            return jax.tree.map(
-                lambda a: a / t.astype(a.dtype), take_rows(add(state.accumulator), p)
-            )
+            return [each / t.astype(each.dtype) for each in a]
 
         # c_p <- c_p + u(n_p; s_p), with the n_p of all replicas
         exchanged, outcomes = now.exchange(contribute)
@@ -302,13 +302,14 @@ def agn(
         updates, new_state = now.pull(exchanged, outcomes)
 
         # a_p <- 0, T_p <- 0 if fragment p was sent
-        accumulator = add(now.after(outcomes, state.accumulator))
+        a = now.after(outcomes, state.accumulator)
+        a = optax.tree.add(a, g) if has_step else a
 
         def restart(is_sent: Any, a: jax.Array) -> jax.Array:
-            return a if is_sent is False else jnp.where(along(is_sent, a), 0, a)
+            return a if is_sent is False else choose(is_sent, jnp.zeros_like(a), a)
 
         new_state = new_state._replace(
-            accumulator=jax.tree.map(restart, spread_flags(now.sent), accumulator),
+            accumulator=jax.tree.map(restart, now.fragments.spread_flags(now.sent), a),
             steps=jnp.where(jnp.stack(list(map(jnp.asarray, now.sent))), 0, steps),
         )
         return now.finish(updates, new_state)

@@ -20,7 +20,7 @@ from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt3
 from optperm.core.transformation import transformation
 from optperm.distributed._compression import Compression
 from optperm.distributed._every import Every, Exchange, Period
-from optperm.distributed._exchange import subtract_params
+from optperm.distributed._exchange import Take, subtract_params
 from optperm.distributed._fragments import FragmentOf
 from optperm.distributed._local_update import LocalUpdate, count_bad_steps, replace_center
 from optperm.distributed._replicas import Replicas
@@ -140,8 +140,8 @@ def diloco(
         the number of commits so far, or an `optperm.distributed.Every`.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
-      combine: `"mean"`; `"sum"` for the sum of the :math:`c - \theta^i`; `"sequential"` for an outer step
-        with each of them, in the order of the replicas; or `"pairs"` for gossip.
+      combine: `"mean"`; `"sum"` for the sum of the :math:`c - \theta^i`; `"sequential"` for an outer
+        step with each of them, in the order of the replicas; or `"pairs"` for gossip.
       mixing: :math:`\alpha` in [0, 1], the weight of a replica's own params in a pull.
       compress: An `optperm.distributed.Compression`, which sends fewer bytes, with error feedback. None
         sends the whole displacement in float32.
@@ -246,11 +246,12 @@ def diloco(
         **extra_args: Any,
     ) -> tuple[Updates, DilocoState]:
         now = options.begin(grads, state, params, commit, weight, extra_args)
-        take_rows = now.fragments.take_rows
 
         # Delta_p = c_p - theta_p, after theta <- theta + u(g; s)
-        def contribute(p: int) -> Updates:
-            return subtract_params(take_rows(state.center, p), take_rows(now.find_theta(), p))
+        def contribute(p: int, take: Take) -> list[jax.Array]:
+            del p
+            delta: list[jax.Array] = subtract_params(take(state.center), take(now.find_theta()))
+            return delta
 
         # c_p <- c_p + u_outer(Delta_p; s_p), with the Delta_p of all replicas
         exchanged, outcomes = now.exchange(contribute)

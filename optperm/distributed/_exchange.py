@@ -46,6 +46,10 @@ from optperm.distributed._gossip import map_with_partner
 from optperm.distributed._replicas import Replicas, divide, scale, weigh
 from optperm.exact import apply_updates
 
+# A function that returns the leaves of a tree in one fragment, as the stacks of `Alike`.
+Take: TypeAlias = Callable[[Any], list[jax.Array]]
+# (number of the fragment, `Take` of the fragment) -> contribution of this replica, in float32 or wider
+Contribute: TypeAlias = Callable[[int, Take], list[jax.Array]]
 Combine: TypeAlias = Literal["mean", "sum", "sequential", "pairs"]
 # This value instead of a sum of weights means that nothing is in flight.
 NOTHING = -1.0
@@ -84,10 +88,10 @@ class Step:
       fragments: The fragments.
       combine: The rule by which contributions are combined.
       compress: The encoder of contributions; None for float32.
-      contribute: A function from the number of a fragment to this replica's contribution, in float32 or
-        wider.
+      contribute: The function that returns this replica's contribution to a fragment.
       has_sums: Whether contributions contain only the steps since the last contribution. Otherwise,
         they also contain what is in flight.
+      params: The local params before their step.
       find_theta: A function that returns the local params after their step.
       is_mixed: Whether a pull keeps a part of the local params.
       move_center: A function from a center, the state of its optimizer, a gradient, and whether there
@@ -100,7 +104,8 @@ class Step:
     fragments: Fragments
     combine: Combine
     compress: Compression | None
-    contribute: Callable[[int], Updates]
+    contribute: Contribute
+    params: Params
     has_sums: bool
     find_theta: Callable[[], Params]
     is_mixed: bool
@@ -184,17 +189,16 @@ def _send(step: Step, part: Part, p: int) -> tuple[Any, Any, Part, jax.Array]:
     Return n and its weight; for `"sequential"`, these are rows of all replicas. Return also the part,
     and whether this replica did not take part, or n overflowed.
     """
-    replicas = step.replicas
-    center = step.fragments.take_rows(part.center, p)
-    tree = step.contribute(p)
-    alike = Alike(tree, center, replicas.axis_name)
-    x = alike.stack(tree)
+    replicas, take = step.replicas, step.fragments.take_rows
+    center, params = take(part.center, p), take(step.params, p)
+    alike = Alike(params, center, replicas.axis_name)
+    x = step.contribute(p, lambda tree: alike.stack(take(tree, p)))
     # A replica is left out if x is not finite, or overflows in the dtype of the center.
     is_finite = replicas.are_finite(alike.cast(x))
-    dtype, sent = accumulation_dtype(tree), None
+    dtype, sent = accumulation_dtype(params), None
     if step.compress is not None:
         # e <- beta e + x, x <- Q(e), e <- e - x
-        e = alike.stack(step.fragments.take_rows(part.residual, p))
+        e = alike.stack(take(part.residual, p))
         sent, e, is_finite = encode_contribution(
             step.compress, x, e, is_finite, replicas, step.weight
         )
@@ -294,9 +298,9 @@ class Alike:
     stay apart, because a stack would move them.
     """
 
-    def __init__(self, tree: Any, center: Params, axis_name: AxisName | None) -> None:
-        """Group the leaves of a tree that also have the same type in the center."""
-        leaves, self._structure = jax.tree.flatten(tree)
+    def __init__(self, params: Params, center: Params, axis_name: AxisName | None) -> None:
+        """Group the leaves of params that also have the same dtype in the center."""
+        leaves, self._structure = jax.tree.flatten(params)
         names = jax.sharding.get_abstract_mesh().axis_names
         may_stack = set(names).issubset(axis_names(axis_name))
         groups: dict[Any, list[int]] = {}

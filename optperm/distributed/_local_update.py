@@ -59,6 +59,7 @@ from optperm.distributed._every import (
 from optperm.distributed._exchange import (
     NOTHING,
     Combine,
+    Contribute,
     Outcome,
     Part,
     Step,
@@ -296,12 +297,8 @@ class Now:
         # Each conditional computes theta, but all of them share one trace.
         return find_theta if self.known else jax.jit(find_theta)
 
-    def exchange(self, contribute: Callable[[int], Updates]) -> tuple[Part, list[Outcome]]:
-        """Take the center's steps with the contributions of all replicas to fragments that are due.
-
-        Args:
-          contribute: A function from the number of a fragment to this replica's contribution.
-        """
+    def exchange(self, contribute: Contribute) -> tuple[Part, list[Outcome]]:
+        """Take the center's steps with the contributions of all replicas to fragments that are due."""
         options = self.options
         extra_args = self.extra_args if options.plan.fragments == 1 else {}
         step = Step(
@@ -310,6 +307,7 @@ class Now:
             combine=options.combine,
             compress=options.compress,
             contribute=contribute,
+            params=self.params,
             has_sums=options.has_sums,
             find_theta=self.find_theta,
             is_mixed=options.is_mixed,
@@ -399,13 +397,15 @@ def _pull_leaf(
         return move
     if mixing is not None:
         # The center replaces local params that are not finite.
-        c = jnp.where(along(is_bad, p), c, mixing * (p + move) + (1 - mixing) * c)
-    return jnp.where(along(has_arrived, p), c.astype(p.dtype) - p, move)
+        c = choose(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
+    return choose(has_arrived, c.astype(p.dtype) - p, move)
 
 
-def along(flag: Flag, leaf: jax.Array) -> Flag:
-    """Return the flag of a leaf, or the flags of its slices with axes of length 1 for the others."""
-    return flag if not jnp.ndim(flag) else jnp.expand_dims(flag, range(1, leaf.ndim))
+def choose(flag: Flag, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return a new leaf if its flag is true, otherwise the old leaf; the flag may be one per slice."""
+    if jnp.ndim(flag):
+        return jnp.where(jnp.expand_dims(flag, range(1, old.ndim)), new, old)
+    return jax.lax.select(jnp.asarray(flag), new, old)
 
 
 def make_local_step(

@@ -17,6 +17,7 @@ from optperm.core import checks
 from optperm.core.mapped_axes import AxisName, axis_names
 from optperm.core.shapes import Params
 from optperm.core.tables import align
+from optperm.core.transformation import known_extra_args
 from optperm.distributed._every import Every, Exchange
 
 # The bytes on each link of a ring of k replicas, divided by the bytes of one replica's operand
@@ -201,7 +202,7 @@ def _trace(tx: Any, shapes: Params, mesh: AbstractMesh, commit: bool | Exchange)
         return tx.init(params)
 
     def step(params: Params, state: Any) -> Any:
-        return optax.with_extra_args_support(tx).update(params, state, params, commit=commit)
+        return tx.update(params, state, params, **known_extra_args(tx, {"commit": commit}))
 
     with jax.sharding.use_abstract_mesh(mesh):
         state = jax.eval_shape(init, shapes)
