@@ -260,11 +260,22 @@ TREES = {
 # f gives, for other params, or with these extra arguments. The message names an argument or a function.
 REFUSED = {
     "Compression": of("fraction", None),
-    "agn.init": of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
+    "agn.init": [
+        *of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
+        *of("inner", optax.sgd(lambda count: 0.1 / (1 + count))),
+        *of("inner", optperm.sgperm(), compress=Compression(bits=4)),
+        *of("fragment_of", {"w": 2, "b": 0}, every=PLAN),
+    ],
     "agn.update": [
         *of("axis_name", "r"),
         *of("weight", -1.0, float("nan"), INF, jnp.ones(2), True, 1j),
         *of("commit", 1, "yes", jnp.zeros(2, bool), jnp.int32(1)),
+    ],
+    "agn": [
+        *of("combine", "pairs", "median"),
+        *of("center_dtype", "int32"),
+        *of("compress", 4),
+        *of("combine", "sequential", every=optperm.distributed.Every(4, 2, 1)),
     ],
     "apply_permutation": [
         *of("permutation", {"w": jnp.arange(2)}, jnp.arange(3), jnp.ones(2)),
@@ -279,6 +290,7 @@ REFUSED = {
         *of("center_dtype", "int32", "complex64"),
         *of("compress", 4),
         *of("compress", Compression(0.5), combine="pairs"),
+        *of("combine", "sequential", every=optperm.distributed.Every(4, 2, 1)),
         *of("axis_name", ("a", "b"), combine="pairs"),
     ],
     "diloco.init": [

@@ -337,9 +337,8 @@ def _check_has_no_schedule(state: Any) -> None:
     def has_schedule(node: Any) -> bool:
         if not isinstance(node, tuple):
             return False
-        return bool(
-            (node and all(map(is_count, node))) or getattr(node, "hyperparams_states", None)
-        )
+        has_only_counts = bool(node) and all(map(is_count, node))
+        return has_only_counts or bool(getattr(node, "hyperparams_states", None))
 
     for node in filter(has_schedule, jax.tree.leaves(state, is_leaf=has_schedule)):
         raise ValueError(

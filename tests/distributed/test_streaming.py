@@ -158,6 +158,17 @@ def test_a_center_in_float32_under_bfloat16_params():
         support.assert_same_bits(params, center.astype(jnp.bfloat16))
 
 
+def test_a_center_of_agn_in_float32_under_bfloat16_params():
+    """Steps too small for bfloat16 add up in the center, and its optimizer has moments in float32."""
+    tx = optperm.agn(SGD, optax.sgd(2**-10, momentum=0.0), every=1, center_dtype="float32")
+    grads = [jnp.ones(3, jnp.bfloat16)] * 7
+    params, opt_state = loops.train(tx, jnp.ones(3, jnp.bfloat16), grads)[-1]
+    center = np.full(3, 1 - 7 * 2**-10, np.float32)
+    support.assert_same_bits(center_params(opt_state), center)
+    support.assert_same_bits(params, center.astype(jnp.bfloat16))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(opt_state.center_state)} == {"float32"}
+
+
 def test_gradients_of_fewer_digits_do_not_round_the_displacement():
     tx = optperm.diloco(SGD, SGD, every=2)
     grads = [jnp.full(1, grad, "bfloat16") for grad in (1.0, 2.0**-12)]
