@@ -60,7 +60,7 @@ def synchronized(state, _):
 
 def committed(state, _):
     """All entries, at the center, after a commit."""
-    return everywhere(state.center, np.all(jax.tree.leaves(state.pulled))), state.center
+    return everywhere(state.center, np.all(state.pulled)), state.center
 
 
 MASKING = optperm.mask_elements(jax.tree.map(lambda p: jnp.abs(p) <= 0.8, START))
@@ -206,8 +206,7 @@ def test_every_entry_of_a_product_is_exact(name, wrapper):
 
 def is_placed_by(wrapper, opt_state):
     """Whether a wrapper puts other values over all entries in this step, by its own promise."""
-    fields = (getattr(opt_state, name, False) for name in ("pulled", "is_restarted"))
-    places = map(jax.tree.leaves, fields)
+    places = (getattr(opt_state, name, False) for name in ("pulled", "is_restarted"))
     return wrapper != "alone" and any(map(np.any, places))
 
 

@@ -21,7 +21,7 @@ from optperm.core.transformation import transformation
 from optperm.distributed._compression import Compression
 from optperm.distributed._every import Every, Exchange, Period
 from optperm.distributed._exchange import Take
-from optperm.distributed._fragments import FragmentOf
+from optperm.distributed._fragments import FragmentOf, read_flags
 from optperm.distributed._local_update import LocalUpdate, choose, replace_center
 from optperm.distributed._replicas import Replicas
 from optperm.exact import Exact, exact_entries
@@ -44,7 +44,7 @@ class AgnState(NamedTuple):
         flight. This is empty without a delay.
       residual: The part of the contributions that compression has not sent yet. This is empty without
         compression.
-      pulled: For each leaf, whether the last step moved the leaf, or each of its slices, to the center.
+      pulled: Whether the last step moved each leaf, or each slice of a leaf, to the center.
       skipped: Number of exchanges without this replica's contribution, because the contribution or the
         sum of all contributions was not finite.
       accumulator: The sum of the raw local gradients since the leaf was sent, in float32 or wider.
@@ -61,7 +61,7 @@ class AgnState(NamedTuple):
     in_flight: PyTree[Float[Array, "..."]]
     weights: PyTree[Float[Array, " fragments"]]
     residual: PyTree[Float[Array, "..."]]
-    pulled: PyTree[Bool[Array, "..."]]
+    pulled: Bool[Array, "leaves slices"]
     skipped: Int32[Array, ""]
     accumulator: PyTree[Float[Array, "..."]]
     steps: Int32[Array, " fragments"]
@@ -73,7 +73,7 @@ class AgnState(NamedTuple):
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the local optimizer and, overriding its targets, the center."""
-        where = jax.tree.unflatten(jax.tree.structure(self.center), self.pulled)
+        where = read_flags(self.pulled, self.center, self.count.ndim)
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
     def steps_since_commit(self) -> jax.Array:

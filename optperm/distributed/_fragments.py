@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.core.shardings import explicit_sharding
-from optperm.core.trees import is_function, mask_like, without_boxes
+from optperm.core.shardings import explicit_sharding, shard_like
+from optperm.core.trees import is_function, mask_like, unstack, without_boxes
 
 # A function of a path and a leaf, or a tree like params. The values are the fragment of a leaf, or a
 # sequence with the fragment of each slice of the leaf's leading axis.
@@ -92,17 +92,45 @@ class Fragments:
 
     def spread_flags(self, values: Sequence[bool | jax.Array]) -> Any:
         """Return the flag of each leaf's fragment, or a vector with the flags of the leaf's slices."""
-        flags = self.list_flags(values)
-        is_never = [all(values[p] is False for p in np.ravel(of)) for of in self.of]
-        leaves = [False if never else each for never, each in zip(is_never, flags, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
 
-    def list_flags(self, values: Sequence[bool | jax.Array]) -> tuple[jax.Array, ...]:
-        """Return the flags of `spread_flags` as arrays, in the order of the leaves."""
-        flags = [jnp.asarray(value, jnp.bool_) for value in values]
-        return tuple(
-            jnp.stack([flags[p] for p in of]) if np.ndim(of) else flags[int(of)] for of in self.of
-        )
+        def flag_leaf(of: Any) -> bool | jax.Array:
+            if not np.ndim(of):
+                return values[int(of)]
+            own = [values[p] for p in of]
+            is_never = all(each is False for each in own)
+            return False if is_never else jnp.stack(_arrays(own))
+
+        return jax.tree.unflatten(self._structure, list(map(flag_leaf, self.of)))
+
+    def tabulate_flags(self, values: Sequence[bool | jax.Array]) -> jax.Array:
+        """Return the flags of all slices, (leaves, slices); the row of a whole leaf repeats one flag."""
+        width = max([len(of) for of in self.of if np.ndim(of)], default=1)
+        rows = [
+            np.pad(of, (0, width - len(of))) if np.ndim(of) else np.full(width, of)
+            for of in self.of
+        ]
+        return jnp.stack(_arrays(values))[np.array(rows, int).reshape(len(rows), width)]
+
+
+def read_flags(table: jax.Array, tree: Any, stack: int) -> Any:
+    """Return the flags of `tabulate_flags` as a tree that broadcasts against the leaves of a tree.
+
+    Args:
+      table: The flags, with leading axes of replicas.
+      tree: The tree that was divided into fragments, with the same leading axes.
+      stack: The number of these axes.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    def read(row: jax.Array, leaf: jax.Array) -> jax.Array:
+        # All flags of a whole leaf are equal, so they can be read as flags of slices.
+        length = leaf.shape[stack] if leaf.ndim > stack else 1
+        length = length if length <= table.shape[-1] else 1
+        shape = (*leaf.shape[:stack], length, *[1] * (leaf.ndim - stack - 1))
+        row = row[..., :length].reshape(shape[: leaf.ndim])
+        return row if length == 1 else shard_like(jnp.broadcast_to(row, leaf.shape), leaf)
+
+    return jax.tree.unflatten(structure, list(map(read, unstack(table, -2), leaves)))
 
 
 def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
@@ -129,6 +157,10 @@ def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
     if missing and leaves:
         raise ValueError(f"fragment_of assigns nothing to the plan's fragments {sorted(missing)}.")
     return result
+
+
+def _arrays(values: Sequence[bool | jax.Array]) -> list[jax.Array]:
+    return [jnp.asarray(value, jnp.bool_) for value in values]
 
 
 def _take(leaf: Any, rows: Any) -> Any:

@@ -187,7 +187,7 @@ class LocalUpdate:
             "in_flight": zeros() if plan.delay else (),
             "weights": weights if plan.delay else (),
             "residual": zeros() if self.compress is not None else (),
-            "pulled": fragments.list_flags([False] * plan.fragments),
+            "pulled": fragments.tabulate_flags([False] * plan.fragments),
             "skipped": jnp.zeros([], jnp.int32),
         }
 
@@ -363,7 +363,7 @@ class Now:
             in_flight=exchanged.in_flight,
             weights=exchanged.weights,
             residual=exchanged.residual,
-            pulled=self.fragments.list_flags(pulled),
+            pulled=self.fragments.tabulate_flags(pulled),
             skipped=state.skipped + sum(each.has_missed.astype(jnp.int32) for each in outcomes),
         )
 
@@ -506,7 +506,7 @@ def follow_center(local_state: Any, state: Any, axis_name: AxisName | None) -> A
         return local_state
     # An optimizer that sets exact params is pulled as a whole.
     return cond(
-        largest(state.pulled[0], axis_name),
+        largest(state.pulled.all(), axis_name),
         lambda: replace_targets(local_state, state.center_state),
         lambda: local_state,
     )
