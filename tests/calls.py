@@ -79,7 +79,12 @@ FUNCTIONS = {
     "gaussian_kl": {"mean": np.zeros(2), "covariance": EYE}
     | {"other_mean": np.ones(2), "other_covariance": EYE},
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
-    "traffic_report": {"tx": optperm.diloco(sgd(), every=2, axis_name="replica"), "params": PARAMS},
+    "traffic_report": {
+        "tx": optperm.diloco(sgd(), every=2, axis_name="replica"),
+        "params": PARAMS,
+        "axis_name": "replica",
+        "every": 2,
+    },
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.constant_sgd(10, 2))},
@@ -277,11 +282,22 @@ TREES = {
 REFUSED = {
     "narrow_params": of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
     "Compression": of("fraction", None),
-    "agn.init": of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
+    "agn.init": [
+        *of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
+        *of("inner", optax.sgd(lambda count: 0.1 / (1 + count))),
+        *of("inner", optperm.sgperm(), compress=Compression(bits=4)),
+        *of("fragment_of", {"w": 2, "b": 0}, every=PLAN),
+    ],
     "agn.update": [
         *of("axis_name", "r"),
         *of("weight", -1.0, float("nan"), INF, jnp.ones(2), True, 1j),
         *of("commit", 1, "yes", jnp.zeros(2, bool), jnp.int32(1)),
+    ],
+    "agn": [
+        *of("combine", "pairs", "median"),
+        *of("center_dtype", "int32"),
+        *of("compress", 4),
+        *of("combine", "sequential", every=optperm.distributed.Every(4, 2, 1)),
     ],
     "apply_permutation": [
         *of("permutation", {"w": jnp.arange(2)}, jnp.arange(3), jnp.ones(2)),
@@ -296,6 +312,7 @@ REFUSED = {
         *of("center_dtype", "int32", "complex64"),
         *of("compress", 4),
         *of("compress", Compression(0.5), combine="pairs"),
+        *of("combine", "sequential", every=optperm.distributed.Every(4, 2, 1)),
         *of("axis_name", ("a", "b"), combine="pairs"),
     ],
     "diloco.init": [
@@ -458,8 +475,9 @@ REFUSED = {
         *of("params", jnp.eye(2, dtype="bfloat16"), format="scipy"),
     ],
     "traffic_report": [
-        *of("tx", None, sgd(), optax.chain(DILOCO, DILOCO), optperm.diloco(sgd(), every=2)),
-        *of("tx", optperm.diloco(sgd(), every=lambda count: 5 + count, axis_name="r")),
+        *of("tx", None, sgd(), optperm.diloco(sgd(), every=2)),
+        *of("axis_name", "r"),
+        *of("every", PLAN),
     ],
     "twa.init": of("axis_name", "r"),
     "with_loss": of("data", {"x": EYE, "y": THREE}, {"x": jnp.ones([])}, {"x": EYE[:0]}, {}),
