@@ -20,6 +20,7 @@ from optperm.core.keys import make_key
 from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import explicit_mesh, unshard
 from optperm.evaluation import NOT_MEAN, LossFn, checked_loss, evaluate, is_mean
+from optperm.variance._curvature import hessian_product, largest_eigenvalue
 from optperm.variance._svrg import svrg
 
 # The steps of the power iteration, and the maximum numbers of trials and halvings.
@@ -246,18 +247,9 @@ def _measure_curvatures(
     """Return the maximum curvature of the mean loss, with its sign, and of a single example."""
 
     def measure(batch: Any) -> jax.Array:
-        """Return the Hessian's eigenvalue with the largest magnitude, from a power iteration."""
-        gradient = jax.grad(lambda p: loss_fn(p, batch))
-
-        def step(v: Any, _: None) -> tuple[Any, jax.Array]:
-            # v <- H v / |v|, and v' H v is the eigenvalue
-            for order in (jnp.inf, 2):  # divide by the maximum first, since squares may overflow
-                size = optax.tree.norm(v, ord=order)
-                v = optax.tree.scale(1 / jnp.where(size > 0, size, jnp.ones_like(size)), v)
-            product = jax.jvp(gradient, (params,), (v,))[1]
-            return product, optax.tree.vdot(v, product)
-
-        return jax.lax.scan(step, optax.tree.random_like(key, params), None, length=_STEPS)[1][-1]
+        """Return the Hessian's eigenvalue with the largest magnitude."""
+        multiply = hessian_product(lambda p: loss_fn(p, batch), params)
+        return largest_eigenvalue(multiply, optax.tree.random_like(key, params), _STEPS)
 
     def measure_one(example: Any) -> jax.Array:
         return jnp.abs(measure(jax.tree.map(lambda leaf: leaf[None], example)))

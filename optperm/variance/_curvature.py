@@ -1,0 +1,72 @@
+"""Measure the curvature of a loss: products with the Hessian, its largest eigenvalue, and its inverse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core.shapes import Params, Updates
+
+# The number of columns of a Hessian that are computed at once.
+_COLUMNS = 64
+
+
+def hessian_product(
+    loss: Callable[[Any], jax.Array], params: Params
+) -> Callable[[Updates], Updates]:
+    """Return the function from a tree v like params to H v, with the Hessian H of a loss at params."""
+    gradient = jax.grad(loss)
+    return lambda v: jax.jvp(gradient, (params,), (v,))[1]
+
+
+def hessian_matrix(loss: Callable[[jax.Array], jax.Array], w: jax.Array) -> jax.Array:
+    """Return the Hessian of a loss of a vector, column by column."""
+    basis = jnp.eye(w.size, dtype=w.dtype)
+    h = jax.lax.map(hessian_product(loss, w), basis, batch_size=min(_COLUMNS, w.size))
+    return (h + h.T) / 2
+
+
+def largest_eigenvalue(
+    multiply: Callable[[Updates], Updates], start: Updates, num_steps: int
+) -> jax.Array:
+    """Return the eigenvalue of the largest magnitude, with its sign, from a power iteration.
+
+    Args:
+      multiply: The product of a symmetric matrix with a tree.
+      start: A random tree, from which the iteration starts.
+      num_steps: The number of products.
+    """
+
+    def step(v: Any, _: None) -> tuple[Any, jax.Array]:
+        # v <- H v / |v|, and v' H v is the eigenvalue
+        for order in (jnp.inf, 2):  # divide by the maximum first, since squares may overflow
+            size = optax.tree.norm(v, ord=order)
+            v = optax.tree.scale(1 / jnp.where(size > 0, size, jnp.ones_like(size)), v)
+        product = multiply(v)
+        return product, optax.tree.vdot(v, product)
+
+    return jax.lax.scan(step, start, None, length=num_steps)[1][-1]
+
+
+def inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    r"""Return C with :math:`C C^T = H^{-1}`, and the lowest eigenvalue of the scaled H.
+
+    H is scaled to a unit diagonal first, so that the scales of params do not matter. The lowest
+    eigenvalue is relative to the largest. If H is singular up to rounding, its small eigenvalues are
+    replaced by their rounding error.
+    """
+    # H = S^-1 V diag(l) V' S^-1, so C = S V diag(l)^-1/2
+    diagonal = jnp.abs(jnp.diag(h))
+    s = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1))
+    l, v = jnp.linalg.eigh(s[:, None] * h * s)
+    largest = jnp.max(jnp.abs(l))
+    floor = singular_below(h.dtype) * jnp.where(largest > 0, largest, 1)
+    root = s[:, None] * v / jnp.sqrt(jnp.maximum(jnp.abs(l), floor))
+    return root, l[0] / jnp.where(largest > 0, largest, 1)
+
+
+def singular_below(dtype: Any) -> float:
+    """Return the relative eigenvalue below which a matrix is singular up to rounding."""
+    return 30 * float(jnp.finfo(dtype).eps)
