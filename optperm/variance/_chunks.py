@@ -29,12 +29,14 @@ class Chunks(NamedTuple):
       first: The first chunk.
       parts: The number of equal parts of a chunk from which a batch takes rows; 1 if rows are shuffled.
       is_whole: Whether the first chunk contains all examples.
+      order: The original positions of shuffled rows; None if rows keep their order.
     """
 
     read: Callable[[], Iterator[Any]]
     first: Any
     parts: int
     is_whole: bool
+    order: np.ndarray | None = None
 
 
 def make_chunks(data: Any, key: int | jax.Array) -> Chunks:
@@ -76,7 +78,7 @@ def make_chunks(data: Any, key: int | jax.Array) -> Chunks:
         return jnp.asarray(np.asarray(leaf)[order])
 
     shuffled = jax.tree.map(shuffle, data)
-    return Chunks(lambda: iter((shuffled,)), shuffled, 1, True)
+    return Chunks(lambda: iter((shuffled,)), shuffled, 1, True, order)
 
 
 def _from_iterable(data: Any) -> Chunks:

@@ -1,4 +1,4 @@
-"""Measure the curvature of a loss: products with the Hessian, its largest eigenvalue, and its inverse."""
+"""Measure the curvature of a loss: Hessian products, the largest eigenvalue, and inverse roots."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,8 @@ from optperm.core.shapes import Params, Updates
 
 # The number of columns of a Hessian that are computed at once.
 _COLUMNS = 64
+# The maximum number of inputs of a leaf whose curvature is a matrix, and the ridge of this matrix.
+_FACTOR, _RIDGE = 1024, 0.1
 
 
 def hessian_product(
@@ -57,14 +59,50 @@ def inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
     eigenvalue is relative to the largest. If H is singular up to rounding, its small eigenvalues are
     replaced by their rounding error.
     """
-    # H = S^-1 V diag(l) V' S^-1, so C = S V diag(l)^-1/2
+    # H = S^-1 V diag(values) V' S^-1, so C = S V diag(values)^-1/2
     diagonal = jnp.abs(jnp.diag(h))
     s = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1))
-    l, v = jnp.linalg.eigh(s[:, None] * h * s)
-    largest = jnp.max(jnp.abs(l))
+    values, v = jnp.linalg.eigh(s[:, None] * h * s)
+    largest = jnp.max(jnp.abs(values))
     floor = singular_below(h.dtype) * jnp.where(largest > 0, largest, 1)
-    root = s[:, None] * v / jnp.sqrt(jnp.maximum(jnp.abs(l), floor))
-    return root, l[0] / jnp.where(largest > 0, largest, 1)
+    root = s[:, None] * v / jnp.sqrt(jnp.maximum(jnp.abs(values), floor))
+    return root, values[0] / jnp.where(largest > 0, largest, 1)
+
+
+def factor_roots(grads: Any) -> Any:
+    r"""Return a root of the inverse curvature of each leaf, from the gradients of examples.
+
+    For a leaf of shape (a, k), such as a dense kernel, the curvature is close to
+    :math:`A \otimes S` with the matrix A over the a inputs, and the gradients :math:`G_i` of examples
+    have :math:`A \propto \mathrm{E}[G_i z_i z_i^T G_i^T]` for random vectors :math:`z_i`.
+
+    Args:
+      grads: The gradients of m examples, a tree like params with a leading axis of m.
+
+    Returns:
+      For a leaf of shape (a, k) with a up to 1024 and m / 2, the matrix :math:`(A + r I)^{-1/2}`, where
+      r is a tenth of the mean eigenvalue of A; for other leaves, the number
+      :math:`\mathrm{E}[g^2]^{-1/2}`.
+    """
+
+    def root(g: jax.Array) -> jax.Array:
+        m, *shape = g.shape
+        if len(shape) != 2 or shape[0] > min(_FACTOR, m // 2):
+            return jax.lax.rsqrt(jnp.mean(jnp.square(g)) + jnp.finfo(g.dtype).tiny)
+        z = jax.random.rademacher(jax.random.key(0), (m, shape[1]), g.dtype)
+        u = jnp.einsum("mak,mk->ma", g, z)
+        a = u.T @ u / (m * shape[1])
+        mean = jnp.trace(a) / len(a)
+        ridge = _RIDGE * mean + jnp.finfo(g.dtype).tiny
+        values, v = jnp.linalg.eigh(a + ridge * jnp.eye(len(a), dtype=a.dtype))
+        return (v / jnp.sqrt(jnp.maximum(values, ridge))) @ v.T
+
+    return jax.tree.map(root, grads)
+
+
+def multiply_roots(roots: Any, tree: Any) -> Any:
+    """Return the product of the roots of `factor_roots` with a tree like params."""
+    return jax.tree.map(lambda c, v: c @ v if jnp.ndim(c) else c * v, roots, tree)
 
 
 def singular_below(dtype: Any) -> float:

@@ -30,10 +30,12 @@ from optperm.core.shardings import can_be_seen, explicit_mesh
 from optperm.evaluation import NOT_MEAN, LossFn, checked_sum, divide_sum, evaluate, is_mean
 from optperm.variance._chunks import Chunks, length_of, make_chunks, take_batch
 from optperm.variance._curvature import (
+    factor_roots,
     hessian_matrix,
     hessian_product,
     inverse_root,
     largest_eigenvalue,
+    multiply_roots,
     singular_below,
 )
 from optperm.variance._katyusha import katyusha
@@ -55,6 +57,10 @@ _GROUP = 4096
 _MOST_STEPS, _FEWEST_STEPS = 64, 16
 # L-BFGS evaluates the stopping rule after this number of iterations.
 _ITERATIONS = 5
+# The number of entries of the gradients of examples from which factors of the curvature are measured.
+_FACTOR_ENTRIES = 2**25
+# Up to this number of condition numbers of steps per pass, Katyusha needs fewer passes than L-BFGS.
+_KATYUSHA = 30
 # The model of a proximal Newton step is minimized up to this fraction of the mapping's norm.
 _MODEL, _MOST_MODEL_STEPS = 1e-2, 20_000
 # Passes without a decrease by a fifth, after which rounding is measured.
@@ -128,14 +134,15 @@ class Objective:
         """Return prox(v + move) for the rate, or v + move without a penalty."""
         if self.proximal is None:
             return v + move
-        return optax.apply_updates(v, self.proximal_of(rate).update(move, (), v)[0])
+        moved: jax.Array = optax.apply_updates(v, self.proximal_of(rate).update(move, (), v)[0])
+        return moved
 
     def proximal_of(self, rate: jax.Array) -> optax.GradientTransformation:
         """Return the proximal step as a transformation of vectors, without a state."""
         assert self.proximal is not None
         tx = optax.with_extra_args_support(self.proximal(rate))
 
-        def update(updates: jax.Array, params: jax.Array | None) -> jax.Array:
+        def update(updates: jax.Array, params: Any) -> jax.Array:
             tree = self.unravel(params)
             return ravel_pytree(tx.update(self.unravel(updates), tx.init(tree), tree)[0])[0]
 
@@ -368,9 +375,10 @@ class _Run:
         look: Look = self._judge(w, *sums, self.objective.chunks.first, self.key)
         if not self.warned and float(look.lowest) < -1e-3:
             self.warned = True
+            ratio = f"{float(look.lowest):.2g} times the largest"
             message = (
-                f"The loss is not convex: the Hessian has a negative eigenvalue, {float(look.lowest):.2g} "
-                "times the largest. The result may be no minimum."
+                f"The loss is not convex: the Hessian has a negative eigenvalue, {ratio}. The result "
+                "may be no minimum."
             )
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         return look
@@ -415,7 +423,9 @@ class _Run:
             else:
                 w, look, scale = new, after, min(1.0, 2 * scale)
         if reason:
-            reached = f"gap {gap:.1e}" if not math.isnan(gap) else f"relative gradient {relative:.1e}"
+            reached = (
+                f"gap {gap:.1e}" if not math.isnan(gap) else f"relative gradient {relative:.1e}"
+            )
             message = f"minimize has not converged ({reached}, tol {self.tol:g}): {reason}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
         return Minimum(
@@ -429,23 +439,24 @@ class _Run:
         )
 
     def _check_start(self, w: jax.Array, look: Look) -> None:
+        """Raise a ValueError that names rows if the loss or the gradient at the start is not finite."""
         if math.isfinite(float(look.value)) and bool(jnp.all(jnp.isfinite(look.grad))):
             return
-        for number, chunk in enumerate(self.objective.chunks.read()):
+        first, order = 0, self.objective.chunks.order
+        for chunk in self.objective.chunks.read():
             for path, leaf in jax.tree_util.tree_leaves_with_path(chunk):
                 if not jnp.issubdtype(leaf.dtype, jnp.inexact) or not can_be_seen(leaf):
                     continue
-                bad = np.flatnonzero(~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1))
-                if len(bad):
-                    self._raise_rows(number, jax.tree_util.keystr(path), bad)
-        raise ValueError(
-            f"The loss and its gradient at the initial params must be finite, got {look.value}."
-        )
-
-    def _raise_rows(self, number: int, path: str, bad: np.ndarray) -> None:
-        rows = self.objective.chunks.rows(number, bad)
-        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
-        raise ValueError(f"data{path} is not finite in {len(rows)} rows: {shown}.")
+                is_bad = ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(axis=1)
+                rows = np.flatnonzero(is_bad)
+                rows = np.sort(order[rows]) if order is not None else first + rows
+                if len(rows):
+                    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+                    name = f"data{jax.tree_util.keystr(path)}"
+                    raise ValueError(f"{name} is not finite in {len(rows)} rows: {shown}.")
+            first += length_of(chunk)
+        got = f"got {float(look.value)}"
+        raise ValueError(f"The loss and its gradient at the initial params must be finite, {got}.")
 
     def _is_noise(self, w: jax.Array, look: Look) -> bool:
         """Return whether the measure is the rounding error of the gradient and of the params."""
@@ -483,9 +494,9 @@ class _Run:
 def _sum_chunk(
     objective: Objective, w: jax.Array, chunk: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the sums of losses, gradients and counts of a chunk, and of Hessians and counts of a part."""
+    """Return the sums of losses, gradients and counts of a chunk, and of Hessians of a part."""
     n = length_of(chunk)
-    both = jax.value_and_grad(lambda w, batch: objective.sums(w, batch), has_aux=True)
+    both = jax.value_and_grad(objective.sums, has_aux=True)
 
     def add(batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         (total, count), grad = both(w, batch)
@@ -496,9 +507,7 @@ def _sum_chunk(
     else:
         # Groups that fit the cache are read only once.
         whole = n // _GROUP * _GROUP
-        groups = jax.tree.map(
-            lambda leaf: leaf[:whole].reshape(-1, _GROUP, *leaf.shape[1:]), chunk
-        )
+        groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, _GROUP, *leaf.shape[1:]), chunk)
         start = add(jax.tree.map(lambda leaf: leaf[whole:], chunk)) if whole < n else None
         zeros = (jnp.zeros([], w.dtype), jnp.zeros_like(w), jnp.zeros([], w.dtype))
         sums, _ = jax.lax.scan(
@@ -594,31 +603,39 @@ def _choose(run: _Run, look: Look) -> tuple[str, Advance]:
     objective, d = run.objective, look.grad.size
     n, steps = run.count, run.count // objective.batch_size
     has_penalty = objective.proximal is not None
-    # The condition number of batches
+    # The condition number of batches; with a preconditioner, of the loss
     mu = objective.strong_convexity or 0.0
+    smoothness = look.smoothness
     if objective.is_dense:
         eigenvalues = np.linalg.eigvalsh(np.asarray(look.hessian, np.float64))
         mu = max(mu, float(eigenvalues[0]))
-    smoothness = float(look.largest) if has_penalty is False else float(look.smoothness)
-    condition = smoothness / mu if mu > 0 else math.inf
-    about = f"{n} examples, {d} params, condition number {condition:.1e}"
+        smoothness = look.smoothness if has_penalty else look.largest
+    condition = float(smoothness) / mu if mu > 0 else math.inf
+    is_whole = objective.chunks.is_whole
     if has_penalty:
-        if objective.is_dense and condition > steps:
-            return f"proximal Newton ({about})", _newton(run)
-        return f"proximal SVRG ({about})", _svrg(run)
-    if objective.is_dense and (steps >= _FEWEST_STEPS or not objective.chunks.is_whole):
-        return f"preconditioned SVRG ({about})", _svrg(run)
-    if not objective.chunks.is_whole:
-        return f"SVRG ({about})", _svrg(run)
-    if not objective.is_dense and objective.strong_convexity and condition > n:
-        return f"Katyusha ({about})", _katyusha(run)
-    name = "preconditioned L-BFGS" if objective.is_dense else "L-BFGS"
-    return f"{name} ({about})", _lbfgs(run, look)
+        is_newton = objective.is_dense and condition > steps
+        found = ("proximal Newton", _newton) if is_newton else ("proximal SVRG", _svrg)
+    elif objective.is_dense and (steps >= _FEWEST_STEPS or not is_whole):
+        found = "preconditioned SVRG", _svrg
+    elif not objective.is_dense and (condition <= steps or not is_whole):
+        found = "SVRG", _svrg
+    elif (
+        objective.strong_convexity is not None
+        and not objective.is_dense
+        and (condition <= _KATYUSHA * steps)
+    ):
+        found = "Katyusha", _katyusha
+    else:
+        found = "preconditioned L-BFGS", _lbfgs
+    return f"{found[0]} ({n} examples, {d} params, condition number {condition:.1e})", found[1](run)
 
 
 def _svrg(run: _Run) -> Advance:
     """Make the function that takes the steps of SVRG from one snapshot."""
-    objective, rng = run.objective, np.random.default_rng(np.asarray(jax.random.bits(run.key, (4,))))
+    objective, rng = (
+        run.objective,
+        np.random.default_rng(np.asarray(jax.random.bits(run.key, (4,)))),
+    )
     is_preconditioned = objective.is_dense and objective.proximal is None
     size, parts = objective.batch_size, objective.chunks.parts
 
@@ -709,7 +726,10 @@ def _newton(run: _Run) -> Advance:
 
 def _katyusha(run: _Run) -> Advance:
     """Make the function that takes the steps of Katyusha in one pass."""
-    objective, rng = run.objective, np.random.default_rng(np.asarray(jax.random.bits(run.key, (4,))))
+    objective, rng = (
+        run.objective,
+        np.random.default_rng(np.asarray(jax.random.bits(run.key, (4,)))),
+    )
     size, parts = objective.batch_size, objective.chunks.parts
     chunk, state, rate, kept = objective.chunks.first, None, None, 1.0
 
@@ -723,16 +743,14 @@ def _katyusha(run: _Run) -> Advance:
         tx = make(rate)
 
         def full_grad_fn(w: jax.Array) -> jax.Array:
-            _, grad, count, _, _ = _sum_chunk(dataclasses.replace(objective), w, chunk)
+            _, grad, count, _, _ = _sum_chunk(objective, w, chunk)
             return grad / count
 
         def step(carry: Any, start: jax.Array) -> tuple[Any, None]:
             w, state = carry
             batch = objective.batch(chunk, start, size)
             e = evaluate(lambda w, batch: objective.loss_fn(objective.unravel(w), batch), w, batch)
-            updates, state = tx.update(
-                e.grad, state, w, full_grad_fn=full_grad_fn, **e.extra_args
-            )
+            updates, state = tx.update(e.grad, state, w, full_grad_fn=full_grad_fn, **e.extra_args)
             return (optax.apply_updates(w, updates), state), None
 
         return jax.lax.scan(step, (w, state), starts)[0]
@@ -752,18 +770,26 @@ def _katyusha(run: _Run) -> Advance:
     return advance
 
 
-def _lbfgs(run: _Run, first: Look) -> Advance:
-    """Make the function that takes some iterations of L-BFGS, in params in which H is the identity."""
+def _lbfgs(run: _Run) -> Advance:
+    """Make the function that takes some iterations of L-BFGS, in params in which H is near to 1."""
     objective, tx = run.objective, optax.lbfgs()
-    chunk, root, origin = objective.chunks.first, first.root, None
-    position: Any = None
-    state: Any = None
+    chunk = objective.chunks.first
+    carry: Any = None
+
+    def find_roots(w: jax.Array, chunk: Any) -> Any:
+        few = objective.batch(chunk, 0, min(length_of(chunk), max(_FACTOR_ENTRIES // w.size, 1)))
+        params = objective.unravel(w)
+        e = evaluate(objective.loss_fn, params, few)
+        return factor_roots(e.extra_args["per_example_grad_fn"](params))
 
     def iterate(
-        v: jax.Array, state: Any, origin: jax.Array, root: jax.Array, chunk: Any
+        v: jax.Array, state: Any, origin: jax.Array, roots: Any, chunk: Any
     ) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
+        # w = w_0 + C v
         def place(v: jax.Array) -> jax.Array:
-            return origin + (root @ v if root.size else v)
+            if objective.is_dense:
+                return origin + roots @ v
+            return origin + ravel_pytree(multiply_roots(roots, objective.unravel(v)))[0]
 
         def value_fn(v: jax.Array) -> jax.Array:
             return objective.mean(place(v), chunk)
@@ -773,9 +799,7 @@ def _lbfgs(run: _Run, first: Look) -> Advance:
         def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
             v, state = carry
             value, grad = value_and_grad(v, state=state)
-            updates, state = tx.update(
-                grad, state, v, value=value, grad=grad, value_fn=value_fn
-            )
+            updates, state = tx.update(grad, state, v, value=value, grad=grad, value_fn=value_fn)
             return (optax.apply_updates(v, updates), state), state[-1].info.num_linesearch_steps
 
         (v, state), evaluations = jax.lax.scan(step, (v, state), None, length=_ITERATIONS)
@@ -784,11 +808,13 @@ def _lbfgs(run: _Run, first: Look) -> Advance:
     compiled = jit_current(iterate)
 
     def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
-        nonlocal position, state, origin
-        if origin is None or scale < 1:
-            origin, position = w, jnp.zeros_like(w)
-            state = tx.init(position)
-        position, state, new, evaluations = compiled(position, state, origin, root, chunk)
+        nonlocal carry
+        if carry is None or scale < 1:
+            roots = look.root if objective.is_dense else jit_current(find_roots)(w, chunk)
+            v = jnp.zeros_like(w)
+            carry = v, tx.init(v), w, roots
+        v, state, new, evaluations = compiled(*carry, chunk)
+        carry = v, state, *carry[2:]
         return new, float(evaluations)
 
     return advance
