@@ -17,7 +17,7 @@ from optperm.core.keys import make_key
 _CHUNK_BYTES = 2**26
 # The number of equal parts of a chunk in stored order, from each of which a batch takes rows.
 _PARTS = 16
-# A generator of NumPy shuffles a million examples 20 times faster than JAX does.
+# The words of the seed of a generator of NumPy.
 _WORDS = 4
 
 
@@ -68,13 +68,13 @@ def make_chunks(data: Any, key: int | jax.Array) -> Chunks:
         if n % parts:
             raise ValueError(f"Sharded data must have a multiple of {parts} examples, got {n}.")
         return Chunks(lambda: iter((data,)), data, parts, True)
-    # One shuffle takes the place of a gather in each step.
+    # One shuffle takes the place of a gather in each step. NumPy shuffles 20 times faster than JAX.
     seed = jax.random.bits(make_key(key), (_WORDS,), jnp.uint32)
     order = np.random.default_rng(np.asarray(seed)).permutation(n)
 
     def shuffle(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):
-            return jnp.take(leaf, order, axis=0, unique_indices=True)
+            return jnp.take(leaf, order, axis=0)
         return jnp.asarray(np.asarray(leaf)[order])
 
     shuffled = jax.tree.map(shuffle, data)
