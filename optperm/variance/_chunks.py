@@ -87,8 +87,6 @@ def _from_iterable(data: Any) -> Chunks:
         first = next(iter(data), None)
     except TypeError:
         raise TypeError(f"data must be {advice}, got {data!r}.") from None
-    if iter(data) is data:
-        raise TypeError(f"data must be {advice}: a generator can be used only once.")
     if first is None:
         raise ValueError("data contains no batches.")
     n = checks.count_examples("The first batch of data", first)

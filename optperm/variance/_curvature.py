@@ -62,10 +62,10 @@ def inverse_root(h: jax.Array) -> tuple[jax.Array, jax.Array]:
     # H = S^-1 V diag(values) V' S^-1, so C = S V diag(values)^-1/2
     diagonal = jnp.abs(jnp.diag(h))
     s = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1))
-    values, v = jnp.linalg.eigh(s[:, None] * h * s)
+    values, v = jnp.linalg.eigh(s[:, None] * h * s[None])
     largest = jnp.max(jnp.abs(values))
     floor = singular_below(h.dtype) * jnp.where(largest > 0, largest, 1)
-    root = s[:, None] * v / jnp.sqrt(jnp.maximum(jnp.abs(values), floor))
+    root = s[:, None] * v / jnp.sqrt(jnp.maximum(jnp.abs(values), floor))[None]
     return root, values[0] / jnp.where(largest > 0, largest, 1)
 
 
@@ -95,7 +95,7 @@ def factor_roots(grads: Any) -> Any:
         mean = jnp.trace(a) / len(a)
         ridge = _RIDGE * mean + jnp.finfo(g.dtype).tiny
         values, v = jnp.linalg.eigh(a + ridge * jnp.eye(len(a), dtype=a.dtype))
-        return (v / jnp.sqrt(jnp.maximum(values, ridge))) @ v.T
+        return (v / jnp.sqrt(jnp.maximum(values, ridge))[None]) @ v.T
 
     return jax.tree.map(root, grads)
 

@@ -13,7 +13,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.keys import make_key
 from optperm.core.shapes import Params
-from optperm.core.shardings import can_be_seen, explicit_mesh
+from optperm.core.shardings import can_be_seen, explicit_mesh, take_rows
 from optperm.evaluation import NOT_MEAN, LossFn, checked_sum, divide_sum, evaluate, is_mean
 from optperm.variance._chunks import Chunks, length_of, make_chunks, take_batch
 from optperm.variance._curvature import (
@@ -80,6 +80,7 @@ class Look(NamedTuple):
       point: The params after a proximal gradient step; w without a proximal step.
       mapping: The norm of the gradient mapping.
       gap: A bound on the objective at the point minus its minimum, or NaN.
+      noise: The part of the gap, or without a gap of the mapping, that is the rounding of the point.
       smoothness: The largest eigenvalue of the Hessian of a batch, preconditioned or not.
       largest: The largest eigenvalue of the Hessian.
       lowest: The lowest eigenvalue of the scaled Hessian, relative to its largest; or NaN.
@@ -92,6 +93,7 @@ class Look(NamedTuple):
     point: jax.Array
     mapping: jax.Array
     gap: jax.Array
+    noise: jax.Array
     smoothness: jax.Array
     largest: jax.Array
     lowest: jax.Array
@@ -295,6 +297,11 @@ def _check_arguments(
     batch_size: Any,
     key: Any,
 ) -> None:
+    if isinstance(data, Iterator):
+        raise TypeError(
+            "data must be a tree of arrays, or an iterable of batches that starts again, such as a "
+            "list: an iterator can be used only once."
+        )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
         raise TypeError("minimize runs passes one after another: call it outside jax.jit.")
     checks.check_real_floating("params", params)
@@ -329,7 +336,7 @@ def _fit_batch(objective: Objective, given: int | None) -> int:
 
 def _check_loss(objective: Objective, params: Any) -> None:
     first = objective.chunks.first
-    few = jax.tree.map(lambda leaf: leaf[:32], first)
+    few = jax.tree.map(lambda leaf: take_rows(leaf, jnp.arange(min(len(leaf), 32))), first)
     if all(map(can_be_seen, jax.tree.leaves(first))) and not is_mean(
         objective.loss_fn, params, few
     ):
@@ -460,6 +467,9 @@ class _Run:
 
     def _is_noise(self, w: jax.Array, look: Look) -> bool:
         """Return whether the measure is the rounding error of the gradient and of the params."""
+        measure = look.mapping if math.isnan(float(look.gap)) else look.gap
+        if look.noise >= measure / _NOISE:
+            return True
         # The gradient at the nearest params in random directions differs by its rounding error.
         signs = jax.random.rademacher(self.key, w.shape, w.dtype)
         near = w * (1 + jnp.finfo(w.dtype).eps * signs)
@@ -467,11 +477,11 @@ class _Run:
         error = other.grad - look.grad
         if math.isnan(float(look.gap)):
             return bool(look.mapping <= _NOISE * jnp.linalg.norm(error))
-        noise = jnp.linalg.norm(look.root.T @ error if look.root.size else error)
-        size = jnp.linalg.norm(look.root.T @ look.grad if look.root.size else look.grad)
-        if self.objective.proximal is not None:
-            noise, size = jnp.linalg.norm(error), look.mapping
-        return bool(size <= _NOISE * noise)
+        sizes = [
+            jnp.linalg.norm(look.root.T @ each if look.root.size else each)
+            for each in (look.grad, error)
+        ]
+        return self.objective.proximal is None and bool(sizes[0] <= _NOISE * sizes[1])
 
     def _advise(self) -> str:
         """Return a sentence about features with different scales, or an empty string."""
@@ -569,20 +579,27 @@ def _judge(
 
     # G = (w - w+) / eta with w+ = prox(w - eta grad f(w)) and eta < 1 / L
     eta = 1 / (1.3 * jnp.where(largest > 0, largest, one))
-    point, mapping = w, grad
+    point, mapping, rounding = w, grad, jnp.zeros_like(w)
     if objective.proximal is not None:
         point = objective.proximal_step(w, -eta * grad, eta)
         mapping = (w - point) / eta
+        # The standard deviation of the rounding errors of w+ is about a third of the spacing.
+        rounding = jnp.finfo(w.dtype).eps / 3 * jnp.abs(w) / eta
     norm = jnp.linalg.norm(mapping)
     # F(w+) - F* <= G' H^-1 G / 2, and <= |G|^2 (1 / mu + eta) / 2
-    gap = jnp.full([], jnp.nan, w.dtype)
+    gap, noise = jnp.full([], jnp.nan, w.dtype), jnp.linalg.norm(rounding)
     if objective.is_dense:
-        bound = _SAFETY * 0.5 * jnp.sum(jnp.square(root.T @ mapping))
-        gap = jnp.where(lowest > singular_below(w.dtype), bound, jnp.nan)
+        is_regular = lowest > singular_below(w.dtype)
+        error = _SAFETY * 0.5 * jnp.sum(jnp.square(root * rounding[:, None]))
+        bound = _SAFETY * 0.5 * jnp.sum(jnp.square(root.T @ mapping)) + error
+        gap, noise = jnp.where(is_regular, bound, jnp.nan), jnp.where(is_regular, error, noise)
     if objective.strong_convexity is not None:
-        given = 0.5 * norm**2 * (1 / objective.strong_convexity + eta)
-        gap = jnp.fmin(gap, given)
-    return Look(value, grad, hessian, root, point, norm, gap, smoothness, largest, lowest)
+        factor = 0.5 * (1 / objective.strong_convexity + eta)
+        error = factor * jnp.sum(jnp.square(rounding))
+        bound = factor * norm**2 + error
+        is_less = ~(gap <= bound)
+        gap, noise = jnp.where(is_less, bound, gap), jnp.where(is_less, error, noise)
+    return Look(value, grad, hessian, root, point, norm, gap, noise, smoothness, largest, lowest)
 
 
 def _is_worse(new: Look, old: Look, has_penalty: bool) -> bool:
