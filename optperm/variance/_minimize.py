@@ -62,7 +62,7 @@ _FACTOR_ENTRIES = 2**25
 # Up to this number of condition numbers of steps per pass, Katyusha needs fewer passes than L-BFGS.
 _KATYUSHA = 30
 # The model of a proximal Newton step is minimized up to this fraction of the mapping's norm.
-_MODEL, _MOST_MODEL_STEPS = 1e-2, 20_000
+_MODEL, _MOST_MODEL_STEPS = 1e-2, 2000
 # Passes without a decrease by a fifth, after which rounding is measured.
 _PATIENCE, _DECREASE = 5, 0.8
 # How much larger than a measured rounding error a value may be that counts as rounding.
@@ -194,15 +194,17 @@ def minimize(
     The method depends on the number of params d, the number of examples n and the measured condition
     number:
 
-    - *preconditioned SVRG*, for d up to 512: `optperm.svrg`, the inverse Hessian of a sample, and SGD.
-      The condition number does not matter;
-    - *preconditioned L-BFGS*, for few examples: `optax.lbfgs` for params in which the first Hessian is
-      the identity;
-    - *proximal SVRG*, with a penalty: `optperm.svrg`, SGD and the proximal step;
-    - *proximal Newton*, with a penalty, d up to 512, and a condition number above the number of steps in
-      a pass: each step minimizes the quadratic model of f plus the penalty;
-    - *Katyusha*, for more params, a given strong convexity, and a condition number above n;
-    - *L-BFGS*, for more params otherwise; *SVRG*, if the data are read in chunks.
+    - *preconditioned SVRG*, for d up to 512: `optperm.svrg`, the inverse Hessian of a sample, and SGD,
+      for any condition number;
+    - *preconditioned L-BFGS*, for d up to 512 and few examples: `optax.lbfgs` for params in which the
+      first Hessian is the identity;
+    - *proximal Newton*, for d up to 512 with a penalty: each step minimizes the quadratic model of f
+      plus the penalty;
+    - *proximal SVRG*, for more params with a penalty: `optperm.svrg`, SGD and the proximal step;
+    - *SVRG*, for more params, if the data are read in chunks, or if the condition number is at most the
+      number n / b of steps in a pass; `optperm.katyusha`, if it is at most 30 n / b;
+    - *preconditioned L-BFGS* otherwise, where dense kernels are multiplied by the inverse root of the
+      second moments of their inputs.
 
     Args:
       loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
@@ -583,8 +585,8 @@ def _judge(
     if objective.proximal is not None:
         point = objective.proximal_step(w, -eta * grad, eta)
         mapping = (w - point) / eta
-        # The standard deviation of the rounding errors of w+ is about a third of the spacing.
-        rounding = jnp.finfo(w.dtype).eps / 3 * jnp.abs(w) / eta
+        # Two roundings, each by at most half of the spacing
+        rounding = jnp.finfo(w.dtype).eps * jnp.abs(w) / eta
     norm = jnp.linalg.norm(mapping)
     # F(w+) - F* <= G' H^-1 G / 2, and <= |G|^2 (1 / mu + eta) / 2
     gap, noise = jnp.full([], jnp.nan, w.dtype), jnp.linalg.norm(rounding)
@@ -630,8 +632,8 @@ def _choose(run: _Run, look: Look) -> tuple[str, Advance]:
     condition = float(smoothness) / mu if mu > 0 else math.inf
     is_whole = objective.chunks.is_whole
     if has_penalty:
-        is_newton = objective.is_dense and condition > steps
-        found = ("proximal Newton", _newton) if is_newton else ("proximal SVRG", _svrg)
+        is_dense = objective.is_dense
+        found = ("proximal Newton", _newton) if is_dense else ("proximal SVRG", _svrg)
     elif objective.is_dense and (steps >= _FEWEST_STEPS or not is_whole):
         found = "preconditioned SVRG", _svrg
     elif not objective.is_dense and (condition <= steps or not is_whole):
