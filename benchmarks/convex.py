@@ -1,7 +1,7 @@
 """Seconds and passes of `optperm.variance.minimize` and of other solvers to a given gap.
 
-The problems are elastic nets, logistic and softmax regressions with L2 and L1 penalties, and Poisson
-regressions, on synthetic data with five categorical features, with given condition numbers, and on MNIST.
+The problems are elastic nets, logistic and softmax regressions with L2 and L1 penalties, and
+Poisson regressions, on synthetic data with five categorical features or a condition number, and on MNIST.
 The gap is the objective in float64 minus the lowest objective found, divided by the maximum of 1 and the
 objective. `minimize` runs once with this tolerance; its seconds are given with and without tracing and
 compiling. The solvers of scikit-learn start again with 1, 2, 4, ... iterations until the gap is small
@@ -323,7 +323,7 @@ def compare(problem: Problem, tol: float, limit: float, max_passes: float, clock
     """Show all solvers on a problem."""
     with jax.enable_x64(True):
         double = dataclasses.replace(problem, data=tuple(map(_widen, problem.data)))
-        best, w, *_ = run_minimize(double, 1e-13, 4 * max_passes, clock)
+        w = run_minimize(double, 1e-13, 4 * max_passes, clock)[1]
     lowest = problem.objective(w)
     found, w, seconds, compiling = run_minimize(problem, tol, max_passes, clock)
     scale, value = max(1.0, abs(lowest)), problem.objective(w)
