@@ -227,20 +227,21 @@ def measure(rows: int, n: int, ratio: float, repetitions: int) -> None:
     vectors = rng.normal(size=(rows, n)).astype(np.float32)
     params = jnp.asarray(vectors.T)
     grads = jnp.asarray(rng.normal(size=(n, rows)).astype(np.float32))
+    matrix = params[None]
     tx = optperm.sgperm(AGGRESSIVENESS, ratio)
     update, state, ranks = (
         jax.jit(tx.update, donate_argnums=(0, 1)),
         tx.init(params),
-        sort_ranks(params),
+        sort_ranks(matrix),
     )
     seeds, size = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32), max(10, int(ratio * n))
-    rest = params, ranks, seeds, jnp.float32(AGGRESSIVENESS), jnp.int32(size)
-    kernel = jax.jit(lambda grads: cycles.permute_rows(grads, *rest, drop_remainder=False))
+    rest = matrix, ranks, seeds[None], jnp.float32(AGGRESSIVENESS), jnp.int32(size)
+    kernel = jax.jit(lambda grads: cycles.permute_rows(grads[None], *rest, drop_remainder=False))
     laperm = optperm.laperm(optax.identity(), 1)
     synchronize, laperm_state = jax.jit(laperm.update), laperm.init(params)
 
     def on_host(kind: str, count: int) -> Callable[[], object]:
-        operands = [np.asarray(x)[None, ..., :count] for x in (grads, params, ranks)]
+        operands = [np.asarray(x)[None, ..., :count] for x in (grads, params, ranks[0])]
         operands.append(np.asarray(seeds)[None, :count])
         operands.append(np.full((1, count), AGGRESSIVENESS, np.float32))
         operands.append(np.full((1, count), size, np.int32))

@@ -31,6 +31,7 @@ if _TYPE_CHECKING:
     from optperm.memory import apollo as apollo
     from optperm.memory import low_rank as low_rank
     from optperm.memory import quantize_state as quantize_state
+    from optperm.memory import widen_params as widen_params
     from optperm.permutation import laperm as laperm
     from optperm.permutation import permute_by_cycles as permute_by_cycles
     from optperm.permutation import sgperm as sgperm
@@ -62,7 +63,7 @@ _NAMES = {
     "switching": ["switch_after"],
     "bayes": ["constant_sgd", "ivon", "mandt_sgd", "sghmc", "sgld", "swag"],
     "distributed": ["agn", "diloco"],
-    "memory": ["apollo", "low_rank", "quantize_state"],
+    "memory": ["apollo", "low_rank", "quantize_state", "widen_params"],
     "permutation": ["laperm", "permute_by_cycles", "sgperm"],
     "sparsity": ["mask_elements", "prune_gradually", "rigl"],
     "subspace": ["dim_reduce", "dldr", "project", "record_trajectory", "twa"],

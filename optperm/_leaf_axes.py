@@ -218,13 +218,20 @@ def resolve_axes(axes: Any, params: Params) -> Any:
 
     Raises:
       TypeError: If an entry of the tree is of another type.
-      ValueError: If the tree does not fit the params, or the axes of a leaf do not fit the leaf.
+      ValueError: If the tree does not fit the params, or the axes of a leaf do not fit the leaf; without
+        a tree, if only names in variables of `flax.nnx` say what a leaf is.
     """
     plain = without_boxes(params)
     structure: Any = jax.tree.structure(plain)
     leaves = _read_leaves(params)
     if axes is None:
-        return structure.unflatten(_classify(leaves))
+        found = _classify(leaves)
+        if _has_variables(params) and found != _classify(_read_leaves(plain)):
+            raise ValueError(
+                "Names of axes in the variables of params say what leaves are, but flax.nnx.Optimizer "
+                "passes no names to update: pass axes=optperm.leaf_axes(params), computed once."
+            )
+        return structure.unflatten(found)
     try:
         resolved = without_boxes(resolve_tree(axes, params))
         given = structure.flatten_up_to(mask_like(resolved, plain))
@@ -233,6 +240,10 @@ def resolve_axes(axes: Any, params: Params) -> Any:
         raise ValueError(f"axes must be {wanted}: {error}") from error
     pairs = zip(leaves, given, strict=True)
     return structure.unflatten([_as_leaf_axes("axes", value, leaf) for leaf, value in pairs])
+
+
+def _has_variables(params: Params) -> bool:
+    return any(map(is_variable, jax.tree.leaves(params, is_leaf=is_variable)))
 
 
 def warn_of_others(method: str, params: Params, axes: Any) -> None:
@@ -253,13 +264,15 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
     if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in leaves):
         return
     first = others[int(np.argmax(sizes))]
-    name, rank = "/".join(map(_element, first.path)) or "params", len(first.shape)
-    kernel = f"in_axis={rank - 2}, out_axis={rank - 1}, batch_axis={tuple(range(rank - 2))}"
+    name, rank = "/".join(map(_element, first.path)), len(first.shape)
+    roles = f"in_axis={rank - 2}, out_axis={rank - 1}, batch_axis={tuple(range(rank - 2))}"
+    kernel = f"optperm.LeafAxes('kernel', {roles})"
+    example = f"optperm.leaf_axes(params, **{{{name!r}: {kernel}}})" if name else kernel
     more = f" and {len(others) - 5} more" if len(others) > 5 else ""
     warnings.warn(
         f"{method} leaves {', '.join(map(_name, others[:5]))}{more} alone, because the roles of their "
-        "axes are not known. Say what they are, for example axes=optperm.leaf_axes(params, "
-        f"**{{{name!r}: optperm.LeafAxes('kernel', {kernel})}}), or None to leave them alone.",
+        f"axes are not known. Say what they are, for example axes={example}, or None to leave them "
+        "alone.",
         UserWarning,
         stacklevel=3,
     )
@@ -267,7 +280,8 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
 
 def _read_leaves(params: Params) -> list[_Leaf]:
     ends = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_end)
-    return [_read_leaf(params, path, end) for path, end in ends]
+    # A box of a param that is masked has no array.
+    return [_read_leaf(params, path, end) for path, end in ends if jax.tree.leaves(end)]
 
 
 def _is_end(node: Any) -> bool:
@@ -355,7 +369,8 @@ def _find_known(leaf: _Leaf, siblings: set[str]) -> _Known | None:
     is_norm = any(_NORM.search(n) for n in (above, last, type(leaf.owner).__name__.lower()))
     # Single letters are also the names of matrices.
     has_pair = {"b": "w", "beta": "gamma", "gamma": "beta"}.get(last, last) in siblings
-    if (last in _SCALES and (has_pair or is_norm)) or (last == "weight" and is_norm):
+    is_scale = last == "weight" and is_norm
+    if is_scale or (last in _SCALES and (has_pair or is_norm)) or _NORM.search(last):
         return _Known("scale", ("o",))
     if last in _BIASES and (has_pair or is_norm):
         # The bias of a convolution may have an axis of length 1 for each side of its window.
@@ -457,6 +472,8 @@ def _classify_leaf(
     for number in sorted({each.number for each in around} or {0}, reverse=True):
         largest = next((each for each in around if each.number == number), None)
         axes = () if largest is None else largest.axes
+        if 0 < len(leaf.shape) == len(axes):
+            return OTHER  # a number for each copy
         found = _read(leaf, known, axes, is_first, is_single=largest is not None)
         if found is not None:
             return found

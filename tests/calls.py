@@ -54,6 +54,8 @@ def state(tx):
     return tx.init(PARAMS)
 
 
+NARROW = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+WIDENED = optperm.widen_params(sgd()).init(NARROW)
 MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
 # Arguments with which each public function works, of which one at a time is spoiled.
 FUNCTIONS = {
@@ -100,10 +102,14 @@ FUNCTIONS = {
     "quantize": {"opt_state": state(optax.adam(0.1))}
     | {"like": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
     "dequantize": {"opt_state": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
+    "wide_params": {"params": NARROW, "opt_state": WIDENED},
+    "narrow_params": {"wide": PARAMS, "opt_state": WIDENED, "dtype": jnp.bfloat16},
+    "lost_updates": {"params": PARAMS, "updates": GRADS},
     "rank_for": {"params": {"w": jnp.ones((8, 16))}},
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
     "fit_temperature": {"logits": jnp.array([[1.0, 0.0]] * 2), "labels": jnp.arange(2)},
+    "sparsity_report": {"params": PARAMS},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
@@ -230,6 +236,7 @@ def squares(w, x):
     return jnp.sum((x @ w - 3) ** 2)
 
 
+OWN = optperm.LeafAxes
 Blocks, NOfM, Units = optperm.sparsity.Blocks, optperm.sparsity.NOfM, optperm.sparsity.Units
 Compression = optperm.distributed.Compression
 PLAN = optperm.distributed.Every(4, 2)
@@ -237,6 +244,9 @@ TABLE = np.arange(28.0, dtype=np.float32).reshape(4, 7)
 THREE, ONES, SQUARE = np.eye(3), np.ones(4), np.ones((2, 2), bool)
 EXAMPLES = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
 KERNEL = {"kernel": jnp.arange(24.0).reshape(4, 3, 2)}
+# Without a role for the first axis.
+STACK = {"kernel": optperm.LeafAxes("kernel", 1, 2)}
+FLIPPED = {"w": optperm.LeafAxes("kernel", 1, 0), "b": optperm.LeafAxes("bias", (), 0)}
 ROWS_2, ROWS_3 = rows(2), rows(3)
 DILOCO, DIM_REDUCE = FUNCTIONS["traffic_report"]["tx"], optperm.dim_reduce(n_components=2)
 PRUNING, TWA = optperm.prune_gradually(sgd(), 0.5, 1.0), optperm.twa(sgd(), n_components=1)
@@ -244,12 +254,23 @@ FOUR_STEPS = optax.MultiSteps(sgd(), 4).gradient_transformation()
 W_ALONE = {"w": True, "b": False}
 # A fraction of a leaf of rank 1, which is not included.
 NOT_INCLUDED = {"w": 0.5, "b": 0.5}
+# Axes that do not fit the params, of a leaf or of the tree.
+WRONG_AXES = [
+    *of(
+        "axes",
+        {"w": OWN("kernel", 0, 2), "b": None},
+        {"w": OWN("kernel", 0, 1)},
+        OWN("kernel", 0, 1),
+    ),
+    *of("axes", {"w": "kernel", "b": None}, {"w": OWN("kernel", 1, (), 0), "b": None}),
+]
 NO_FULL_GRADIENT = [dict(every=2, grad_fn=mean), dict(probability=0.5, grad_fn=mean)]
 # Trees that must match params, of whose structure and shapes others are refused.
 TREES = {
     "apply_updates": ("updates",),
     "export_permutation": ("initial_params",),
     "freeze": ("scores",),
+    "lost_updates": ("updates",),
     "permuted_params": ("params",),
     "prune": ("params", "scores"),
     "take_snapshot": ("params", "full_grad"),
@@ -257,6 +278,7 @@ TREES = {
 # What else a function refuses, one case for each check: "f.init" and "f.update" are those of what
 # f gives, for other params, or with these extra arguments. The message names an argument or a function.
 REFUSED = {
+    "narrow_params": of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
     "Compression": of("fraction", None),
     "agn.init": of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
     "agn.update": [
@@ -307,13 +329,14 @@ REFUSED = {
         *of("loss_fn", lambda p, b: b, lambda p, b: 1j, lambda p, b: jnp.int32(1)),
         *of("loss_fn", lambda p, b: (jnp.zeros([]), {})),
     ],
-    "export_permutation": [*of("initial_params", GRADS, cast("bfloat16")), *of("output_axes", 0)],
+    "export_permutation": [*of("initial_params", GRADS, cast("bfloat16")), *of("axes", FLIPPED)],
     "freeze": [
         *of("key", "0"),
         *of("criterion", "random"),
         *of("criterion", "gradient", "preconditioned_gradient", scores=None),
         *of("fraction", optax.constant_schedule(0.5), NOT_INCLUDED),
         *of("scores", cast("complex64")),
+        *WRONG_AXES,
     ],
     "full_gradient": [
         *of("axis_name", "data"),
@@ -332,10 +355,11 @@ REFUSED = {
     ],
     "ivon.update": of("draw", None),
     "katyusha.update": of("grad_fn", mean),
-    "keep_top": of("sparsity", NOT_INCLUDED),
+    "erk_sparsity": WRONG_AXES,
+    "keep_top": [*of("sparsity", NOT_INCLUDED), *WRONG_AXES],
     "laperm.init": [
         *of("inner", optperm.sgperm(), optax.chain(sgd(), optperm.mask_elements()), PRUNING),
-        *of("output_axes", 3, params=KERNEL),
+        *of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
     ],
     "mandt_sgd.update": [
         {},
@@ -376,7 +400,9 @@ REFUSED = {
         *of("structure", NOfM(2, 4), sparsity=None),
         *of("structure", Blocks(2, 2), include=True),
         *of("structure", Units(), scope="unit"),
+        *of("scope", "unit", include=True),
         *of("scope", "global", sparsity={"w": 0.5, "b": 0.0}),
+        *WRONG_AXES,
     ],
     "prune_gradually": of("structure", NOfM(2, 4)),
     "prune_gradually.init": [
@@ -384,6 +410,7 @@ REFUSED = {
         *of("scope", "global", sparsity={"w": 0.5, "b": 0.0}),
         *of("structure", Blocks(2, 2), include=True),
         *of("params", jnp.ones(3)),
+        *WRONG_AXES,
     ],
     "record_trajectory": of("dtype", jnp.int32),
     "recursive_gradient": of("probability", 0.5, every=2),
@@ -393,9 +420,14 @@ REFUSED = {
         *of("groups", {"u": [("d", -1)]}, {"u": [("a", -3)]}, {"u": [("a", -1, "of")]}),
         *of("groups", {"u": [("a", -1), ("a", 1)]}, {"u": [("a", -1)]}),
         *of("groups", {"u": [("a", -1), ("b", 0)], "v": [("a", -1), ("b", 0)]}),
+        *of("axes", {"a": OWN("kernel", 0, 2), "b": None}, {"a": None, "b": OWN("kernel", 0, 1)}),
     ],
     "rigl": of("end", 100),
-    "rigl.init": [*of("sparsity", 1.5, [0.5, 0.5], NOT_INCLUDED), *of("params", jnp.ones(3))],
+    "rigl.init": [
+        *of("sparsity", 1.5, [0.5, 0.5], NOT_INCLUDED),
+        *of("params", jnp.ones(3)),
+        *WRONG_AXES,
+    ],
     "set_basis": [
         *of("basis", ROWS_3, {"w": ROWS_2["w"]}, jax.tree.map(jnp.zeros_like, ROWS_2)),
         *of("basis", jax.tree.map(lambda r: r * np.nan, ROWS_2)),
@@ -403,7 +435,8 @@ REFUSED = {
         *of("opt_state", state(optax.MultiSteps(DIM_REDUCE, 2))),
     ],
     "sgperm": of("aggressiveness", 0.1, optax.constant_schedule(0.1), num_steps=5),
-    "sgperm.init": of("output_axes", 3, -4, (0, 3), (0, 0), (0, -3), params=KERNEL),
+    "permute_by_cycles.init": of("axes", {"kernel": None}, params=KERNEL),
+    "sgperm.init": of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
     "stationary_covariance": [
         *of("hessian", np.ones(2), np.triu(np.ones((2, 2))), np.full((2, 2), np.inf)),
         *of("noise", THREE, EYE * 1j),
@@ -428,7 +461,9 @@ REFUSED = {
         *of("params", cast("bfloat16")),
         *of("params", {"v": jnp.ones(3)}, opt_state=state(optax.masked(optperm.svrg(), W_ALONE))),
     ],
+    "sparsity_report": [*of("params", {"w": "x"}), *WRONG_AXES],
     "to_sparse": [
+        *WRONG_AXES,
         *of("params", {"w": sparse.BCOO.fromdense(jnp.eye(2))}),
         *of("params", jnp.eye(2, dtype="bfloat16"), format="scipy"),
     ],

@@ -43,7 +43,7 @@ def test_docstrings_explain_all_arguments_in_order_with_an_example_and_errors():
             is_given = name in ("Event", "FitResult", "CheckpointError")
             assert is_given or ">>> " in found["Example"], name
         elif inspect.isclass(documented):
-            assert entries(found["Attributes"]) == [*documented.__annotations__], name
+            assert entries(found.get("Attributes", "")) == [*documented.__annotations__], name
         else:
             wanted = [each for each in inspect.signature(documented).parameters if each != "self"]
             assert entries(found.get("Args", "")) == wanted, name

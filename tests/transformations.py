@@ -231,6 +231,7 @@ TRANSFORMATIONS = (
         {"inner": optax.sgd(1e-3, 0.5), "min_size": 1, "bits": 4},
         other_name="quantize_state-4",
     ),
+    Transformation(optperm.widen_params, {"inner": optax.adam(2e-3), "bits": 8}),
     Transformation(optperm.mask_elements, {}),
     Transformation(
         optperm.proximal,

@@ -18,11 +18,11 @@ from optperm.bayes._langevin import sghmc as sghmc
 from optperm.bayes._langevin import sgld as sgld
 from optperm.bayes._mandt_sgd import MandtSgdState as MandtSgdState
 from optperm.bayes._mandt_sgd import mandt_sgd as mandt_sgd
-from optperm.bayes._masters import MasterState as MasterState
 from optperm.bayes._predictive import Ensemble as Ensemble
 from optperm.bayes._predictive import Predictions as Predictions
 from optperm.bayes._predictive import posterior_predictive as posterior_predictive
 from optperm.bayes._prior import normal_prior as normal_prior
+from optperm.bayes._remainders import RemainderState as RemainderState
 from optperm.bayes._report import PosteriorReport as PosteriorReport
 from optperm.bayes._report import posterior_report as posterior_report
 from optperm.bayes._sample import sample as sample

@@ -18,7 +18,7 @@ from optperm.bayes._covariance import BatchGradients, Outer, per_example
 from optperm.bayes._forms import Diagonal, Form, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
-from optperm.bayes._masters import MasterState
+from optperm.bayes._remainders import RemainderState
 from optperm.bayes._samples import Samples
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
@@ -40,9 +40,9 @@ _PRODUCTS = 16
 def _is_langevin_alone(opt_state: Any) -> bool:
     """Return whether an optimizer is SGLD or SGHMC without other states, such as a state of svrg."""
     found = find_states(opt_state, (SgldState, SghmcState))
-    wrappers = find_states(opt_state, MasterState)
-    masters = [wrapper.masters for wrapper in wrappers]
-    return len(found) == 1 and len(jax.tree.leaves((found, masters))) == len(
+    wrappers = find_states(opt_state, RemainderState)
+    remainders = [wrapper.remainder for wrapper in wrappers]
+    return len(found) == 1 and len(jax.tree.leaves((found, remainders))) == len(
         jax.tree.leaves(opt_state)
     )
 

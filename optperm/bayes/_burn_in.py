@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes._masters import with_masters
+from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like
@@ -78,4 +78,4 @@ def after_burn_in(
         return moves, BurnInState(optax.safe_increment(state.count), is_over, first_state, then)
 
     outer = wrapper(init, update, method=method)
-    return with_masters(outer, method=method)
+    return with_remainders(outer, method=method)

@@ -25,7 +25,7 @@ from optperm.bayes._faults import (
 )
 from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
-from optperm.bayes._masters import with_masters
+from optperm.bayes._remainders import with_remainders
 from optperm.bayes._schedule import make_schedule
 from optperm.bayes._warmup import begin, warm_up
 from optperm.core import checks
@@ -236,7 +236,7 @@ def constant_sgd(
       With D params, the state of the full preconditioner contains two D x D matrices (one with
       `kernel`). The full preconditioner computes two decompositions at the end of each window, and two
       matrix-vector products per step. With `kernel`, the state of the diagonal preconditioner has three
-      numbers per parameter. 16-bit params have a copy in float32. To sample again later, save the
+      numbers per parameter. 16-bit params have remainders of 16 bits. To sample again later, save the
       kernel, a tree of arrays, with Orbax or pickle. `optperm.bayes.sample` runs the loop for you, and
       `optperm.bayes.posterior_report` diagnoses the draws.
 
@@ -350,7 +350,7 @@ def constant_sgd(
     steps = sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)
     if not learns:
         chain = optax.with_extra_args_support(optax.chain(*steps))
-        return with_masters(chain, method="constant_sgd")
+        return with_remainders(chain, method="constant_sgd")
     first = burn_in_optimizer or diagonal_newton(axis_name)
     return after_burn_in(burn_in, first, *steps, method="constant_sgd")
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.bayes._ivon import IvonState
-from optperm.bayes._masters import MasterState, follow
+from optperm.bayes._remainders import RemainderState, join_params
 from optperm.bayes._swag import SwagState
 from optperm.core import checks
 from optperm.core.keys import as_key, make_key
@@ -92,10 +92,10 @@ def sample_params(
     seen = mask_like(params, mean)
     source = "the optimizer state"
     checks.check_same_tree("params", seen, mean, source=source, dtypes=False)
-    for outer in find_states(opt_state, MasterState):
+    for outer in find_states(opt_state, RemainderState):
         if isinstance(outer.inner, IvonState):
-            # update compares the draw with the copy of m in more than 16 bits
-            seen = jax.tree.map(follow, outer.masters, seen)
+            # update compares the draw with m in more than 16 bits
+            seen = join_params(outer, seen)
 
     def draw(key: jax.Array) -> Params:
         if isinstance(state, IvonState):

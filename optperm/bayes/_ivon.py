@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._masters import with_masters
+from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, wide_zeros
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
@@ -195,7 +195,7 @@ def ivon(
       use `optax.partition` with `optax.set_to_zero()`. If the gradient of an entry is NaN, the entry
       keeps its :math:`g` and :math:`h`, its mean moves along :math:`g`, and `count` increases.
 
-      For 16-bit params, the mean of the distribution is a copy in float32, and draws are in float32.
+      For 16-bit params, the state contains the bits that rounding removes, and draws are in float32.
 
       On a quadratic with Hessian :math:`H`, a weak prior and little noise from the batches, the
       variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`. These are the variances of the
@@ -301,7 +301,7 @@ def ivon(
             hess_init=state.hess_init,
         )
 
-    single = with_masters(
+    single = with_remainders(
         transformation(
             init,
             update,
@@ -311,7 +311,7 @@ def ivon(
             takes_gradient=True,
         ),
         method="ivon",
-        at_masters=True,
+        at_wide=True,
     )
     if mc_samples == 1:
         return single

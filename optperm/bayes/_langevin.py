@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from optperm.bayes._faults import judge_temperature
-from optperm.bayes._masters import with_masters
+from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
 from optperm.core.dtypes import (
     accumulation_dtype,
@@ -187,7 +187,7 @@ def sgld(
       key: A random key of the noise, or an int. The state contains the key.
 
     Returns:
-      A transformation whose state is an `SgldState`, with a float32 copy of 16-bit params.
+      A transformation whose state is an `SgldState`, with the remainders of 16-bit params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -270,7 +270,7 @@ def sgld(
             left_out=state.left_out + jnp.logical_not(all_finite(moves)).astype(jnp.int32),
         )
 
-    return with_masters(
+    return with_remainders(
         transformation(init, update, method="sgld", takes_gradient=True),
         method="sgld",
     )
@@ -304,7 +304,7 @@ def sghmc(
       key: A random key of the noise, or an int. The state contains the key.
 
     Returns:
-      A transformation whose state is an `SghmcState`, with a float32 copy of 16-bit params.
+      A transformation whose state is an `SghmcState`, with the remainders of 16-bit params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -387,7 +387,7 @@ def sghmc(
             left_out=state.left_out + is_left_out.astype(jnp.int32),
         )
 
-    return with_masters(
+    return with_remainders(
         transformation(
             init,
             update,

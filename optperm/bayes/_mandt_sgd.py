@@ -25,8 +25,8 @@ from optperm.bayes._covariance import (
 from optperm.bayes._faults import are_seen, judge_mean, judge_stability, judge_temperature
 from optperm.bayes._forms import FORMS, Form, Full, Preconditioner, update_mean
 from optperm.bayes._kernel import precondition
-from optperm.bayes._masters import with_masters
 from optperm.bayes._power_iteration import power_iteration
+from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
@@ -333,7 +333,7 @@ def mandt_sgd(
     steps = [sampler, velocity, optax.scale_by_learning_rate(rate)]
     if burn_in_optimizer is None:
         chain = optax.with_extra_args_support(optax.chain(*steps))
-        return with_masters(chain, method="mandt_sgd")
+        return with_remainders(chain, method="mandt_sgd")
     return after_burn_in(burn_in, burn_in_optimizer, *steps, method="mandt_sgd")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from optperm.bayes._constant_sgd import ConstantSgdState
-from optperm.bayes._masters import wide_params
+from optperm.bayes._remainders import wide_params
 from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
 from optperm.bayes._samples import Samples, check_has_params
 from optperm.core import checks
@@ -89,7 +89,8 @@ def draw_samples(
       once. Each call traces `step` again, so `step` sees the current values of outside variables.
       However, JAX keeps the traces of functions that `step` passes to `jax.lax.scan` and similar
       functions. A program is compiled only if it differs from earlier programs. Draws of 16-bit params
-      are the sampler's copy in float32 (`optperm.bayes.MasterState`), without the variance of rounding.
+      are in float32, with their remainders (`optperm.bayes.RemainderState`), without the variance of
+      rounding.
       `optperm.bayes.sample` runs such a loop for you.
 
     Raises:

@@ -14,6 +14,7 @@ __all__ = [
     "Bool",
     "Float",
     "Float32",
+    "Int",
     "Int8",
     "Int32",
     "Params",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, PyTree, Shaped, UInt32
+    from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, PyTree, Shaped, UInt32
     from optax import Params, Updates
 else:
     Array = jax.Array
@@ -37,7 +38,7 @@ else:
         def __class_getitem__(cls, _: Any) -> Any:
             return jax.Array
 
-    Float = Float32 = Int8 = Int32 = UInt32 = Shaped
+    Float = Float32 = Int = Int8 = Int32 = UInt32 = Shaped
 
     class Bool:
         """An array of booleans: `Bool[Array, "rows columns"]`."""

@@ -134,13 +134,13 @@ def is_box(node: Any) -> bool:
 
 
 def without_boxes(tree: Any) -> Any:
-    """Return the tree with each box replaced by its array.
+    """Return the tree with each box replaced by its array, or by the node that masks the array.
 
     The metadata of a box, such as the names of its axes, are for an array of the parameter's shape.
     """
 
     def open_box(node: Any) -> Any:
-        found = jax.tree.leaves(node) if is_box(node) else [node]
+        found = jax.tree.leaves(node, is_leaf=is_masked) if is_box(node) else [node]
         return found[0] if len(found) == 1 else node
 
     return jax.tree.map(open_box, tree, is_leaf=is_box)

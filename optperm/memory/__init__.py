@@ -18,3 +18,8 @@ from optperm.memory._quantize_state import quantize_state as quantize_state
 from optperm.memory._rank_for import rank_for as rank_for
 from optperm.memory._state_report import StateReport as StateReport
 from optperm.memory._state_report import state_report as state_report
+from optperm.memory._widen_params import WidenedState as WidenedState
+from optperm.memory._widen_params import lost_updates as lost_updates
+from optperm.memory._widen_params import narrow_params as narrow_params
+from optperm.memory._widen_params import wide_params as wide_params
+from optperm.memory._widen_params import widen_params as widen_params

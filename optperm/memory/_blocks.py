@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from optperm.core.dtypes import computed_once
+from optperm.core.noise import mix
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
@@ -184,13 +185,6 @@ def _draw(x: jax.Array, n: int, seed: jax.Array, start: jax.Array) -> jax.Array:
     place = shard_like((place[..., None] + group)[..., None], x[..., :1])
     inner = jax.lax.broadcasted_iota(jnp.uint32, (*ones, 1, g), len(rows) + 1)
     return mix((place + inner) * jnp.uint32(0x9E3779B1) ^ seed)
-
-
-def mix(h: jax.Array) -> jax.Array:
-    """Return a hash of a uint32 (C. Wellons' lowbias32)."""
-    h = (h ^ h >> 16) * jnp.uint32(0x7FEB352D)
-    h = (h ^ h >> 15) * jnp.uint32(0x846CA68B)
-    return h ^ h >> 16
 
 
 def _parts(x: jax.Array) -> int | None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +23,7 @@ from optperm.core import checks
 from optperm.core.dtypes import computed_once
 from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
+from optperm.core.noise import mix, mix_key, seeds
 from optperm.core.shapes import Array, Int32, Params, UInt32, Updates
 from optperm.core.shardings import is_spread, shard_like, sharding_of
 from optperm.core.states import find_states, match_params
@@ -36,7 +36,7 @@ from optperm.core.trees import (
     without_variables,
 )
 from optperm.memory._apollo import ApolloState
-from optperm.memory._blocks import BLOCK, decode, encode, mix
+from optperm.memory._blocks import BLOCK, decode, encode
 from optperm.memory._low_rank import LowRankState
 from optperm.memory._moments import (
     KNOWN,
@@ -421,10 +421,7 @@ def _encode_state(
     exponents: list[list[Any]] = [[{} for _ in each] for each in names]
     total = sum(map(len, names))
     # The seed is a hash of the key and the step, combined with the number of the array
-    words = key_data(key)
-    seed = computed_once(mix(mix(mix(words[0]) ^ words[1]) ^ count.astype(jnp.uint32)))
-    # XLA compiles equal kernels once, but with constant numbers, each array would need its own kernel.
-    numbers = computed_once([np.uint32(i * 0x9E3779B1 % 2**32) for i in range(1, total + 1)])
+    seed, numbers = mix_key(key_data(key), count), seeds(total)
     unused = iter(numbers)
 
     def encode_moment(i: int, j: int, k: int, moment: Any) -> Any:

@@ -57,31 +57,31 @@ def permute_rows(
     """Permute each weight vector once, along cycles that follow its recommendation.
 
     Args:
-      recommendation: (n, *rows), floating. The rows may have any number of axes.
-      weights: (n, *rows), floating.
-      ranks: (n, *rows) int32, the rank of each weight in its row.
-      seeds: (*rows, 2) uint32, the randomness of each row's partition.
+      recommendation: (batch, n, *rows), floating. The rows may have any number of axes.
+      weights: (batch, n, *rows), floating.
+      ranks: (batch, n, *rows) int32, the rank of each weight in its row.
+      seeds: (batch, *rows, 2) uint32, the randomness of each row's partition.
       aggressiveness: () float32.
       partition_size: () int32, at least 1.
       drop_remainder: Whether to exclude a last subset of fewer than `partition_size` entries.
 
     Returns:
-      The new weights and ranks, and the number of entries moved in each row, (*rows,) int32.
+      The new weights and ranks, and the number of entries moved in each row, (batch, *rows) int32.
     """
     # The kernel works in float32 or float64, whichever represents both operands exactly.
     is_double = np.float64 in (weights.dtype, recommendation.dtype)
     dtype = jnp.dtype(np.float64 if is_double else np.float32)
+    batch, _, *rows = weights.shape
     operands = (
-        widen(recommendation, dtype)[None],
-        widen(weights, dtype)[None],
-        ranks[None],
-        seeds[None],
-        jnp.broadcast_to(aggressiveness, (1, *weights.shape[1:])),
-        jnp.broadcast_to(partition_size, (1, *weights.shape[1:])),
+        widen(recommendation, dtype),
+        widen(weights, dtype),
+        ranks,
+        seeds,
+        jnp.broadcast_to(aggressiveness, (batch, *rows)),
+        jnp.broadcast_to(partition_size, (batch, *rows)),
     )
     operands = mark_varying(operands, varying_axes(operands))
-    results = _batch_calls(choose_kernel(), drop_remainder)(*operands)
-    new_weights, new_ranks, moved = (result[0] for result in results)
+    new_weights, new_ranks, moved = _batch_calls(choose_kernel(), drop_remainder)(*operands)
     if dtype != weights.dtype:
         # The wider dtype of the kernel may change the bits of NaNs, so entries that stay are restored.
         new_weights = jnp.where(new_ranks == ranks, weights, narrow(new_weights, weights.dtype))
@@ -151,12 +151,13 @@ def reorder_rows(
     XLA sorts.
 
     Args:
-      keys: (n, *rows), signed integers; ties are ordered by location.
-      weights: (n, *rows).
-      ranks: (n, *rows) int32, the rank of each weight in its row.
+      keys: (batch, n, *rows), signed integers; ties are ordered by location.
+      weights: (batch, n, *rows).
+      ranks: (batch, n, *rows) int32, the rank of each weight in its row.
 
     Returns:
-      The weights and their ranks, (n, *rows), with the weight of rank k where the key of rank k is.
+      The weights and their ranks, (batch, n, *rows), with the weight of rank k where the key of rank k
+      is.
     """
     if "ffi" not in find_kernels()[0] or os.environ.get("OPTPERM_KERNEL", "ffi") != "ffi":
         return _reorder_by_xla(keys, weights, ranks)
@@ -171,11 +172,11 @@ def _reorder_by_xla(
 ) -> tuple[jax.Array, jax.Array]:
     # Only sorts are used, since a TPU needs twice the memory to gather or scatter single entries.
     axes = varying_axes((keys, weights, ranks))
-    places = shard_like(jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0), keys)
+    places = shard_like(jax.lax.broadcasted_iota(jnp.int32, keys.shape, 1), keys)
     keys, weights, ranks, places = mark_varying((keys, weights, ranks, places), axes)
 
     def sort(*operands: jax.Array) -> Any:
-        return mark_varying(jax.lax.sort(operands, dimension=0, is_stable=True, num_keys=1), axes)
+        return mark_varying(jax.lax.sort(operands, dimension=1, is_stable=True, num_keys=1), axes)
 
     _, order = sort(keys, places)
     _, values = sort(ranks, weights)
@@ -186,9 +187,8 @@ def _reorder_by_xla(
 def _reorder_by_target(
     keys: jax.Array, weights: jax.Array, ranks: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    operands = keys[None], ranks[None]
-    operands = mark_varying(operands, varying_axes(operands))
+    operands = mark_varying((keys, ranks), varying_axes((keys, ranks)))
     call = functools.partial(call_target, REORDER, REORDER_TARGET.format(keys.dtype), ())
     new_ranks, sources = batch_calls(REORDER, call)(*operands)
-    new_weights = move_bits(lambda bits: jnp.take_along_axis(bits, sources[0], axis=0), weights)
-    return new_weights, new_ranks[0]
+    new_weights = move_bits(lambda bits: jnp.take_along_axis(bits, sources, axis=1), weights)
+    return new_weights, new_ranks

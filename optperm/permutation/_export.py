@@ -17,9 +17,9 @@ from optperm.permutation._exact_floats import move_bits
 from optperm.permutation._laperm import LapermState, synchronize_params
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 from optperm.permutation._weight_vectors import (
-    OutputAxes,
+    Vectors,
+    find_vectors,
     permute_vectors,
-    resolve_output_axes,
     sort_order,
 )
 
@@ -27,9 +27,7 @@ from optperm.permutation._weight_vectors import (
 PERMUTED_STATES = (PermuteByCyclesState, LapermState)
 
 
-def permuted_params(
-    opt_state: Any, params: Params | None = None, *, output_axes: OutputAxes = (-1,)
-) -> Params:
+def permuted_params(opt_state: Any, params: Params | None = None, *, axes: Any = None) -> Params:
     """Return the exact weights of a permutation method: its initial weights in another order.
 
     For `optperm.sgperm`, these are the current weights. For `optperm.laperm`, these are the weights
@@ -40,7 +38,7 @@ def permuted_params(
         `optperm.laperm` somewhere in it.
       params: The current params, from which leaves that another optimizer trains are taken. Without
         params, these leaves are `optax.MaskedNode`. For a `flax.nnx` model, pass its variables.
-      output_axes: As passed to `optperm.laperm`; not needed for `optperm.sgperm`.
+      axes: As passed to `optperm.laperm`; not needed for `optperm.sgperm`.
 
     Returns:
       A tree like params with plain arrays.
@@ -58,15 +56,14 @@ def permuted_params(
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if `params` do not match
-        this state, or if a state of `optperm.laperm` was made with other `output_axes`, or is a stack of
-        states outside `jax.vmap`.
+        this state, or if a state of `optperm.laperm` was made with other `axes`, or is a stack of states
+        outside `jax.vmap`.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
         return state.weights
-    params = without_variables(params)
-    trained, _ = _weights_and_ranks("permuted_params", state, params, output_axes)
-    return fill_masked(trained, params)
+    trained, _ = _weights_and_ranks("permuted_params", state, params, axes)
+    return fill_masked(trained, without_variables(params))
 
 
 def export_permutation(
@@ -74,7 +71,7 @@ def export_permutation(
     opt_state: Any,
     params: Params | None = None,
     *,
-    output_axes: OutputAxes = (-1,),
+    axes: Any = None,
 ) -> Any:
     """Return the permutation from the initial params to the trained params.
 
@@ -83,11 +80,13 @@ def export_permutation(
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
       params: The current params, to export `permuted_params(opt_state, params)` instead of
         `permuted_params(opt_state)`. The two differ only for `optperm.laperm`.
-      output_axes: As passed to the method.
+      axes: As passed to the method.
 
     Returns:
       A tree like params, whose leaves are int32 indices into the flattened initial leaf, such that
-      `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train are
+      `trained.ravel() == initial.ravel()[indices.ravel()]`. Each index points into the weight vector in
+      which it stands, so no weight changes its output unit, its layer or its expert. The indices of a
+      leaf that stays, such as a scalar, are 0, 1, and so on. Leaves that the method does not see are
       `optax.MaskedNode`.
 
     Example:
@@ -102,16 +101,16 @@ def export_permutation(
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if the structure, shapes
         or dtypes of `initial_params` or `params` do not match this state, if this state was made with
-        other `output_axes` or is a stack of states outside `jax.vmap`, or if the trained weights are not
-        a permutation of the initial weights.
+        other `axes` or is a stack of states outside `jax.vmap`, or if the trained weights are not a
+        permutation of the initial weights.
     """
     state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks
     if params is not None:
-        plain = without_variables(params)
-        trained, ranks = _weights_and_ranks("export_permutation", state, plain, output_axes)
+        trained, ranks = _weights_and_ranks("export_permutation", state, params, axes)
     initial = mask_like(without_variables(initial_params), state.weights)
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
+    vectors = _find_vectors("export_permutation", state, initial_params, axes)
     locations = jax.tree.map(_flat_indices, initial)
 
     # indices = argsort(initial)[ranks] in each weight vector: the weight of rank k comes from the
@@ -119,11 +118,10 @@ def export_permutation(
     def export(
         _: int, locations: jax.Array, ranks: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        by_rank = jnp.take_along_axis(locations, sort_order(weights), axis=0)
-        return jnp.take_along_axis(by_rank, ranks, axis=0), ranks
+        by_rank = jnp.take_along_axis(locations, sort_order(weights), axis=1)
+        return jnp.take_along_axis(by_rank, ranks, axis=1), ranks
 
-    _check_axes("export_permutation", state, output_axes)
-    permutation, _ = permute_vectors(export, output_axes, locations, ranks, initial)
+    permutation, _ = permute_vectors(export, vectors, locations, ranks, initial)
     for (path, leaf), indices, exact in zip(
         jax.tree_util.tree_leaves_with_path(initial),
         jax.tree.leaves(permutation),
@@ -134,8 +132,8 @@ def export_permutation(
             continue
         # Check that the export reproduces the trained weights bit for bit.
         if not _is_permutation(indices) or not _same_bits(_permute(leaf, indices), exact):
-            says = "does not give the trained weights: pass the params of init, and the optimizer's"
-            raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says} output_axes.")
+            says = "does not give the trained weights: pass the params of init, and the optimizer's axes"
+            raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says}.")
     return permutation
 
 
@@ -197,27 +195,29 @@ def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermStat
     return state
 
 
-def _check_axes(
-    method: str, state: PermuteByCyclesState | LapermState, output_axes: OutputAxes
-) -> None:
-    """Raise if a state was made with other output axes, or is a stack of states."""
+def _find_vectors(
+    method: str, state: PermuteByCyclesState | LapermState, params: Params, axes: Any
+) -> list[Vectors | None]:
+    """Return the weight vectors of the params that a state has.
+
+    Raises:
+      ValueError: If the state was made with other axes, or is a stack of states.
+    """
     check_not_stacked(method, state)
-    axes = resolve_output_axes(state.weights, output_axes)
-    check_fingerprint(method, state, {"output_axes": axes})
+    # The names of axes in variables of params are not in the state.
+    vectors = find_vectors(mask_like(params, state.weights), axes)
+    check_fingerprint(method, state, {"axes": vectors})
+    return vectors
 
 
 def _weights_and_ranks(
-    method: str,
-    state: PermuteByCyclesState | LapermState,
-    params: Params,
-    output_axes: OutputAxes,
+    method: str, state: PermuteByCyclesState | LapermState, params: Params, axes: Any
 ) -> tuple[Params, Any]:
     """Return the exact weights at given params, masked like the state, and their ranks."""
-    trained = mask_like(params, state.weights)
+    trained = mask_like(without_variables(params), state.weights)
     checks.check_same_tree("params", trained, state.weights, source="the optimizer state")
     if isinstance(state, LapermState):
-        _check_axes(method, state, output_axes)
-        return synchronize_params(state, trained, output_axes)
+        return synchronize_params(state, trained, _find_vectors(method, state, params, axes))
     return state.weights, state.ranks
 
 

@@ -7,7 +7,7 @@ NeurIPS 2020.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.export import register_namedtuple_serialization
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
@@ -27,12 +28,13 @@ from optperm.core.trees import mask_like
 from optperm.exact import OWN_POINTS, Exact, exact_entries
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (
-    OutputAxes,
+    Vectors,
+    find_vectors,
     init_ranks,
     order_keys,
     permute_vectors,
-    resolve_output_axes,
     warn_of_constant_vectors,
+    zero_where_fixed,
 )
 
 # An integer, or a schedule from the number of a step to an integer.
@@ -68,10 +70,13 @@ class LapermState(NamedTuple):
 
     def shaped_by(self) -> tuple[str, ...]:
         """Return the names of the arguments that determine what the state means."""
-        return ("output_axes",)
+        return ("axes",)
 
     def exact(self) -> list[Exact]:
-        """Return the synchronized weights as exact entries, except for scalars, which never move."""
+        """Return the synchronized weights as exact entries, except for scalars, which never move.
+
+        Other leaves that stay keep their initial values.
+        """
         where = jax.tree.map(
             lambda w: self.synchronized if w.ndim else optax.MaskedNode(), self.weights
         )
@@ -90,7 +95,7 @@ def laperm(
     inner: optax.GradientTransformation,
     every: Interval,
     *,
-    output_axes: OutputAxes = (-1,),
+    axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train a network by reordering its initial weights as an optimizer suggests (LaPerm).
 
@@ -111,7 +116,7 @@ def laperm(
         allowed.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
-      output_axes: As in `optperm.permute_by_cycles`.
+      axes: What each leaf is, as in `optperm.permute_by_cycles`.
 
     Returns:
       A transformation whose state is a `LapermState`. Its `update` needs `params` and the extra
@@ -138,8 +143,9 @@ def laperm(
       If k is too small, hardly any weight passes a neighbor before the next synchronization, and the
       network hardly learns. Try values from a fraction of an epoch to a few epochs. Initialize biases at
       random, or train them with another optimizer (`optax.partition`).
-      Scalars keep their values. The inner state is neither reset nor permuted: it belongs to positions,
-      not to weights.
+      Scalars and leaves whose axes are not known keep their values; `init` warns if these leaves hold
+      more than 1% of the entries. The inner state is neither reset nor permuted: it belongs to
+      positions, not to weights.
 
       A nonfinite gradient entry counts as zero. If a weight vector contains a NaN at a synchronization,
       the vector returns to its last synchronized order. The sort runs only in steps that synchronize.
@@ -152,7 +158,8 @@ def laperm(
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If `every` is below 1, the inner optimizer sets exact params or keeps its own params,
-        the state was made with other `output_axes`, or the trees passed to `update` do not match.
+        `axes` does not fit the params or names no weights, the state was made with other `axes`, or the
+        trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
@@ -164,7 +171,9 @@ def laperm(
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> LapermState:
-        warn_of_constant_vectors(params, output_axes)
+        vectors = find_vectors(params, axes)
+        warn_of_others("laperm", params, axes)
+        warn_of_constant_vectors(params, vectors)
         inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
@@ -179,30 +188,30 @@ def laperm(
             count=jnp.zeros([], jnp.int32),
             inner_state=inner_state,
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
-            ranks=init_ranks(params, output_axes),
+            ranks=init_ranks(params, vectors),
             synchronized=jnp.zeros([], jnp.bool_),
         )
 
     def update(
         g: Updates, state: LapermState, params: Params, **extra_args: Any
     ) -> tuple[Updates, LapermState]:
+        vectors = find_vectors(params, axes)
         k = resolve_schedule("every", every, state.count, jnp.int32, low=1)
         t = optax.safe_increment(state.count)
         is_due = t % k == 0
 
-        # The inner optimizer moves all weights except scalars. Nonfinite gradients count as zero,
+        # The inner optimizer moves the weights in weight vectors. Nonfinite gradients count as zero,
         # because otherwise they would stay in the inner state forever.
         def step(p: Params, inner_state: Any) -> tuple[Updates, Any]:
             moves, new = optimizer.update(zero_if_not_finite(g), inner_state, p, **extra_args)
-            moves = jax.tree.map(lambda m: m if m.ndim else jnp.zeros_like(m), cast_like(moves, p))
-            return moves, new
+            return zero_where_fixed(cast_like(moves, p), vectors), new
 
         # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector. The moves are
         # computed again, because as inputs of the loop, they would be stored in every step.
         def synchronize(at: tuple[Params, Any]) -> tuple[Params, Any]:
             moved = optax.apply_updates(params, step(params, state.inner_state)[0])
             before = state._replace(weights=at[0], ranks=at[1])
-            return synchronize_params(before, moved, output_axes)
+            return synchronize_params(before, moved, vectors)
 
         weights, ranks = when(is_due, synchronize, (state.weights, state.ranks))
         # The loop must read these arrays before the step overwrites them.
@@ -225,19 +234,19 @@ def laperm(
         method="laperm",
         like=lambda s: s.weights,
         dtypes=True,
-        shape_arguments=lambda params: {"output_axes": resolve_output_axes(params, output_axes)},
+        shape_arguments=lambda params: {"axes": find_vectors(params, axes)},
     )
 
 
 def synchronize_params(
-    state: LapermState, params: Params, output_axes: OutputAxes
+    state: LapermState, params: Params, vectors: Sequence[Vectors | None]
 ) -> tuple[Params, Any]:
     """Put the initial values of each weight vector into the order of the params.
 
     Args:
       state: The state, which contains the initial values.
       params: A tree like `state.weights`.
-      output_axes: As passed to `laperm`.
+      vectors: The weight vectors of each leaf.
 
     Returns:
       The weights and their ranks.
@@ -248,10 +257,10 @@ def synchronize_params(
     ) -> tuple[jax.Array, jax.Array]:
         # sort(w_0)[rank(w)], where sort(w_0) = weights[argsort(ranks)].
         new_weights, new_ranks = cycles.reorder_rows(order_keys(w), weights, ranks)
-        is_ordered = ~jnp.any(jnp.isnan(w), axis=0)
+        is_ordered = ~jnp.any(jnp.isnan(w), axis=1, keepdims=True)
         return (
             jnp.where(is_ordered, new_weights, weights),
             jnp.where(is_ordered, new_ranks, ranks),
         )
 
-    return permute_vectors(reorder, output_axes, state.weights, state.ranks, params)
+    return permute_vectors(reorder, vectors, state.weights, state.ranks, params)

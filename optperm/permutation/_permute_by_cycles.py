@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.export import register_namedtuple_serialization
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks, noise
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.fingerprints import UNSET
@@ -31,15 +32,15 @@ from optperm.exact import Exact
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._standstill import judge_movement
 from optperm.permutation._weight_vectors import (
-    OutputAxes,
+    Vectors,
+    find_vectors,
     init_ranks,
     permute_vectors,
-    resolve_output_axes,
     warn_of_constant_vectors,
 )
 
-# The lengths of the output axes of each leaf, by the leaf's number.
-Outputs = dict[int, tuple[int, ...]]
+# The shape (batch, *rows) of the weight vectors of each leaf, by the leaf's number.
+Shapes = dict[int, tuple[int, ...]]
 
 
 @functools.partial(
@@ -53,7 +54,7 @@ class PermuteByCyclesState(NamedTuple):
       key: Data of the threefry key for the random partitions and pivots.
       weights: The exact weights, a permutation of the initial weights in each weight vector.
       ranks: The rank of each weight in its weight vector.
-      fraction_moved: The fraction of all weights, except scalars, that the last step moved.
+      fraction_moved: The fraction of the weights in weight vectors that the last step moved.
       mismatches: Number of steps whose params differed from the previous weights by more than rounding.
         Before such a step, something else moved the params, which may then not be a permutation.
       fingerprint: A number for each of the arguments `shaped_by()`.
@@ -69,10 +70,13 @@ class PermuteByCyclesState(NamedTuple):
 
     def shaped_by(self) -> tuple[str, ...]:
         """Return the names of the arguments that determine what the state means."""
-        return ("output_axes",)
+        return ("axes",)
 
     def exact(self) -> list[Exact]:
-        """Return the weights as exact entries, except for scalars, which are not permuted."""
+        """Return the weights as exact entries, except for scalars, which are not permuted.
+
+        Other leaves that stay keep their initial values.
+        """
         where = jax.tree.map(lambda w: True if w.ndim else optax.MaskedNode(), self.weights)
         return [Exact(mask_like(self.weights, where), where, is_target=True)]
 
@@ -97,14 +101,15 @@ def permute_by_cycles(
     include_remainder: bool = True,
     centralize: bool = False,
     key: int | jax.Array = 0,
-    output_axes: OutputAxes = (-1,),
+    axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Permute each weight vector along cycles in which every weight moves as recommended.
 
     The incoming updates are a recommendation :math:`m`, which is negative where the weight should rise
-    and positive where it should fall. All weights that enter one output unit form a weight vector, with
-    :math:`n` entries and the range :math:`A = \max - \min`. A step does the following for each weight
-    vector:
+    and positive where it should fall. All weights of a kernel or an embedding that enter one output unit
+    form a weight vector; a scale or a bias is one weight vector. Copies, such as stacked layers, have
+    their own weight vectors. A vector has :math:`n` entries and the range :math:`A = \max - \min`. A
+    step does the following for each weight vector:
 
     1. Split the vector at random into disjoint subsets of
        :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries; the last subset may be smaller.
@@ -133,9 +138,9 @@ def permute_by_cycles(
         zero :math:`m` also take part. Platforms may round the pivot differently.
       key: The random key of the partitions and pivots, or an int as its seed. The same key gives the
         same partitions on every platform.
-      output_axes: The axes of a parameter that index output units: one or several integers, or a
-        function that computes them from a path, such as "Dense_0/kernel", and the parameter as a plain
-        array. Parameters of rank 1 are one weight vector.
+      axes: What each leaf is: a tree like params of `optperm.LeafAxes`,
+        `optax.contrib.GaLoreDimensionNumbers` for kernels, and None for leaves that stay, or a function
+        from params to such a tree. None for `optperm.leaf_axes`.
 
     Returns:
       A transformation whose state is a `PermuteByCyclesState`. Its `update` needs `params`.
@@ -155,12 +160,14 @@ def permute_by_cycles(
     Notes:
       This transformation computes updates from the exact weights in its state, so nothing may follow it
       in a chain. `optperm.apply_updates` sets these weights bit for bit. With `optax.apply_updates`, the
-      params stay within one rounding error of these weights and never drift. Scalars keep their values.
+      params stay within one rounding error of these weights and never drift. Scalars keep their values,
+      and so do leaves whose axes are not known; `init` warns if these leaves hold more than 1% of the
+      entries.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range, if the state was made with other `output_axes`, or if
-        the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, if `axes` does not fit the params or names no weights,
+        if the state was made with other `axes`, or if the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
@@ -174,12 +181,14 @@ def permute_by_cycles(
     checks.check_key("key", key)
 
     def init(params: Params) -> PermuteByCyclesState:
-        warn_of_constant_vectors(params, output_axes)
+        vectors = find_vectors(params, axes)
+        warn_of_others("permute_by_cycles", params, axes)
+        warn_of_constant_vectors(params, vectors)
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
             key=key_data(key),
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
-            ranks=init_ranks(params, output_axes),
+            ranks=init_ranks(params, vectors),
             # Zeros have the type that an update returns, for a scan inside `jax.shard_map`.
             fraction_moved=varying_zeros(params, jnp.float32),
             mismatches=varying_zeros(params, jnp.int32),
@@ -191,10 +200,11 @@ def permute_by_cycles(
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
         data = noise.fold(state.key, state.count)
-        outputs = _find_outputs(state.weights, output_axes)
+        vectors = find_vectors(params, axes)
+        shapes = _find_shapes(state.weights, vectors)
         # The kernel draws the subsets from the seeds.
-        seeds = _draw_seeds(data, outputs)
-        pivots = _draw_pivots(data, outputs, m) if centralize else {}
+        seeds = _draw_seeds(data, shapes)
+        pivots = _draw_pivots(data, shapes, m) if centralize else {}
         moved: list[jax.Array] = []
 
         @functools.cache
@@ -205,8 +215,8 @@ def permute_by_cycles(
             index: int, w: jax.Array, ranks: jax.Array, m: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             # Step 1: P = max(P_min, floor(lambda n))
-            size = partition_size(w.shape[0])
-            m = _centralize(m, pivots[index][None]) if centralize else m
+            size = partition_size(w.shape[1])
+            m = _centralize(m, pivots[index][:, None]) if centralize else m
             # Steps 2 and 3: cycles of moves by at most A (alpha + 1 / s), by descending |m|.
             w, ranks, num_moved = cycles.permute_rows(
                 m, w, ranks, seeds[index], alpha, size, drop_remainder=not include_remainder
@@ -218,8 +228,9 @@ def permute_by_cycles(
         is_mismatch, weights = compute_in_order(
             _are_elsewhere(params, state.weights), state.weights
         )
-        weights, ranks = permute_vectors(permute, output_axes, weights, state.ranks, m)
-        size = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim)
+        weights, ranks = permute_vectors(permute, vectors, weights, state.ranks, m)
+        pairs = zip(jax.tree.leaves(weights), vectors, strict=True)
+        size = sum(leaf.size for leaf, own in pairs if own is not None)
         is_counted = is_mismatch & (state.mismatches < jnp.iinfo(jnp.int32).max)
         new_state = state._replace(
             count=optax.safe_increment(state.count),
@@ -237,7 +248,7 @@ def permute_by_cycles(
         method="permute_by_cycles",
         like=lambda s: s.weights,
         dtypes=True,
-        shape_arguments=lambda params: {"output_axes": resolve_output_axes(params, output_axes)},
+        shape_arguments=lambda params: {"axes": find_vectors(params, axes)},
     )
 
 
@@ -267,14 +278,13 @@ def _measure(p: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest, jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
 
 
-def _find_outputs(weights: Params, output_axes: OutputAxes) -> Outputs:
-    """Return the lengths of the output axes of each leaf with weight vectors, by the leaf's number."""
-    axes = resolve_output_axes(weights, output_axes)
-    return {
-        index: tuple(leaf.shape[axis] for axis in axes[index])
-        for index, leaf in enumerate(jax.tree.leaves(weights))
-        if leaf.ndim and leaf.size
-    }
+def _find_shapes(weights: Params, vectors: Sequence[Vectors | None]) -> Shapes:
+    found: Shapes = {}
+    for index, (leaf, own) in enumerate(zip(jax.tree.leaves(weights), vectors, strict=True)):
+        if own is not None:
+            batch, _, *rows = own.shape(leaf)
+            found[index] = (batch, *rows)
+    return found
 
 
 def stack_scalars(scalars: Sequence[jax.Array]) -> jax.Array:
@@ -284,20 +294,20 @@ def stack_scalars(scalars: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack(mark_varying(list(scalars), varying_axes(scalars)))
 
 
-def _draw_seeds(data: jax.Array, outputs: Outputs) -> dict[int, jax.Array]:
-    """Return two random words for each weight vector, (*outputs, 2), by the leaf's number."""
-    shapes = [(*shape, 2) for shape in outputs.values()]
-    return dict(zip(outputs, noise.bits(data, shapes, [*outputs]), strict=True))
+def _draw_seeds(data: jax.Array, shapes: Shapes) -> dict[int, jax.Array]:
+    """Return two random words for each weight vector, (batch, *rows, 2), by the leaf's number."""
+    words = noise.bits(data, [(*shape, 2) for shape in shapes.values()], [*shapes])
+    return dict(zip(shapes, words, strict=True))
 
 
-def _draw_pivots(data: jax.Array, outputs: Outputs, m: Updates) -> dict[int, jax.Array]:
-    """Return a normal number for each weight vector of each leaf, (*outputs,), by the leaf's number.
+def _draw_pivots(data: jax.Array, shapes: Shapes, m: Updates) -> dict[int, jax.Array]:
+    """Return a normal number for each weight vector of each leaf, (batch, *rows), by the leaf's number.
 
     A generator costs its own program, so leaves with equally many weight vectors share a generator.
     """
     groups = collections.defaultdict[Any, list[int]](list)
     wishes = jax.tree.leaves(m)
-    for index, shape in outputs.items():
+    for index, shape in shapes.items():
         groups[math.prod(shape), accumulation_dtype(wishes[index])].append(index)
     drawn: dict[int, jax.Array] = {}
     for (number, dtype), members in groups.items():
@@ -308,16 +318,16 @@ def _draw_pivots(data: jax.Array, outputs: Outputs, m: Updates) -> dict[int, jax
 
         rows = jax.vmap(draw)(jnp.array(members, jnp.uint32))
         drawn |= zip(members, unstack(rows), strict=True)
-    return {index: row.reshape(outputs[index]) for index, row in drawn.items()}
+    return {index: row.reshape(shapes[index]) for index, row in drawn.items()}
 
 
 def _centralize(m: jax.Array, z: jax.Array) -> jax.Array:
-    """Return m - mean - z std / 2 for each weight vector in m, (n, *outputs), up to a scale."""
+    """Return m - mean - z std / 2 for each weight vector in m, (batch, n, *rows), up to a scale."""
     wide = m.astype(accumulation_dtype(m))
     # Multiply by a power of two to avoid overflow and underflow of squares; only the order of m matters.
-    largest = jnp.max(jnp.abs(wide), 0, where=jnp.isfinite(wide), initial=0, keepdims=True)
+    largest = jnp.max(jnp.abs(wide), 1, where=jnp.isfinite(wide), initial=0, keepdims=True)
     wide = jnp.ldexp(wide, -jnp.frexp(largest)[1])
-    mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
+    mean, std = (f(wide, 1, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
     return (wide - mean - 0.5 * z * std).astype(m.dtype)
 
 

@@ -78,11 +78,19 @@ def batch_calls(signature: Signature, function: Callable[..., Results]) -> Calla
 
     @call.def_vmap
     def batch(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Results, Any]:
-        merged = [
-            (x if b else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + b :])
+        whole = [
+            x if b else jnp.broadcast_to(x, (size, *x.shape))
             for x, b in zip(operands, is_batched, strict=True)
         ]
-        results = tuple(x.reshape(size, -1, *x.shape[1:]) for x in call(*merged))
+        # Only the first of two merged axes can be sharded on an explicit mesh.
+        specs = [jax.typeof(x).sharding.spec for x in whole]
+        if any(spec[1] for spec in specs) and not any(spec[0] for spec in specs):
+            merged = [jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]) for x in whole]
+            parts = (x.reshape(-1, size, *x.shape[1:]) for x in call(*merged))
+            results = tuple(jnp.swapaxes(x, 0, 1) for x in parts)
+        else:
+            merged = [x.reshape(-1, *x.shape[2:]) for x in whole]
+            results = tuple(x.reshape(size, -1, *x.shape[1:]) for x in call(*merged))
         return results, (True,) * len(results)
 
     return call

@@ -23,7 +23,6 @@ from optperm.core.shardings import can_be_seen
 from optperm.core.transformation import transformation
 from optperm.permutation._falling import falling
 from optperm.permutation._permute_by_cycles import permute_by_cycles
-from optperm.permutation._weight_vectors import OutputAxes
 
 # The initial aggressiveness of the default schedule.
 _START = 0.1
@@ -69,7 +68,7 @@ def sgperm(
     include_remainder: bool = True,
     centralize: bool = False,
     key: int | jax.Array = 0,
-    output_axes: OutputAxes = (-1,),
+    axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train a network only by permuting its initial weights (SGPerm).
 
@@ -103,7 +102,7 @@ def sgperm(
       centralize: Whether to subtract a random pivot from the recommendation, near its mean over the
         weight vector (see `permute_by_cycles`). The paper does not do this.
       key: The random key of the partitions and pivots, or an int as its seed.
-      output_axes: As in `permute_by_cycles`.
+      axes: What each leaf is, as in `permute_by_cycles`.
 
     Returns:
       A transformation. Its `update` needs `params`.
@@ -182,7 +181,7 @@ def sgperm(
             include_remainder=include_remainder,
             centralize=centralize,
             key=key,
-            output_axes=output_axes,
+            axes=axes,
         ),
     )
 

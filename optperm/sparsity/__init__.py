@@ -14,6 +14,8 @@ from optperm.sparsity._masks import prune as prune
 from optperm.sparsity._masks import reset_masks as reset_masks
 from optperm.sparsity._rigl import rigl as rigl
 from optperm.sparsity._sparse_state import SparseState as SparseState
+from optperm.sparsity._sparsity_report import SparsityReport as SparsityReport
+from optperm.sparsity._sparsity_report import sparsity_report as sparsity_report
 from optperm.sparsity._straight_through import keep_top as keep_top
 from optperm.sparsity._structures import Blocks as Blocks
 from optperm.sparsity._structures import NOfM as NOfM

@@ -1,16 +1,19 @@
 """Choose the entries that stay: the entries with the highest scores in each leaf, or in all leaves.
 
-The choice takes four steps, in the order of this file:
+Each leaf is a stack of one or more layers: its copies, as `optperm.leaf_axes` finds them. The choice
+takes four steps, in the order of this file:
 
-1. `include` selects leaves (`include_leaves`). The following steps mask the other leaves.
+1. `include` selects leaves, by default all kernels (`include_leaves`). The following steps mask the
+   other leaves.
 2. Each unit of a structure, a single entry by default, gets a code: an unsigned integer in the order of
    the scores (`encode_scores`), or a random integer (`draw_codes`).
-3. `sparsity` and `scope` determine the number of zero units in each leaf or in all leaves
+3. `sparsity` and `scope` determine the number of zero units in each layer or in all leaves
    (`group_leaves`).
 4. The units with the highest codes stay, as many as remain; ties keep the earlier unit
    (`keep_highest`). Counting replaces sorting.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -22,11 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm._leaf_axes import OTHER, LeafAxes, resolve_axes
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, computed_once
 from optperm.core.keys import make_key
 from optperm.core.mapped_axes import mark_varying, varying_axes
-from optperm.core.shardings import shard_like
+from optperm.core.shardings import explicit_sharding, shard_like, unshard
 from optperm.core.trees import (
     fill_masked,
     group_alike,
@@ -39,15 +43,23 @@ from optperm.core.trees import (
     unstack,
     without_variables,
 )
-from optperm.sparsity._structures import ENTRIES, Entries, NOfM, check_fits
+from optperm.sparsity._structures import (
+    ENTRIES,
+    INPUTS,
+    Entries,
+    NOfM,
+    check_fits,
+    count_copies,
+    layer_shape,
+)
 
-# The entries that a fraction of zeros refers to. "erk": each leaf, with fractions from `erk_sparsity`;
-# "leaf": each leaf, with the same fraction; "global": all leaves together.
+# The entries that a fraction of zeros refers to. "erk": each layer, with fractions from `erk_sparsity`;
+# "leaf": each layer, with the same fraction; "global": all leaves together.
 Scope = Literal["erk", "leaf", "global"]
-# "unit": the inputs of each output unit, a slice along the last axis, with the same fraction.
+# "unit": the inputs of each output unit of each layer, with the same fraction.
 UnitScope = Literal[Scope, "unit"]
 # The included leaves: a tree of booleans like params, a prefix of such a tree, or a function from params
-# to such a tree; None for all leaves of rank 2 or higher.
+# to such a tree; None for all kernels.
 Include = Any | Callable[[Any], Any]
 
 _HALF_OF_24_BITS = 2**23
@@ -55,54 +67,94 @@ _LARGEST_INT32 = 2**31 - 1
 
 
 class Groups(NamedTuple):
-    """Groups of leaves that are ranked together.
+    """Groups of leaves that are ranked together, each layer by itself.
 
     Attributes:
       leaves: The indices of the leaves of each group.
-      sizes: The number of units of each group.
-      zeros: The final number of zeros of each group.
+      copies: For each leaf, the axes of its units that count layers. They are empty for leaves in one
+        group with others, whose layers are ranked together.
+      layers: The number of layers of each group.
+      sizes: The number of units in a layer of each group.
+      zeros: The final number of zeros in a layer of each group.
     """
 
     leaves: list[list[int]]
+    copies: list[tuple[int, ...]]
+    layers: list[int]
     sizes: list[int]
     zeros: list[int | jax.Array]
+
+    @property
+    def live(self) -> list[int | jax.Array]:
+        """The final number of live units in a layer of each group."""
+        return [size - zeros for size, zeros in zip(self.sizes, self.zeros, strict=True)]
+
+    def of_layers(self, counts: Sequence[int | jax.Array]) -> jax.Array:
+        """Return a count of each group as a vector with an entry for each layer, int32."""
+        if not any(isinstance(count, jax.Array) for count in counts):
+            return jnp.asarray(np.repeat(np.array(counts, np.int32), self.layers))
+        stacked = stack_counts(counts)
+        owners = np.repeat(np.arange(len(counts)), self.layers)
+        return stacked if len(owners) == len(counts) else stacked[owners]
 
 
 def include_leaves(
     include: Include | None,
+    axes: Any,
     tree: Any,
     params: Any = None,
     *,
     name: str = "sparsity",
     fractions: Any = 0.0,
-) -> Any:
-    """Return a tree with `optax.MaskedNode` for each leaf that is not included.
+) -> tuple[Any, Any]:
+    """Return a tree with `optax.MaskedNode` for each leaf that is not included, and its `LeafAxes`.
 
     Args:
       include: A tree of flags, a prefix of such a tree, or a function that returns it; None to include
-        each leaf of rank 2 or higher.
+        each kernel.
+      axes: What each leaf is, as for `optperm._leaf_axes.resolve_axes`.
       tree: The tree of the leaves, with `optax.MaskedNode` for leaves that the optimizer does not see.
-      params: The argument of the function; None for `tree`.
+      params: All params, from which functions are computed; None for `tree`.
       name: The name of the argument `fractions`, for messages.
       fractions: The fraction of entries to prune or freeze, or a tree of fractions.
 
     Raises:
-      ValueError: If the flags do not fit, a leaf that is not included has a nonzero fraction, or no leaf
-        is included although the fractions are not 0.
+      ValueError: If the flags or the axes do not fit, a leaf that is not included has a nonzero
+        fraction, or no leaf is included although the fractions are not 0.
     """
     if not jax.tree.leaves(tree):
-        return tree
-    flags = resolve_include(include, tree, params)
+        return tree, tree
+    known = find_axes(axes, tree, params)
+    flags = resolve_include(include, known, tree if params is None else params)
     if not is_zero(fractions) and not any(jax.tree.leaves(flags)):
+        leaves = zip(leaf_paths(tree), jax.tree.leaves(known), strict=True)
+        found = [
+            f"{path or 'params'} {jnp.shape(leaf)} ({own.kind})" for (path, leaf), own in leaves
+        ]
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise ValueError(
-            "By default, leaves of rank 2 or more are included, but there is no leaf of rank 2 or "
-            "more: pass include=."
-            if include is None
-            else f"include= selects no leaf, but {name} is not 0. The paths of the leaves are "
-            f"{[path for path, _ in leaf_paths(tree)]}."
+            (
+                "By default, only kernels are included, but no leaf is a kernel. Pass include=True to "
+                "include all leaves, or say with axes= which leaves are kernels, for example with "
+                "optperm.leaf_axes(params, name=optperm.LeafAxes('kernel', ...))."
+                if include is None
+                else f"include= selects no leaf, but {name} is not 0."
+            )
+            + f" The leaves are {', '.join(found[:5])}{more}."
         )
     _check_excluded(name, fractions, flags)
-    return jax.tree.map(lambda flag, leaf: leaf if flag else optax.MaskedNode(), flags, tree)
+    taken = jax.tree.map(lambda flag, leaf: leaf if flag else optax.MaskedNode(), flags, tree)
+    return taken, mask_like(known, taken)
+
+
+def find_axes(axes: Any, tree: Any, params: Any = None) -> Any:
+    """Return a `LeafAxes` for each leaf of a tree; the arguments are as in `include_leaves`."""
+    whole = tree if params is None else params
+    found = jax.tree.leaves(resolve_axes(axes, whole))
+    # The roles of the axes of other leaves are not used.
+    found = [OTHER if own.kind == "other" else own for own in found]
+    structure: Any = jax.tree.structure(tree if params is None else without_variables(params))
+    return mask_like(structure.unflatten(found), tree)
 
 
 def is_zero(fractions: Any) -> bool:
@@ -111,12 +163,18 @@ def is_zero(fractions: Any) -> bool:
     return all(checks.is_concrete_number(each) and np.all(each == 0) for each in given)
 
 
-def resolve_include(include: Include | None, tree: Any, params: Any = None) -> Any:
-    """Return a flag for each leaf of a tree; the arguments are as in `include_leaves`."""
+def resolve_include(include: Include | None, known: Any, params: Any) -> Any:
+    """Return a flag for each leaf, by default whether it is a kernel.
+
+    Args:
+      include: As in `include_leaves`.
+      known: The tree of the `LeafAxes` of the leaves.
+      params: All params, the argument of functions.
+    """
     if include is None:
-        return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
-    flags = resolve_tree(include, tree if params is None else params)
-    return spread_prefix("include", flags, tree, is_flag, "True or False")
+        return jax.tree.map(lambda own: own.kind == "kernel", known)
+    flags = resolve_tree(include, params)
+    return spread_prefix("include", flags, known, is_flag, "True or False")
 
 
 def _check_excluded(name: str, fractions: Any, flags: Any) -> None:
@@ -147,33 +205,36 @@ def widen_scores(name: str, scores: Any, mask: Any) -> Any:
     return jax.tree.map(lambda s: jnp.asarray(s, dtype), scores)
 
 
-def encode_scores(scores: Any, structure: Entries) -> Any:
+def encode_scores(scores: Any, axes: Any, structure: Entries) -> Any:
     """Return a code for each unit of each leaf, unsigned integers in the order of the scores."""
-    check_fits(structure, scores)
-    return jax.tree.map(lambda score: order_codes(structure.pool(score)), scores)
+    check_fits(structure, scores, axes)
+    return jax.tree.map(lambda score, own: order_codes(structure.pool(score, own)), scores, axes)
 
 
-def draw_codes(mask: Any, taken: Any, structure: Entries, key: int | jax.Array | None) -> Any:
+def draw_codes(
+    mask: Any, taken: Any, axes: Any, structure: Entries, key: int | jax.Array | None
+) -> Any:
     """Draw codes, which depend only on the key and the leaf's position, for the units of each leaf.
 
     Args:
       mask: A tree with all leaves, which determines the positions.
       taken: The tree of the included leaves.
+      axes: The `LeafAxes` of the included leaves.
       structure: The units.
       key: The random key.
     """
     if key is None:
         raise ValueError("criterion 'random' needs a key: pass key=jax.random.key(0).")
-    check_fits(structure, taken)
+    check_fits(structure, taken, axes)
 
-    def draw(place: int, leaf: jax.Array) -> jax.Array:
-        unit = jax.eval_shape(lambda m: structure.pool(m.astype(jnp.float32)), leaf)
+    def draw(place: int, leaf: jax.Array, own: LeafAxes) -> jax.Array:
+        unit = jax.eval_shape(lambda m: structure.pool(m.astype(jnp.float32), own), leaf)
         # Codes depend on the leaf's position, so that other leaves do not change them.
         return jax.random.bits(jax.random.fold_in(make_key(key), place), unit.shape, jnp.uint32)
 
     leaves, treedef = jax.tree.flatten(mask)
     places = jax.tree.unflatten(treedef, range(len(leaves)))
-    return jax.tree.map(draw, mask_like(places, taken), taken)
+    return jax.tree.map(draw, mask_like(places, taken), taken, axes)
 
 
 def order_codes(scores: jax.Array) -> jax.Array:
@@ -200,7 +261,7 @@ def order_codes(scores: jax.Array) -> jax.Array:
 
 
 def group_leaves(
-    name: str, sparsity: Any, scope: str, tree: Any, structure: Entries = ENTRIES
+    name: str, sparsity: Any, scope: str, tree: Any, axes: Any, structure: Entries = ENTRIES
 ) -> Groups:
     """Return the groups of leaves that are ranked together, with their numbers of zeros.
 
@@ -209,6 +270,7 @@ def group_leaves(
       sparsity: One fraction, or a tree of fractions like `tree`, or a prefix of such a tree.
       scope: The distribution of one fraction over the leaves; "unit" counts the inputs of one unit.
       tree: Arrays, or shapes.
+      axes: The `LeafAxes` of the leaves.
       structure: The units to count.
 
     Raises:
@@ -216,29 +278,34 @@ def group_leaves(
       ValueError: If a fraction is out of range, if the tree of fractions does not fit, or if `scope` is
         "global" and there is a tree.
     """
-    shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
-    if scope == "unit":
-        sizes = [math.prod(shape[:-1]) for shape in shapes]
-    else:
-        sizes = [structure.count(shape) for shape in shapes]
+    leaves = [
+        (leaf.shape, own) for leaf, own in zip(*map(jax.tree.leaves, (tree, axes)), strict=True)
+    ]
     is_single = _is_number(sparsity) or is_function(sparsity)
     if is_single:
         check_fraction(name, sparsity)
     if is_single and scope == "erk":
-        sparsity = _compute_erk(tree, sparsity)
+        sparsity = _compute_erk(tree, axes, sparsity)
+    layers = [count_copies(*leaf) for leaf in leaves]
+    if scope == "unit":
+        sizes = [math.prod(shape[axis] for axis in own.in_axis) for shape, own in leaves]
+    else:
+        sizes = [structure.count(*leaf) for leaf in leaves]
     # There is one group of all leaves, or a group for each leaf
     if scope == "global":
         if not is_single:
             raise ValueError(f"{name} must be a single number with scope 'global', got a tree.")
-        total = sum(sizes)
-        return Groups([[*range(len(sizes))]], [total], [nearest_count(sparsity, total)])
+        total = sum(n * size for n, size in zip(layers, sizes, strict=True))
+        zeros = [nearest_count(sparsity, total)]
+        return Groups([[*range(len(leaves))]], [()] * len(leaves), [1], [total], zeros)
     fractions = jax.tree.leaves(
         spread_prefix(name, without_variables(sparsity), tree, _is_number, "a number")
     )
     for fraction in fractions:
         check_fraction(name, fraction)
     zeros = [nearest_count(*pair) for pair in zip(fractions, sizes, strict=True)]
-    return Groups([[index] for index in range(len(sizes))], sizes, zeros)
+    copies = [structure.copies(own) for _, own in leaves]
+    return Groups([[index] for index in range(len(leaves))], copies, layers, sizes, zeros)
 
 
 def nearest_count(fraction: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
@@ -271,25 +338,33 @@ def check_fraction(name: str, fraction: Any) -> None:
 
 
 def erk_sparsity(
-    params: Any, sparsity: float | jax.Array, *, include: Include | None = None
+    params: Any,
+    sparsity: float | jax.Array,
+    *,
+    include: Include | None = None,
+    axes: Any = None,
 ) -> Any:
     r"""Return a sparsity per leaf from the Erdős-Rényi kernel (ERK), which makes small leaves denser.
 
-    A leaf with N entries and the shape :math:`(n_1, \dots, n_k)` has the density
+    A layer with N entries and the shape :math:`(n_1, \dots, n_k)` has the density
 
     .. math::
       d = \min(1, \epsilon r), \qquad r = \frac{n_1 + \dots + n_k}{n_1 \cdots n_k}
 
-    with the same :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts
-    are rounded with the largest-remainder method, so exactly floor(s n + 1/2) of the n entries of all
-    leaves are zero. Other functions use these sparsities with `scope="erk"`. To change some sparsities,
-    call this function and pass the changed tree as `sparsity`.
+    with the same :math:`\epsilon` for all layers, such that :math:`\sum d N = (1 - s) \sum N`. A stacked
+    leaf counts as its layers, so a scanned model gets the sparsities of the unrolled model. Counts are
+    rounded with the largest-remainder method, and layers of one shape have the same count. So exactly
+    floor(s n + 1/2) of the n entries of all leaves are zero if the shapes of the layers differ, and
+    otherwise this number up to half the number of layers of one shape. Other functions use these
+    sparsities with `scope="erk"`. To change some sparsities, call this function and pass the changed
+    tree as `sparsity`.
 
     Args:
       params: A tree of arrays, or of shapes from `jax.eval_shape`.
       sparsity: s, in [0, 1]. A JAX array, traced or not, gives float32 sparsities that are not rounded
         to counts.
       include: The leaves that become sparse, as in `optperm.sparsity.prune`.
+      axes: What each leaf is, as in `optperm.sparsity.prune`.
 
     Returns:
       A tree of floats like params, with 0.0 for leaves that are not included.
@@ -302,14 +377,10 @@ def erk_sparsity(
       >>> jax.tree.map(lambda p, s: round(p.size * (1 - s)), params, sparsities)  # that are not zero
       {'in': 18714, 'mid': 6906, 'out': 1000}
 
-    Notes:
-      A stacked leaf (L, n, m) of a scanned model counts as one leaf with three axes. Its density differs
-      from the density of L leaves of shape (n, m).
-
     Raises:
       TypeError: If `sparsity` is not a number, or a leaf is not an array.
-      ValueError: If `sparsity` is out of range, if `include` does not fit, or if no leaf is included
-        although `sparsity` is not 0.
+      ValueError: If `sparsity` is out of range, if `include` or `axes` does not fit, or if no leaf is
+        included although `sparsity` is not 0.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
@@ -317,48 +388,67 @@ def erk_sparsity(
       connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
     """
     check_fraction("sparsity", sparsity)
-    params = without_variables(params)
-    checks.check_arrays("params", params)
-    taken = include_leaves(include, params, fractions=sparsity)
-    return fill_masked(_compute_erk(taken, sparsity), jax.tree.map(lambda _: 0.0, params))
+    plain = without_variables(params)
+    checks.check_arrays("params", plain)
+    taken, known = include_leaves(include, axes, plain, params, fractions=sparsity)
+    return fill_masked(_compute_erk(taken, known, sparsity), jax.tree.map(lambda _: 0.0, plain))
 
 
-def _compute_erk(tree: Any, sparsity: float | jax.Array) -> Any:
+def _compute_erk(tree: Any, axes: Any, sparsity: float | jax.Array) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    fractions: list[Any] = [0.0] * len(leaves)
-    # A leaf without entries has no zeros.
-    chosen = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape)]
-    if not chosen:
-        return jax.tree.unflatten(structure, fractions)
-    sizes = np.array([math.prod(leaves[i].shape) for i in chosen])
-    total = int(sizes.sum())
-    live = total - nearest_count(sparsity, total)
-    densities = _fill(live, sizes, np.array([max(sum(leaves[i].shape), 1) for i in chosen]))
-    if isinstance(live, jax.Array):
-        of_chosen = list(1 - densities)
-    else:
-        # Entries left by rounding down go to the largest remainders; ties keep the earlier leaf.
-        wanted = densities * sizes
-        counts = np.floor(wanted).astype(int)
-        by_remainder = np.argsort(np.round(counts - wanted, 6), kind="stable")
-        counts[by_remainder[: live - counts.sum()]] += 1
-        of_chosen = ((sizes - counts) / sizes).tolist()
-    for i, fraction in zip(chosen, of_chosen, strict=True):
-        fractions[i] = fraction
-    return jax.tree.unflatten(structure, fractions)
+    pairs = [(leaf.shape, own) for leaf, own in zip(leaves, jax.tree.leaves(axes), strict=True)]
+    shapes = [layer_shape(*pair) for pair in pairs]
+    # All layers of one shape have the same density. A layer without entries has no zeros.
+    numbers = collections.Counter[tuple[int, ...]]()
+    for shape, pair in zip(shapes, pairs, strict=True):
+        numbers[shape] += count_copies(*pair) * (math.prod(shape) > 0)
+    numbers = +numbers
+    fractions: dict[tuple[int, ...], Any] = {}
+    if numbers:
+        kinds = sorted(numbers)
+        layers = np.array([numbers[shape] for shape in kinds])
+        sizes = np.array([math.prod(shape) for shape in kinds])
+        sums = np.array([max(sum(shape), 1) for shape in kinds])
+        total = int(layers @ sizes)
+        live = total - nearest_count(sparsity, total)
+        densities = _fill(live, layers * sizes, layers * sums)
+        if isinstance(live, jax.Array):
+            fractions = dict(zip(kinds, 1 - densities, strict=True))
+        else:
+            counts = _round_counts(live, densities, sizes, layers)
+            fractions = dict(zip(kinds, ((sizes - counts) / sizes).tolist(), strict=True))
+    return jax.tree.unflatten(structure, [fractions.get(shape, 0.0) for shape in shapes])
+
+
+def _round_counts(
+    live: int, densities: np.ndarray, sizes: np.ndarray, layers: np.ndarray
+) -> np.ndarray:
+    """Return the live entries of each kind of layer, rounded such that all layers have about `live`.
+
+    Entries left by rounding down go to the largest remainders, if they are enough for at least half of
+    the layers of this kind.
+    """
+    wanted = densities * sizes
+    counts = np.floor(wanted).astype(int)
+    left = live - int(layers @ counts)
+    for kind in np.argsort(np.round(counts - wanted, 6), kind="stable"):
+        if left > 0 and 2 * left >= layers[kind] and counts[kind] < sizes[kind]:
+            counts[kind] += 1
+            left -= layers[kind]
+    return counts
 
 
 def _fill(live: int | jax.Array, sizes: np.ndarray, sums: np.ndarray) -> Any:
-    """Return the densities min(1, eps r) of leaves for a total number of live entries.
+    """Return the densities min(1, eps r) of kinds of layers for a total number of live entries.
 
-    The solution is found by water filling: leaves become dense in descending order of r = sum / size.
+    The solution is found by water filling: layers become dense in descending order of r = sum / size.
     """
     xp: Any = jnp if isinstance(live, jax.Array) else np
     dtype = np.float32 if xp is jnp else np.float64
     order = np.argsort(-(sums / sizes), kind="stable")
     size, rest = sizes[order], sums[order]
     ratio = (rest / size).astype(dtype)
-    # eps of a leaf assumes that all earlier leaves are dense; the first with eps r <= 1 is the solution.
+    # eps of a kind assumes that all earlier kinds are dense; the first with eps r <= 1 is the solution.
     dense = (np.cumsum(size) - size).astype(dtype)
     rest = (np.sum(rest) - np.cumsum(rest) + rest).astype(dtype)
     eps = (xp.asarray(live, dtype) - dense) / rest
@@ -368,7 +458,9 @@ def _fill(live: int | jax.Array, sizes: np.ndarray, sums: np.ndarray) -> Any:
     return densities[np.argsort(order)]
 
 
-def keep(name: str, codes: Any, sparsity: Any, scope: str, tree: Any, structure: Entries) -> Any:
+def keep(
+    name: str, codes: Any, sparsity: Any, scope: str, tree: Any, axes: Any, structure: Entries
+) -> Any:
     """Return the mask of the entries to keep.
 
     Args:
@@ -377,6 +469,7 @@ def keep(name: str, codes: Any, sparsity: Any, scope: str, tree: Any, structure:
       sparsity: The fraction of units to drop, or a tree of fractions; None for `NOfM`.
       scope: The entries that a fraction refers to.
       tree: Arrays with the shapes of the leaves.
+      axes: The `LeafAxes` of the leaves.
       structure: The units.
 
     Returns:
@@ -389,52 +482,68 @@ def keep(name: str, codes: Any, sparsity: Any, scope: str, tree: Any, structure:
     if isinstance(structure, NOfM):
         if sparsity is not None:
             raise ValueError(f"{name} must be None with {structure}, got {sparsity!r}.")
-        return jax.tree.map(structure.keep, codes)
-    groups = group_leaves(name, sparsity, scope, tree, structure)
-    units, treedef = jax.tree.flatten(codes)
-    # In each group of n units, the n - round(s n) units with the highest codes stay.
-    live = [size - zeros for size, zeros in zip(groups.sizes, groups.zeros, strict=True)]
+        return jax.tree.map(structure.keep, codes, axes)
     if scope == "unit":
-        kept = [_keep_in_each_unit(*pair) for pair in zip(units, live, strict=True)]
+        check_fits(INPUTS, tree, axes)
+    groups = group_leaves(name, sparsity, scope, tree, axes, structure)
+    units, treedef = jax.tree.flatten(codes)
+    # In each layer of n units, the n - round(s n) units with the highest codes stay.
+    if scope == "unit":
+        known = jax.tree.leaves(axes)
+        kept = [_keep_in_each_unit(*each) for each in zip(units, known, groups.live, strict=True)]
     else:
-        kept = keep_highest(units, groups.leaves, live)
-    return jax.tree.map(structure.spread, jax.tree.unflatten(treedef, kept), tree)
+        kept = keep_highest(units, groups.leaves, groups.of_layers(groups.live), groups.copies)
+    return jax.tree.map(structure.spread, jax.tree.unflatten(treedef, kept), tree, axes)
 
 
-def _keep_in_each_unit(codes: jax.Array, live: int | jax.Array) -> jax.Array:
+def _keep_in_each_unit(codes: jax.Array, axes: LeafAxes, live: int | jax.Array) -> jax.Array:
     """Return the mask of the highest inputs of each output unit; ties keep the earlier input."""
-    if not codes.size:
-        return jnp.ones_like(codes, bool)
-    # Each output unit is a slice at one index of the last axis
-    select = jax.vmap(lambda code: keep_highest([code], [[0]], [live])[0], in_axes=-1, out_axes=-1)
-    return select(jnp.atleast_1d(codes)).reshape(codes.shape)
+
+    def select(code: jax.Array) -> jax.Array:
+        return keep_highest([code], [[0]], [live])[0]
+
+    # The last mapping, of the last axis, is the first to take an axis away.
+    for axis in sorted(axes.batch_axis + axes.out_axis):
+        select = jax.vmap(select, in_axes=axis, out_axes=axis)
+    return select(codes) if codes.size else jnp.ones_like(codes, bool)
 
 
 def keep_highest(
     codes: Sequence[jax.Array],
     groups: Sequence[Sequence[int]],
     counts: Sequence[int | jax.Array] | jax.Array,
+    copies: Sequence[tuple[int, ...]] | None = None,
 ) -> list[jax.Array]:
-    """Return whether each entry is among the highest of its group; ties keep the earlier entry.
+    """Return whether each entry is among the highest of its layer; ties keep the earlier entry.
 
     Args:
       codes: Arrays of unsigned integers with the same dtype.
       groups: For each group, the indices of the arrays that are ranked together, in order. No array is
         in two groups.
-      counts: The number of entries of each group to keep, from 0 to the size of the group.
+      counts: The number of entries to keep of each layer of each group, from 0 to the size of the layer.
+      copies: For each array, the axes that count its layers; only an array alone in its group has any.
+        None if each array is one layer.
 
     Returns:
       Booleans shaped like the codes; True for arrays without a group.
 
     Raises:
-      ValueError: If a group has more entries than int32 can count.
+      ValueError: If a layer has more entries than int32 can count.
     """
-    sizes = [sum(codes[index].size for index in group) for group in groups]
+    copies = [()] * len(codes) if copies is None else copies
+    sizes = [sum(_layer_size(codes[index], copies[index]) for index in group) for group in groups]
     if max(sizes, default=0) > _LARGEST_INT32:
         raise ValueError(f"At most 2**31 - 1 entries can be ranked together, got {max(sizes)}.")
     if max(sizes, default=0) == 0:
         return [jnp.ones_like(code, bool) for code in codes]
-    return [*_select(list(codes), stack_counts(counts), tuple(map(tuple, groups)))]
+    static = tuple(map(tuple, groups)), tuple(map(tuple, copies))
+    return [*_select(list(codes), stack_counts(counts), *static)]
+
+
+def count_in_layers(flags: Sequence[jax.Array], copies: Sequence[tuple[int, ...]]) -> jax.Array:
+    """Return the number of flags in each layer of each array, as one vector of int32."""
+    counts = [_count(*pair) for pair in zip(flags, copies, strict=True)]
+    return jnp.concatenate(counts) if counts else jnp.zeros(0, jnp.int32)
 
 
 def stack_counts(counts: Sequence[int | jax.Array] | jax.Array) -> jax.Array:
@@ -444,63 +553,68 @@ def stack_counts(counts: Sequence[int | jax.Array] | jax.Array) -> jax.Array:
     return jnp.stack([jnp.asarray(k, jnp.int32) for k in counts])
 
 
-def sum_counts(counts: list[jax.Array]) -> jax.Array:
-    """Return the sum of counts, as one operation."""
-    return counts[0] if len(counts) == 1 else jnp.sum(jnp.stack(counts), dtype=jnp.int32)
-
-
 # The threshold is found bit by bit from the top: a bit stays if at least k codes reach the threshold
 # with this bit. On a mesh, each round sums one number per leaf, while a sort would gather all scores.
 # All calls outside jax.jit compile this function once. Counts and thresholds are vectors over all
 # groups, since a program with separate numbers would hold all of them during the work on each leaf.
-@functools.partial(jax.jit, static_argnames="groups")
+@functools.partial(jax.jit, static_argnames=("groups", "copies"))
 def _select(
-    codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
+    codes: list[jax.Array],
+    wanted: jax.Array,
+    groups: tuple[tuple[int, ...], ...],
+    copies: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:
-    sizes = [sum(codes[index].size for index in group) for group in groups]
     word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
-    axes = varying_axes(codes, wanted)
-    wanted = mark_varying(wanted, axes)
-    # List the leaves of all groups, each with its group and its first position in the group.
+    varying = varying_axes(codes, wanted)
+    wanted = mark_varying(wanted, varying)
+    # List the leaves of all groups, each with the numbers of its layers, and its first position.
     ranked = [index for group in groups for index in group]
-    owners = np.array([number for number, group in enumerate(groups) for _ in group])
-    starts = np.array(_starts([codes[index] for index in ranked], owners.tolist()), np.int32)
+    layers, starts, num_layers, largest = dict[int, Any](), dict[int, int](), 0, 0
+    for group in groups:
+        start, of_group = 0, np.arange(0)
+        for index in group:
+            of_group = num_layers + np.arange(_count_layers(codes[index], copies[index]))
+            layers[index], starts[index] = of_group, start
+            start += _layer_size(codes[index], copies[index])
+        num_layers, largest = num_layers + len(of_group), max(largest, start)
     # Small leaves of one type are stacked, because each leaf adds kernels to both loops.
-    stacks = [np.array(each) for each in group_alike([codes[index] for index in ranked])]
-    stacked = [_stack([codes[ranked[at]] for at in each]) for each in stacks]
-    places = [_places(starts[each], rows) for each, rows in zip(stacks, stacked, strict=True)]
+    stacks = [
+        _make_stack(codes, [of_kind[at] for at in alike], layers, starts, axes)
+        for axes, of_kind in _group_by_copies(ranked, copies).items()
+        for alike in group_alike([codes[index] for index in of_kind])
+    ]
 
-    # A scatter-add is used even if each group is one leaf: without such an operation, XLA on a CPU
+    # A scatter-add is used even if each layer is one leaf: without such an operation, XLA on a CPU
     # compiles a loop over small arrays as one function, which takes minutes for many leaves.
-    def count(sums: list[jax.Array]) -> jax.Array:
-        """Return the sum of each group, from the sums of the leaves of each stack."""
-        totals = mark_varying(jnp.zeros(len(groups), jnp.int32), axes)
-        of_leaves = jnp.concatenate(mark_varying(sums, axes))
-        return totals.at[owners[np.concatenate(stacks)]].add(of_leaves)
+    def count(flags: list[jax.Array]) -> jax.Array:
+        """Return the number of flags of each layer, from the flags of each stack."""
+        totals = mark_varying(jnp.zeros(num_layers, jnp.int32), varying)
+        sums = [_count(each, stack.copies) for each, stack in zip(flags, stacks, strict=True)]
+        of_leaves = jnp.concatenate(mark_varying(sums, varying))
+        return totals.at[np.concatenate([stack.layers for stack in stacks])].add(of_leaves)
 
     # t is the code of the k-th highest entry, the largest code that at least k codes reach.
     def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
-        pairs = zip(stacks, stacked, strict=True)
-        reached = count([_count(rows >= _align(candidate[owners[at]], rows)) for at, rows in pairs])
+        reached = count([stack.rows >= stack.align(candidate) for stack in stacks])
         return jnp.where(reached >= wanted, candidate, t)
 
-    none = mark_varying(jnp.zeros(len(groups), word), axes)
+    none = mark_varying(jnp.zeros(num_layers, word), varying)
     t = jax.lax.fori_loop(0, bits, find_threshold, none)
 
     # Entries equal to t are kept if they are before the position e.
     def keep(t: jax.Array, e: jax.Array) -> list[jax.Array]:
-        kept = []
-        for at, rows, place in zip(stacks, stacked, places, strict=True):
-            threshold, end = (_align(each[owners[at]], rows) for each in (t, e))
-            kept.append((rows > threshold) | ((rows == threshold) & (place < end)))
-        return kept
+        return [
+            (stack.rows > stack.align(t))
+            | ((stack.rows == stack.align(t)) & (stack.place < stack.align(e)))
+            for stack in stacks
+        ]
 
-    num_bits = max(sizes).bit_length()
+    num_bits = largest.bit_length()
 
     def find_end(step: jax.Array, e: jax.Array) -> jax.Array:
         candidate = e | (jnp.ones([], jnp.int32) << (num_bits - 1 - step))
-        kept = count([_count(each) for each in keep(t, candidate)])
+        kept = count(keep(t, candidate))
         return jnp.where(kept <= wanted, candidate, e)
 
     e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
@@ -508,9 +622,11 @@ def _select(
     t = jnp.where(wanted > 0, t, ~jnp.zeros_like(t))
     e = jnp.where(wanted > 0, e, 0)
     chosen = {
-        ranked[at]: row
-        for each, kept in zip(stacks, keep(t, e), strict=True)
-        for at, row in zip(each, unstack(kept) if len(each) > 1 else [kept[0]], strict=True)
+        index: row
+        for stack, kept in zip(stacks, keep(t, e), strict=True)
+        for index, row in zip(
+            stack.leaves, unstack(kept) if len(stack.leaves) > 1 else [kept[0]], strict=True
+        )
     }
     return [
         shard_like(chosen[index], code) if index in chosen else jnp.ones_like(code, bool)
@@ -518,37 +634,76 @@ def _select(
     ]
 
 
-def _stack(leaves: list[jax.Array]) -> jax.Array:
+class _Stack(NamedTuple):
+    """Leaves of one type, which are worked on together.
+
+    Attributes:
+      leaves: The indices of the leaves.
+      rows: The leaves, stacked along the first axis.
+      copies: The axes of the stack that count layers: the first axis, and the copies of each leaf.
+      layers: The number of each layer, in the order of these axes.
+      place: The position of each entry among the entries that are ranked together.
+    """
+
+    leaves: list[int]
+    rows: jax.Array
+    copies: tuple[int, ...]
+    layers: np.ndarray[Any, Any]
+    place: jax.Array
+
+    def align(self, numbers: jax.Array) -> jax.Array:
+        """Return a number for each layer of the stack, which broadcasts against the stack."""
+        shape = [n if axis in self.copies else 1 for axis, n in enumerate(self.rows.shape)]
+        return numbers[self.layers].reshape(shape)
+
+
+def _make_stack(
+    codes: list[jax.Array],
+    leaves: list[int],
+    layers: dict[int, Any],
+    starts: dict[int, int],
+    copies: tuple[int, ...],
+) -> _Stack:
     # Otherwise, XLA would compile one kernel that computes the codes of all leaves.
-    return jnp.stack(computed_once(leaves)) if len(leaves) > 1 else leaves[0][None]
-
-
-def _count(flags: jax.Array) -> jax.Array:
-    """Return the number of flags in each row of a stack."""
-    return jnp.sum(flags, axis=range(1, flags.ndim), dtype=jnp.int32)
-
-
-def _align(numbers: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return a number for each row of a stack, which broadcasts against the stack."""
-    return jnp.expand_dims(numbers, range(1, rows.ndim))
-
-
-def _starts(codes: list[jax.Array], owners: list[int]) -> list[int]:
-    """Return the position of each leaf's first entry within its group."""
-    ends, starts = dict.fromkeys(owners, 0), []
-    for code, owner in zip(codes, owners, strict=True):
-        starts.append(ends[owner])
-        ends[owner] += code.size
-    return starts
-
-
-def _places(starts: np.ndarray[Any, Any], rows: jax.Array) -> jax.Array:
-    """Return the position of each entry in C order, from the first position of each row of a stack."""
+    chosen = [codes[index] for index in leaves]
+    rows = jnp.stack(computed_once(chosen)) if len(chosen) > 1 else chosen[0][None]
+    apart = (0, *(axis + 1 for axis in copies))
+    # Positions are in C order, from the first position of each leaf.
     place, stride = jnp.zeros(rows.shape, jnp.int32), 1
     for axis in reversed(range(1, rows.ndim)):
-        place += stride * jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis)
-        stride *= rows.shape[axis]
-    return shard_like(place + _align(jnp.asarray(starts), place), rows)
+        if axis not in apart:
+            place += stride * jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis)
+            stride *= rows.shape[axis]
+    first = jnp.asarray([starts[index] for index in leaves], jnp.int32)
+    place = shard_like(place + jnp.expand_dims(first, range(1, rows.ndim)), rows)
+    return _Stack(leaves, rows, apart, np.concatenate([layers[index] for index in leaves]), place)
+
+
+def _group_by_copies(
+    leaves: list[int], copies: tuple[tuple[int, ...], ...]
+) -> dict[tuple[int, ...], list[int]]:
+    """Return the leaves whose layers are counted by the same axes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index in leaves:
+        groups.setdefault(copies[index], []).append(index)
+    return groups
+
+
+def _count(flags: jax.Array, copies: tuple[int, ...]) -> jax.Array:
+    """Return the number of flags in each layer, in the order of the axes of copies."""
+    inside = [axis for axis in range(flags.ndim) if axis not in copies]
+    counts = jnp.sum(flags, axis=inside, dtype=jnp.int32)
+    sharding = explicit_sharding(counts)
+    return (unshard(counts) if sharding and any(sharding.spec) else counts).ravel()
+
+
+def _count_layers(leaf: Any, copies: tuple[int, ...]) -> int:
+    return math.prod(leaf.shape[axis] for axis in copies)
+
+
+def _layer_size(leaf: Any, copies: tuple[int, ...]) -> int:
+    """Return the number of entries of each layer of an array."""
+    return math.prod(n for axis, n in enumerate(leaf.shape) if axis not in copies)
 
 
 def select_masked(name: str, tree: Any, mask: Any) -> Any:

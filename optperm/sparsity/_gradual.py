@@ -3,12 +3,14 @@
 M. Zhu and S. Gupta, "To prune, or not to prune", arXiv 1710.01878.
 """
 
+import functools
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks
 from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, any_nonzero, place_like
@@ -22,14 +24,13 @@ from optperm.sparsity._choice import (
     Groups,
     Include,
     Scope,
+    count_in_layers,
+    find_axes,
     group_leaves,
     include_leaves,
     keep_highest,
     nearest_count,
     order_codes,
-    resolve_include,
-    stack_counts,
-    sum_counts,
 )
 from optperm.sparsity._sparse_state import (
     SparseState,
@@ -56,12 +57,14 @@ def prune_gradually(
     scope: Scope = "erk",
     include: Include | None = None,
     structure: Structure | None = None,
+    axes: Any = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train with an optimizer while the sparsity rises to its final value.
 
-    Finally, Z of n entries of each leaf, or of all leaves together, are zero. Step :math:`t = 0, 1, ...`
-    uses a ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of `inner`:
+    Finally, Z of n entries of each layer, or of all leaves together, are zero. Step
+    :math:`t = 0, 1, ...` uses a ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of
+    `inner`:
 
     .. math::
       \text{if } t \bmod \text{every} = 0:\quad &
@@ -90,6 +93,7 @@ def prune_gradually(
       include: The leaves to prune, as in `optperm.sparsity.prune`.
       structure: `optperm.sparsity.Blocks` or `optperm.sparsity.Units`, to prune and count groups of
         entries. None for individual entries.
+      axes: What each leaf is, as in `optperm.sparsity.prune`.
       axis_name: The mapped axis over which scores are averaged when the mask changes, for replicas whose
         params or gradients differ. None if they agree.
 
@@ -131,10 +135,10 @@ def prune_gradually(
       TypeError: If `inner` is not a transformation, a sparsity or the ramp is not a number, or a
         parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if no leaf is included although `sparsity` is not 0; if
-        the state was made with another `criterion`, `include`, `scope` or `structure`; if a structure
-        does not fit a leaf; if `inner` sets exact params or keeps averages of params
-        (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`); if `axis_name` is
-        not bound in `update`; or if trees do not match.
+        the state was made with other `axes`, or another `criterion`, `include`, `scope` or `structure`;
+        if `axes` does not fit the params; if a structure does not fit a leaf; if `inner` sets exact
+        params or keeps averages of params (`optax.contrib.schedule_free`, `optax.contrib.mechanize`,
+        `optax.lookahead`); if `axis_name` is not bound in `update`; or if trees do not match.
 
     References:
       Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
@@ -154,10 +158,13 @@ def prune_gradually(
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> SparseState:
-        mask = make_masks(include_leaves(include, params, fractions=sparsity))
-        check_fits(units, mask)
-        groups = group_leaves("sparsity", sparsity, scope, mask, units)
-        none = varying_zeros(mask, jnp.int32, (len(groups.leaves),))
+        taken, known = include_leaves(include, axes, params, fractions=sparsity)
+        if include is None:
+            warn_of_others("prune_gradually", params, axes)
+        mask = make_masks(taken)
+        check_fits(units, mask, known)
+        groups = group_leaves("sparsity", sparsity, scope, mask, known, units)
+        none = varying_zeros(mask, jnp.int32, (sum(groups.layers),))
         scores = None
         if criterion == "movement":
             scores = jax.tree.map(_make_zeros, mask_like(params, mask))
@@ -169,7 +176,7 @@ def prune_gradually(
             mask=mask,
             inner_state=inner_state,
             scores=scores,
-            zeros=ZeroCounts(asked=stack_counts(groups.zeros), found=none, aimed=none),
+            zeros=ZeroCounts(asked=groups.of_layers(groups.zeros), found=none, aimed=none),
         )
 
     def update(
@@ -181,28 +188,10 @@ def prune_gradually(
             # S <- S - w g where m
             scores = jax.tree.map(_accumulate, scores, mask, w, g)
 
-        # s = |w|, |w g| or S, at the params before the step
-        def rank() -> Any:
-            wide = accumulation_dtype(w)
-            if criterion == "magnitude":
-                ranked = jax.tree.map(lambda p: jnp.abs(jnp.asarray(p, wide)), w)
-            elif criterion == "saliency":
-                ranked = jax.tree.map(
-                    lambda p, d: jnp.abs(jnp.asarray(p, wide) * jnp.asarray(d, wide)), w, g
-                )
-            else:
-                # The scores are S, or NaN where the gradient is not finite
-                ranked = jax.tree.map(
-                    lambda s, d: jnp.where(jnp.isfinite(d), s, jnp.nan), scores, g
-                )
-            # Replicas must rank the same scores, so that their masks agree.
-            if axis_name is None:
-                return ranked
-            return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
-
         # m <- the n - round(r_t Z) highest of s where m
-        groups = group_leaves("sparsity", sparsity, scope, mask, units)
-        asked = stack_counts(groups.zeros)
+        known = mask_like(find_axes(axes, params), mask)
+        groups = group_leaves("sparsity", sparsity, scope, mask, known, units)
+        asked = groups.of_layers(groups.zeros)
         before: Any = state.zeros
         check_not_lowered(before, asked)
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
@@ -210,11 +199,14 @@ def prune_gradually(
 
         # Scores are computed only if the ramp needs more zeros than there are.
         def shrink() -> Any:
-            has_more = jnp.any(zeros > _count_zeros(mask, groups, units))
+            rank = functools.partial(_rank, criterion, w, g, scores, axis_name)
+            has_more = jnp.any(zeros > _count_zeros(mask, known, groups, units))
             new = cond(
-                has_more, lambda: _keep_highest(mask, groups, zeros, units, rank()), lambda: mask
+                has_more,
+                lambda: _keep_highest(mask, known, groups, zeros, units, rank()),
+                lambda: mask,
             )
-            found = jnp.minimum(_count_zeros(new, groups, units), asked)
+            found = jnp.minimum(_count_zeros(new, known, groups, units), asked)
             return new, ZeroCounts(asked, found, jnp.maximum(before.aimed, zeros))
 
         is_multiple = state.count % jnp.asarray(every, jnp.int32) == 0
@@ -231,19 +223,34 @@ def prune_gradually(
             zeros=counts,
         )
 
-    def shape_arguments(params: Params) -> dict[str, Any]:
-        return sparse_arguments(
-            resolve_include(include, params), criterion=criterion, scope=scope, structure=structure
-        )
-
     return transformation(
         init,
         update,
         method="prune_gradually",
         like=lambda state: state.mask,
         axis_name=axis_name,
-        shape_arguments=shape_arguments,
+        shape_arguments=functools.partial(
+            sparse_arguments, include, axes, criterion=criterion, scope=scope, structure=structure
+        ),
     )
+
+
+def _rank(criterion: str, w: Any, g: Any, scores: Any, axis_name: AxisName | None) -> Any:
+    """Return s = |w|, |w g| or S, at the params before the step."""
+    wide = accumulation_dtype(w)
+    if criterion == "magnitude":
+        ranked = jax.tree.map(lambda p: jnp.abs(jnp.asarray(p, wide)), w)
+    elif criterion == "saliency":
+        ranked = jax.tree.map(
+            lambda p, d: jnp.abs(jnp.asarray(p, wide) * jnp.asarray(d, wide)), w, g
+        )
+    else:
+        # The scores are S, or NaN where the gradient is not finite
+        ranked = jax.tree.map(lambda s, d: jnp.where(jnp.isfinite(d), s, jnp.nan), scores, g)
+    # Replicas must rank the same scores, so that their masks agree.
+    if axis_name is None:
+        return ranked
+    return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
 
 
 def _make_zeros(p: jax.Array) -> jax.Array:
@@ -257,32 +264,37 @@ def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.A
     return jnp.where(m & jnp.isfinite(product), s - product, s)
 
 
-def _live_units(mask: Any, structure: Entries) -> list[jax.Array]:
+def _live_units(mask: Any, known: Any, structure: Entries) -> list[jax.Array]:
     """Return whether each unit has a live entry, for each leaf."""
     return [
-        m if structure is ENTRIES else structure.pool(m.astype(jnp.float32)) > 0
-        for m in jax.tree.leaves(mask)
+        m if structure is ENTRIES else structure.pool(m.astype(jnp.float32), own) > 0
+        for m, own in zip(jax.tree.leaves(mask), jax.tree.leaves(known), strict=True)
     ]
 
 
-def _count_zeros(mask: Any, groups: Groups, structure: Entries) -> jax.Array:
-    """Return the number of units without a live entry in each group."""
-    zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
-    return stack_counts([sum_counts([zeros[index] for index in each]) for each in groups.leaves])
+def _count_zeros(mask: Any, known: Any, groups: Groups, structure: Entries) -> jax.Array:
+    """Return the number of units without a live entry in each layer of each group."""
+    dead = [~live for live in _live_units(mask, known, structure)]
+    zeros = count_in_layers(dead, groups.copies)
+    # The layers of one group of all leaves are ranked together.
+    return zeros if len(zeros) == sum(groups.layers) else jnp.sum(zeros, keepdims=True)
 
 
 def _keep_highest(
-    mask: Any, groups: Groups, zeros: jax.Array, structure: Entries, scores: Any
+    mask: Any, known: Any, groups: Groups, zeros: jax.Array, structure: Entries, scores: Any
 ) -> Any:
-    """Return the mask of live entries after each group gets the given number of zero units."""
+    """Return the mask of live entries after each layer gets the given number of zero units."""
     leaves, treedef = jax.tree.flatten(mask)
-    units = _live_units(mask, structure)
+    axes = jax.tree.leaves(known)
+    units = _live_units(mask, known, structure)
     # Nonfinite scores would be ranked by their positions, and so would scores that are all 0.
     of_live = zero_dead(mask, scores)
     zeros = jnp.where(all_finite(of_live) & any_nonzero(of_live), zeros, 0)
     # A dead unit has code 0 and stays dead, because all codes of live units are above 0.
-    codes = [order_codes(structure.pool(s)) for s in jax.tree.leaves(scores)]
+    pairs = zip(jax.tree.leaves(scores), axes, strict=True)
+    codes = [order_codes(structure.pool(s, own)) for s, own in pairs]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]
-    kept = keep_highest(codes, groups.leaves, stack_counts(groups.sizes) - zeros)
-    kept = [m & structure.spread(k, m) for m, k in zip(leaves, kept, strict=True)]
+    live = groups.of_layers(groups.sizes) - zeros
+    kept = keep_highest(codes, groups.leaves, live, groups.copies)
+    kept = [m & structure.spread(k, m, own) for m, k, own in zip(leaves, kept, axes, strict=True)]
     return jax.tree.unflatten(treedef, kept)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks
 from optperm.core.dtypes import place_like
 from optperm.core.fingerprints import UNSET, check_not_stacked
@@ -44,7 +45,7 @@ from optperm.sparsity._choice import (
 from optperm.sparsity._sparse_state import (
     SparseState,
     describe_removed,
-    find_removed,
+    find_removed_layers,
     zero_dead,
 )
 from optperm.sparsity._structures import ENTRIES, Structure, as_structure
@@ -246,16 +247,21 @@ def prune(
     key: int | jax.Array | None = None,
     include: Include | None = None,
     structure: Structure | None = None,
+    axes: Any = None,
 ) -> tuple[Params, Any]:
     r"""Set a fraction of the weights to zero, and mask them to keep them zero.
 
     For the sparsity p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` entries with the highest scores
     out of n stay. The scores are :math:`|w|`, or `scores` with their signs. Ties keep the earlier entry,
     and NaN ranks above all numbers, so the count is exact for any scores. `scope` determines the n
-    entries. `"erk"` and `"leaf"` rank the entries of each leaf; `"erk"` uses a p for each leaf from
+    entries. `"erk"` and `"leaf"` rank the entries of each layer; `"erk"` uses a p for each leaf from
     `optperm.sparsity.erk_sparsity`, and `"leaf"` the same p for all leaves. `"global"` ranks the entries
-    of all leaves together. `"unit"` ranks the inputs of each output unit, a slice at one index of the
-    last axis. With a structure, n counts units instead of entries.
+    of all leaves together. `"unit"` ranks the inputs of each output of each layer. With a structure, n
+    counts units instead of entries.
+
+    Only kernels are pruned by default, as `optperm.leaf_axes` finds them: embeddings, scales, biases and
+    leaves whose axes are not known stay dense. Each layer of a stacked leaf, expert or other copy is a
+    layer of its own, so a scanned model is pruned like the unrolled model.
 
     The ranking includes masked entries, which stay masked: masks accumulate. Pruned entries have the
     lowest magnitude, so pruning 0.5 and then 0.6 leaves a fraction of 0.4. A frozen weight is set to
@@ -283,10 +289,13 @@ def prune(
       key: The random key for `"random"`: an int or a `jax.random.key`. All replicas need the same key.
         `"magnitude"` ignores the key.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree, or a
-        function from params to such a tree. None for all leaves of rank 2 or higher. The function gets
-        params without boxes of Flax, so its paths are as in "layer/kernel".
+        function from params to such a tree. None for all kernels. The function gets params without boxes
+        of Flax, so its paths are as in "layer/kernel".
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
+      axes: What each leaf is: a tree like params of `optperm.LeafAxes`,
+        `optax.contrib.GaLoreDimensionNumbers` for kernels, and None for leaves that stay dense, or a
+        function from params to such a tree. None for `optperm.leaf_axes`.
 
     Returns:
       The params with 0.0 (never -0.0) for pruned entries, and the optimizer state with the masks. Both
@@ -315,10 +324,10 @@ def prune(
     Raises:
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `sparsity` is out of range, or is not 0 for a leaf that is not included; if
-        `criterion` or `scope` is unknown; if `key` is missing; if a tree does not match the masks; if a
-        structure does not fit a leaf; if no leaf is included although `sparsity` is not 0; if there is
-        not exactly one state with masks; or if `opt_state` is a stack of states outside `jax.vmap` and
-        `sparsity` is not 0.
+        `criterion` or `scope` is unknown; if `key` is missing; if a tree does not match the masks; if
+        `axes` does not fit the params; if a structure or scope "unit" does not fit a leaf; if no leaf is
+        included although `sparsity` is not 0; if there is not exactly one state with masks; or if
+        `opt_state` is a stack of states outside `jax.vmap` and `sparsity` is not 0.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
@@ -339,18 +348,21 @@ def prune(
     units = as_structure(structure)
     if not is_zero(sparsity):
         check_not_stacked("prune", state)
-    taken = include_leaves(include, state.mask, plain, fractions=sparsity)
+    taken, known = include_leaves(include, axes, state.mask, params, fractions=sparsity)
+    if include is None and not is_zero(sparsity):
+        warn_of_others("prune", params, axes)
     if criterion == "random":
-        codes = draw_codes(state.mask, taken, units, key)
+        codes = draw_codes(state.mask, taken, known, units, key)
     else:
         if scores is None:
             ranked = jax.tree.map(jnp.abs, widen_scores("params", weights, state.mask))
         else:
             ranked = widen_scores("scores", scores, state.mask)
-        codes = encode_scores(mask_like(ranked, taken), units)
-    kept = _keep_all_else(keep("sparsity", codes, sparsity, scope, taken, units), state.mask)
+        codes = encode_scores(mask_like(ranked, taken), known, units)
+    kept = keep("sparsity", codes, sparsity, scope, taken, known, units)
+    kept = _keep_all_else(kept, state.mask)
     if scope == "global":
-        _warn_of_removed(mask_like(kept, taken))
+        _warn_of_removed(mask_like(kept, taken), known)
     # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
     new = state._replace(mask=mask)
@@ -375,6 +387,7 @@ def freeze(
     scope: UnitScope = "erk",
     key: int | jax.Array | None = None,
     include: Include | None = None,
+    axes: Any = None,
 ) -> Any:
     r"""Mask a fraction of the weights to keep them at their values.
 
@@ -398,6 +411,7 @@ def freeze(
         Other criteria ignore the key.
       include: The leaves to freeze, as in `optperm.sparsity.prune`. A function receives the masks, which
         have the structure and shapes of the params.
+      axes: What each leaf is, as in `optperm.sparsity.prune`. None for `optperm.leaf_axes` of the masks.
 
     Returns:
       The optimizer state with the new masks, with the same structure, shapes and dtypes.
@@ -416,9 +430,9 @@ def freeze(
       TypeError: If a fraction is not a number, or scores do not have a real floating dtype.
       ValueError: If `fraction` is out of range, or is not 0 for a leaf that is not included; if no leaf
         is included although `fraction` is not 0; if `criterion` or `scope` is unknown; if `scores` or
-        `key` is missing; if a tree does not match the masks; if there is not exactly one state of
-        `mask_elements`, or of a preconditioner if the criterion needs one; or if `opt_state` is a stack
-        of states outside `jax.vmap`.
+        `key` is missing; if a tree does not match the masks, or `axes` does not fit them; if there is
+        not exactly one state of `mask_elements`, or of a preconditioner if the criterion needs one; or
+        if `opt_state` is a stack of states outside `jax.vmap`.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -430,9 +444,11 @@ def freeze(
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
     if not is_zero(fraction):
         check_not_stacked("freeze", state)
-    taken = include_leaves(include, state.mask, name="fraction", fractions=fraction)
+    taken, known = include_leaves(include, axes, state.mask, name="fraction", fractions=fraction)
+    if include is None and not is_zero(fraction):
+        warn_of_others("freeze", state.mask, axes)
     if criterion == "random":
-        codes = draw_codes(state.mask, taken, ENTRIES, key)
+        codes = draw_codes(state.mask, taken, known, ENTRIES, key)
     else:
         if scores is None:
             raise ValueError(
@@ -449,8 +465,9 @@ def freeze(
             grads = preconditioner.preconditioned(without_variables(scores))
             name = "the preconditioned scores"
         ranked = jax.tree.map(jnp.abs, widen_scores(name, grads, state.mask))
-        codes = encode_scores(mask_like(ranked, taken), ENTRIES)
-    kept = _keep_all_else(keep("fraction", codes, fraction, scope, taken, ENTRIES), state.mask)
+        codes = encode_scores(mask_like(ranked, taken), known, ENTRIES)
+    kept = keep("fraction", codes, fraction, scope, taken, known, ENTRIES)
+    kept = _keep_all_else(kept, state.mask)
     new = state._replace(mask=jax.tree.map(_intersect, state.mask, kept))
     return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
 
@@ -494,12 +511,13 @@ def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
     return state
 
 
-def _warn_of_removed(kept: Any) -> None:
-    """Warn, outside `jax.jit`, about leaves of which nothing is kept, unless nothing is to be kept."""
-    if not all(map(can_be_seen, jax.tree.leaves(kept))):
+def _warn_of_removed(kept: Any, known: Any) -> None:
+    """Warn, outside `jax.jit`, about layers of which nothing is kept, unless nothing is to be kept."""
+    leaves = jax.tree.leaves(kept)
+    if not all(map(can_be_seen, leaves)):
         return
-    removed = find_removed(kept)
-    if removed and len(removed) < len(jax.tree.leaves(kept)):
+    removed = find_removed_layers(kept, known)
+    if removed and any(map(jnp.any, leaves)):
         warnings.warn(describe_removed(removed), UserWarning, stacklevel=3)
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks, noise
 from optperm.core.control import cond
-from optperm.core.dtypes import accumulation_dtype, all_finite, any_nonzero, cast_like
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import make_key
 from optperm.core.mapped_axes import AxisName, varying_zeros
 from optperm.core.schedules import resolve_schedule
@@ -24,12 +25,13 @@ from optperm.core.transformation import transformation
 from optperm.core.trees import is_masked, mask_like
 from optperm.sparsity._choice import (
     Include,
+    count_in_layers,
+    find_axes,
     group_leaves,
     include_leaves,
     keep_highest,
     nearest_count,
     order_codes,
-    resolve_include,
     stack_counts,
 )
 from optperm.sparsity._sparse_state import (
@@ -54,13 +56,14 @@ def rigl(
     drop_fraction: optax.ScalarOrSchedule = 0.3,
     grow: Grow = "gradient",
     include: Include | None = None,
+    axes: Any = None,
     skip_step: bool = False,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train a sparse network, and periodically move weights to entries with large gradients.
 
     The first mask is random. In each step t with :math:`t \bmod \text{every} = 0` and :math:`0 < t < T`,
-    :math:`k = \lfloor \alpha_t n + \tfrac12 \rfloor` of the n live weights of each leaf move:
+    :math:`k = \lfloor \alpha_t n + \tfrac12 \rfloor` of the n live weights of each layer move:
 
     .. math::
       \text{kept} &= \text{the } n - k \text{ live entries with the highest } |\theta| \\
@@ -70,10 +73,10 @@ def rigl(
 
     A weight that is dropped and grown in the same step keeps its value and its state. Other grown
     weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
-    gradients and params with zeros for dead entries. Each leaf keeps its number of live weights. With
+    gradients and params with zeros for dead entries. Each layer keeps its number of live weights. With
     `grow="random"`, grown entries are random (SET). With `drop_fraction=0`, the mask never changes. With
-    `grow="gradient"`, no mask changes in a step with a nonfinite gradient. The mask of a leaf does not
-    change in a step in which all its gradients are 0, as for a batch of padding.
+    `grow="gradient"`, no mask changes in a step with a nonfinite gradient. The mask of a layer does
+    not change in a step in which all its gradients are 0, as for a batch of padding.
 
     Args:
       inner: Any optimizer whose state consists of trees like params, scalars, counts, keys and, as in
@@ -91,6 +94,7 @@ def rigl(
       drop_fraction: :math:`\alpha`, in [0, 1], or a schedule of :math:`\alpha_t` itself.
       grow: `"gradient"` or `"random"`.
       include: The leaves that are sparse, as in `optperm.sparsity.prune`.
+      axes: What each leaf is, as in `optperm.sparsity.prune`.
       skip_step: Whether a step that changes the mask leaves live weights and the state of `inner`
         unchanged, as in the paper's code.
       axis_name: The mapped axis over which :math:`|\theta|` and :math:`|g|` are averaged when the mask
@@ -116,7 +120,7 @@ def rigl(
     Notes:
       RigL needs the gradient of all entries. `jax.grad` computes this gradient, because dead weights are
       ordinary zeros in the params. Do not multiply by a mask in the model: the gradients of dead weights
-      would then be zero, and RigL would regrow the first entries of each leaf. To average gradients over
+      would then be zero, and RigL would regrow the first entries of a layer. To average gradients over
       batches, put `optax.MultiSteps` outside.
 
       The params are dense until the first update. To make the params sparse earlier, call
@@ -135,8 +139,9 @@ def rigl(
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if no leaf is included although `sparsity` is not 0; if
-        the state was made with another `include` or `sparsity`; if a state of `inner` is not like
-        params; if `axis_name` is not bound in `update`; or if trees do not match.
+        the state was made with other `axes`, or another `include` or `sparsity`; if `axes` does not fit
+        the params; if a state of `inner` is not like params; if `axis_name` is not bound in `update`; or
+        if trees do not match.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
@@ -158,13 +163,9 @@ def rigl(
 
     def init(params: Params) -> SparseState:
         raw = jax.random.bits(make_key(key), (2,), jnp.uint32)
-        mask = make_masks(include_leaves(include, params, fractions=sparsity))
-        leaves, treedef = jax.tree.flatten(mask)
-        groups = group_leaves("sparsity", sparsity, "erk", mask)
-        counts = [size - zeros for size, zeros in zip(groups.sizes, groups.zeros, strict=True)]
-        # The first mask uses the random bits of step 0, in which no weight grows.
-        codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
-        kept = keep_highest(codes, groups.leaves, counts)
+        mask = _draw_masks(include, axes, sparsity, raw, params)
+        if include is None:
+            warn_of_others("rigl", params, axes)
         inner_state = optimizer.init(params)
         check_places_nothing(inner_state)
         if (unlike := _find_unlike_params(inner_state, mask, params)) is not None:
@@ -175,7 +176,7 @@ def rigl(
             )
         return SparseState(
             count=jnp.zeros([], jnp.int32),
-            mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
+            mask=mask,
             inner_state=inner_state,
             key=raw,
             unmoved=varying_zeros(mask, jnp.int32) + int(not is_static),
@@ -187,6 +188,8 @@ def rigl(
         t, before = state.count, state.mask
         last = jnp.asarray(end, jnp.int32)
         still: Any = state.unmoved
+        known = jax.tree.leaves(mask_like(find_axes(axes, params), before))
+        copies = [own.batch_axis for own in known]
         # w where m, else 0; where m is False, the state of `inner` is the initial state
         live = zero_dead(before, params)
         inner_state = _restart_dead(optimizer, before, state.inner_state, live)
@@ -200,11 +203,11 @@ def rigl(
             # m <- kept (by |w|) and grown (by |g|, or at random)
             w, g = _compute_magnitudes(before, params, grads, axis_name)
             if grow == "random":
-                new = _move(before, w, _draw_codes(before, state.key, t), alpha)
+                new = _move(before, copies, w, _draw_codes(before, state.key, t), alpha)
             else:
-                # Nonfinite gradients would be ranked by their positions, and so would a leaf's zeros.
-                alpha = jnp.where(all_finite(g) & _have_nonzero(g), alpha, 0)
-                new = _move(before, w, [order_codes(x) for x in g], alpha)
+                # Nonfinite gradients would be ranked by their positions, and so would a layer's zeros.
+                alpha = jnp.where(all_finite(g) & _have_nonzero(g, copies), alpha, 0)
+                new = _move(before, copies, w, [order_codes(x) for x in g], alpha)
             return new, jnp.where(_are_equal(new, before), still, 0)
 
         # The condition depends only on the count, the same on all replicas, so selections stay rare.
@@ -235,19 +238,34 @@ def rigl(
         method="rigl",
         like=lambda state: state.mask,
         axis_name=axis_name,
-        shape_arguments=functools.partial(_shape_arguments, include, sparsity),
+        shape_arguments=functools.partial(_shape_arguments, include, axes, sparsity),
     )
 
 
-def _have_nonzero(leaves: list[jax.Array]) -> jax.Array:
-    """Return for each leaf whether it has an entry that is not zero."""
-    return jnp.array([any_nonzero(leaf) for leaf in leaves], bool)
+def _have_nonzero(leaves: list[jax.Array], copies: list[tuple[int, ...]]) -> jax.Array:
+    """Return for each layer whether it has an entry that is not zero."""
+    return count_in_layers([leaf != 0 for leaf in leaves], copies) > 0
 
 
-def _shape_arguments(include: Include | None, sparsity: Any, params: Params) -> dict[str, Any]:
-    taken = include_leaves(include, params, fractions=sparsity)
-    zeros = group_leaves("sparsity", sparsity, "erk", taken).zeros
-    return sparse_arguments(resolve_include(include, params), sparsity=zeros)
+def _shape_arguments(
+    include: Include | None, axes: Any, sparsity: Any, params: Params
+) -> dict[str, Any]:
+    taken, known = include_leaves(include, axes, params, fractions=sparsity)
+    zeros = group_leaves("sparsity", sparsity, "erk", taken, known).zeros
+    return sparse_arguments(include, axes, params, sparsity=zeros)
+
+
+def _draw_masks(
+    include: Include | None, axes: Any, sparsity: Any, raw: jax.Array, params: Params
+) -> Any:
+    """Return a random mask for each included leaf, with the number of zeros of each layer."""
+    taken, known = include_leaves(include, axes, params, fractions=sparsity)
+    leaves, treedef = jax.tree.flatten(make_masks(taken))
+    groups = group_leaves("sparsity", sparsity, "erk", taken, known)
+    # The first mask uses the random bits of step 0, in which no weight grows.
+    codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
+    kept = keep_highest(codes, groups.leaves, groups.of_layers(groups.live), groups.copies)
+    return jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)])
 
 
 def _are_equal(new: Any, old: Any) -> jax.Array:
@@ -279,20 +297,24 @@ def _draw(raw: Any, t: jax.Array, *, shapes: tuple[tuple[int, ...], ...]) -> lis
 
 
 def _move(
-    mask: Any, magnitudes: list[jax.Array], grow_codes: list[jax.Array], alpha: jax.Array
+    mask: Any,
+    copies: list[tuple[int, ...]],
+    magnitudes: list[jax.Array],
+    grow_codes: list[jax.Array],
+    alpha: jax.Array,
 ) -> Any:
-    """Return the mask of kept and grown entries, with as many live entries in each leaf as before."""
+    """Return the mask of kept and grown entries, with as many live entries in each layer as before."""
     leaves, treedef = jax.tree.flatten(mask)
     alone = [[index] for index in range(len(leaves))]
-    live = stack_counts([jnp.sum(m, dtype=jnp.int32) for m in leaves])
+    live = count_in_layers(leaves, copies)
     moving = jnp.asarray(nearest_count(alpha, live))
     # kept: the n - k live entries with the highest |w|; dead entries have code 0, below all live codes.
     codes = [order_codes(w) for w in magnitudes]
     codes = [jnp.where(m, c, jnp.zeros_like(c)) for m, c in zip(leaves, codes, strict=True)]
-    kept = keep_highest(codes, alone, live - moving)
+    kept = keep_highest(codes, alone, live - moving, copies)
     # grown: the k entries with the highest |g| that are not kept, including dropped entries.
     codes = [jnp.where(m, jnp.zeros_like(c), c) for m, c in zip(kept, grow_codes, strict=True)]
-    grown = keep_highest(codes, alone, moving)
+    grown = keep_highest(codes, alone, moving, copies)
     return jax.tree.unflatten(treedef, [a | b for a, b in zip(kept, grown, strict=True)])
 
 

@@ -15,6 +15,8 @@ from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_warnings, local_values
 from optperm.core.trees import is_masked, leaf_paths, without_variables
 from optperm.exact import Exact, exact_entries, placing_states
+from optperm.sparsity._choice import Include, find_axes, resolve_include
+from optperm.sparsity._structures import Structure
 
 _LOWERED = (
     "prune_gradually has made more zeros than sparsity asks for now, and masks only shrink. Pass the "
@@ -23,7 +25,7 @@ _LOWERED = (
 
 
 class ZeroCounts(NamedTuple):
-    """Numbers of zero units in each group of leaves that `prune_gradually` ranks together.
+    """Numbers of zero units in each layer, or in all leaves together, as `prune_gradually` ranks them.
 
     Attributes:
       asked: The final numbers.
@@ -31,9 +33,9 @@ class ZeroCounts(NamedTuple):
       aimed: The maximum of the numbers that the ramp has asked for.
     """
 
-    asked: Int32[Array, "groups"]
-    found: Int32[Array, "groups"]
-    aimed: Int32[Array, "groups"]
+    asked: Int32[Array, "layers"]
+    found: Int32[Array, "layers"]
+    aimed: Int32[Array, "layers"]
 
 
 class SparseState(NamedTuple):
@@ -62,7 +64,7 @@ class SparseState(NamedTuple):
 
     def shaped_by(self) -> tuple[str, ...]:
         """Return the names of the arguments that determine what the state means."""
-        return ("criterion", "include", "scope", "sparsity", "structure")
+        return ("axes", "criterion", "include", "scope", "sparsity", "structure")
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of `inner` and, overriding them, the zeros."""
@@ -138,6 +140,19 @@ def find_removed(mask: Any, num_stacked: int = 0) -> list[str]:
     return [path or "params" for path, m in leaf_paths(mask) if is_removed(m)]
 
 
+def find_removed_layers(mask: Any, known: Any) -> list[str]:
+    """Return the paths of the layers without a live entry, such as "kernel[2]" of a stack."""
+    found = []
+    for (path, m), own in zip(leaf_paths(mask), jax.tree.leaves(known), strict=True):
+        inside = tuple(axis for axis in range(m.ndim) if axis not in own.batch_axis)
+        removed = ~local_values(jnp.any(m, axis=inside)) & (m.size > 0)
+        name = path or "params"
+        found += [
+            f"{name}{[*map(int, at)]}" if own.batch_axis else name for at in np.argwhere(removed)
+        ]
+    return found
+
+
 def describe_removed(paths: list[str]) -> str:
     """Return a sentence about leaves whose entries are all zero."""
     return (
@@ -155,26 +170,36 @@ def check_not_lowered(zeros: ZeroCounts, asked: jax.Array) -> None:
 
 
 def sparse_arguments(
-    flags: Any,
+    include: Include | None,
+    axes: Any,
+    params: Any,
     *,
     criterion: str | None = None,
     scope: str = "erk",
     sparsity: Any = None,
-    structure: Any = None,
+    structure: Structure | None = None,
 ) -> dict[str, Any]:
     """Return the arguments that shape a `SparseState`.
 
     Args:
-      flags: Whether each leaf is included, from `resolve_include`.
+      include: As in `include_leaves`.
+      axes: As in `include_leaves`.
+      params: The params.
       criterion: The criterion of `prune_gradually`; None for `rigl`.
       scope: The scope.
       sparsity: The numbers of zeros of `rigl`, whose masks keep these numbers; None for
         `prune_gradually`, whose masks follow the argument.
       structure: The structure.
     """
+    known = find_axes(axes, params)
+    # Other axes also change the leaves that are included and their numbers of zeros, so they come first.
     return {
+        "axes": [
+            (own.kind == "kernel", own.in_axis, own.out_axis, own.batch_axis)
+            for own in jax.tree.leaves(known)
+        ],
         "criterion": criterion,
-        "include": jax.tree.leaves(flags),
+        "include": jax.tree.leaves(resolve_include(include, known, params)),
         "scope": scope,
         "sparsity": sparsity,
         "structure": structure,

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optperm._leaf_axes import warn_of_others
 from optperm.core import checks
 from optperm.core.trees import fill_masked, without_variables
 from optperm.sparsity._choice import (
@@ -12,6 +13,7 @@ from optperm.sparsity._choice import (
     UnitScope,
     encode_scores,
     include_leaves,
+    is_zero,
     keep,
     widen_scores,
 )
@@ -25,6 +27,7 @@ def keep_top(
     scope: UnitScope = "erk",
     include: Include | None = None,
     structure: Structure | None = None,
+    axes: Any = None,
 ) -> Any:
     r"""Set the smallest entries of params to zero, and pass gradients through unchanged.
 
@@ -44,6 +47,7 @@ def keep_top(
       include: The leaves that become sparse, as in `optperm.sparsity.prune`.
       structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
         None for single entries.
+      axes: What each leaf is, as in `optperm.sparsity.prune`.
 
     Returns:
       A tree like params, in which each entry is unchanged or zero.
@@ -63,8 +67,8 @@ def keep_top(
     Raises:
       TypeError: If an included parameter does not have a real floating dtype, a leaf is not an array, or
         a sparsity is not a number.
-      ValueError: If `sparsity` is out of range, if a structure or a tree does not fit, or if no leaf is
-        included although `sparsity` is not 0.
+      ValueError: If `sparsity` is out of range, if a structure, a tree or `axes` does not fit, or if no
+        leaf is included although `sparsity` is not 0.
 
     References:
       Bengio et al., `Estimating or Propagating Gradients Through Stochastic Neurons
@@ -74,10 +78,13 @@ def keep_top(
     checks.check_arrays("params", plain)
     units = as_structure(structure)
     # A leaf that is not included may have any dtype.
-    taken = include_leaves(include, plain, fractions=sparsity)
+    taken, known = include_leaves(include, axes, plain, params, fractions=sparsity)
+    if include is None and not is_zero(sparsity):
+        warn_of_others("keep_top", params, axes)
     fixed = jax.lax.stop_gradient(taken)
     scores = jax.tree.map(jnp.abs, widen_scores("params", fixed, fixed))
-    kept = keep("sparsity", encode_scores(scores, units), sparsity, scope, fixed, units)
+    codes = encode_scores(scores, known, units)
+    kept = keep("sparsity", codes, sparsity, scope, fixed, known, units)
     top = fill_masked(jax.tree.map(_pass_through, taken, kept), plain)
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(top))
 

@@ -112,7 +112,7 @@ def test_kernels_that_do_not_fit_are_refused_by_what_differs():
         params = given.pop("params")
         with pytest.raises((ValueError, TypeError), match=message):
             optperm.constant_sgd(**given).init(params)
-    # Params of 16 bits are sampled through a copy in float32
+    # Params of 16 bits are sampled with remainders
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
     optperm.constant_sgd(N, S, kernel=kernel, momentum=0.5).init(half)
 

@@ -253,7 +253,7 @@ TELL_NO_DTYPES = {
 }
 TELL_NOTHING = {
     *("low_rank", "low_rank-svd", "apollo", "quantize_state", "quantize_state-4"),
-    *("proximal", "sgld"),
+    *("proximal", "sgld", "widen_params"),
 }
 
 

@@ -30,17 +30,17 @@ PARAMS = {
     "bias": support.bias(4),
 }
 
-OUTPUT_AXES = ((0,), (0, 1), lambda path, leaf: 0 if path == "square" else -1)
+AXES = (FIRST_LEAF, lambda params: optperm.leaf_axes(params, wide=optperm.LeafAxes("kernel", 1, 0)))
 N_COMPONENTS = (1, 3)
 # Of each transformation: arguments to build it with, and other values of each argument that says what
 # arrays of its state mean.
 SHAPING = {
-    "sgperm": ({"aggressiveness": 0.5}, {"output_axes": OUTPUT_AXES}),
+    "sgperm": ({"aggressiveness": 0.5}, {"axes": AXES}),
     "permute_by_cycles": (
         {"aggressiveness": 0.5, "partition_ratio": 1.0},
-        {"output_axes": OUTPUT_AXES},
+        {"axes": AXES},
     ),
-    "laperm": ({"inner": SGD, "every": 2}, {"output_axes": OUTPUT_AXES}),
+    "laperm": ({"inner": SGD, "every": 2}, {"axes": AXES}),
     "agn": ({"inner": SGD, "every": 2}, {"combine": ("sum", "sequential"), "outer": (SGD,)}),
     "diloco": (
         {"inner": SGD, "every": Every(4, fragments=2)},
@@ -86,6 +86,7 @@ SHAPING = {
         {"inner": ADAM, "min_size": 1},
         {"bits": (4,), "min_size": (20,), "include": (ONE_LEAF,)},
     ),
+    "widen_params": ({"inner": ADAM}, {"bits": (0, 16)}),
     "mask_elements": ({}, {}),
     "prune_gradually": (
         {"inner": SGD, "sparsity": 0.5, "ramp": 1.0, "every": 1},
@@ -94,12 +95,13 @@ SHAPING = {
             "scope": ("leaf", "global"),
             "include": (ONE_LEAF, True),
             "structure": (Blocks(2, 2),),
+            "axes": (FIRST_LEAF,),
             "sparsity": (0.25, {"square": 0.5, "wide": 0.25, "bias": 0.0}),
         },
     ),
     "rigl": (
         {"inner": SGD, "sparsity": 0.5, "end": 100, "every": 1},
-        {"include": (ONE_LEAF, True), "sparsity": (0.25,)},
+        {"include": (ONE_LEAF, True), "sparsity": (0.25,), "axes": (FIRST_LEAF,)},
     ),
     "proximal": ({"learning_rate": 0.1, "group": 0.1}, {}),
     "svrg": ({}, {}),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import support
 from flax import nnx
 from optax.contrib import GaLoreDimensionNumbers
 
@@ -197,6 +198,22 @@ def test_names_of_axes_in_variables_tell_the_copies():
     found = optperm.leaf_axes({"wi": kernel, "wo": nnx.Param(np.zeros((LAYERS, 4, HIDDEN, DIM)))})
     assert at(found, "wi") == LeafAxes("kernel", 2, 3, (0, 1))
     assert at(found, "wo") == OTHER
+
+
+def test_names_that_an_update_does_not_see_have_to_be_passed():
+    """nnx.Optimizer gives variables to init, and plain arrays to update."""
+    with nnx.use_eager_sharding(False):
+        named = nnx.Param(support.normal((4, DIM, HIDDEN)), out_sharding=("expert", "embed", "mlp"))
+        dense = nnx.Param(support.normal((DIM, HIDDEN)), out_sharding=("embed", "mlp"))
+    params = {"wi": named, "up": dense}
+    for make in (optperm.sgperm, lambda **axes: optperm.low_rank(optax.sgd(1.0), 2, **axes)):
+        with pytest.raises(ValueError, match=r"pass axes=optperm\.leaf_axes\(params\)"):
+            make().init(params)
+        tx = make(axes=optperm.leaf_axes(params))
+        plain = nnx.to_pure_dict(nnx.State(params))
+        updates, _ = tx.update(jax.tree.map(jnp.flip, plain), nnx.as_pure(tx.init(params)), plain)
+        assert np.any(updates["wi"])
+        make().init({"up": dense})  # names change nothing
 
 
 class Mlp(eqx.Module):

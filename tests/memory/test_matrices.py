@@ -113,6 +113,82 @@ def test_each_layer_of_a_stack_has_its_own_basis_on_any_axis():
         assert treatments["['up']['kernel']"] == "rank 16 of 2 x 64 x 256"
 
 
+def layer(seed):
+    """Gradients of one layer, with heads, a norm and a bias."""
+    keys = ("attention/query/kernel", (8, 2, 4)), ("attention/query/bias", (2, 4))
+    keys += ("norm/scale", (8,)), ("up/kernel", (8, 12)), ("moe/experts/kernel", (3, 8, 5))
+    tree = {}
+    for index, (path, shape) in enumerate(keys):
+        node = tree
+        for each in path.split("/")[:-1]:
+            node = node.setdefault(each, {})
+        node[path.rsplit("/", 1)[1]] = support.normal(shape, 10 * seed + index)
+    return tree
+
+
+def experts(axis):
+    """The axes of the experts, which no name tells, in a stack of layers or in a single layer."""
+    at = () if axis is None else (axis,)
+    count, rows, columns = (i for i in range(3 + len(at)) if i not in at)
+    return {"experts": optperm.LeafAxes("kernel", rows, columns, (*at, count))}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda axes: optperm.low_rank(optax.scale_by_adam(), 2, projection="svd", axes=axes),
+        lambda axes: optperm.low_rank(
+            optax.trace(0.9), 2, projection="svd", residual=None, side="larger", every=1, axes=axes
+        ),
+    ],
+    ids=["low_rank", "larger side"],
+)
+def test_stacked_layers_step_as_unrolled_ones(method, axis):
+    steps = [[layer(10 * step + index) for index in range(3)] for step in range(3)]
+    found = []
+    for at in (axis, None):
+        grads = [
+            {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *each)}
+            if at is not None
+            else {str(index): tree for index, tree in enumerate(each)}
+            for each in steps
+        ]
+        tx = method(optperm.leaf_axes(grads[0], **experts(at)))
+        state = tx.init(grads[0])
+        for grad in grads:
+            updates, state = jax.jit(tx.update)(grad, state, grad)
+        found.append(updates)
+    for index in range(3):
+        own = jax.tree.map(lambda leaf, i=index: jnp.take(leaf, i, axis), found[0]["layers"])
+        support.assert_close(own, found[1][str(index)], rtol=0, atol=2e-4)
+
+
+def test_random_projections_of_stacked_layers_have_the_law_of_unrolled_ones():
+    """The mean and the spread, over keys, of the logarithm of the norm of each layer's update."""
+    grads = [layer(index)["up"] for index in range(3)]
+    stacked = {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)}
+    stacked["layers"]["norm"] = {"scale": jnp.ones((3, 8))}
+    unrolled = {str(index): grad for index, grad in enumerate(grads)}
+
+    def norms(key, tree):
+        tx = optperm.apollo(optax.scale_by_adam(), 2, limit=None, key=key)
+        updates, _ = tx.update(tree, tx.init(tree), tree)
+        if "layers" in updates:
+            kernels = updates["layers"]["kernel"]
+            return jnp.linalg.norm(kernels, axis=(1, 2))
+        return jnp.stack([jnp.linalg.norm(updates[str(i)]["kernel"]) for i in range(3)])
+
+    keys = jax.random.split(jax.random.key(1), 400)
+    a, b = (np.log(jax.vmap(lambda k, t=t: norms(k, t))(keys)) for t in (stacked, unrolled))
+    error = np.hypot(a.std(0), b.std(0)) / np.sqrt(len(keys))
+    assert np.all(np.abs(a.mean(0) - b.mean(0)) < 4 * error)
+    np.testing.assert_allclose(a.std(0), b.std(0), rtol=0.2)
+    # Layers are projected independently.
+    correlation = np.corrcoef(a.T)
+    assert np.all(np.abs(correlation[np.triu_indices(3, 1)]) < 4 / np.sqrt(len(keys)))
+
+
 def test_experts_that_no_name_tells_stay_at_full_rank_until_they_are_named():
     params = {"wi": jnp.zeros((4, 16, 32)), "norm": {"scale": jnp.zeros(16)}}
     with pytest.warns(UserWarning, match=r"apollo leaves \['wi'\] alone"):

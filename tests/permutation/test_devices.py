@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
+from optperm import LeafAxes
 from optperm.permutation import _library as library
 from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
@@ -38,16 +39,21 @@ def test_program_for_gpus_calls_python():
     assert "tensor<1x12x1xf32>" in call
 
 
-# Shape, output axes, how it is cut, and the weight vectors of a device.
+STACK, HEADS = LeafAxes("kernel", 1, 2, 0), LeafAxes("kernel", 0, (1, 2))
+WINDOW = LeafAxes("kernel", (0, 1, 2), 3)
+# Shape, axes, how it is cut, and what a device has: a batch of n entries in each of some rows.
 OUTPUTS_CUT = {
-    "columns": ((30, 16), -1, P(None, ("x", "y")), 2),
-    "convolution": ((3, 3, 4, 8), -1, P(None, None, None, ("x", "y")), 1),
-    "first of two outputs": ((6, 4, 8), (1, 2), P(None, "x"), 16),
-    "both outputs": ((6, 4, 8), (1, 2), P(None, "x", "y"), 4),
+    "columns": ((30, 16), None, P(None, ("x", "y")), (1, 30, 2)),
+    "convolution": ((3, 3, 4, 8), WINDOW, P(None, None, None, ("x", "y")), (1, 36, 1)),
+    "first of two outputs": ((6, 4, 8), HEADS, P(None, "x"), (1, 6, 16)),
+    "both outputs": ((6, 4, 8), HEADS, P(None, "x", "y"), (1, 6, 4)),
+    "layers": ((4, 6, 8), STACK, P("x"), (2, 6, 8)),
+    "columns of layers": ((4, 6, 8), STACK, P("x", None, "y"), (2, 6, 2)),
+    "biases of layers": ((4, 9), LeafAxes("bias", (), 1, 0), P("y"), (1, 9, 1)),
 }
 METHODS = {
-    "sgperm": lambda axes: make(output_axes=axes),
-    "laperm": lambda axes: optperm.laperm(optax.sgd(1.0), 1, output_axes=axes),
+    "sgperm": lambda axes: make(axes=axes),
+    "laperm": lambda axes: optperm.laperm(optax.sgd(1.0), 1, axes=axes),
 }
 TARGETS = {
     ("sgperm", "ffi"): "optperm_permute_rows_float32",
@@ -64,6 +70,8 @@ TARGETS = {
             ("Explicit", "both outputs", ("sgperm", "ffi")),
             ("Explicit", "columns", ("laperm", "ffi")),
             ("Auto", "columns", ("sgperm", "callback")),
+            ("Explicit", "columns of layers", ("sgperm", "callback")),
+            ("Auto", "columns of layers", ("laperm", "ffi")),
         ],
     ),
     ids=str,
@@ -75,7 +83,7 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
     method, kernel = by
     support.require_kernel(kernel)
     monkeypatch.setenv("OPTPERM_KERNEL", kernel)
-    shape, axes, spec, vectors = OUTPUTS_CUT[cut]
+    shape, axes, spec, (batch, n, rows) = OUTPUTS_CUT[cut]
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType[axis_type],) * 2)
     w, g = (support.normal(shape, seed) for seed in range(2))
     tx = METHODS[method](axes)
@@ -85,14 +93,13 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
         initial, constant = jax.jit(tx.init)(w), jax.jit(lambda: tx.init(w))()
         update = jax.jit(tx.update).lower(g, initial, w).compile()
         _, opt_state = update(g, initial, w)
-        exported = export_permutation(w, opt_state, output_axes=axes)
+        exported = export_permutation(w, opt_state, axes=axes)
         rebuilt = apply_permutation(w, exported)
     support.assert_same_bits(permuted_params(constant), w)
     program = update.as_text()
     assert not re.search("all-gather|all-to-all|collective-permute", program)
     (call,) = (line for line in program.splitlines() if f'="{TARGETS[by]}"' in line)
-    n = w.size // np.prod([shape[axis] for axis in np.atleast_1d(axes)])
-    assert re.search(rf"\[(1,{n},{vectors}|{vectors},{n})\]", call)
+    assert re.search(rf"\[({batch},{n},{rows}|{batch * rows},{n})\]", call)
     for weights in (permuted_params(opt_state), rebuilt):
         support.assert_same_bits(weights, permuted_params(expected))
     for array in (permuted_params(opt_state), exported, rebuilt):
@@ -110,7 +117,7 @@ def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method
     alone = alone.at[::3].multiply(0.0).at[1::3].set(1e-42 * np.arange(-3, 5, dtype=np.float32))
     assert np.signbit(alone[::3]).any()
     w = jax.device_put(alone, NamedSharding(mesh, spec))
-    tx = METHODS[method](-1)
+    tx = METHODS[method](None)
     step = jax.jit(loops.make_step(tx))
     init = jax.jit(tx.init)
     (expected, state_alone), (trained, opt_state) = (step(p, init(p), g) for p in (alone, w))
@@ -156,6 +163,27 @@ def test_replicas_whose_params_are_sharded_train_as_alone(spec, axis_type):
         )
         for run in (jax.vmap(step), replicas):
             support.assert_same_bits(jax.jit(run)(starts, pulls), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "spec"), support.in_turns(METHODS, [P(None, "x"), P("replica", "x")]), ids=str
+)
+def test_replicas_of_stacks_whose_layers_are_sharded_train_as_alone(method, spec):
+    """On a mesh with explicit axes `jax.vmap` merges replicas and layers, either of them sharded."""
+    mesh = jax.make_mesh((2, 2), ("replica", "x"), axis_types=(AxisType.Explicit,) * 2)
+    starts, pulls = (support.normal((2, 4, 6, 8), seed) for seed in range(2))
+    tx = METHODS[method](STACK)
+
+    def step(w, g):
+        return permuted_params(tx.update(g, tx.init(w), w)[1])
+
+    alone = jax.jit(step)
+    expected = jnp.stack([alone(w, g) for w, g in zip(starts, pulls, strict=True)])
+    with jax.set_mesh(mesh):
+        starts, pulls = jax.device_put((starts, pulls), NamedSharding(mesh, spec))
+        got = jax.jit(jax.vmap(step))(starts, pulls)
+    support.assert_same_bits(got, expected)
+    assert got.sharding.is_equivalent_to(starts.sharding, 4)
 
 
 # Each with its kernel, in one process.

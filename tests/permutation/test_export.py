@@ -13,8 +13,10 @@ import optax
 import pytest
 import support
 from flax import nnx
+from optax.contrib import GaLoreDimensionNumbers
 
 import optperm
+from optperm import LeafAxes
 from optperm.core.fingerprints import find_differences
 from optperm.permutation import apply_permutation, export_permutation, permuted_params
 
@@ -118,45 +120,49 @@ def test_update_that_calls_python_is_not_exported(monkeypatch):
 
 
 MAKERS = {
-    "sgperm": lambda axes: optperm.sgperm(1.0, output_axes=axes),
-    "laperm": lambda axes: optperm.laperm(optax.sgd(1.0), every=2, output_axes=axes),
+    "sgperm": lambda axes: optperm.sgperm(1.0, axes=axes),
+    "laperm": lambda axes: optperm.laperm(optax.sgd(1.0), every=2, axes=axes),
 }
 
 
 @pytest.mark.parametrize("method", MAKERS)
-def test_a_state_with_other_output_axes_is_refused_by_name(method):
+def test_a_state_with_other_axes_is_refused_by_name(method):
     """In an update, in an export and in a checkpoint; the same axes may be written in another way."""
     initial = {"kernel": support.normal((4, 3, 5)), "bias": support.bias(5)}
-    by_path = lambda path, leaf: {"kernel": (-1, 1)}[path]  # noqa: E731
-    state = MAKERS[method]((1, 2)).init(initial)
-    says = "made with another output_axes=. Pass the value with which init made the state"
-    for axes in (-1, 0, (0, 1), lambda path, leaf: 1):
+    of_kernel = lambda *axes: {"kernel": LeafAxes("kernel", *axes), "bias": None}  # noqa: E731
+    stack = of_kernel(1, 2, 0) | {"bias": LeafAxes("bias", (), 0)}
+    state = MAKERS[method](of_kernel(0, (1, 2))).init(initial)
+    says = "made with another axes=. Pass the value with which init made the state"
+    for axes in (of_kernel((0, 1), 2), of_kernel((1, 2), 0), stack, lambda params: stack):
         with pytest.raises(ValueError, match=says):
             MAKERS[method](axes).update(initial, state, initial)
         with pytest.raises(ValueError, match=says):
-            export_permutation(initial, state, output_axes=axes)
-        assert find_differences(state, MAKERS[method](axes).init(initial)) == ["output_axes"]
+            export_permutation(initial, state, axes=axes)
+        assert find_differences(state, MAKERS[method](axes).init(initial)) == ["axes"]
     if method == "laperm":
         with pytest.raises(ValueError, match=says):
             permuted_params(state, initial)
-    _, state = MAKERS[method](by_path).update(initial, state, initial)
-    trained = permuted_params(state, initial, output_axes=by_path)
-    permutation = export_permutation(initial, state, initial, output_axes=[2, 1])
+    as_numbers = {"kernel": GaLoreDimensionNumbers(0, (-1, 1)), "bias": None}
+    _, state = MAKERS[method](as_numbers).update(initial, state, initial)
+    trained = permuted_params(state, initial, axes=lambda params: of_kernel(0, (2, 1)))
+    permutation = export_permutation(initial, state, initial, axes=of_kernel(0, 1, 2))
     support.assert_same_bits(apply_permutation(initial, permutation), trained)
+    np.testing.assert_array_equal(permutation["bias"], np.arange(5))
 
 
 def test_the_state_of_an_nnx_model_is_exported_and_rebuilt():
-    """Take variables as plain arrays, whose paths functions of axes see, and give variables back."""
+    """Take variables as plain arrays, which functions of params see, and give variables back."""
     plain = {"dense": {"bias": support.bias(4, 1), "kernel": support.normal((6, 4))}}
     model = nnx.State({"dense": nnx.State(jax.tree.map(nnx.Param, plain["dense"]))})
-    axes = lambda path, leaf: {"dense/kernel": 0}[path]  # noqa: E731
-    tx = optperm.sgperm(1.0, output_axes=axes)
+    own = {"kernel": LeafAxes("kernel", 1, 0)}
+    axes = lambda params: optperm.leaf_axes(params, **own)  # noqa: E731
+    tx = optperm.sgperm(1.0, axes=axes)
     with pytest.warns(UserWarning, match="In dense/bias, dense/kernel, all weights"):
         tx.init(jax.tree.map(jnp.ones_like, model))
     _, state = tx.update(plain, tx.init(plain), plain)
     for initial in (model, plain):
         _, opt_state = tx.update(initial, tx.init(initial), initial)
-        permutation = export_permutation(initial, opt_state, output_axes=axes)
+        permutation = export_permutation(initial, opt_state, axes=optperm.leaf_axes(initial, **own))
         rebuilt = apply_permutation(initial, permutation)
         assert jax.tree.structure(rebuilt) == jax.tree.structure(initial)
         for got, wanted in zip(
@@ -174,8 +180,10 @@ def test_a_stack_of_states_is_exported_within_vmap():
         assert jax.vmap(call)(stack, state)["w"].shape == (2, 4, 3)
 
 
-def test_output_axes_see_the_paths_of_flax_as_those_of_dicts():
+def test_functions_of_params_see_boxes_of_flax_as_arrays():
     params = {"dense": {"kernel": nn.Partitioned(support.normal((4, 3)), (None, "m"))}}
     seen = []
-    optperm.sgperm(output_axes=lambda path, leaf: seen.append((path, leaf.shape)) or 0).init(params)
-    assert set(seen) == {("dense/kernel", (4, 3))}
+    axes = lambda params: seen.append(params["dense"]["kernel"]) or optperm.leaf_axes(params)  # noqa: E731
+    optperm.sgperm(axes=axes).init(params)
+    assert seen
+    assert all(isinstance(leaf, jax.Array) for leaf in seen)

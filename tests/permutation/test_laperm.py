@@ -12,6 +12,7 @@ import replicas
 import support
 
 import optperm
+from optperm import LeafAxes
 from optperm.exact import replace_targets
 from optperm.permutation import _cycles as cycles
 from optperm.permutation import apply_permutation, export_permutation, permuted_params
@@ -71,16 +72,16 @@ def test_laperm_of_adam_is_adam_with_the_weights_put_back(every, synced_after):
 def test_sort_by_each_kernel_puts_weights_in_the_order_of_their_keys(monkeypatch):
     """Ties are by location, and subnormal weights keep their bits."""
     support.require_kernel("ffi")
-    rng, shape, operands, expected = np.random.default_rng(0), (40, 3, 5), [], []
+    rng, shape, operands, expected = np.random.default_rng(0), (3, 40, 5), [], []
     for dtype in support.DTYPES.values():
         keys = rng.integers(-9, 9, shape).astype(f"int{8 * np.dtype(dtype).itemsize}")
-        values = np.sort(rng.normal(size=shape), axis=0) / rng.choice([1, 1e6, 1e40], shape[1:])
+        values = np.sort(rng.normal(size=shape), axis=1) / rng.choice([1, 1e6, 1e40], (3, 1, 5))
         values = values.astype(dtype)
-        ranks = rng.permuted(np.indices(shape, np.int32)[0], axis=0)
-        operands.append((keys, np.take_along_axis(values, ranks, axis=0), ranks))
-        order = np.argsort(keys, axis=0, kind="stable")
-        new_ranks = np.argsort(order, axis=0).astype(np.int32)
-        expected.append((np.take_along_axis(values, new_ranks, axis=0), new_ranks))
+        ranks = rng.permuted(np.indices(shape, np.int32)[1], axis=1)
+        operands.append((keys, np.take_along_axis(values, ranks, axis=1), ranks))
+        order = np.argsort(keys, axis=1, kind="stable")
+        new_ranks = np.argsort(order, axis=1).astype(np.int32)
+        expected.append((np.take_along_axis(values, new_ranks, axis=1), new_ranks))
     with jax.enable_x64(True):
         for kernel in ("ffi", "numpy"):
             monkeypatch.setenv("OPTPERM_KERNEL", kernel)
@@ -119,10 +120,20 @@ def test_synchronizing_where_steps_are_small_learns_only_if_it_is_rare():
     assert np.sum((learned - target) ** 2) < 0.05 * np.sum((start - target) ** 2)
 
 
+# Output axes first, last and last two, a single weight vector, and a batch.
+AXES = {
+    "a": LeafAxes("kernel", (1, 2), 0),
+    "b": LeafAxes("kernel", 0, (1, 2)),
+    "c": LeafAxes("bias", (), (0, 1, 2)),
+    "d": LeafAxes("kernel", 1, 2, 0),
+    "scale": None,
+    "none": LeafAxes("kernel", 0, 1),
+}
+
+
 def test_export_between_two_synchronizations_rebuilds_the_weights():
     """Given params it is of them, synchronized; else of the last time; along any output axes."""
-    axes = {"a": 0, "b": (1, 2), "c": (), "d": -1, "scale": (), "none": -1}
-    options = {"output_axes": lambda path, leaf: axes[path]}
+    options = {"axes": AXES}
     initial = {name: support.normal((3, 4, 5), 0) for name in "abcd"}
     initial |= {"scale": jnp.float32(2), "none": jnp.zeros((0, 3))}
     tx = optperm.laperm(optax.sgd(0.5), 2, **options)

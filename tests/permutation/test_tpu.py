@@ -100,14 +100,14 @@ def test_exchange_with_the_host_gives_the_bits_of_the_direct_call():
     on_host = functools.partial(cycles.permute_on_host, "ffi", False)
     exchange = functools.partial(host_calls.exchange, cycles.PERMUTE, on_host)
     for rows in ((3, 4), (5,), ()):
-        w, m = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 30, *rows)))
-        seeds = jnp.asarray(rng.integers(0, 2**32, (*rows, 2), np.uint32))
+        w, m = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 2, 30, *rows)))
+        seeds = jnp.asarray(rng.integers(0, 2**32, (2, *rows, 2), np.uint32))
         numbers = jnp.float32(0.2), jnp.int32(11)
         expected = jax.jit(functools.partial(cycles.permute_rows, drop_remainder=False))(
             m, w, sort_ranks(w), seeds, *numbers
         )
-        of_rows = (jnp.broadcast_to(number, (1, *rows)) for number in numbers)
-        operands = m[None], w[None], sort_ranks(w)[None], seeds[None], *of_rows
+        of_rows = (jnp.broadcast_to(number, (2, *rows)) for number in numbers)
+        operands = m, w, sort_ranks(w), seeds, *of_rows
         for call in (exchange, host_calls.on_all_devices(cycles.PERMUTE, exchange, mesh)):
             got = jax.jit(call)(*operands)
-            support.assert_same_bits([each[0] for each in got], list(expected))
+            support.assert_same_bits(list(got), list(expected))

@@ -1,5 +1,6 @@
 """Sparse matrices and networks without dead units: the same outputs."""
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import support
 
+import optperm
 from optperm.sparsity import remove_units, to_sparse
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -69,8 +71,11 @@ def test_units_that_contribute_nothing_are_removed():
     np.testing.assert_array_equal(outputs(small, x), outputs(params, x))
 
 
-def test_weights_of_other_layouts_that_name_their_side_lose_the_same_units():
-    """Have the shapes (out, in) as in Equinox, (in, heads, dim), and a vector of one value a head."""
+def test_weights_of_other_layouts_lose_the_same_units():
+    """Have the shapes (out, in) as in Equinox, (in, heads, dim), and a vector of one value a head.
+
+    Only the vector has to name its side, since its single axis looks like the outputs of a bias.
+    """
     params = {"a": support.normal((5, 6)), "q": support.normal((5, 4, 2), 1), "v": jnp.ones(4)}
     params["o"] = support.normal((4, 2, 3), 2)
     # Nothing reads unit 1 of the first layer. Neither the value nor the output reads head 2, and the
@@ -83,16 +88,61 @@ def test_weights_of_other_layouts_that_name_their_side_lose_the_same_units():
         heads = jnp.einsum("bi,ihd->bhd", jax.nn.relu(x @ params["a"].T), params["q"])
         return jnp.sum(heads, axis=-1) @ params["v"], jnp.einsum("bhd,hdo->bo", heads, params["o"])
 
-    groups = {
-        "hidden": [("a", 0, "in"), ("q", 0)],
-        "heads": [("q", 1, "in"), ("v", 0, "out"), ("o", 0)],
-    }
-    small = remove_units(params, groups)
+    groups = {"hidden": [("a", 0), ("q", 0)], "heads": [("q", 1), ("v", 0, "out"), ("o", 0)]}
+    axes = optperm.leaf_axes(
+        params,
+        a=optperm.LeafAxes("kernel", 1, 0),
+        q=optperm.LeafAxes("kernel", 0, (1, 2)),
+        o=optperm.LeafAxes("kernel", (0, 1), 2),
+    )
+    small = remove_units(params, groups, axes=axes)
     assert [small[n].shape for n in "aqvo"] == [(4, 6), (4, 3, 2), (3,), (3, 2, 3)]
     assert small["key"] is params["key"]
     x = support.normal((7, 6), 9)
     for got, wanted in zip(outputs(small, x), outputs(params, x), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_units_of_a_stack_are_removed_where_no_layer_uses_them():
+    """Remove what no layer uses, layer by layer, and say which units some layers do not use."""
+    up, down = np.array(support.normal((3, 4, 5))), np.array(support.normal((5, 3, 4), 1))
+    # Unit 0 leads nowhere; nothing enters unit 1 in the first two layers, and it leads nowhere in the
+    # third; unit 2 leads nowhere in the first layer alone.
+    down[0], up[:2, :, 1], down[1, 2], down[2, 0] = 0.0, 0.0, 0.0, 0.0
+    layers = {
+        "first": {"norm": {"scale": jnp.ones((3, 4))}, "up": {"kernel": jnp.asarray(up)}},
+        "down": {"kernel": jnp.asarray(down)},
+    }
+    axes = optperm.leaf_axes(layers, down=optperm.LeafAxes("kernel", 0, 2, 1))
+    groups = {"hidden": [("first/up/kernel", -1), ("down/kernel", 0)]}
+    with pytest.warns(UserWarning, match=r"^1 units of groups\['hidden'\] .* some of the 3 layers"):
+        small = remove_units(layers, groups, zero_at_zero=True, axes=axes)
+    assert small["first"]["up"]["kernel"].shape == (3, 4, 3)
+
+    def outputs(layers, x):
+        hidden = jax.nn.relu(jnp.einsum("bi,lio->blo", x, layers["first"]["up"]["kernel"]))
+        return jnp.einsum("blo,olj->blj", hidden, layers["down"]["kernel"])
+
+    x = support.normal((7, 4), 2)
+    np.testing.assert_allclose(outputs(small, x), outputs(layers, x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"axis 0 of 'first/up/kernel' .* neither an input nor"):
+        remove_units(layers, {"layers": [("first/up/kernel", 0), ("down/kernel", 1)]}, axes=axes)
+
+
+def test_only_a_kernel_that_is_a_matrix_becomes_sparse():
+    """Take the outputs as rows in each layout; leave stacks, windows and embeddings as they are."""
+    model = eqx.nn.MLP(3, 4, 5, 1, key=jax.random.key(0))
+    got = to_sparse(eqx.filter(model, eqx.is_inexact_array))
+    for layer, of_model in zip(got.layers, model.layers, strict=True):
+        support.assert_same_bits(layer.weight.todense(), of_model.weight)
+    stack = {"up": {"kernel": jnp.ones((3, 4, 5))}, "norm": {"scale": jnp.ones((3, 4))}}
+    params = {"layers": stack, "wte": jnp.ones((7, 4)), "head": {"kernel": jnp.ones((4, 7))}}
+    got = to_sparse(params)
+    assert got["head"]["kernel"].shape == (7, 4)
+    assert got["layers"] == stack
+    assert got["wte"] is params["wte"]
+    with pytest.raises(ValueError, match="no copies: convert the layers of a stack by themselves"):
+        to_sparse(stack)
 
 
 def test_export_in_a_compiled_program_is_refused():

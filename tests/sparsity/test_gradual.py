@@ -20,6 +20,15 @@ from optperm.sparsity import Blocks, NOfM, Units, keep_top, prune, reset_masks
 pytestmark = pytest.mark.usefixtures("lenient")
 
 
+def are_kernels(params):
+    """Include what JaxPruner prunes, also the convolution whose name does not say what it is."""
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) > 1, params)
+
+
+# JaxPruner's axis -1, the outputs of these kernels, as the inputs.
+OUTPUTS_FIRST = dict.fromkeys(("a/kernel", "c/kernel"), optperm.LeafAxes("kernel", 1, 0))
+
+
 def table(values):
     """Make a schedule from numbers, one per step."""
     return lambda count: jnp.float32(values)[count]
@@ -42,7 +51,8 @@ def test_jaxpruners_sequences_are_kept(case, optimizer, options):
 
     def make(zeros, size):
         options_of_ramp = float(zeros[-1] / size), table(zeros / zeros[-1])
-        return optperm.prune_gradually(optimizer, *options_of_ramp, every=1, **options)
+        own = {"every": 1, "include": are_kernels} | options
+        return optperm.prune_gradually(optimizer, *options_of_ramp, **own)
 
     if "scope" in options:
         tx = make(sum(zeros.values()), sum(sizes.values()))
@@ -56,29 +66,29 @@ def test_jaxpruners_sequences_are_kept(case, optimizer, options):
 
 
 @pytest.mark.parametrize(
-    ("case", "structure"),
+    ("case", "structure", "axes"),
     [
-        ("magnitude_oneshot", None),
-        ("nm_2_4_axis-1", NOfM(2, 4, axis=-1)),
-        ("nm_2_4_axis-2", NOfM(2, 4)),
-        ("channel", Units()),
-        ("block_4_4", Blocks(4, 4)),
-        ("global_magnitude_normalized", None),
+        ("magnitude_oneshot", None, None),
+        ("nm_2_4_axis-1", NOfM(2, 4), OUTPUTS_FIRST),
+        ("nm_2_4_axis-2", NOfM(2, 4), None),
+        ("channel", Units(), None),
+        ("block_4_4", Blocks(4, 4), None),
+        ("global_magnitude_normalized", None, None),
     ],
 )
-def test_prune_makes_jaxpruners_choices(case, structure):
+def test_prune_makes_jaxpruners_choices(case, structure, axes):
     """Take JaxPruner's counts in place of its update of the masks."""
     z = jaxpruner.load(case)
     for t, zeros in enumerate(zip(*jaxpruner.num_zeros(z["mask"]).values(), strict=True)):
         params = {name: p[t] for name, p in z["params"].items()}
-        sizes, options = [p.size for p in params.values()], {}
+        sizes, options = [p.size for p in params.values()], {"axes": axes}
         fraction = dict(zip(z["mask"], np.divide(zeros, sizes), strict=True))
         if isinstance(structure, NOfM):
             fraction = None
         if case == "global_magnitude_normalized":
             fraction = sum(zeros) / sum(sizes)
             scores = {name: np.abs(p) / np.linalg.norm(p) for name, p in params.items()}
-            options = {"scope": "global", "scores": scores}
+            options = {"scope": "global", "scores": scores, "include": are_kernels}
         opt_state = optperm.mask_elements().init(params)
         _, after = prune(params, opt_state, fraction, structure=structure, **options)
         for name, wanted in z["mask"].items():

@@ -109,7 +109,7 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
         if sparsity == 0:
             assert alone() == {"bias": 0.0}
         else:
-            with pytest.raises(ValueError, match="no leaf of rank 2 or more: pass include="):
+            with pytest.raises(ValueError, match=r"no leaf is a kernel\. Pass include=True"):
                 alone()
 
 
@@ -120,28 +120,38 @@ def pruned(w, fraction, structure, **options):
 
 
 def test_structures_keep_what_numpy_keeps():
-    """Keep n of m along either axis, blocks with a smaller edge, units, and inputs of each unit."""
+    """Keep n of m along the last input axis, blocks with a smaller edge, units, and their inputs."""
     w = np.random.default_rng(1).normal(size=(3, 8, 5)).astype(np.float32).round(1)
-    for leaf, structure, groups, axis in (
-        (w, NOfM(2, 4), (3, 2, 4, 5), 2),
-        (w[..., :4], NOfM(1, 2, axis=-1), (3, 8, 2, 2), 3),
+    window = optperm.LeafAxes("kernel", (0, 1), 2)
+    for leaf, structure, axes, groups, axis in (
+        (w, NOfM(2, 4), window, (3, 2, 4, 5), 2),
+        (w[..., :4], NOfM(1, 2), optperm.LeafAxes("kernel", (0, 2), 1), (3, 8, 2, 2), 3),
     ):
         kept = np.apply_along_axis(highest, axis, np.abs(leaf).reshape(groups), structure.n)
-        np.testing.assert_array_equal(
-            pruned(leaf, None, structure), leaf * kept.reshape(leaf.shape)
-        )
+        got = pruned(leaf, None, structure, axes=axes)
+        np.testing.assert_array_equal(got, leaf * kept.reshape(leaf.shape))
 
-    got = pruned(w, 0.5, Blocks(3, 2), scope="leaf")
-    blocks = [
-        (i, slice(3 * r, 3 * r + 3), slice(2 * c, 2 * c + 2)) for i, r, c in np.ndindex(3, 3, 3)
-    ]
-    means = np.float32([np.abs(w[block]).mean() for block in blocks])
-    for block, is_kept in zip(blocks, highest(means, 27 - 14), strict=True):
-        np.testing.assert_array_equal(got[block], w[block] * is_kept)
+    # The matrix of inputs x outputs, and each copy of a matrix
+    for axes, (rows, columns) in (
+        (window, (24, 5)),
+        (optperm.LeafAxes("kernel", 1, (2, 0)), (8, 15)),
+    ):
+        matrix = w.transpose(*axes.in_axis, *axes.out_axis).reshape(rows, columns)
+        got = pruned(w, 0.5, Blocks(3, 2), scope="leaf", axes=axes)
+        got = got.transpose(*axes.in_axis, *axes.out_axis).reshape(rows, columns)
+        num_rows, num_columns = -(-rows // 3), -(-columns // 2)
+        blocks = [
+            (slice(3 * r, 3 * r + 3), slice(2 * c, 2 * c + 2))
+            for r, c in np.ndindex(num_rows, num_columns)
+        ]
+        means = np.float32([np.abs(matrix[block]).mean() for block in blocks])
+        live = len(blocks) - nearest_count(0.5, len(blocks))
+        for block, is_kept in zip(blocks, highest(means, live), strict=True):
+            np.testing.assert_array_equal(got[block], matrix[block] * is_kept)
 
-    for axis in (0, -1):
-        got = np.moveaxis(pruned(w, 0.4, Units(axis)), axis, 0)
-        rows = np.moveaxis(w, axis, 0)
+    for axes, order in ((window, (2, 0, 1)), (optperm.LeafAxes("kernel", (1, 2), 0), (0, 1, 2))):
+        got = pruned(w, 0.4, Units(), axes=axes).transpose(order)
+        rows = w.transpose(order)
         means = np.abs(rows).reshape(len(rows), -1).mean(axis=1)
         kept = highest(means, len(rows) - nearest_count(0.4, len(rows)))
         np.testing.assert_array_equal(got, np.where(kept[:, None, None], rows, 0))
@@ -149,7 +159,7 @@ def test_structures_keep_what_numpy_keeps():
     # As Wanda does
     scores = np.abs(w) * np.arange(1.0, 9.0, dtype=np.float32)[:, None]
     kept = np.apply_along_axis(highest, 0, scores.reshape(24, 5), 12).reshape(w.shape)
-    got = pruned(w, 0.5, None, scope="unit", scores=scores)
+    got = pruned(w, 0.5, None, scope="unit", scores=scores, axes=window)
     np.testing.assert_array_equal(got, w * kept)
 
 
@@ -157,8 +167,8 @@ def test_structure_of_wrong_numbers_is_refused():
     for error, make, arguments in (
         (ValueError, Blocks, (0, 2)),
         (ValueError, NOfM, (3, 2)),
-        (TypeError, NOfM, (1, 2, "x")),
-        (TypeError, Units, (1.0,)),
+        (TypeError, NOfM, (1, "x")),
+        (TypeError, Blocks, (1.0, 2)),
     ):
         with pytest.raises(error):
             make(*arguments)

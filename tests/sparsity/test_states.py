@@ -123,6 +123,10 @@ def test_a_sparsity_that_changes_is_reached_or_refused():
     assert find_warnings(state, params) == []
 
 
+KERNEL = functools.partial(optperm.LeafAxes, "kernel")
+FLAGS = {"w": True, "v": True, "b": False}
+# Each row of v is a layer of its own.
+ROWS = {"w": KERNEL(0, 1), "v": optperm.LeafAxes("bias", (), 1, 0), "b": None}
 MASK = {"w": PARAMS["w"] > 0, "v": True, "b": False}
 OTHER_ARGUMENTS = {
     "criterion": (gradual(0.5, 1.0), gradual(0.5, 1.0, criterion="movement")),
@@ -135,6 +139,14 @@ OTHER_ARGUMENTS = {
         rigl(0.5, end=200, include={"w": True, "v": False, "b": False}),
     ),
     "sparsity": (rigl(0.5, end=200), rigl(0.6, end=200)),
+    "axes": (gradual(0.5, 1.0, include=FLAGS), gradual(0.5, 1.0, include=FLAGS, axes=ROWS)),
+    "axes_": (rigl(0.5, end=200), rigl(0.5, end=200, include=FLAGS, axes=ROWS)),
+    "axes__": (
+        gradual(0.5, 1.0, structure=Units()),
+        gradual(
+            0.5, 1.0, structure=Units(), axes={"w": KERNEL(1, 0), "v": KERNEL(0, 1), "b": None}
+        ),
+    ),
     "mask": (optperm.mask_elements(MASK), optperm.mask_elements()),
     "mask_": (
         optperm.mask_elements(MASK),
@@ -166,7 +178,13 @@ def test_a_state_made_with_another_argument_is_refused_by_name(argument):
         (rigl(0.5, end=20, every=1), rigl(0.5, end=9, every=2, drop_fraction=0.7, skip_step=True)),
         (rigl(0.5, end=20, every=1), rigl(erk_sparsity(PARAMS, 0.5), end=20, every=1)),
         (gradual(0.5, 1.0, every=2), gradual(0.6, RAMP, every=1)),
-        (gradual(0.5, 1.0), gradual(0.5, 1.0, include={"w": True, "v": True, "b": False})),
+        (gradual(0.5, 1.0), gradual(0.5, 1.0, include=FLAGS)),
+        (gradual(0.5, 1.0), gradual(0.5, 1.0, axes=optperm.leaf_axes(PARAMS))),
+        # Scales and biases stay dense alike.
+        (
+            rigl(0.5, end=200),
+            rigl(0.5, end=200, axes=optperm.leaf_axes(PARAMS, b=optperm.LeafAxes("scale", (), 0))),
+        ),
         (
             optperm.mask_elements(MASK),
             optperm.mask_elements(MASK | {"v": np.ones((4, 4), bool), "b": jnp.array(False)}),

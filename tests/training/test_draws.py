@@ -9,6 +9,7 @@ import pytest
 from fitting import DATA, EVALUATION, linear_loss
 
 import optperm
+from optperm.core.remainders import join
 from optperm.core.states import DRAW_STREAM, draw_params
 
 
@@ -48,7 +49,7 @@ def by_hand(tx, params, replicas, depth):
     [(1, jnp.bfloat16), pytest.param(4, jnp.float32, marks=pytest.mark.slow)],
 )
 def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas, dtype):
-    """Each replica draws with its own key, of 16 bits about the copy in float32; losses are at draws."""
+    """Each replica draws with its own key, around 16-bit params with remainders; losses are at draws."""
     mapped, params = replicas > 1, fitting.linear_params(dtype)
     tx = ivon(axis_name="replica" if mapped else None)
     result = train(tx, params, **fitting.on(replicas, mapped=True) if mapped else {})
@@ -57,7 +58,9 @@ def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas, dtype):
     np.testing.assert_allclose(result.history.steps["loss"], losses, rtol=1e-4)
     trained, states = (result.state.params, params), (result.state.opt_state, opt_state)
     if depth == 2:
-        trained, states = zip(*((state.masters, state.inner) for state in states), strict=True)
+        pairs = zip(trained, states, strict=True)
+        trained = [jax.tree.map(join, p, state.remainder) for p, state in pairs]
+        states = [state.inner for state in states]
     np.testing.assert_allclose(*(each["w"] for each in trained), rtol=1e-4, atol=1e-5)
     hessian, by_hands = (np.asarray(state.hessian["w"]) for state in states)
     np.testing.assert_allclose(hessian, by_hands, rtol=1e-3)

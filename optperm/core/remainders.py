@@ -1,0 +1,192 @@
+"""Split float32 numbers into params of 16 bits and remainders of 0, 8 or 16 bits.
+
+In each binade, the bits of positive floats count evenly spaced numbers. With B the bits of |w| in
+float32, and k the number of bits that the param's dtype lacks (16 for bfloat16, 13 for float16), the
+param and its remainder are
+
+    P = round(B / 2^k),    r = (B - P 2^k) / 2^c,    c = max(k - bits, 0)
+
+so that |w| has the bits P 2^k + r 2^c. If c > 0, B is first rounded at random to a multiple of 2^c. The
+remainder fits into its bits: it is at least -2^(k-1) / 2^c, and smaller than 2^(k-1) / 2^c.
+
+The subnormal numbers of float16 are evenly spaced too, as the numbers of the binade from 2^-14 to 2^-13,
+so |w| + 2^-14 takes the place of |w| there.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.core.mapped_axes import varying_zeros
+from optperm.core.shardings import shard_like
+
+# The number of bits of a float32 that a dtype lacks.
+_MISSING = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}
+_DTYPES = {8: jnp.int8, 16: jnp.int16}
+_SIGN, _INFINITY = 0x80000000, 0x7F800000
+# The smallest normal number of float16.
+_NORMAL = 2.0**-14
+
+
+def is_narrow(leaf: Any) -> bool:
+    """Return whether a leaf has the dtype bfloat16 or float16."""
+    return jnp.result_type(leaf) in _MISSING
+
+
+def remainder_type(param: Any, bits: int) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a param's remainder.
+
+    A param of 32 or 64 bits has a single number of its own dtype instead, and a param of 16 bits with
+    no bits more a single int8.
+    """
+    if not is_narrow(param):
+        return jax.ShapeDtypeStruct((), jnp.result_type(param))
+    shape = jnp.shape(param) if bits else ()
+    return jax.ShapeDtypeStruct(shape, _DTYPES.get(bits, jnp.int8))
+
+
+def make_remainder(param: Any, bits: int) -> jax.Array:
+    """Return a remainder of zero."""
+    kind = remainder_type(param, bits)
+    if kind.shape != jnp.shape(param):
+        return varying_zeros(param, kind.dtype)
+    return shard_like(jnp.zeros_like(param, dtype=kind.dtype), param)
+
+
+def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Return the float32 number of a param and its remainder; a wider param is returned as it is.
+
+    A param that is 0 or not finite has no remainder, whatever the array contains.
+    """
+    if not is_narrow(param):
+        return param
+    if jnp.shape(remainder) != jnp.shape(param):
+        return param.astype(jnp.float32)
+    cut = _cut(param.dtype, 8 * remainder.dtype.itemsize)
+    sign, size = _read(param.astype(jnp.float32))
+    low = jnp.where(_is_regular(size), remainder.astype(jnp.int32) << cut, 0)
+    is_shifted = _is_shifted(param.dtype, size, low < 0)
+    size = jnp.where(is_shifted, _shift(size, _NORMAL), size) + low
+    return _make(sign, jnp.where(is_shifted, _shift(size, -_NORMAL), size))
+
+
+def split(
+    wide: jax.Array, dtype: Any, bits: int, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the param of a float32 number, still in float32, and its remainder.
+
+    Args:
+      wide: The numbers, in float32.
+      dtype: The dtype of the param, bfloat16 or float16.
+      bits: The bits of a remainder: 0, 8 or 16.
+      words: Random uint32, for rounding at random; None rounds to the nearest.
+
+    Returns:
+      The param, rounded to `dtype`, and its remainder. Without bits, the remainder is zero.
+    """
+    missing, cut = _MISSING[jnp.dtype(dtype)], _cut(dtype, bits)
+    sign, size = _read(wide)
+    is_finite = size < _INFINITY
+    is_shifted = _is_shifted(dtype, size, jnp.zeros_like(is_finite))
+    b = jnp.where(is_shifted, _shift(size, _NORMAL), size)
+    # B <- B rounded to a multiple of 2^c
+    if cut:
+        half = jnp.full_like(b, 1 << cut - 1)
+        draw = half if words is None else (words >> (32 - cut)).astype(jnp.int32)
+        b = ((b + draw) >> cut) << cut
+    # P = round(B / 2^k), r = (B - P 2^k) / 2^c
+    whole = ((b + (1 << missing - 1)) >> missing) << missing
+    r = (b - whole) >> cut
+    size_of_param = jnp.where(is_shifted, _shift(whole, -_NORMAL), whole)
+    too_large = size_of_param > np.float32(jnp.finfo(dtype).max).view(np.int32)
+    size_of_param = jnp.where(too_large, _INFINITY, size_of_param)
+    size_of_param = jnp.where(is_finite, size_of_param, size)
+    remainder = jnp.where(_is_regular(size_of_param), r, 0).astype(_DTYPES.get(bits, jnp.int8))
+    return _make(sign, size_of_param), remainder
+
+
+def step_to(
+    wide: jax.Array, param: jax.Array, bits: int, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    r"""Return the update that moves a param to a float32 number, and the new remainder.
+
+    With :math:`[\cdot]` rounding to the param's dtype, and :math:`p'` the param of `wide`,
+
+    .. math:: u = [p' - p], \qquad [p + u] = p'
+
+    except where the step is longer than the result. There, the sum may differ from :math:`p'`, by at
+    most half a unit in the last place of u, and the remainder of the sum is 0.
+
+    Args:
+      wide: The number after the step, in float32.
+      param: The param before the step.
+      bits: The bits of a remainder.
+      words: Random uint32, for rounding at random; None rounds to the nearest.
+
+    Returns:
+      The update, in the dtype of the param, and the remainder of the param after the step.
+    """
+    target, remainder = split(wide, param.dtype, bits, words)
+    start = param.astype(jnp.float32)
+    update = round_like(target - start, param)
+    reached = round_like(start + update, param)
+    remainder = jnp.where(reached == target, remainder, jnp.zeros_like(remainder))
+    return update.astype(param.dtype), remainder
+
+
+def round_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return an array rounded to the precision of another array, with its dtype unchanged."""
+    # Inside jax.jit, XLA removes a cast to 16 bits and back
+    info = jnp.finfo(like.dtype)
+    if info.bits > 16:
+        return x
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.tiny > jnp.finfo(x.dtype).tiny:
+        # reduce_precision returns zero for subnormal float16 numbers, which are evenly spaced
+        spacing = float(info.smallest_subnormal)
+        rounded = jnp.where(
+            jnp.abs(x) < float(info.tiny), jnp.round(x / spacing) * spacing, rounded
+        )
+    return rounded
+
+
+def _cut(dtype: Any, bits: int) -> int:
+    return max(_MISSING[jnp.dtype(dtype)] - bits, 0)
+
+
+def _is_regular(size: jax.Array) -> jax.Array:
+    """Return whether the bits of a magnitude are those of a finite number that is not 0."""
+    return (size > 0) & (size < _INFINITY)
+
+
+def _read(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the bit of the sign, uint32, and the bits of the magnitude, int32."""
+    b = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return b & jnp.uint32(_SIGN), (b & jnp.uint32(_SIGN - 1)).astype(jnp.int32)
+
+
+def _make(sign: jax.Array, size: jax.Array) -> jax.Array:
+    """Return the float32 with these bits."""
+    return jax.lax.bitcast_convert_type(sign | size.astype(jnp.uint32), jnp.float32)
+
+
+def _is_shifted(dtype: Any, size: jax.Array, is_below: jax.Array) -> jax.Array:
+    """Return whether the magnitude of a number is in the range of float16's subnormal numbers.
+
+    Args:
+      dtype: The dtype of the param.
+      size: The bits of the magnitude.
+      is_below: Whether the number is below this magnitude.
+    """
+    if jnp.dtype(dtype) != jnp.float16:
+        return jnp.zeros_like(is_below)
+    normal = 113 << 23  # the bits of 2^-14
+    return (size < normal) | ((size == normal) & is_below)
+
+
+def _shift(size: jax.Array, by: float) -> jax.Array:
+    """Return the bits of a magnitude plus a number."""
+    x = jax.lax.bitcast_convert_type(size, jnp.float32) + jnp.float32(by)
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

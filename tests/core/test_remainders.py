@@ -1,0 +1,130 @@
+"""Params of 16 bits and their remainders, against a transcription in NumPy, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+from optperm.core.remainders import join, split, step_to
+
+ALL = np.arange(2**16, dtype=np.uint16)
+DTYPES = [jnp.bfloat16, support.FLOAT16]
+MISSING = {"bfloat16": 16, "float16": 13}
+
+
+def as_params(dtype):
+    return jax.lax.bitcast_convert_type(jnp.asarray(ALL), jnp.dtype(dtype))
+
+
+def numbers(dtype):
+    """All params in float32, and whether each is finite and not 0."""
+    exact = np.asarray(as_params(dtype).astype(jnp.float32))
+    return exact, np.isfinite(exact) & (exact != 0)
+
+
+def spacings(p, dtype):
+    """The distance from |p| to the next larger param, and to the next smaller."""
+    info = jnp.finfo(dtype)
+    least = int(info.minexp)
+    exponent = np.maximum(np.floor(np.log2(p)), least)
+    above = 2.0 ** (exponent - info.nmant)
+    is_power = (p == 2.0**exponent) & (exponent > least)
+    return above, np.where(is_power, above / 2, above)
+
+
+def joined(p, r, dtype, bits):
+    """w: r counts parts of the distance to the neighbor on its side, float64."""
+    size = np.abs(p)
+    above, below = spacings(size, dtype)
+    parts = 2.0 ** min(bits, MISSING[jnp.dtype(dtype).name])
+    return np.sign(p) * (size + r * np.where(r < 0, below, above) / parts)
+
+
+def random_remainders(dtype, bits, seed=0):
+    half = 2 ** (min(bits, MISSING[jnp.dtype(dtype).name]) - 1)
+    return np.random.default_rng(seed).integers(-half, half, ALL.size).astype(f"int{bits}")
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_join_of_all_params_is_exact(dtype, bits):
+    p, is_regular = numbers(dtype)
+    r = random_remainders(dtype, bits)
+    w = np.asarray(jax.jit(join)(as_params(dtype), jnp.asarray(r)))
+    wanted = joined(p[is_regular].astype(float), r[is_regular].astype(float), dtype, bits)
+    np.testing.assert_array_equal(w[is_regular].astype(np.float64), wanted)
+    # What is 0 or not finite has no remainder.
+    np.testing.assert_array_equal(w[~is_regular], p[~is_regular])
+    assert np.array_equal(np.signbit(w[~is_regular]), np.signbit(p[~is_regular]))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_returns_what_was_joined(dtype, bits):
+    params, (_, is_regular) = as_params(dtype), numbers(dtype)
+    r = random_remainders(dtype, bits)
+    w = join(params, jnp.asarray(r))
+    words = jnp.asarray(np.random.default_rng(1).integers(0, 2**32, ALL.size, dtype=np.uint32))
+    for draws in (words, None):
+        param, remainder = jax.jit(split, static_argnums=(1, 2))(w, jnp.dtype(dtype), bits, draws)
+        support.assert_same_bits(param.astype(dtype)[is_regular], params[is_regular])
+        np.testing.assert_array_equal(remainder[is_regular], r[is_regular])
+        assert not np.any(remainder[~is_regular])
+
+
+@pytest.mark.parametrize("bits", [0, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_at_random_is_unbiased_and_reaches_neighbors_only(dtype, bits):
+    """In the range of normal and of subnormal numbers of float16, and across powers of two."""
+    rng = np.random.default_rng(2)
+    w = np.concatenate(
+        [rng.normal(size=20), 2.0**-14 * rng.normal(size=20), 1 - 2.0 ** -rng.uniform(8, 20, 20)]
+    )
+    w = w.astype(np.float32)
+    draws = rng.integers(0, 2**32, (4000, w.size), dtype=np.uint32)
+    wide = jnp.broadcast_to(w, draws.shape)
+    param, remainder = split(wide, jnp.dtype(dtype), bits, jnp.asarray(draws))
+    reached = np.asarray(param if bits == 0 else join(param.astype(dtype), remainder), np.float64)
+    above, below = spacings(np.abs(np.asarray(w.astype(jnp.dtype(dtype)), np.float64)), dtype)
+    part = np.maximum(above, below) / 2.0 ** min(bits, MISSING[jnp.dtype(dtype).name])
+    assert np.all(np.abs(reached - w) <= part)
+    error, spread = reached.mean(0) - w, reached.std(0) / np.sqrt(len(draws))
+    # Float32 spaces subnormal numbers of float16 more finely than remainders do.
+    is_subnormal = (dtype == "float16") & (np.abs(w) < 2.0**-14)
+    assert np.all(np.abs(error) <= 4.5 * spread + np.where(is_subnormal, 2.0**-38, 1e-3 * part))
+    # Numbers between two neighbors reach both.
+    is_between = (w.astype(jnp.dtype(dtype)) != w) & (bits == 0)
+    assert np.all(spread[is_between] > 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_beyond_the_dtype_become_infinite(dtype):
+    w = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 3.4e38, -3.4e38], jnp.float32)
+    for bits in (0, 8, 16):
+        param, remainder = split(w, jnp.dtype(dtype), bits, None)
+        np.testing.assert_array_equal(param, np.asarray(w.astype(dtype), np.float32))
+        assert not np.any(remainder)
+
+
+@pytest.mark.parametrize("bits", [0, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_with_the_update_is_the_param_of_the_remainder(dtype, bits):
+    """Also for steps across zero, and for those of which the sum misses the split."""
+    rng = np.random.default_rng(3)
+    start = (0.01 * rng.normal(size=2**14)).astype(np.float32)
+    p = jnp.asarray(start).astype(dtype)
+    w = jnp.asarray(start + (0.003 * rng.normal(size=start.size)).astype(np.float32))
+    words = jnp.asarray(rng.integers(0, 2**32, start.size, dtype=np.uint32))
+    for function in (step_to, jax.jit(step_to, static_argnums=2)):
+        update, remainder = function(w, p, bits, words)
+        reached = p + update
+        assert update.dtype == p.dtype
+        wanted = split(w, p.dtype, bits, words)[0]
+        misses = np.asarray(reached.astype(jnp.float32) != wanted)
+        assert 0 < misses.mean() < 0.12
+        assert not np.any(np.asarray(remainder)[misses])
+        if bits:
+            error = np.abs(np.asarray(join(reached, remainder), np.float64) - np.asarray(w))
+            unit = spacings(np.abs(np.asarray(reached, np.float64)) + 1e-30, dtype)[0]
+            assert np.all(error[~misses] <= unit[~misses] / 2.0 ** min(bits, MISSING[p.dtype.name]))

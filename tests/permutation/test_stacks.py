@@ -1,0 +1,365 @@
+"""What the axes of a leaf mean to the permutation methods: stacks, heads, experts, leaves that stay.
+
+A stack of layers trains as the layers by themselves, and no weight leaves its layer or its output unit.
+"""
+
+import functools
+import itertools
+import re
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import support
+from flax import nnx
+
+import optperm
+from optperm import LeafAxes
+from optperm.core.fingerprints import find_differences
+from optperm.permutation import apply_permutation, export_permutation, permuted_params
+
+LAYERS = 3
+EXPERTS = LeafAxes("kernel", 1, 2, 0)
+# A layer, of which only the experts' kernels need axes that are given.
+SHAPES = {
+    "norm": {"scale": (6,), "bias": (6,)},
+    "attention": {
+        "query": {"kernel": (6, 2, 4), "bias": (2, 4)},
+        "out": {"kernel": (2, 4, 6)},
+    },
+    "experts": (2, 6, 5),
+    "up": {"kernel": (6, 7)},
+}
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+def draw(seed):
+    """Draw numbers for an embedding and for each layer, all distinct and exact in any sum of a few."""
+    shapes = {"embed": {"embedding": (11, 6)}}
+    shapes |= {f"layer_{index}": SHAPES for index in range(LAYERS)}
+    flat, structure = jax.tree.flatten(shapes, is_leaf=is_shape)
+    ends = np.cumsum([np.prod(shape) for shape in flat])
+    numbers = np.float32(np.random.default_rng(seed).permutation(ends[-1]) / 1024)
+    parts = np.split(numbers, ends[:-1])
+    leaves = [jnp.asarray(part.reshape(shape)) for part, shape in zip(parts, flat, strict=True)]
+    return structure.unflatten(leaves)
+
+
+def stack(tree, axis):
+    """Return the tree with all layers in one, stacked along an axis."""
+    layers = [tree[f"layer_{index}"] for index in range(LAYERS)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *layers)
+    return {"embed": tree["embed"], "layers": stacked}
+
+
+def axes_of(params, axis=None):
+    """Return the axes of the unrolled model, or of the model with layers on an axis."""
+    experts = EXPERTS
+    if axis is not None:
+        roles = (EXPERTS.in_axis, EXPERTS.out_axis, EXPERTS.batch_axis)
+        moved = [tuple(each + (each >= axis) for each in role) for role in roles]
+        experts = LeafAxes("kernel", moved[0], moved[1], (axis, *moved[2]))
+    return optperm.leaf_axes(params, experts=experts)
+
+
+METHODS = {
+    "laperm": lambda axes: optperm.laperm(optax.sgd(1.0, 0.5), 2, axes=axes),
+    "permute_by_cycles": lambda axes: optperm.permute_by_cycles(0.4, 1.0, axes=axes),
+}
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize(("method", "axis"), [*itertools.product(METHODS, (0, 1))])
+def test_stacked_layers_train_as_the_layers_by_themselves(method, axis):
+    """Bit for bit, in the params, in the exact weights, and in what an export rebuilds."""
+    unrolled, *grads = map(draw, range(5))
+    grads = jax.tree.map(lambda g: g - 0.25, grads)
+    scanned = stack(unrolled, axis)
+    axes, stacked_axes = axes_of(unrolled), axes_of(scanned, axis)
+    expected, state = loops.train(METHODS[method](axes), unrolled, grads)[-1]
+    pulls = [stack(g, axis) for g in grads]
+    got, stacked_state = loops.train(METHODS[method](stacked_axes), scanned, pulls)[-1]
+    support.assert_same_bits(got, stack(expected, axis))
+    ranks = stack(state.ranks, axis)
+    support.assert_same_bits(stacked_state.ranks, ranks)
+    moved = jax.tree.map(lambda after, before: np.mean(after != before), got, scanned)
+    assert min(jax.tree.leaves(moved)) > 0.2
+    # The exact weights of LaPerm between two synchronizations are those of the params.
+    params = jax.tree.map(lambda p, g: p - g, expected, grads[0])
+    exact = jax.jit(functools.partial(permuted_params, axes=axes))(state, params)
+    params, wanted = stack(params, axis), stack(exact, axis)
+    export = jax.jit(functools.partial(export_permutation, axes=stacked_axes))
+    permutation = export(scanned, stacked_state, params)
+    support.assert_same_bits(apply_permutation(scanned, permutation), wanted)
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_of_layers_stay_as_in_each_layer(method):
+    """A gain of each layer is a scalar there, which stays; a vector beside the stack is permuted."""
+    layers = {"norm": {"scale": support.normal((3, 6))}, "gain": support.bias(3, 1)}
+    params = {"layers": layers, "slopes": support.bias(5, 2)}
+    grads = [support.random_like(params, seed) for seed in range(4)]
+    after, _ = loops.train(METHODS[method](None), params, grads)[-1]
+    support.assert_same_bits(after["layers"]["gain"], layers["gain"])
+    for got, start in ((after["slopes"], params["slopes"]), (after["layers"], layers)):
+        assert np.any(jax.tree.leaves(got)[-1] != jax.tree.leaves(start)[-1])
+
+
+def test_random_partitions_of_stacked_layers_have_the_law_of_the_layers():
+    """Of the same weights, each layer moves as many as a layer alone, and draws its own partitions."""
+    w, m = (support.normal((24, 40), seed) for seed in range(2))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def moved(w, m, axes):
+        tx = optperm.permute_by_cycles(0.1, 0.25, min_partition_size=2, axes=axes)
+        start = tx.init(w)
+
+        def of_key(key):
+            state = tx.update(m, start._replace(key=jax.random.key_data(key)), w)[1]
+            return state.ranks != start.ranks
+
+        return jax.vmap(of_key)(jax.random.split(jax.random.key(0), 200))
+
+    alone = moved(w, m, LeafAxes("kernel", 0, 1))
+    stacked = moved(jnp.stack([w] * 2), jnp.stack([m] * 2), EXPERTS)
+    # The moves of one key, of 40 weight vectors, are one draw of the mean.
+    draws = np.asarray(alone).mean(axis=2), *np.asarray(stacked).mean(axis=3).swapaxes(0, 1)
+    assert 0.2 < draws[0].mean() < 0.9
+    for layer in draws[1:]:
+        error = np.sqrt(sum(each.var(axis=0) for each in (draws[0], layer)) / 200)
+        assert np.all(np.abs(layer.mean(axis=0) - draws[0].mean(axis=0)) < 5 * error)
+    assert np.mean(stacked[:, 0] != stacked[:, 1]) > 0.1
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=12, deadline=None)
+def test_each_index_of_copies_and_outputs_is_a_weight_vector_of_its_own(data):
+    """A leaf of any kind, rank and roles is put in order as by NumPy, vector by vector."""
+    kind = data.draw(st.sampled_from(["kernel", "embedding", "scale", "bias"]))
+    is_kernel = kind in ("kernel", "embedding")
+    roles = ["i", "o"] if is_kernel else ["o"]
+    roles += data.draw(st.lists(st.sampled_from("iob" if is_kernel else "ob"), max_size=2))
+    roles = data.draw(st.permutations(roles))
+    shape = tuple(data.draw(st.integers(1, 4)) for _ in roles)
+    axes = LeafAxes(kind, *([a for a, role in enumerate(roles) if role == own] for own in "iob"))
+    w, g = (support.normal(shape, seed) for seed in range(2))
+    tx = optperm.laperm(optax.sgd(1.0), 1, axes=axes)
+    with warnings.catch_warnings(action="ignore"):  # some weight vectors have one entry
+        start = tx.init(w)
+    _, state = tx.update(g, start, w)
+    expected, moved = np.array(w), np.asarray(w - g)
+    counted = axes.batch_axis + axes.out_axis if is_kernel else axes.batch_axis
+    for index in itertools.product(*(range(shape[axis]) for axis in counted)):
+        where = tuple(
+            dict(zip(counted, index, strict=True)).get(a, slice(None)) for a in range(w.ndim)
+        )
+        order = np.argsort(np.argsort(moved[where], axis=None)).reshape(moved[where].shape)
+        expected[where] = np.sort(expected[where], axis=None)[order]
+    support.assert_same_bits(permuted_params(state), jnp.asarray(expected))
+
+
+OTHERS = {
+    "kernel": support.normal((12, 5)),
+    "unknown": support.normal((2, 8, 3), 1),
+    "bias": support.bias(5, 2),
+}
+BOTH = {
+    "sgperm": lambda **axes: optperm.sgperm(0.5, **axes),
+    "laperm": lambda **axes: optperm.laperm(optax.adam(0.5), 2, **axes),
+}
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.filterwarnings("ignore:.* leaves .'unknown'. alone")
+@pytest.mark.parametrize("method", BOTH)
+def test_leaves_of_unknown_axes_stay_and_are_named(method):
+    """A tree with None says the same without a warning, and what the warning advises permutes them."""
+    grads = [support.random_like(OTHERS, seed) for seed in range(4)]
+    tx = BOTH[method]()
+    with pytest.warns(
+        UserWarning, match=r"leaves \['unknown'\] alone, because the roles"
+    ) as caught:
+        tx.init(OTHERS)
+    (warning,) = caught
+    advice = re.search(r"axes=(.*), or None to leave", str(warning.message))[1]
+    trail = loops.train(tx, OTHERS, grads)
+    for after, _ in trail:
+        support.assert_same_bits(after["unknown"], OTHERS["unknown"])
+    params, state = trail[-1]
+    support.assert_permutes(params, OTHERS)
+    assert np.any(params["kernel"] != OTHERS["kernel"])
+    permutation = export_permutation(OTHERS, state)
+    np.testing.assert_array_equal(permutation["unknown"].ravel(), np.arange(48))
+    support.assert_same_bits(apply_permutation(OTHERS, permutation), params)
+    known = {"kernel": LeafAxes("kernel", 0, 1), "unknown": None, "bias": LeafAxes("bias", (), 0)}
+    with warnings.catch_warnings(action="error"):
+        named, other_state = loops.train(BOTH[method](axes=known), OTHERS, grads)[-1]
+    support.assert_same_bits(named, params)
+    assert not find_differences(other_state, state)
+    axes = eval(advice, {"optperm": optperm, "params": OTHERS})
+    trained, _ = loops.train(BOTH[method](axes=axes), OTHERS, grads)[-1]
+    assert np.any(trained["unknown"] != OTHERS["unknown"])
+
+
+def test_leaves_that_stay_are_not_counted_and_led_back():
+    """The fraction is of the weights in weight vectors; a change by something else is undone."""
+    tx, axes = optperm.permute_by_cycles(1.0, 1.0, axes=lambda _: axes), {}
+    axes |= {"kernel": LeafAxes("kernel", 0, 1), "unknown": None, "bias": None}
+    start, m = tx.init(OTHERS), support.random_like(OTHERS, 3)
+    updates, state = jax.jit(tx.update)(m, start, OTHERS)
+    changed = np.mean(state.ranks["kernel"] != start.ranks["kernel"])
+    np.testing.assert_allclose(state.fraction_moved, changed, rtol=1e-6)
+    assert changed > 0.3
+    assert not np.any(updates["unknown"])
+    assert not np.any(updates["bias"])
+    pushed = OTHERS | {"unknown": OTHERS["unknown"] + 1.0}
+    updates, state = jax.jit(tx.update)(m, start, pushed)
+    support.assert_same_bits(
+        optperm.apply_updates(pushed, updates, state)["unknown"], OTHERS["unknown"]
+    )
+    assert state.mismatches == 1
+
+
+@pytest.mark.usefixtures("lenient")
+def test_vectors_of_any_name_are_permuted_whole():
+    """Params with no leaf of two axes, as of a regression, need no axes."""
+    for params in (support.bias(9), {"slopes": support.bias(9), "x": support.bias(7, 1)}):
+        grads = [support.random_like(params, seed) for seed in range(2)]
+        for tx in (optperm.sgperm(1.0), optperm.laperm(optax.sgd(1.0), 1)):
+            after, _ = loops.train(tx, params, grads)[-1]
+            support.assert_permutes(after, params)
+            for leaf, start in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True):
+                assert np.any(leaf != start)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_masked_parts_take_the_axes_of_the_whole_model():
+    """A part of a stack does not show that it is one; the axes of all params say it."""
+    params, grads = ({"layers": stack(draw(seed), 0)["layers"]} for seed in range(2))
+    del params["layers"]["experts"], grads["layers"]["experts"]
+    is_kernel = jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in str(path), params)
+    axes, whole = optperm.leaf_axes(params), optperm.laperm(optax.sgd(1.0), 1)
+    tx = optax.chain(
+        optax.masked(optperm.laperm(optax.sgd(1.0), 1, axes=axes), is_kernel),
+        optax.masked(optax.set_to_zero(), jax.tree.map(lambda own: not own, is_kernel)),
+    )
+    masked, state = loops.train(tx, params, [grads])[-1]
+    expected, _ = loops.train(whole, params, [grads])[-1]
+    expected = jax.tree.map(lambda own, new, old: new if own else old, is_kernel, expected, params)
+    support.assert_same_bits(masked, expected)
+    permutation = export_permutation(params, state, axes=axes)
+    support.assert_same_bits(apply_permutation(params, permutation), expected)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(8, rngs=rngs, param_dtype="bfloat16")
+        self.attention = nnx.MultiHeadAttention(
+            2,
+            8,
+            rngs=rngs,
+            decode=False,
+            param_dtype="bfloat16",
+            bias_init=nnx.initializers.normal(),
+        )
+
+    def __call__(self, x):
+        return x + self.attention(self.norm(x))
+
+
+class Layers(nnx.Module):
+    """Three layers that are scanned, of which the first starts with the largest weights."""
+
+    def __init__(self):
+        self.layers = nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(
+            jax.random.split(jax.random.key(0), 3)
+        )
+        state = nnx.state(self.layers, nnx.Param)
+        for index, depth in enumerate((1.0, 0.5, 0.1)):
+            state = jax.tree.map(lambda p, i=index, d=depth: p.at[i].multiply(d), state)
+        nnx.update(self.layers, state)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.layers
+        )
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
+def test_scanned_layers_of_nnx_keep_the_weights_of_each_layer_and_head():
+    """With an nnx.Optimizer, whose state has variables and whose updates have plain arrays."""
+    model = Layers()
+    start = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    optimizer = nnx.Optimizer(model, optperm.sgperm(1.0), wrt=nnx.Param)
+    x = support.normal((2, 4, 8), dtype="bfloat16")
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model))
+
+    for _ in range(5):
+        step(model, optimizer)
+    before, after = (
+        jax.tree.map(lambda p: np.asarray(p, np.float32), nnx.to_pure_dict(state))["layers"][
+            "attention"
+        ]
+        for state in (start, permuted_params(optimizer.opt_state))
+    )
+    for name in ("query", "key", "value"):
+        kernels = before[name]["kernel"], after[name]["kernel"]
+        assert np.mean(kernels[0] != kernels[1]) > 0.2
+        np.testing.assert_array_equal(*(np.sort(kernel, axis=1) for kernel in kernels))
+    # A layer's bias is one weight vector, over its heads too.
+    biases = before["value"]["bias"], after["value"]["bias"]
+    np.testing.assert_array_equal(*(np.sort(bias.reshape(3, 8)) for bias in biases))
+    assert np.any(np.sort(biases[0]) != np.sort(biases[1]))
+    exported = export_permutation(start, optimizer.opt_state)
+    rebuilt = apply_permutation(start, exported)
+    exact = permuted_params(optimizer.opt_state, nnx.state(model, nnx.Param))
+    for one, other in zip(jax.tree.leaves(rebuilt), jax.tree.leaves(exact), strict=True):
+        support.assert_same_bits(one, other)
+
+
+NO_AXES = {
+    "out of range": LeafAxes("kernel", 0, 3, (1, 2)),
+    "one missing": LeafAxes("kernel", 0, 1),
+    "no outputs": LeafAxes("kernel", (0, 1, 2)),
+    "a number": 3,
+}
+
+
+@pytest.mark.parametrize(("method", "wrong"), [*itertools.product(BOTH, NO_AXES)])
+def test_axes_that_do_not_fit_a_leaf_name_it_and_its_shape(method, wrong):
+    params, axes = {"a": {"w": support.normal((4, 3, 2))}}, {"a": {"w": NO_AXES[wrong]}}
+    says = r"axes, for \['a'\]\['w'\] with the shape \(4, 3, 2\), must"
+    for given in (axes, lambda params: axes):
+        with pytest.raises((TypeError, ValueError), match=says):
+            BOTH[method](axes=given).init(params)
+
+
+def test_axes_that_fit_no_params_or_name_no_weights_are_refused():
+    params = {"a": {"w": support.normal((4, 3))}, "gain": jnp.float32(1.0)}
+    for tree in ({"b": None}, {"a": {"w": None, "v": None}, "gain": None}, [None]):
+        with pytest.raises(
+            ValueError, match=r"axes must be a tree like params of optperm\.LeafAxes"
+        ):
+            optperm.sgperm(axes=tree).init(params)
+    other = LeafAxes("other")
+    for make, axes in itertools.product(BOTH.values(), (None, other)):
+        with pytest.raises(ValueError, match=r"axes names no kernels, .* so each leaf would stay"):
+            make(axes={"a": {"w": axes}, "gain": other}).init(params)
+    state = optperm.laperm(optax.sgd(1.0), 1).init(params)
+    wrong = {"a": {"w": LeafAxes("bias", (), 1)}, "gain": None}
+    with pytest.raises(ValueError, match=r"for \['a'\]\['w'\] with the shape \(4, 3\)"):
+        permuted_params(state, params, axes=wrong)
