@@ -1,12 +1,12 @@
 """Seconds and passes of `optperm.variance.minimize` and of other solvers to a given gap.
 
-The problems are elastic nets, logistic and softmax regressions with L2 and L1 penalties, and
-Poisson regressions, on synthetic data with five categorical features or a condition number, and on MNIST.
-The gap is the objective in float64 minus the lowest objective found, divided by the maximum of 1 and the
-objective. `minimize` runs once with this tolerance; its seconds are given with and without tracing and
-compiling. The solvers of scikit-learn start again with 1, 2, 4, ... iterations until the gap is small
-enough, and the seconds are those of the last run; the same is true for `optax.lbfgs`, without compiling.
-All solvers of a problem run one after another, so that other programs disturb all of them.
+The problems are elastic nets, logistic and softmax regressions with L2 and L1 penalties, and Poisson
+regressions, on synthetic data with five categorical features, with given condition numbers, and on
+MNIST. The gap is the objective in float64 minus the lowest objective found, divided by the maximum of 1
+and the objective. `minimize` runs with this tolerance; its seconds are given with and without tracing
+and compiling. The solvers of scikit-learn start again with 1, 2, 4, ... iterations until the gap is
+small enough, and the seconds are those of the last run; the same is true for `optax.lbfgs`, without
+compiling. All solvers of a problem run one after another, so that other programs disturb all of them.
 
     python benchmarks/convex.py [--only PART ...] [--data mnist.npz] [--json FILE]
 """
