@@ -325,7 +325,7 @@ def compare(problem: Problem, tol: float, limit: float, max_passes: float, clock
         double = dataclasses.replace(problem, data=tuple(map(_widen, problem.data)))
         w = run_minimize(double, 1e-13, 4 * max_passes, clock)[1]
     lowest = problem.objective(w)
-    found, w, seconds, compiling = run_minimize(problem, tol, max_passes, clock)
+    found, w, seconds, compiled = run_minimize(problem, tol, max_passes, clock)
     scale, value = max(1.0, abs(lowest)), problem.objective(w)
     others = dict(problem.others)
     if problem.proximal is None:
@@ -335,31 +335,24 @@ def compare(problem: Problem, tol: float, limit: float, max_passes: float, clock
         rows[name] = repeat(fit, problem.objective, lowest + tol * scale, limit)
     lowest = min([lowest, value, *(row[2] for row in rows.values())])
     again = run_minimize(problem, tol, max_passes, clock)
-    without = min(seconds - compiling, again[2] - again[3])
-    title = f"To a gap of {tol:g}, {float_type().__name__}"
-    RESULTS.show(
-        title,
-        problem=problem.name,
-        solver="minimize",
-        gap=f"{(value - lowest) / scale:.1e}",
-        seconds=f"{without:.2f}",
-        with_compiling=f"{seconds:.2f}",
-        passes=f"{found.passes:.1f}",
-        converged="yes" if found.converged else "no",
-        method=found.method.partition(" (")[0],
-    )
-    for name, (taken, iterations, value) in rows.items():
-        reached = "yes" if value <= lowest + tol * scale else f"no, above {limit:g} s"
+    without = min(seconds - compiled, again[2] - again[3])
+    reached = [("minimize", value, without, f"{seconds:.2f}", f"{found.passes:.1f} passes")]
+    reached += [
+        (name, value, taken, "", f"{iterations} iterations")
+        for name, (taken, iterations, value) in rows.items()
+    ]
+    for name, value, taken, compiling, work in reached:
+        is_close = value <= lowest + tol * scale
         RESULTS.show(
-            title,
-            problem=problem.name,
-            solver=name,
+            f"To a gap of {tol:g}, {float_type().__name__}",
+            solver_and_problem=f"{name}: {problem.name}",
+            seconds=f"{taken:.2f}" if is_close else f"above {taken:.1f}",
+            over_minimize=f"{taken / without:.1f}",
+            seconds_with_compiling=compiling,
             gap=f"{(value - lowest) / scale:.1e}",
-            seconds=f"{taken:.2f}",
-            with_compiling="",
-            passes=iterations,
-            converged=reached,
-            method=f"{taken / without:.1f} times minimize",
+            work=work,
+            method=found.method.partition(" (")[0] if name == "minimize" else "",
+            converged=str(found.converged) if name == "minimize" else "",
         )
 
 
