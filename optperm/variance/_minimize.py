@@ -26,9 +26,9 @@ from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.keys import make_key
 from optperm.core.shapes import Params
-from optperm.core.shardings import can_be_seen, explicit_mesh, take_rows
+from optperm.core.shardings import can_be_seen, explicit_mesh
 from optperm.evaluation import NOT_MEAN, LossFn, checked_sum, divide_sum, evaluate, is_mean
-from optperm.variance._chunks import Chunks, length_of, make_chunks, take_batch
+from optperm.variance._chunks import Chunks, generator, length_of, make_chunks, take_batch
 from optperm.variance._curvature import (
     factor_roots,
     hessian_matrix,
@@ -338,9 +338,8 @@ def _fit_batch(objective: Objective, given: int | None) -> int:
 
 def _check_loss(objective: Objective, params: Any) -> None:
     first = objective.chunks.first
-    few = jax.tree.map(lambda leaf: take_rows(leaf, jnp.arange(min(len(leaf), 32))), first)
     if all(map(can_be_seen, jax.tree.leaves(first))) and not is_mean(
-        objective.loss_fn, params, few
+        objective.loss_fn, params, objective.chunks.few
     ):
         raise ValueError(f"loss_fn must be a mean over examples. {NOT_MEAN}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(first):
@@ -449,7 +448,7 @@ class _Run:
 
     def _check_start(self, w: jax.Array, look: Look) -> None:
         """Raise a ValueError that names rows if the loss or the gradient at the start is not finite."""
-        if math.isfinite(float(look.value)) and bool(jnp.all(jnp.isfinite(look.grad))):
+        if math.isfinite(float(look.value)) and np.isfinite(np.asarray(look.grad)).all():
             return
         first, order = 0, self.objective.chunks.order
         for chunk in self.objective.chunks.read():
@@ -653,20 +652,15 @@ def _svrg(run: _Run) -> Advance:
     """Make the function that takes the steps of SVRG from one snapshot."""
     objective, rng = (
         run.objective,
-        np.random.default_rng(np.asarray(jax.random.bits(run.key, (4,)))),
+        generator(run.key),
     )
     is_preconditioned = objective.is_dense and objective.proximal is None
     size, parts = objective.batch_size, objective.chunks.parts
 
     def steps(
-        w: jax.Array,
-        snapshot: jax.Array,
-        grad: jax.Array,
-        root: jax.Array,
-        rate: jax.Array,
-        chunk: Any,
-        starts: jax.Array,
+        w: jax.Array, snapshot: jax.Array, look: Look, scale: Any, chunk: Any, starts: jax.Array
     ) -> jax.Array:
+        rate, grad, root = scale / (2 * look.smoothness), look.grad, look.root
         # w <- prox(w - eta P (grad f_B(w) - grad f_B(w~) + grad f(w~))), with P = H^-1 or 1
         parts = [svrg()]
         if is_preconditioned:
@@ -689,14 +683,14 @@ def _svrg(run: _Run) -> Advance:
     compiled = jit_current(steps)
 
     def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
-        rate, new, used = scale / (2 * look.smoothness), w, 0
+        new, used = w, 0
         left = _MOST_STEPS if is_preconditioned else math.inf
         for chunk in objective.chunks.read():
             each = length_of(chunk) // parts // (size // parts)
             starts = rng.permutation(each)[: int(min(left, each))] * (size // parts)
             if not len(starts):
                 continue
-            given = w, look.grad, look.root, rate, chunk, jnp.asarray(starts, jnp.int32)
+            given = w, look, np.asarray(scale, w.dtype), chunk, np.asarray(starts, np.int32)
             new = compiled(new, *given)
             used, left = used + len(starts) * size, left - len(starts)
         return new, used / run.count
@@ -738,7 +732,7 @@ def _newton(run: _Run) -> Advance:
     compiled = jit_current(step)
 
     def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
-        return compiled(w, look, jnp.asarray(1 / scale - 1, w.dtype)), 0.0
+        return compiled(w, look, np.asarray(1 / scale - 1, w.dtype)), 0.0
 
     return advance
 
@@ -747,7 +741,7 @@ def _katyusha(run: _Run) -> Advance:
     """Make the function that takes the steps of Katyusha in one pass."""
     objective, rng = (
         run.objective,
-        np.random.default_rng(np.asarray(jax.random.bits(run.key, (4,)))),
+        generator(run.key),
     )
     size, parts = objective.batch_size, objective.chunks.parts
     chunk, state, rate, kept = objective.chunks.first, None, None, 1.0
