@@ -384,3 +384,17 @@ def test_overrides_that_do_not_fit_are_refused_by_leaf(overrides, error, says):
 def test_axes_that_no_leaf_can_have_are_refused(arguments, error, says):
     with pytest.raises(error, match=says):
         LeafAxes(*arguments)
+
+
+def test_a_leaf_that_is_named_as_a_norm_is_a_scale_and_shows_its_stack():
+    """Llama's raw params have no leaf named "scale": a norm of stacked layers is no kernel."""
+    layers = {
+        "attention_norm": jnp.ones((4, 8)),
+        "ln_2": jnp.ones((4, 8)),
+        "up": jnp.ones((4, 8, 16)),
+    }
+    axes = optperm.leaf_axes({"layers": layers, "norm": jnp.ones(8)})
+    of_layers = optperm.LeafAxes("scale", (), 1, 0)
+    assert axes["layers"]["attention_norm"] == axes["layers"]["ln_2"] == of_layers
+    assert axes["norm"] == optperm.LeafAxes("scale", (), 0)
+    assert axes["layers"]["up"] == optperm.LeafAxes("kernel", 1, 2, 0)
