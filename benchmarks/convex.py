@@ -379,7 +379,7 @@ def main() -> None:
     with jax.enable_x64(args.x64):
         for problem in make_problems(args.only, args.data):
             compare(problem, args.tol, args.limit, args.max_passes, clock)
-    RESULTS.write(args.json)
+            RESULTS.write(args.json)
 
 
 if __name__ == "__main__":
