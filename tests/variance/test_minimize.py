@@ -123,6 +123,9 @@ def test_weights_are_repetitions():
     best = np.linalg.lstsq(np.float64(repeated[0]), np.float64(repeated[1]), rcond=None)[0]
     assert found.converged
     np.testing.assert_allclose(found.params, best, atol=3e-5)
+    # The bound at the start, which depends on the mean loss, is the same.
+    start = minimize(squares, repeated, jnp.zeros(12), tol=10.0).history[0]
+    np.testing.assert_allclose(found.history[0].gap, start.gap, rtol=1e-3)
 
 
 def test_an_intercept_has_no_penalty_and_a_state_keeps_its_form():
