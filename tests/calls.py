@@ -100,6 +100,8 @@ FUNCTIONS = {
     "stationary_covariance": {"preconditioner": 0.1, "hessian": EYE, "noise": EYE},
     "svrg_learning_rate": {"loss_fn": lambda p, batch: loss_fn(p, batch) + 0 * jnp.mean(batch)}
     | {"params": PARAMS, "data": BATCH, "batch_size": 1, "num_passes": 0},
+    "minimize": {"loss_fn": lambda w, batch: jnp.sum(w**2) + 0 * jnp.mean(batch)}
+    | {"data": BATCH, "params": jnp.ones(2)},
     "leaf_axes": {"params": PARAMS},
     "muon_axes": {"params": PARAMS},
     "quantize": {"opt_state": state(optax.adam(0.1))}
@@ -174,6 +176,7 @@ LIMITS = {
     **dict.fromkeys(("strong_convexity", "noise_ratio", "hess_init", "words"), ABOVE_ZERO),
     **dict.fromkeys(("katyusha.learning_rate", "ivon.weight_decay", "bandwidth"), ABOVE_ZERO),
     **dict.fromkeys(("ivon.num_data", "traffic_report.every"), ABOVE_ZERO),
+    **dict.fromkeys(("tol", "max_passes"), ABOVE_ZERO),
     **dict.fromkeys(("burn_in", "start", "num_passes", "switch_after.num_steps"), FROM_ZERO),
     "first_step": FROM_ZERO,
     "mars.gamma": {},
@@ -382,6 +385,13 @@ REFUSED = {
         *of("per_example_grad_fn", of_examples(4), batch_size=8),
         *of("per_example_grad_fn", of_examples(1), batch_size=1),
         *of("per_example_grad_fn", lambda p: {"w": jnp.ones((2, 3, 1)), "b": jnp.ones((2, 2))}),
+    ],
+    "minimize": [
+        *of("data", {"x": BATCH, "y": 1.0}, iter([BATCH]), []),
+        *of("loss_fn", lambda w, _: w, lambda w, batch: jnp.sum(batch * jnp.sum(w**2))),
+        *of("params", jnp.ones(2, "bfloat16"), jnp.ones(2, int)),
+        *of("proximal", 3, lambda rate: rate),
+        *of("batch_size", 3),
     ],
     "mars": of("b1", 1.0, -0.1, float("nan"), "0.9"),
     "mars.update": of("exact", True),
