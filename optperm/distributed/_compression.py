@@ -23,7 +23,7 @@ from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.core.shardings import shard_like, unshard
 from optperm.distributed._replicas import Replicas, gather, scale, weigh
 
-_BITS = (1, 2, 4, 8)
+BITS = (1, 2, 4, 8)
 # The number of entries that share a scale, and from which a fixed number of entries is sent.
 _CHUNK = 4096
 _DENSE_CHUNK = 256
@@ -88,8 +88,8 @@ class Compression:
             object.__setattr__(self, "fraction", float(self.fraction))
         if self.bits is not None:
             checks.check_static_count("bits", self.bits)
-            if self.bits not in _BITS:
-                names = ", ".join(map(str, _BITS))
+            if self.bits not in BITS:
+                names = ", ".join(map(str, BITS))
                 raise ValueError(f"bits must be one of {names}, got {self.bits!r}.")
         if self.decay is None:
             object.__setattr__(self, "decay", 1.0 if self.fraction is None else 0.95)
