@@ -389,9 +389,10 @@ def pull(
 
     # theta <- alpha theta + (1 - alpha) c
     def mix(p: jax.Array, c: jax.Array) -> jax.Array:
-        alpha = jnp.asarray(mixing, accumulation_dtype(p))
-        mixed = (alpha * p + (1 - alpha) * c).astype(p.dtype)
-        return jnp.where(is_whole, c.astype(p.dtype), mixed)
+        dtype = accumulation_dtype(p)
+        alpha = jnp.asarray(mixing, dtype)
+        mixed = alpha * p.astype(dtype) + (1 - alpha) * c.astype(dtype)
+        return jnp.where(is_whole, c.astype(p.dtype), mixed.astype(p.dtype))
 
     new = _restart_sums(
         state._replace(
