@@ -383,7 +383,8 @@ def pull(
     c = cast_like(
         jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), center.params), state.center
     )
-    c = keep_exact(c, state.center, state.local_state, is_due=True, axis_name=None)
+    own = cast_like(theta, state.center)
+    c = keep_exact(c, own, state.local_state, is_due=True, axis_name=None)
     # The center replaces params that are not finite.
     is_whole = jnp.logical_not(all_finite(theta)) | (jnp.asarray(mixing) == 0)
 
