@@ -4,7 +4,6 @@
 seed is an argument, and `python elastic.py 0 calm` runs four equal jobs without accidents.
 """
 
-import functools
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ except ImportError:
 
 x, y = load_digits(return_X_y=True)
 x, y, outer = np.float32(x / 16), np.int32(y), optax.sgd(0.7)
+tx = optperm.diloco(optax.adam(1e-3), outer, every=20)
 seed, seconds, is_calm = int((*sys.argv[1:], 0)[0]), 20, "calm" in sys.argv
 draw = np.random.default_rng(seed).normal
 params = {"w": np.float32(draw(size=(64, 64)) / 8), "v": np.float32(draw(size=(64, 10)) / 8)}
@@ -40,8 +40,10 @@ class Server:
     """The center, which merges each message when it arrives."""
 
     def __init__(self):
-        """Begin with the params of all jobs."""
+        """Begin with the params of all jobs, and compile a merge."""
         self.center, self.stale = init_center(params, outer), []
+        message = contribution(params, tx.init(params))[0]
+        merge(self.center, [message._replace(weight=np.float32(1))], outer, combine="sum")
 
     def start(self):
         """Start the clock."""
@@ -65,10 +67,9 @@ class Job:
 
     def __init__(self, server, name, sleep):
         """Compile the local steps."""
-        self.server, self.sleep = server, sleep
+        self.server, self.sleep, self.opt_state = server, sleep, tx.init(params)
         self.rng = np.random.default_rng([seed, name])
-        self.tx = optperm.diloco(optax.adam(1e-3), outer, every=20)
-        self.train(params, self.tx.init(params))
+        self.take_period(init_center(params, outer))
 
     def pid(self):
         """Return the process, when the job is ready."""
@@ -76,24 +77,25 @@ class Job:
 
     def run(self):
         """Train until the center has no more time; return the number of messages."""
-        number, p, s = 0, params, self.tx.init(params)
-        center = ray.get(self.server.exchange.remote())
+        number, center = 0, ray.get(self.server.exchange.remote())
         while center is not None:
-            p, s = self.train(*pull(p, s, center))
-            time.sleep(20 * self.sleep)  # a stand-in for a larger model
-            message, s = contribution(p, s)
-            center = ray.get(self.server.exchange.remote(jax.device_get(message)))
+            message = self.take_period(center)
+            center = ray.get(self.server.exchange.remote(message))
             number += 1
         return number
 
-    def train(self, p, s):
-        """Take the local steps of a period."""
+    def take_period(self, center):
+        """Pull the center, and return the message of the local steps from there."""
+        p, self.opt_state = pull(params, self.opt_state, center)
         rows = self.rng.integers(0, 1257, (20, 16))
-        return train(self.tx, p, s, (x[rows], y[rows]))
+        p, self.opt_state = train(p, self.opt_state, (x[rows], y[rows]))
+        time.sleep(20 * self.sleep)  # a stand-in for a larger model
+        message, self.opt_state = contribution(p, self.opt_state)
+        return jax.device_get(message)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def train(tx, params, opt_state, batches):
+@jax.jit
+def train(params, opt_state, batches):
     """Take a local step with each batch, without a commit."""
 
     def step(carry, batch):

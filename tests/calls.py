@@ -57,6 +57,8 @@ def state(tx):
 NARROW = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
 WIDENED = optperm.widen_params(sgd()).init(NARROW)
 MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
+CENTER = optperm.distributed.init_center(PARAMS, sgd())
+MESSAGE, _ = optperm.distributed.contribution(PARAMS, state(optperm.agn(sgd())))
 # Arguments with which each public function works, of which one at a time is spoiled.
 FUNCTIONS = {
     "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
@@ -68,6 +70,10 @@ FUNCTIONS = {
     "posterior_mean": {"opt_state": SWAG.update(PARAMS, state(SWAG), PARAMS)[1]},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "Compression": {"fraction": 0.5},
+    "contribution": {"params": PARAMS, "opt_state": state(optperm.agn(sgd()))},
+    "init_center": {"params": PARAMS, "outer": sgd()},
+    "merge": {"center": CENTER, "contributions": [MESSAGE], "outer": sgd()},
+    "pull": {"params": PARAMS, "opt_state": state(optperm.agn(sgd())), "center": CENTER},
     "draw_samples": {"step": lambda params, opt_state, key: (params, opt_state)}
     | {"params": PARAMS, "opt_state": (), "key": KEY, "num_chains": 2, "num_draws": 2},
     "erk_sparsity": {"params": PARAMS, "sparsity": 0.5},
@@ -273,11 +279,13 @@ NO_FULL_GRADIENT = [dict(every=2, grad_fn=mean), dict(probability=0.5, grad_fn=m
 # Trees that must match params, of whose structure and shapes others are refused.
 TREES = {
     "apply_updates": ("updates",),
+    "contribution": ("params",),
     "export_permutation": ("initial_params",),
     "freeze": ("scores",),
     "lost_updates": ("updates",),
     "permuted_params": ("params",),
     "prune": ("params", "scores"),
+    "pull": ("params",),
     "take_snapshot": ("params", "full_grad"),
 }
 # What else a function refuses, one case for each check: "f.init" and "f.update" are those of what
@@ -285,6 +293,30 @@ TREES = {
 REFUSED = {
     "narrow_params": of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
     "Compression": of("fraction", None),
+    "contribution": [
+        *of("weight", -1.0, float("nan"), INF, jnp.ones(2), True, 1j),
+        *of("compress", Compression(bits=4), 4),
+        *of(
+            "opt_state", state(optperm.agn(sgd(), every=PLAN)), state(optperm.agn(optperm.sgperm()))
+        ),
+    ],
+    "init_center": of("params", {"w": "x"}, {"w": jnp.ones(2, int)}),
+    "merge": [
+        *of("center", PARAMS, CENTER._replace(params=jnp.ones(3))),
+        *of("contributions", [], MESSAGE, [PARAMS], [MESSAGE._replace(weight=jnp.ones(2))]),
+        *of("contributions", [MESSAGE._replace(move=jnp.ones(3))]),
+        *of("outer", optax.adam(0.1)),
+        *of("combine", "pairs", "median"),
+    ],
+    "pull": [
+        *of("center", PARAMS, CENTER._replace(params=jnp.ones(3))),
+        *of("center", CENTER._replace(version=jnp.int32(-1))),
+        *of("mixing", -0.1, 1.5, float("nan"), "0.5"),
+        *of("allow_older", 1),
+        *of(
+            "opt_state", state(optperm.agn(sgd(), every=PLAN)), state(optperm.agn(optperm.sgperm()))
+        ),
+    ],
     "agn.init": [
         *of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
         *of("inner", optax.sgd(lambda count: 0.1 / (1 + count))),
