@@ -10,7 +10,7 @@ Codes depend only on integers and exact floating-point numbers, so all processor
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,51 @@ from optperm.core.noise import mix
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
-# The form of a code. "random" is a number in 8 bits, rounded at random, and "size" is such a number that
-# stays above 0. "root" is the root of a square, rounded at random so that the square is unbiased, and
-# "largest" is the root rounded to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at
-# random, in arrays with an even or odd last axis.
-Form = Literal["random", "size", "root", "largest", "even", "odd"]
-_ROOTS, _PAIRS = ("root", "largest"), ("even", "odd")
+
+
+class Random(NamedTuple):
+    """The blocks of numbers in 8 bits, rounded at random.
+
+    Attributes:
+      exponents: The exponents of the blocks, int8, (..., ceil(n / 32)).
+      like: A zero of the dtype of the array.
+    """
+
+    exponents: Any
+    like: Any
+
+
+class Root(NamedTuple):
+    """The blocks of roots of squares, rounded at random so that squares are unbiased (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+class Largest(NamedTuple):
+    """The blocks of roots of squares, rounded to the nearest code (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+class Even(NamedTuple):
+    """The blocks of numbers in 4 bits, with an even last axis, rounded at random (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+class Odd(NamedTuple):
+    """The blocks of numbers in 4 bits, with an odd last axis, rounded at random (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+Blocks = Random | Root | Largest | Even | Odd
+Form = type[Random] | type[Root] | type[Largest] | type[Even] | type[Odd]
+_ROOTS, _PAIRS = (Root, Largest), (Even, Odd)
 
 _INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
 _NAN = 0x7F  # the code of NaN in float8_e4m3fn
@@ -42,7 +81,7 @@ def encode(
 
     Args:
       x: The array, (..., n), of a real floating dtype. Subnormal numbers count as 0.
-      form: The form of the codes.
+      form: The type of the blocks.
       seed: A uint32, the seed of the random numbers for this array.
       start: A uint32, the position from which numbers are counted in the hash.
 
@@ -73,10 +112,10 @@ def encode(
         e = jnp.where(e > _PAIR_LIMITS[1], _NAN_BLOCK, e)
         return _join(pairs, (n + 1) // 2), e.astype(jnp.int8)
     if form in _ROOTS:
-        codes = _round_root(y, draw if form == "root" else None)
+        codes = _round_root(y, draw if form is Root else None)
     else:
         codes = jnp.minimum(_fix(y, 20, 120) + (draw >> 12).astype(jnp.int32) >> 20, _NAN - 1)
-    if form == "random":
+    if form is Random:
         codes = codes | (raw >> 24 & 0x80)
     else:
         # A positive number must not become 0, since steps are divided by it.
@@ -89,7 +128,7 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
     """Return the array for codes and exponents, exact up to the maximum of the dtype."""
     e = exponents.astype(jnp.int32)
     if form in _PAIRS:
-        n = 2 * codes.shape[-1] - (form == "odd")
+        n = 2 * codes.shape[-1] - (form is Odd)
         pairs = _split(codes, _find_group(codes, n, form) // 2)
         c = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
         # Twice the magnitude is 0, 1, 2, 3, 4, 6, 8 or 12
