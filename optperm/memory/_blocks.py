@@ -79,6 +79,9 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the codes of an array, in blocks along its last axis, and the exponents of the blocks.
 
+    For 8 bits, a last axis of fewer than 32 entries is merged with the axes before it, until the merged
+    axis has at least 32 entries.
+
     Args:
       x: The array, (..., n), of a real floating dtype. Subnormal numbers count as 0.
       form: The type of the blocks.
@@ -86,10 +89,12 @@ def encode(
       start: A uint32, the position from which numbers are counted in the hash.
 
     Returns:
-      Codes in float8_e4m3fn, (..., n), or for 4 bits in uint8, (..., ceil(n / 2)); and exponents e in
-      int8, (..., ceil(n / 32)). The largest finite magnitude of a block (for roots, its root), divided
+      Codes in float8_e4m3fn, of the shape of the array, or for 4 bits in uint8, (..., ceil(n / 2)); and
+      exponents e in int8, (..., ceil(n / 32)), for a merged last axis of n. The largest finite magnitude of a block (for roots, its root), divided
       by 2^e, is in (128, 256] for 8 bits, and in (3, 6] for 4 bits.
     """
+    whole = x
+    x = x if form in _PAIRS else _merge(x, _count_axes(x.shape))
     n = x.shape[-1]
     x = _split(x.astype(jnp.float32), _find_group(x, n, form))
     raw = jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -121,7 +126,8 @@ def encode(
         # A positive number must not become 0, since steps are divided by it.
         codes = jnp.where((size > 0) & (raw > 0), jnp.maximum(codes, 1), 0)
     codes = _join(jnp.where(is_finite, codes, _NAN), n).astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), e.astype(jnp.int8)
+    codes = _unmerge(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), whole)
+    return codes, e.astype(jnp.int8)
 
 
 def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> jax.Array:
@@ -139,6 +145,7 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
         x = twice * _power(_spread(jnp.maximum(e, _PAIR_LIMITS[0]) - 1, twice))
         x = jnp.where(_spread(e, x) == _NAN_BLOCK, jnp.nan, x)
     else:
+        whole, codes = codes, _merge(codes, exponents.ndim)
         n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.int8)
         c = _split(bits, _find_group(codes, n, form)).astype(jnp.int32)
         size = c & _NAN
@@ -153,7 +160,41 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
         x = jnp.minimum(x * x, top)
     elif form in _PAIRS or dtype != jnp.float32:
         x = jnp.clip(x, -top, top)
-    return _join(x, n).astype(dtype)
+    x = _join(x, n).astype(dtype)
+    return x if form in _PAIRS else _unmerge(x, whole)
+
+
+def _count_axes(shape: tuple[int, ...]) -> int:
+    """Return the number of axes after short trailing axes are merged."""
+    axes = len(shape)
+    while axes > 1 and math.prod(shape[axes - 1 :]) < BLOCK:
+        axes -= 1
+    return axes
+
+
+def _merge(x: jax.Array, axes: int) -> jax.Array:
+    """Return an array whose trailing axes are merged, so that `axes` axes are left."""
+    if axes == x.ndim:
+        return x
+    shape = (*x.shape[: axes - 1], math.prod(x.shape[axes - 1 :]))
+    sharding = explicit_sharding(x)
+    if sharding is not None:
+        # Only the first of several merged axes can stay sharded.
+        spec = [*sharding.spec, *[None] * x.ndim][:axes]
+        x = jax.sharding.reshard(x, sharding.update(spec=P(*spec, *[None] * (x.ndim - axes))))
+        sharding = sharding.update(spec=P(*spec))
+    return jax.lax.reshape(x, shape, out_sharding=sharding)
+
+
+def _unmerge(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return an array in the shape and sharding of another array, whose trailing axes it has merged."""
+    if x.shape == like.shape:
+        return x
+    sharding = explicit_sharding(x)
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
+        sharding = sharding.update(spec=P(*spec))
+    return shard_like(jax.lax.reshape(x, like.shape, out_sharding=sharding), like)
 
 
 def _find_exponents(top: jax.Array, form: Form) -> jax.Array:

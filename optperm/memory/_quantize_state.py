@@ -8,6 +8,7 @@ Efficient Optimizers with 4-bit States", NeurIPS 2023, arXiv 2309.01507.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -438,9 +439,11 @@ def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
     if sharding is None:
         return e
     spec = [*sharding.spec, *[None] * (moment.ndim - len(sharding.spec))]
-    piece = sharding.shard_shape(moment.shape)[-1]
-    last = spec[-1] if piece % BLOCK == 0 else None
-    return jax.device_put(e, NamedSharding(sharding.mesh, P(*spec[:-1], last)))
+    # The last axis of the exponents is that of merged trailing axes.
+    axes = e.ndim - 1
+    piece = math.prod(sharding.shard_shape(moment.shape)[axes:])
+    last = spec[axes] if piece % BLOCK == 0 and not any(spec[axes + 1 :]) else None
+    return jax.device_put(e, NamedSharding(sharding.mesh, P(*spec[:axes], last)))
 
 
 def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:
