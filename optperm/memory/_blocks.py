@@ -79,7 +79,7 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the codes of an array, in blocks along its last axis, and the exponents of the blocks.
 
-    For 8 bits, a last axis of fewer than 32 entries is merged with the axes before it, until the merged
+    For 8 bits, a last axis of fewer than 32 entries is merged with axes before it, so that the merged
     axis has at least 32 entries.
 
     Args:
@@ -90,8 +90,9 @@ def encode(
 
     Returns:
       Codes in float8_e4m3fn, of the shape of the array, or for 4 bits in uint8, (..., ceil(n / 2)); and
-      exponents e in int8, (..., ceil(n / 32)), for a merged last axis of n. The largest finite magnitude of a block (for roots, its root), divided
-      by 2^e, is in (128, 256] for 8 bits, and in (3, 6] for 4 bits.
+      exponents e in int8, (..., ceil(n / 32)), for a merged last axis of n. The largest finite magnitude
+      of a block (for roots, its root), divided by 2^e, is in (128, 256] for 8 bits, and in (3, 6] for 4
+      bits.
     """
     whole = x
     x = x if form in _PAIRS else _merge(x, _count_axes(x.shape))
@@ -183,7 +184,8 @@ def _merge(x: jax.Array, axes: int) -> jax.Array:
         spec = [*sharding.spec, *[None] * x.ndim][:axes]
         x = jax.sharding.reshard(x, sharding.update(spec=P(*spec, *[None] * (x.ndim - axes))))
         sharding = sharding.update(spec=P(*spec))
-    return jax.lax.reshape(x, shape, out_sharding=sharding)
+    # In one kernel with the reshape, each operation would compute indices of the short axes.
+    return computed_once(jax.lax.reshape(x, shape, out_sharding=sharding))
 
 
 def _unmerge(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -194,7 +196,8 @@ def _unmerge(x: jax.Array, like: jax.Array) -> jax.Array:
     if sharding is not None:
         spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
         sharding = sharding.update(spec=P(*spec))
-    return shard_like(jax.lax.reshape(x, like.shape, out_sharding=sharding), like)
+    x = jax.lax.reshape(computed_once(x), like.shape, out_sharding=sharding)
+    return shard_like(x, like)
 
 
 def _find_exponents(top: jax.Array, form: Form) -> jax.Array:

@@ -179,11 +179,10 @@ def quantize_state(
       warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block
       of 32. Other blocks do not change.
 
-      Blocks do not continue from one row to the next. If the last axis has fewer than 32 entries, as in
-      convolutions of Equinox (out, in, height, width) or in a layer with few outputs, each row has its
-      own exponent. With a last axis of 1, the state takes half as much memory as in float32, and an
-      update takes about ten times as long as with a long last axis; with 3, it takes a third. Leave such
-      leaves out with `include`, or store the long axes last.
+      Blocks do not continue from one row to the next. With 8 bits, a last axis of fewer than 32 entries,
+      as in convolutions of Equinox (out, in, height, width), is merged with axes before it until there
+      are at least 32 entries. Shard such a leaf along the first of these axes, or along another axis.
+      With 4 bits, axes are not merged, so each row has its own exponent.
 
       A sharded moment has sharded codes. If the number of entries per device along the last axis is a
       multiple of 32, the exponents are sharded too; otherwise they are replicated along this axis.

@@ -478,6 +478,30 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
     assert max(moved, default=0) <= (0 if piece == 32 else 6 * n // 8)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_merged_axes_of_a_sharded_leaf_have_the_codes_of_the_whole_one(axis, kind):
+    """A kernel (out, in, 3, 3) whose blocks run over (in, 3, 3), of which a device has 45 numbers."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))
+    tx = optperm.quantize_state(optax.adam(1e-2), min_size=2)
+
+    def run(place):
+        params, *grads = (place(params_of(seed, {"w": (16, 40, 3, 3)})) for seed in range(3))
+        state, update = tx.init(params), jax.jit(tx.update)
+        for g in grads:
+            updates, state = update(g, state, params)
+        return updates, state
+
+    whole = run(lambda tree: tree)
+    assert [blocks.exponents.shape for blocks in whole[1].exponents] == [(16, 12)] * 2
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P(*[None] * axis, "x"))
+        found = run(lambda tree: jax.device_put(tree, sharding))
+    support.assert_same_bits(*(jax.tree.map(np.asarray, each[1]) for each in (found, whole)))
+    assert found[1].inner_state[0].nu["w"].sharding.is_equivalent_to(sharding, 4)
+    assert found[0]["w"].sharding.is_equivalent_to(sharding, 4)
+
+
 @pytest.mark.slow
 def test_a_program_of_many_leaves_has_few_kernels():
     """The number of an array is an operand, so that leaves of one shape have equal kernels."""
