@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,13 +12,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import support
 from flax import nnx
 from optax.contrib import GaLoreDimensionNumbers
 
 import optperm
 from optperm import LeafAxes
-from optperm._leaf_axes import OTHER
+from optperm._leaf_axes import OTHER, resolve_axes, warn_of_others
 
 TREES = json.loads((pathlib.Path(__file__).parent / "model_trees.json").read_text())
 LAYERS, DIM, HIDDEN, HEADS = 3, 8, 16, 2
@@ -178,6 +181,8 @@ def test_layers_of_nnx_are_a_stack(axis):
     state = nnx.state(nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0), axis)), nnx.Param)
     found = optperm.leaf_axes(state)
     assert isinstance(found, nnx.State)
+    plain = resolve_axes(found, state)
+    assert plain == resolve_axes(None, state) == resolve_axes(optperm.leaf_axes, state)
     query = without_copies(at(found, "layers/attention/query/kernel"), axis)
     assert query == LeafAxes("kernel", 0, (1, 2))
     assert without_copies(at(found, "layers/attention/out/kernel"), axis).in_axis == (0, 1)
@@ -193,6 +198,22 @@ def test_names_of_axes_in_variables_tell_the_copies():
     found = optperm.leaf_axes({"wi": kernel, "wo": nnx.Param(np.zeros((LAYERS, 4, HIDDEN, DIM)))})
     assert at(found, "wi") == LeafAxes("kernel", 2, 3, (0, 1))
     assert at(found, "wo") == OTHER
+
+
+def test_names_that_an_update_does_not_see_have_to_be_passed():
+    """nnx.Optimizer gives variables to init, and plain arrays to update."""
+    with nnx.use_eager_sharding(False):
+        named = nnx.Param(support.normal((4, DIM, HIDDEN)), out_sharding=("expert", "embed", "mlp"))
+        dense = nnx.Param(support.normal((DIM, HIDDEN)), out_sharding=("embed", "mlp"))
+    params = {"wi": named, "up": dense}
+    for make in (optperm.sgperm, lambda **axes: optperm.low_rank(optax.sgd(1.0), 2, **axes)):
+        with pytest.raises(ValueError, match=r"pass axes=optperm\.leaf_axes\(params\)"):
+            make().init(params)
+        tx = make(axes=optperm.leaf_axes(params))
+        plain = nnx.to_pure_dict(nnx.State(params))
+        updates, _ = tx.update(jax.tree.map(jnp.flip, plain), nnx.as_pure(tx.init(params)), plain)
+        assert np.any(updates["wi"])
+        make().init({"up": dense})  # names change nothing
 
 
 class Mlp(eqx.Module):
@@ -384,3 +405,43 @@ def test_overrides_that_do_not_fit_are_refused_by_leaf(overrides, error, says):
 def test_axes_that_no_leaf_can_have_are_refused(arguments, error, says):
     with pytest.raises(error, match=says):
         LeafAxes(*arguments)
+
+
+def test_axes_of_a_method_come_as_tree_function_or_optax_has_them():
+    galore = {"w": GaLoreDimensionNumbers(-2, -1), "b": None}
+    params = {"w": np.zeros((4, 3, 2)), "b": np.zeros(2)}
+    expected = {"w": KERNEL, "b": OTHER}
+    assert resolve_axes(galore, params) == expected
+    assert resolve_axes(lambda params: {"w": KERNEL, "b": None}, params) == expected
+    masked = {"w": params["w"], "b": optax.MaskedNode()}
+    assert resolve_axes(expected, masked) == {"w": KERNEL, "b": optax.MaskedNode()}
+    with pytest.raises(ValueError, match="axes must be a tree like params"):
+        resolve_axes({"w": KERNEL}, params)
+
+
+def test_many_entries_that_stay_alone_are_warned_of_with_the_line_to_write():
+    params = {"moe": {"wi": jnp.zeros((4, 3, 2))}, "w": jnp.zeros((3, 5))}
+    with pytest.warns(UserWarning, match=r"low_rank leaves \['moe'\]\['wi'\] alone") as seen:
+        warn_of_others("low_rank", params, None)
+    line = re.search(r"axes=(optperm\.leaf_axes\(.*\)\})\)", str(seen[0].message))[1]
+    found = eval(f"{line})", {"optperm": optperm, "params": params})
+    assert found["moe"]["wi"] == KERNEL
+    # Who gives axes has said what the leaves are, a few entries do not matter, and scalars have no axes.
+    warn_of_others("low_rank", params, found)
+    warn_of_others("low_rank", {"w": jnp.zeros((100, 100)), "x": jnp.zeros((2, 2, 2))}, None)
+    warn_of_others("low_rank", {"coef": jnp.zeros(3), "intercept": jnp.zeros(())}, None)
+    jax.eval_shape(lambda p: warn_of_others("low_rank", p, None), params)
+
+
+def test_a_leaf_that_is_named_as_a_norm_is_a_scale_and_shows_its_stack():
+    """Llama's raw params have no leaf named "scale": a norm of stacked layers is no kernel."""
+    layers = {
+        "attention_norm": jnp.ones((4, 8)),
+        "ln_2": jnp.ones((4, 8)),
+        "up": jnp.ones((4, 8, 16)),
+    }
+    axes = optperm.leaf_axes({"layers": layers, "norm": jnp.ones(8)})
+    of_layers = optperm.LeafAxes("scale", (), 1, 0)
+    assert axes["layers"]["attention_norm"] == axes["layers"]["ln_2"] == of_layers
+    assert axes["norm"] == optperm.LeafAxes("scale", (), 0)
+    assert axes["layers"]["up"] == optperm.LeafAxes("kernel", 1, 2, 0)

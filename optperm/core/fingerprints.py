@@ -75,16 +75,6 @@ def describe_difference(method: str, name: str) -> str:
     )
 
 
-def find_differences(saved: Any, fresh: Any) -> list[str]:
-    """Return the names of the arguments with which two optimizer states were made differently.
-
-    Args:
-      saved: An optimizer state, in any nesting.
-      fresh: The optimizer state that `init` makes now, with methods of the same types in the same order.
-    """
-    return compare_fingerprints(list_fingerprints(saved), list_fingerprints(fresh))
-
-
 def list_fingerprints(opt_state: Any) -> list[dict[str, list[int]]]:
     """Return the numbers of each argument, in all replicas on this process, for each shaped state."""
     return [

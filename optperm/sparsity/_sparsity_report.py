@@ -110,13 +110,17 @@ def sparsity_report(params: Any, *, axes: Any = None) -> SparsityReport:
       all                                                            117276  130688   0.8974
 
     Raises:
-      TypeError: If a leaf is not an array.
+      TypeError: If a leaf is not an array, or is traced.
       ValueError: If `axes` does not fit the params.
     """
     plain = without_boxes(params)
     checks.check_arrays("params", plain)
     known = jax.tree.leaves(find_axes(axes, plain, params))
     paths = jax.tree_util.tree_leaves_with_path(plain)
+    for path, leaf in paths:
+        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise TypeError(f"{name} must be an array outside jax.jit, got {leaf!r}.")
     return SparsityReport(
         tuple(
             LeafSparsity(

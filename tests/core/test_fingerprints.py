@@ -68,7 +68,9 @@ def test_differences_are_found_in_any_nesting_and_stack():
         (1, 1, 0): ["axes"],
         (2, 1, 1): ["axes", "power", "axes"],
     }.items():
-        assert fingerprints.find_differences(saved, make(*arguments).init(PARAMS)) == names
+        fresh = make(*arguments).init(PARAMS)
+        lists = map(fingerprints.list_fingerprints, (saved, fresh))
+        assert fingerprints.compare_fingerprints(*lists) == names
 
 
 VALUES = [

@@ -448,6 +448,11 @@ def test_a_report_counts_the_zeros_of_each_leaf():
     kernels = [leaf for leaf in report.leaves if leaf.kind == "kernel"]
     zeros, size = sum(leaf.zeros for leaf in kernels), sum(leaf.size for leaf in kernels)
     assert lines[-2].split() == ["kernels", str(zeros), str(size), "0.5000"]
+    for traced in (jax.eval_shape, lambda call, p: call(jax.eval_shape(lambda: p))):
+        with pytest.raises(
+            TypeError, match=r"^params\['head'\]\['kernel'\] must be an array outside"
+        ):
+            traced(lambda p: optperm.sparsity.sparsity_report(p).zeros, params)
     boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim), pruned)
     state = nnx.State(jax.tree.map(nnx.Param, pruned))
     for given in (boxed, state):

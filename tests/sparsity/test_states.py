@@ -11,7 +11,7 @@ import support
 from flax import nnx
 
 import optperm
-from optperm.core.fingerprints import find_differences
+from optperm.core.fingerprints import compare_fingerprints, list_fingerprints
 from optperm.core.states import find_warnings
 from optperm.sparsity import Blocks, Units, erk_sparsity, prune, reset_masks
 
@@ -168,7 +168,8 @@ def test_a_state_made_with_another_argument_is_refused_by_name(argument):
         one.update(PARAMS, opt_state, PARAMS)
         with pytest.raises(ValueError, match=f"made with another {name}=. Pass the value"):
             other.update(PARAMS, opt_state, PARAMS)
-        assert find_differences(opt_state, other.init(PARAMS))[0] == name
+        lists = map(list_fingerprints, (opt_state, other.init(PARAMS)))
+        assert compare_fingerprints(*lists)[0] == name
 
 
 @pytest.mark.parametrize(
