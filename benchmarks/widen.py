@@ -202,7 +202,7 @@ def update(repetitions: int, count: int, shape: tuple[int, int]) -> None:
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
-        params = optax.tree.cast(ones, dtype)
+        params = jax.tree.map(lambda w, dtype=dtype: jnp.array(w, dtype), ones)  # donated
         grads = jax.tree.map(lambda w: 0.01 * jnp.ones_like(w), params)
         calls[name] = timing.stepping(
             jax.jit(step, donate_argnums=(0, 1)), (params, tx.init(params)), grads

@@ -21,6 +21,8 @@ from optperm.core.noise import mix
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
+# A last axis of fewer entries, as of a window of a convolution, is merged with axes before it.
+_SHORT = 8
 
 
 class Random(NamedTuple):
@@ -79,8 +81,8 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the codes of an array, in blocks along its last axis, and the exponents of the blocks.
 
-    For 8 bits, a last axis of fewer than 32 entries is merged with axes before it, so that the merged
-    axis has at least 32 entries.
+    For 8 bits, a last axis of fewer than 8 entries is merged with axes before it, so that the merged axis
+    has at least 32 entries.
 
     Args:
       x: The array, (..., n), of a real floating dtype. Subnormal numbers count as 0.
@@ -168,6 +170,9 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
 def _count_axes(shape: tuple[int, ...]) -> int:
     """Return the number of axes after short trailing axes are merged."""
     axes = len(shape)
+    # A longer last axis may be split between devices: merging would move the array.
+    if not shape or shape[-1] >= _SHORT:
+        return axes
     while axes > 1 and math.prod(shape[axes - 1 :]) < BLOCK:
         axes -= 1
     return axes

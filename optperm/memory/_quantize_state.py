@@ -179,7 +179,7 @@ def quantize_state(
       warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block
       of 32. Other blocks do not change.
 
-      Blocks do not continue from one row to the next. With 8 bits, a last axis of fewer than 32 entries,
+      Blocks do not continue from one row to the next. With 8 bits, a last axis of fewer than 8 entries,
       as in convolutions of Equinox (out, in, height, width), is merged with axes before it until there
       are at least 32 entries. Shard such a leaf along the first of these axes, or along another axis.
       With 4 bits, axes are not merged, so each row has its own exponent.

@@ -106,7 +106,9 @@ def decode_numpy(codes, e, form):
 
 
 def merge_shape(shape):
-    """The shape whose last axis has at least 32 entries, or all."""
+    """The shape whose last axis, if it has fewer than 8 entries, is merged to 32 or more."""
+    if shape[-1] >= 8:
+        return shape
     while len(shape) > 1 and shape[-1] < 32:
         shape = (*shape[:-2], shape[-2] * shape[-1])
     return shape
