@@ -7,14 +7,17 @@ The script prints:
   as they are stored, and bytes per parameter for params, gradients and state. Another table has the
   differences from float32, seed by seed, with their standard error;
 - small: the same with a small rate, where params in bfloat16 lose most of their updates;
-- update: the processor time of an update alone, over AdamW's in float32.
+- update: the processor time of an update alone, over AdamW's in float32;
+- memory: the bytes per parameter of a compiled update of 98 million params, whose largest leaf is a
+  twentieth of them, on this machine, or ahead of time on an H100 or a TPU v5e (which need what
+  `accelerators.py` names).
 
 All seeds of a method train at once, in one program. With `--resume`, a command that was stopped goes on
 after the last row in the file.
 
-    python benchmarks/widen.py [--only train|small|update] [--text FILE] [--seeds 10] [--few 3]
+    python benchmarks/widen.py [--only train|small|update|memory] [--text FILE] [--seeds 10] [--few 3]
         [--steps 600] [--long 3000] [--rate 3e-3] [--small_rate 3e-4] [--methods NAME ...]
-        [--repetitions 30] [--json FILE] [--resume]
+        [--repetitions 30] [--device cpu|gpu|tpu] [--json FILE] [--resume]
 """
 
 import argparse
@@ -23,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import accelerator_programs
 import jax
 import jax.numpy as jnp
 import library_bytes
@@ -218,10 +222,82 @@ def update(repetitions: int, count: int, shape: tuple[int, int]) -> None:
         )
 
 
+# The device for which a program is compiled: its name, and a mesh of one of it.
+DEVICES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "cpu": ("", lambda: None),
+    "gpu": (", H100", lambda: accelerator_programs.gpu_mesh({"one": 1})),
+    "tpu": (", TPU v5e", lambda: accelerator_programs.tpu_mesh({"one": 1})),
+}
+
+
+def with_copy(inner: Tx) -> Tx:
+    """Return an optimizer that keeps a float32 copy of its params."""
+
+    def init(params: Any) -> Any:
+        wide = optax.tree.cast(params, jnp.float32)
+        return wide, inner.init(wide)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        wide, inner_state = state
+        updates, inner_state = inner.update(
+            optax.tree.cast(updates, jnp.float32), inner_state, wide
+        )
+        wide = optax.apply_updates(wide, updates)
+        return jax.tree.map(lambda w, p: w.astype(p.dtype) - p, wide, params), (wide, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def memory(device: str, count: int, shape: tuple[int, ...]) -> None:
+    """Compile an update of stacks of matrices, and print the bytes per parameter."""
+    names, mesh = [f"w{i:02}" for i in range(count)], DEVICES[device][1]()
+    axes = dict.fromkeys(names, optperm.LeafAxes("kernel", 1, 2, 0))
+    numbers = dict.fromkeys(names, optax.contrib.MuonDimensionNumbers((1,), (2,)))
+    key, small = jax.random.key(0), optperm.quantize_state
+    adam, by_muon = (
+        optax.adamw(1e-3),
+        optax.contrib.muon(1e-3, muon_weight_dimension_numbers=numbers),
+    )
+    low = optperm.memory.low_rank_adamw(1e-3, rank=1 / 4, axes=axes)
+    for name, dtype, tx in (
+        ("AdamW", jnp.float32, adam),
+        ("AdamW, 8-bit state", jnp.float32, small(adam)),
+        ("AdamW, float32 copy", jnp.bfloat16, with_copy(adam)),
+        ("AdamW, all in bfloat16", jnp.bfloat16, adam),
+        ("AdamW, 8 bits more", jnp.bfloat16, widen(8)(adam, key)),
+        ("AdamW, 8 bits more, 8-bit state", jnp.bfloat16, widen(8, small=True)(adam, key)),
+        ("AdamW, 0 bits more, 8-bit state", jnp.bfloat16, widen(0, small=True)(adam, key)),
+        ("Muon", jnp.float32, by_muon),
+        ("Muon, 8 bits more, 8-bit state", jnp.bfloat16, widen(8, small=True)(by_muon, key)),
+        ("low rank, 8 bits more, 8-bit state", jnp.bfloat16, widen(8, small=True)(low, key)),
+    ):
+
+        def step(params: Any, opt_state: Any, grads: Any, tx: Tx = tx) -> Any:
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params = {each: jax.ShapeDtypeStruct(shape, dtype) for each in names}
+        state, size = jax.eval_shape(tx.init, params), sum(x.size for x in params.values())
+        given = params, state, params
+        given = accelerator_programs.shapes(given, mesh) if mesh else given
+        program = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile()
+        itemsize = jnp.dtype(dtype).itemsize
+        of_state = optperm.memory.state_report(tx, params).bytes / size
+        RESULTS.show(
+            f"Bytes per parameter of an update of {size / 1e6:.0f} million params{DEVICES[device][0]}",
+            method=name,
+            params=itemsize,
+            gradients=itemsize,
+            state=f"{of_state:.2f}",
+            all=f"{2 * itemsize + of_state:.2f}",
+            temporary=f"{program.memory_analysis().temp_size_in_bytes / size:.2f}",
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("train", "small", "update"))
+    parser.add_argument("--only", choices=("train", "small", "update", "memory"))
     parser.add_argument("--text", type=pathlib.Path, help="a text, in the place of the library")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="of `train` and `small`")
     parser.add_argument("--seeds", type=int, default=10, help="of the first four methods")
@@ -233,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--small_rate", type=float, default=3e-4)
     parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--smallest", action="store_true", help="update, in seconds")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="of `memory`")
+    parser.add_argument("--smallest", action="store_true", help="update and memory, in seconds")
     parser.add_argument("--resume", action="store_true", help="go on with the file of --json")
     results.add_argument(parser)
     options = parser.parse_args(argv)
@@ -256,6 +333,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = {
         "train": train,
         "small": small,
+        "memory": lambda: memory(
+            options.device, *((2, (2, 8, 512)) if options.smallest else (20, (10, 512, 960)))
+        ),
         "update": lambda: update(
             options.repetitions, *((2, (64, 64)) if options.smallest else (12, (512, 2048)))
         ),

@@ -76,6 +76,7 @@ RUNS = USUAL | {
         "TESTS": 2,
     },
     "widen.py --only update --repetitions 1 --smallest": {},
+    "widen.py --only memory --smallest": {},
     "sparsity.py --only transformer --steps 36 --seeds 1": {
         "DECODER_RATES": (1e-2,),
         "METHODS": ("2:4 straight-through",),

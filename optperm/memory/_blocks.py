@@ -81,7 +81,7 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the codes of an array, in blocks along its last axis, and the exponents of the blocks.
 
-    For 8 bits, a last axis of fewer than 8 entries is merged with axes before it, so that the merged axis
+    With 8 bits, a last axis of fewer than 8 entries is merged with axes before it, so that the result
     has at least 32 entries.
 
     Args:
