@@ -45,4 +45,5 @@ result = fit(state, loss_fn, data, epochs=30, batch_size=128, axis_name="replica
 accuracy = jnp.mean(model.apply(result.state.params, x[TRAIN:]).argmax(axis=1) == y[TRAIN:])
 if jax.process_index() == 0:
     print(f"test accuracy {accuracy:.3f} after {result.step} steps on {jax.device_count()} devices")
-    print(optperm.distributed.traffic_report(tx, params, bandwidth=1e9, replicas=4))
+    link = {"axis_name": "replica", "every": 50, "bandwidth": 1e9, "replicas": 4}
+    print(optperm.distributed.traffic_report(tx, params, **link))

@@ -36,10 +36,14 @@ Kind = Literal["kernel", "embedding", "scale", "bias", "other"]
 # Axes with these names are copies: layers, experts, and stages of a pipeline.
 _COPIES = re.compile(r"(scan|layers?|blocks?|experts?|exp|stages?|copies|stack|depth)(_\w+)?")
 # Names of layers and leaves, in lower case.
+_KERNELS = {"kernel", "weight", "w"}
 _SCALES = {"scale", "gamma", "norm_scale"}
 _BIASES = {"bias", "b", "beta", "offset"}
 _NORM = re.compile(r"(^|_)(ln|bn|gn)(_?\d+|_f|_\w)?$|norm|(^|_)rms")
-_EMBEDDING = re.compile(r"embed|^wte$|^wpe$")
+# Layers named "patch_embed" or "time_embed" are dense layers, and "unembed" is the last layer.
+_EMBEDDING = re.compile(
+    r"(?<!un)(?<!patch_)(?<!time_)embed|^wte$|^wpe$|(^|_)embd?(_|$)|(^|_)pos(itions?)?$"
+)
 _CONVOLUTION = re.compile(r"conv")
 # Layers whose kernels with many axes are no convolutions.
 _NO_CONVOLUTION = re.compile(
@@ -47,6 +51,9 @@ _NO_CONVOLUTION = re.compile(
 )
 _QUERIES = {"query", "key", "value"}
 _QUERY_PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
+# The kernels of attention with heads, in a single layer, by the names of arrays in small models.
+_EXPERTS = re.compile(r"expert|moe|mlp|ffn")
+_HEADS = {"wq": "ioo", "wk": "ioo", "wv": "ioo", "wo": "iio"}
 # The leaves of layers that are written as sums over axes (Gemma): heads, inputs, entries of a head.
 _EINSUMS = {
     "q_einsum": "oio",
@@ -78,7 +85,8 @@ class LeafAxes:
 
     Raises:
       TypeError: If an axis is not an integer.
-      ValueError: If `kind` is unknown, an axis is negative, or an axis has two roles.
+      ValueError: If `kind` is unknown, an axis is negative or has two roles, a kernel or an embedding
+        has no inputs or no outputs, or a scale or a bias has inputs.
     """
 
     kind: Kind
@@ -93,7 +101,7 @@ class LeafAxes:
         for name in ("in_axis", "out_axis", "batch_axis"):
             given: Any = getattr(self, name)
             axes = tuple(given) if isinstance(given, Sequence | np.ndarray) else (given,)
-            if not all(isinstance(axis, int | np.integer) for axis in axes):
+            if not all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in axes):
                 raise TypeError(f"{name} must be axes of a leaf, integers, got {given!r}.")
             if any(axis < 0 for axis in axes):
                 raise ValueError(
@@ -103,6 +111,14 @@ class LeafAxes:
         roles = self.in_axis + self.out_axis + self.batch_axis
         if len({*roles}) < len(roles):
             raise ValueError(f"Each axis must have one role, got {self}.")
+        if self.kind in ("kernel", "embedding") and not (self.in_axis and self.out_axis):
+            raise ValueError(
+                f"in_axis and out_axis must each name an axis of a {self.kind}, got {self}."
+            )
+        if self.kind in ("scale", "bias") and self.in_axis:
+            raise ValueError(
+                f"in_axis must be empty, because a {self.kind} has no inputs, got {self}."
+            )
 
 
 OTHER = LeafAxes("other")
@@ -117,6 +133,7 @@ class _Leaf(NamedTuple):
       shape: The shape.
       axis_names: The name of each axis, or None for a name that is not known; None without names.
       owner: The module that contains the leaf, if the tree still has its modules.
+      bias: The shape of the bias of the same layer.
     """
 
     path: tuple[Any, ...]
@@ -124,6 +141,7 @@ class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     axis_names: tuple[str | None, ...] | None
     owner: Any
+    bias: tuple[int, ...] | None = None
 
     @property
     def last(self) -> str:
@@ -192,7 +210,7 @@ def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
     leaves = _read_leaves(params)
     for name in overrides:
         if all(_find_override(leaf, [name]) is None for leaf in leaves):
-            elements = sorted({_element(key) for leaf in leaves for key in leaf.path})
+            elements = sorted({each for leaf in leaves for each in _elements(leaf.path)})
             wanted = f"an element of a path, one of {elements}, or several joined by /"
             raise ValueError(f"{name} must be {wanted}.")
     names = [_find_override(leaf, overrides) for leaf in leaves]
@@ -264,7 +282,7 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
     if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in leaves):
         return
     first = others[int(np.argmax(sizes))]
-    name, rank = "/".join(map(_element, first.path)), len(first.shape)
+    name, rank = "/".join(_elements(first.path)), len(first.shape)
     roles = f"in_axis={rank - 2}, out_axis={rank - 1}, batch_axis={tuple(range(rank - 2))}"
     kernel = f"optperm.LeafAxes('kernel', {roles})"
     example = f"optperm.leaf_axes(params, **{{{name!r}: {kernel}}})" if name else kernel
@@ -311,15 +329,22 @@ def _read_leaf(params: Any, path: tuple[Any, ...], end: Any) -> _Leaf:
         # A mesh axis, or several of them, for an axis of the leaf is no name either.
         axis_names = tuple(n if isinstance(n, str) else None for n in tuple(axis_names))
         axis_names = axis_names if len(axis_names) == len(shape) else None
-    names = [_element(key).lower() for key in path]
+    names = [name.lower() for name in _elements(path)]
     while len(names) > 1 and names[-1] in ("value", "array", "raw_value"):
         names.pop()
     return _Leaf(path, tuple(names), shape, axis_names, _find_owner(params, path))
 
 
-def _element(key: Any) -> str:
-    """Return an element of a path as a name."""
-    return jax.tree_util.keystr((key,), simple=True)
+def _elements(path: tuple[Any, ...]) -> list[str]:
+    """Return the elements of a path as names; a key may have several, such as "fc.weight"."""
+    names: list[str] = []
+    for key in path:
+        parts = getattr(key, "key", None)
+        if isinstance(parts, tuple):
+            names += map(str, parts)
+        else:
+            names += re.split("[./]", jax.tree_util.keystr((key,), simple=True))
+    return names
 
 
 def _find_owner(params: Any, path: tuple[Any, ...]) -> Any:
@@ -339,16 +364,46 @@ def _find_owner(params: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _classify(leaves: list[_Leaf]) -> list[LeafAxes]:
-    siblings = collections.defaultdict[tuple[str, ...], set[str]](set)
+    siblings = collections.defaultdict[tuple[str, ...], dict[str, tuple[int, ...]]](dict)
     for leaf in leaves:
-        siblings[leaf.names[:-1]].add(leaf.last)
-    known = [_find_known(leaf, siblings[leaf.names[:-1]]) for leaf in leaves]
+        siblings[leaf.names[:-1]][leaf.last] = leaf.shape
+    of_layers = [siblings[leaf.names[:-1]] for leaf in leaves]
+    known = [_find_known(leaf, {*names}) for leaf, names in zip(leaves, of_layers, strict=True)]
+    leaves = [
+        leaf._replace(bias=names.get("bias", names.get("b")))
+        for leaf, names in zip(leaves, of_layers, strict=True)
+    ]
     stacks = _find_stacks(leaves, known)
     is_first = _has_outputs_first(leaves)
-    return [
+    found = [
         _classify_leaf(leaf, of_leaf, stacks, is_first)
         for leaf, of_leaf in zip(leaves, known, strict=True)
     ]
+    # Only the shape says that leaves with other names are kernels.
+    by_shape = [
+        own.kind == "kernel" and of_leaf is None and leaf.last not in _KERNELS
+        for leaf, of_leaf, own in zip(leaves, known, found, strict=True)
+    ]
+    others = [leaf for leaf, own in zip(leaves, found, strict=True) if own == OTHER]
+    return [
+        OTHER if is_by_shape and _may_be_stacked(leaf, own, others) else own
+        for leaf, own, is_by_shape in zip(leaves, found, by_shape, strict=True)
+    ]
+
+
+def _may_be_stacked(leaf: _Leaf, own: LeafAxes, others: list[_Leaf]) -> bool:
+    """Return whether a leaf with two axes may be a scale or a bias in a stack that no name shows.
+
+    It may be if a leaf nearby with more axes, whose axes are not known either, shares its first axis.
+    """
+    first = min(own.in_axis + own.out_axis)
+    near = leaf.names[:-2]
+    return len(own.in_axis + own.out_axis) == 2 and any(
+        len(other.shape) > len(leaf.shape)
+        and other.names[: len(near)] == near
+        and other.shape[: first + 1] == leaf.shape[: first + 1]
+        for other in others
+    )
 
 
 class _Known(NamedTuple):
@@ -369,10 +424,12 @@ def _find_known(leaf: _Leaf, siblings: set[str]) -> _Known | None:
     is_norm = any(_NORM.search(n) for n in (above, last, type(leaf.owner).__name__.lower()))
     # Single letters are also the names of matrices.
     has_pair = {"b": "w", "beta": "gamma", "gamma": "beta"}.get(last, last) in siblings
+    # For example, the biases of "w_in" and "wq" are "b_in" and "bq".
+    is_pair = last.startswith("b") and re.sub("^b(ias)?", "w", last) in siblings
     is_scale = last == "weight" and is_norm
     if is_scale or (last in _SCALES and (has_pair or is_norm)) or _NORM.search(last):
         return _Known("scale", ("o",))
-    if last in _BIASES and (has_pair or is_norm):
+    if is_pair or (last in _BIASES and (has_pair or is_norm)):
         # The bias of a convolution may have an axis of length 1 for each side of its window.
         sides = rank - len("".join("1" if n == 1 else "x" for n in leaf.shape).rstrip("1"))
         is_window = sides > 1 or (sides == 1 and leaf.has(_CONVOLUTION))
@@ -403,10 +460,10 @@ class _Stack(NamedTuple):
 
 def _find_stacks(leaves: list[_Leaf], known: list[_Known | None]) -> dict[tuple[Any, ...], _Stack]:
     """Return what the leaves of each subtree share, if the names of some leaves show it."""
-    subtrees = collections.defaultdict[tuple[Any, ...], list[int]](list)
+    subtrees = collections.defaultdict[tuple[str, ...], list[int]](list)
     for index, leaf in enumerate(leaves):
-        for depth in range(max(len(leaf.path), 1)):
-            subtrees[leaf.path[:depth]].append(index)
+        for depth in range(max(len(leaf.names), 1)):
+            subtrees[leaf.names[:depth]].append(index)
     stacks = {}
     for path, members in subtrees.items():
         numbers = [_count_copies(leaves[i], known[i]) for i in members]
@@ -428,12 +485,12 @@ def _fits_biases(leaves: list[_Leaf]) -> Callable[[tuple[int, ...]], bool]:
 
     If more axes are shared than there are copies, one of them is equal by chance.
     """
-    kernels = {leaf.path[:-1]: leaf for leaf in leaves if leaf.last in ("kernel", "weight", "w")}
-    biases = [leaf for leaf in leaves if leaf.last in ("bias", "b") and leaf.path[:-1] in kernels]
+    kernels = {leaf.names[:-1]: leaf for leaf in leaves if leaf.last in _KERNELS}
+    biases = [leaf for leaf in leaves if leaf.last in ("bias", "b") and leaf.names[:-1] in kernels]
 
     def fits(copies: tuple[int, ...]) -> bool:
         for bias in biases:
-            kernel = kernels[bias.path[:-1]]
+            kernel = kernels[bias.names[:-1]]
             outputs, sizes = (
                 [size for axis, size in enumerate(leaf.shape) if axis not in copies]
                 for leaf in (bias, kernel)
@@ -468,7 +525,7 @@ def _classify_leaf(
     if named is not None:
         return _read(leaf, known, named, is_first, is_single=True) or OTHER
     # The subtrees that contain the leaf, the largest first.
-    around = [stacks[leaf.path[:n]] for n in range(len(leaf.path)) if leaf.path[:n] in stacks]
+    around = [stacks[leaf.names[:n]] for n in range(len(leaf.names)) if leaf.names[:n] in stacks]
     for number in sorted({each.number for each in around} or {0}, reverse=True):
         largest = next((each for each in around if each.number == number), None)
         axes = () if largest is None else largest.axes
@@ -502,37 +559,48 @@ def _read(
       is_single: Whether the other axes are known to belong to a single layer.
     """
     own = [axis for axis in range(len(leaf.shape)) if axis not in copies]
-    sizes = [leaf.shape[axis] for axis in own]
     if known is not None:
         fitting = [form for form in known.forms if len(form) == len(own)]
         kind, form = known.kind, fitting[0] if fitting else None
     elif len(own) == 1:
         kind, form = ("scale" if leaf.last == "weight" else "bias"), "o"
     else:
-        kind, form = "kernel", _find_kernel_form(leaf, own, sizes, is_first, is_single=is_single)
+        kind, form = "kernel", _find_kernel_form(leaf, copies, is_first, is_single=is_single)
     if form is None:
         return None
     roles = {
         letter: [axis for axis, own in zip(own, form, strict=True) if own == letter]
         for letter in "iob"
     }
+    if kind in ("kernel", "embedding") and not (roles["i"] and roles["o"]):
+        return None
     return LeafAxes(
         kind, tuple(roles["i"]), tuple(roles["o"]), tuple(sorted([*copies, *roles["b"]]))
     )
 
 
 def _find_kernel_form(
-    leaf: _Leaf, own: list[int], sizes: list[int], is_first: bool, *, is_single: bool
+    leaf: _Leaf, copies: tuple[int, ...], is_first: bool, *, is_single: bool
 ) -> str | None:
-    """Return the form of a kernel of a single layer from its names and its shape."""
+    """Return the form of a kernel without its copies from its names, its shape and its bias."""
+    own = [axis for axis in range(len(leaf.shape)) if axis not in copies]
+    sizes = [leaf.shape[axis] for axis in own]
     rank, inputs, form = len(sizes), _find_inputs(leaf), None
     is_kernel, is_weight = leaf.last == "kernel", leaf.last == "weight"
+    # The bias of the layer has the sizes of the outputs.
+    bias = [n for axis, n in enumerate(leaf.bias or ()) if axis not in copies]
     is_first = is_weight or (is_first and not is_kernel)
     window = sizes[2:] if is_first else sizes[:-2]
     is_window = bool(window) and max(window) <= _LONGEST_SIDE and not leaf.has(_NO_CONVOLUTION)
     is_convolution = is_window and (leaf.has(_CONVOLUTION) or (rank > 3 and is_single))
     if inputs is not None:
         form = "".join("i" if axis in inputs else "o" for axis in own)
+    elif is_weight and sizes[:1] != bias == sizes[1:2]:
+        form = "io" + "i" * (rank - 2)  # for example, of a transposed convolution
+    elif leaf.last == "depthwise_kernel":
+        form = "i" * (rank - 2) + "oo"
+    elif is_single and rank == 3 and leaf.last in _HEADS and not leaf.has(_EXPERTS):
+        form = _HEADS[leaf.last]
     elif is_kernel and leaf.above in _QUERIES and rank == 3:
         form = "ioo"  # d, heads, head_dim
     elif is_kernel and leaf.above == "out" and rank == 3:
@@ -541,7 +609,7 @@ def _find_kernel_form(
         form = "o" * (rank - 1) + "i"
     elif (is_weight and rank > 2 and "o_proj" in leaf.names) or (is_first and is_convolution):
         form = "o" + "i" * (rank - 1)
-    elif is_convolution:
+    elif is_convolution or (is_kernel and rank == 3 and bias == sizes[2:]):
         form = "i" * (rank - 1) + "o"
     elif rank == 2:
         form = "oi" if is_first else "io"
@@ -593,21 +661,19 @@ def _as_leaf_axes(name: str, value: Any, leaf: _Leaf) -> LeafAxes:
         copies = tuple(axis for axis in range(rank) if axis not in rows + columns)
         return LeafAxes("kernel", rows, columns, copies)
     if not isinstance(value, LeafAxes):
-        raise TypeError(f"{place} must be an optperm.LeafAxes or None, got {value!r}.")
+        wanted = "an optperm.LeafAxes, as optperm.leaf_axes(params) returns, or None"
+        raise TypeError(f"{place} must be {wanted}, got {value!r}.")
     roles = sorted(value.in_axis + value.out_axis + value.batch_axis)
     if value.kind != "other" and roles != [*range(rank)]:
         raise ValueError(f"{place} must give each of its axes one role, got {value}.")
-    if value.kind in ("kernel", "embedding") and not (value.in_axis and value.out_axis):
-        raise ValueError(f"{place} must have inputs and outputs, got {value}.")
     return value
 
 
 def _find_override(leaf: _Leaf, names: Iterable[str]) -> str | None:
     """Return the name that applies to a leaf: the name with most elements, then the deepest of them."""
-    path = [_element(key) for key in leaf.path]
-    found = []
+    path, found = _elements(leaf.path), []
     for name in names:
-        parts = name.split("/")
+        parts = re.split("[./]", name)
         places = [at for at in range(len(path)) if path[at : at + len(parts)] == parts]
         found += [(len(parts), max(places), name)] if places else []
     return max(found)[2] if found else None

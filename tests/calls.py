@@ -79,7 +79,12 @@ FUNCTIONS = {
     "gaussian_kl": {"mean": np.zeros(2), "covariance": EYE}
     | {"other_mean": np.ones(2), "other_covariance": EYE},
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
-    "traffic_report": {"tx": optperm.diloco(sgd(), every=2, axis_name="replica"), "params": PARAMS},
+    "traffic_report": {
+        "tx": optperm.diloco(sgd(), every=2, axis_name="replica"),
+        "params": PARAMS,
+        "axis_name": "replica",
+        "every": 2,
+    },
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.constant_sgd(10, 2))},
@@ -95,6 +100,8 @@ FUNCTIONS = {
     "stationary_covariance": {"preconditioner": 0.1, "hessian": EYE, "noise": EYE},
     "svrg_learning_rate": {"loss_fn": lambda p, batch: loss_fn(p, batch) + 0 * jnp.mean(batch)}
     | {"params": PARAMS, "data": BATCH, "batch_size": 1, "num_passes": 0},
+    "minimize": {"loss_fn": lambda w, batch: jnp.sum(w**2) + 0 * jnp.mean(batch)}
+    | {"data": BATCH, "params": jnp.ones(2)},
     "leaf_axes": {"params": PARAMS},
     "muon_axes": {"params": PARAMS},
     "quantize": {"opt_state": state(optax.adam(0.1))}
@@ -170,6 +177,7 @@ LIMITS = {
     **dict.fromkeys(("strong_convexity", "noise_ratio", "hess_init", "words"), ABOVE_ZERO),
     **dict.fromkeys(("katyusha.learning_rate", "ivon.weight_decay", "bandwidth"), ABOVE_ZERO),
     **dict.fromkeys(("ivon.num_data", "traffic_report.every"), ABOVE_ZERO),
+    **dict.fromkeys(("tol", "max_passes"), ABOVE_ZERO),
     **dict.fromkeys(("burn_in", "start", "num_passes", "switch_after.num_steps"), FROM_ZERO),
     "first_step": FROM_ZERO,
     "mars.gamma": {},
@@ -278,11 +286,22 @@ TREES = {
 REFUSED = {
     "narrow_params": of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
     "Compression": of("fraction", None),
-    "agn.init": of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
+    "agn.init": [
+        *of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
+        *of("inner", optax.sgd(lambda count: 0.1 / (1 + count))),
+        *of("inner", optperm.sgperm(), compress=Compression(bits=4)),
+        *of("fragment_of", {"w": 2, "b": 0}, every=PLAN),
+    ],
     "agn.update": [
         *of("axis_name", "r"),
         *of("weight", -1.0, float("nan"), INF, jnp.ones(2), True, 1j),
         *of("commit", 1, "yes", jnp.zeros(2, bool), jnp.int32(1)),
+    ],
+    "agn": [
+        *of("combine", "pairs", "median"),
+        *of("center_dtype", "int32"),
+        *of("compress", 4),
+        *of("combine", "sequential", every=optperm.distributed.Every(4, 2, 1)),
     ],
     "apply_permutation": [
         *of("permutation", {"w": jnp.arange(2)}, jnp.arange(3), jnp.ones(2)),
@@ -297,6 +316,7 @@ REFUSED = {
         *of("center_dtype", "int32", "complex64"),
         *of("compress", 4),
         *of("compress", Compression(0.5), combine="pairs"),
+        *of("combine", "sequential", every=optperm.distributed.Every(4, 2, 1)),
         *of("axis_name", ("a", "b"), combine="pairs"),
     ],
     "diloco.init": [
@@ -366,6 +386,13 @@ REFUSED = {
         *of("per_example_grad_fn", of_examples(4), batch_size=8),
         *of("per_example_grad_fn", of_examples(1), batch_size=1),
         *of("per_example_grad_fn", lambda p: {"w": jnp.ones((2, 3, 1)), "b": jnp.ones((2, 2))}),
+    ],
+    "minimize": [
+        *of("data", {"x": BATCH, "y": 1.0}, iter([BATCH]), []),
+        *of("loss_fn", lambda w, _: w, lambda w, batch: jnp.sum(batch * jnp.sum(w**2))),
+        *of("params", jnp.ones(2, "bfloat16"), jnp.ones(2, int)),
+        *of("proximal", 3, lambda rate: rate),
+        *of("batch_size", 3),
     ],
     "mars": of("b1", 1.0, -0.1, float("nan"), "0.9"),
     "mars.update": of("exact", True),
@@ -459,8 +486,9 @@ REFUSED = {
         *of("params", jnp.eye(2, dtype="bfloat16"), format="scipy"),
     ],
     "traffic_report": [
-        *of("tx", None, sgd(), optax.chain(DILOCO, DILOCO), optperm.diloco(sgd(), every=2)),
-        *of("tx", optperm.diloco(sgd(), every=lambda count: 5 + count, axis_name="r")),
+        *of("tx", None, sgd(), optperm.diloco(sgd(), every=2)),
+        *of("axis_name", "r"),
+        *of("every", PLAN),
     ],
     "twa.init": of("axis_name", "r"),
     "with_loss": of("data", {"x": EYE, "y": THREE}, {"x": jnp.ones([])}, {"x": EYE[:0]}, {}),

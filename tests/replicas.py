@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optperm.distributed._pairs import map_with_partner
+from optperm.distributed._gossip import map_with_partner
 
 AXIS = "replica"
 _BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
@@ -138,37 +138,105 @@ class Workers:
             self.params[i] += move
 
 
-def simulate_agn(update, start, weights, grads_of, steps, *, commits, combine):
-    """Simulate workers and a center as the AGN paper has them.
+class Center:
+    """A center in a simulation, which takes steps with what the replicas have sent."""
+
+    def __init__(self, update, start):
+        self.update, self.states, self.params = update, {}, start.copy()
+
+    def take_steps(self, p, at, contributions):
+        """Take a step of fragment p, at some places, for each contribution in turn."""
+        for each in contributions:
+            move, self.states[p] = self.update(self.states.get(p), each)
+            self.params[at] += move
+
+
+def combined(rows, weights, combine):
+    """Return the contributions with which the center takes steps in turn, as rows."""
+    in_turn = weights[:, None] * rows
+    total = in_turn.sum(axis=0, keepdims=True)
+    return {"mean": total / max(weights.sum(), 1e-9), "sum": total, "sequential": in_turn}[combine]
+
+
+def simulate_agn(
+    updates,
+    start,
+    weights,
+    grads_of,
+    steps,
+    parts,
+    *,
+    commits=(),
+    combine="mean",
+    plan=None,
+    compress=None,
+):
+    """Simulate workers and a center as the AGN paper has them, for each fragment of the params.
+
+    A fragment has its own sum of gradients and its own number T of steps. Both begin again when the sum
+    is sent, so steps between sending and receiving belong to the next sum.
 
     Args:
-      update: The optimizer of all.
+      updates: The optimizer of the workers, and the optimizer of the center.
       start: The params with which all begin, in rows that are the same.
       weights: A weight for each worker.
       grads_of: From the params of all, in rows, and the number of a step to their gradients.
       steps: The number of steps.
-      commits: The numbers of the steps that end in a commit; the first step is step 1.
+      parts: For each fragment the places of its params, in arrays that are compressed one by one.
+      commits: The numbers of the steps that end in a commit of all fragments, without a delay. A sum
+        in flight, which has other steps in it, is received first. The first step is step 1.
       combine: As in `optperm.agn`.
+      plan: The period, the number of fragments, and the steps from sending to receiving; None for
+        commits alone.
+      compress: The decay, and from a vector to what of it is sent; None for all of it.
 
     Yields:
-      The params and the center after each step, in rows, and how many commits each one missed.
+      The params and the center after each step, in rows, and how many exchanges each one missed.
     """
-    workers = Workers(update, start)
-    center, state, last, missed = start[0], None, 0, np.zeros(len(start), int)
+    (inner, outer), size = updates, len(start)
+    workers, center = Workers(inner, start), Center(outer, start[0])
+    places = [np.concatenate(part) for part in parts]
+    last, in_flight, held = [0] * len(parts), {}, np.zeros_like(start)
+    missed = np.zeros(size, int)
+
+    def contributions(p, step):
+        at = places[p]
+        is_finite = np.isfinite(workers.sums[:, at]).all(axis=1)
+        n, last[p] = workers.sums / (step - last[p]), step
+        workers.sums[:, at] = 0.0
+        for each in parts[p] if compress else ():
+            decay, encode = compress
+            e = decay * held[:, each] + n[:, each]
+            n[:, each] = [encode(row) if ok else row for row, ok in zip(e, is_finite, strict=True)]
+            held[:, each] = np.where(is_finite[:, None], e - n[:, each], held[:, each])
+        missed[:] += ~is_finite
+        some = is_finite.any()
+        return combined(n[is_finite][:, at], weights[is_finite], combine) if some else ()
+
+    def receive(p):
+        center.take_steps(p, places[p], in_flight.pop(p))
+        workers.params[:, places[p]] = center.params[places[p]]
+
+    def planned(step):
+        period, fragments, _ = plan
+        offsets = [p * period // fragments for p in range(fragments)]
+        return [p for p in range(fragments) if step > 0 and (step - offsets[p]) % period == 0]
+
     for step in range(1, steps + 1):
         workers.take_step(grads_of(workers.params, step))
         if step in commits:
-            is_finite = np.isfinite(workers.sums).all(axis=1)
-            n, w = workers.sums[is_finite] / (step - last), weights[is_finite]
-            in_turn = w[:, None] * n
-            rules = {"mean": in_turn.sum(axis=0, keepdims=True) / max(w.sum(), 1e-9)}
-            rules |= {"sum": in_turn.sum(axis=0, keepdims=True), "sequential": in_turn}
-            for each in rules[combine] if is_finite.any() else ():
-                move, state = update(state, each)
-                center = center + move
-            workers.params[:], workers.sums[:] = center, 0.0
-            last, missed = step, missed + ~is_finite
-        yield workers.params.copy(), np.stack([center] * len(start)), missed
+            for p in range(len(parts)):
+                if p in in_flight:
+                    receive(p)
+                in_flight[p] = contributions(p, step)
+                receive(p)
+        elif plan is not None:
+            for p in planned(step):
+                in_flight[p] = contributions(p, step)
+            for p in planned(step - plan[2]):
+                if p in in_flight:
+                    receive(p)
+        yield workers.params.copy(), np.stack([center.params] * size), missed.copy()
 
 
 def simulate_diloco(
@@ -177,8 +245,7 @@ def simulate_diloco(
     """Simulate workers and their centers as the papers of DiLoCo, Streaming DiLoCo and NoLoCo do.
 
     Args:
-      updates: The optimizer of the workers, and the optimizer of the centers.
-      start, weights, grads_of, steps: As above.
+      updates, start, weights, grads_of, steps: As above.
       plan: The period, the number of fragments, and the steps from sending to receiving.
       parts: For each fragment the places of its params, in arrays that are compressed one by one.
       combine: As in `optperm.diloco`.
@@ -208,17 +275,20 @@ def simulate_diloco(
         theta = workers.params
         for p, k in sent(step):
             at = parts[p][k]
-            if compress is None:
-                in_flight[p, k] = center[:, at] - shares(step) @ theta[:, at]
-            else:
+            rows = center[:, at] - theta[:, at]
+            if compress is not None:
                 decay, encode = compress
-                e = decay * held[:, at] + center[:, at] - theta[:, at]
+                e = decay * held[:, at] + rows
                 rows = np.stack([encode(row) for row in e])
                 held[:, at] = e - rows
-                in_flight[p, k] = shares(step) @ rows
+            if combine == "pairs":
+                in_flight[p, k] = [center[:, at] - shares(step) @ theta[:, at]]
+            else:
+                in_flight[p, k] = combined(rows, weights, combine)
         for p, k in sent(step - delay) if step > delay else ():
             at = parts[p][k]
-            move, outer_states[p, k] = outer(outer_states.get((p, k)), in_flight[p, k])
-            center[:, at] += move
+            for each in in_flight[p, k]:
+                move, outer_states[p, k] = outer(outer_states.get((p, k)), each)
+                center[:, at] += move
             theta[:, at] = mixing * theta[:, at] + (1 - mixing) * center[:, at]
         yield theta.copy(), center.copy(), np.zeros(size, int)

@@ -48,6 +48,11 @@ USUAL = {
     "--batch-sizes 50": {},
 }
 RUNS = USUAL | {
+    "convex.py --only elastic logistic l1 poisson conditions rows --limit 1 --max-passes 3": {
+        "EXAMPLES": 1000,
+        "MANY": 1000,
+        "CONDITIONS": (1e2,),
+    },
     "distributed.py --only bytes --seeds 1 --steps 10 --common 1 --layers 1 --width 8 "
     "--methods diloco agn": {},
     "training.py --only cost --repetitions 1 --seconds 0.01 --hidden 4": {},

@@ -20,7 +20,7 @@ from optax.contrib import GaLoreDimensionNumbers
 
 import optperm
 from optperm import LeafAxes
-from optperm._leaf_axes import OTHER, resolve_axes, warn_of_others
+from optperm._leaf_axes import OTHER, _elements, resolve_axes, warn_of_others
 
 TREES = json.loads((pathlib.Path(__file__).parent / "model_trees.json").read_text())
 LAYERS, DIM, HIDDEN, HEADS = 3, 8, 16, 2
@@ -373,15 +373,10 @@ WRONG = {
     "no axes": (
         {"wi": (1, 2)},
         TypeError,
-        r"wi, for \['moe'\]\['wi'\] .* optperm.LeafAxes or None",
+        r"wi, for \['moe'\]\['wi'\] .* optperm.LeafAxes, .* or None",
     ),
     "rank": ({"head": KERNEL}, ValueError, r"head, for \['head'\]\['w'\] with the shape \(3, 5\),"),
     "no role": ({"wi": LeafAxes("kernel", 1, 2)}, ValueError, "give each of its axes one role"),
-    "no inputs": (
-        {"w": LeafAxes("kernel", (), (0, 1))},
-        ValueError,
-        "must have inputs and outputs",
-    ),
     "GaLore": ({"w": GaLoreDimensionNumbers(0, 2)}, ValueError, "must name distinct axes of it"),
 }
 
@@ -400,6 +395,13 @@ def test_overrides_that_do_not_fit_are_refused_by_leaf(overrides, error, says):
         (("kernel", 0, 0), ValueError, "Each axis must have one role"),
         (("kernel", (0, 0), 1), ValueError, "Each axis must have one role"),
         (("kernel", 0.5, 1), TypeError, "in_axis must be axes of a leaf, integers, got 0.5"),
+        (("kernel", False, True), TypeError, "in_axis must be axes of a leaf, integers, got False"),
+        (
+            ("kernel", (), (0, 1)),
+            ValueError,
+            "in_axis and out_axis must each name an axis of a kernel",
+        ),
+        (("bias", 0), ValueError, "in_axis must be empty, because a bias has no inputs"),
     ],
 )
 def test_axes_that_no_leaf_can_have_are_refused(arguments, error, says):
@@ -445,3 +447,120 @@ def test_a_leaf_that_is_named_as_a_norm_is_a_scale_and_shows_its_stack():
     assert axes["layers"]["attention_norm"] == axes["layers"]["ln_2"] == of_layers
     assert axes["norm"] == optperm.LeafAxes("scale", (), 0)
     assert axes["layers"]["up"] == optperm.LeafAxes("kernel", 1, 2, 0)
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+# Of each tree: the kind, and the axes of inputs, outputs and copies, of each leaf.
+OTHER_LEAVES = ("other", (), (), ())
+SEEN_TOGETHER = {
+    "a stack that no name shows": (
+        {"layers": {"gain": shape(6, 16), "w1": shape(6, 16, 32), "w2": shape(6, 32, 16)}},
+        {"layers/gain": OTHER_LEAVES, "layers/w1": OTHER_LEAVES, "layers/w2": OTHER_LEAVES},
+    ),
+    "stacked pairs": (
+        [(shape(6, 16, 32), shape(6, 32)), (shape(6, 32, 4), shape(6, 4))],
+        {"0/0": OTHER_LEAVES, "0/1": OTHER_LEAVES, "1/0": OTHER_LEAVES, "1/1": OTHER_LEAVES},
+    ),
+    "experts within layers": (
+        {
+            "layers": {
+                "experts": {"w_in": shape(6, 8, 64, 256), "b_in": shape(6, 8, 256)},
+                "ln": shape(6, 64),
+            }
+        },
+        {
+            "layers/experts/w_in": ("kernel", (2,), (3,), (0, 1)),
+            "layers/experts/b_in": ("bias", (), (2,), (0, 1)),
+            "layers/ln": ("scale", (), (1,), (0,)),
+        },
+    ),
+    "a bias that says where outputs are": (
+        {
+            "lin": {"weight": shape(4, 8), "bias": shape(8)},
+            "up": {"weight": shape(8, 16, 3, 3), "bias": shape(16)},
+            "out": {"kernel": shape(4, 16, 64), "bias": shape(64)},
+            "square": {"weight": shape(8, 8), "bias": shape(8)},
+        },
+        {
+            "lin/weight": ("kernel", (0,), (1,), ()),
+            "up/weight": ("kernel", (0, 2, 3), (1,), ()),
+            "out/kernel": ("kernel", (0, 1), (2,), ()),
+            "square/weight": ("kernel", (1,), (0,), ()),
+        },
+    ),
+    "names with dots": (
+        {
+            "conv1.weight": shape(16, 3, 3, 3),
+            "conv1.bias": shape(16),
+            "fc1.weight": shape(128, 64),
+            "fc1.bias": shape(128),
+            "tok_emb.weight": shape(100, 64),
+        },
+        {
+            "conv1.weight": ("kernel", (1, 2, 3), (0,), ()),
+            "fc1.weight": ("kernel", (1,), (0,), ()),
+            "fc1.bias": ("bias", (), (0,), ()),
+            "tok_emb.weight": ("embedding", (0,), (1,), ()),
+        },
+    ),
+    "a flattened tree": (
+        {
+            ("layers", "norm", "scale"): shape(6, 64),
+            ("layers", "up", "kernel"): shape(6, 64, 256),
+            ("layers", "down", "kernel"): shape(6, 256, 64),
+        },
+        {
+            "layers/norm/scale": ("scale", (), (1,), (0,)),
+            "layers/up/kernel": ("kernel", (1,), (2,), (0,)),
+        },
+    ),
+    "heads in a stack": (
+        {
+            "layers": {
+                "ln": shape(6, 64),
+                **dict.fromkeys(("wq", "wv"), shape(6, 64, 4, 16)),
+                "wo": shape(6, 4, 16, 64),
+            }
+        },
+        {
+            "layers/wq": ("kernel", (1,), (2, 3), (0,)),
+            "layers/wo": ("kernel", (1, 2), (3,), (0,)),
+        },
+    ),
+    "names of tables": (
+        {
+            **dict.fromkeys(("emb", "tok_emb", "pos", "pos_embedding"), shape(100, 64)),
+            **{"unembed": shape(64, 100), "patch_embed": {"w": shape(64, 100)}},
+        },
+        {
+            **dict.fromkeys(
+                ("emb", "tok_emb", "pos", "pos_embedding"), ("embedding", (0,), (1,), ())
+            ),
+            **dict.fromkeys(("unembed", "patch_embed/w"), ("kernel", (0,), (1,), ())),
+        },
+    ),
+    "depthwise": (
+        {"dw": {"depthwise_kernel": shape(3, 3, 16, 1), "bias": shape(16)}},
+        {"dw/depthwise_kernel": ("kernel", (0, 1), (2, 3), ())},
+    ),
+}
+
+
+@pytest.mark.parametrize(("params", "wanted"), SEEN_TOGETHER.values(), ids=SEEN_TOGETHER)
+def test_leaves_that_stand_together_tell_what_they_are(params, wanted):
+    axes = optperm.leaf_axes(params)
+    leaves = jax.tree_util.tree_leaves_with_path(axes)
+    found = {"/".join(_elements(path)): dataclasses.astuple(own) for path, own in leaves}
+    for name, own in wanted.items():
+        assert found[name.replace(".", "/")] == own, name
+
+
+def test_overrides_name_leaves_of_flattened_trees():
+    assert optperm.leaf_axes({"fc.weight": shape(4, 8)}, **{"fc.weight": None}) == {
+        "fc.weight": OTHER
+    }
+    params = {("layers", "up"): shape(2, 3, 4)}
+    assert optperm.leaf_axes(params, **{"layers/up": KERNEL}) == {("layers", "up"): KERNEL}

@@ -313,7 +313,9 @@ _ENTRIES = (
         (optperm.diloco, optax.adamw),
         {
             "every": Flag(20, "The number of local steps from one outer step to the next."),
-            "combine": Flag("mean", "An outer step takes the mean of all replicas, or of pairs."),
+            "combine": Flag(
+                "mean", "An outer step takes the mean or the sum of all replicas, or pairs meet."
+            ),
             "mixing": Flag(0.0, "The weight of a replica's own params in a pull."),
             "learning_rate": Flag(3e-3, _STEP_SIZE),
             "outer_learning_rate": Flag(0.8, "The step size of the outer steps."),

@@ -1,8 +1,5 @@
 """Resolve numbers that may be schedules."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,22 +8,6 @@ import numpy as np
 import optax
 
 from optperm.core import checks
-
-# The step at which schedules are evaluated instead of the state's own count.
-_STEP: ContextVar[jax.Array | None] = ContextVar("step", default=None)
-
-
-@contextmanager
-def schedules_at(step: jax.Array) -> Iterator[None]:
-    """Make `resolve_schedule` evaluate schedules at a step other than the count of the state.
-
-    A state that sees every tenth step counts only these steps, but its schedules depend on all steps.
-    """
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
 
 
 def resolve_schedule(
@@ -53,8 +34,7 @@ def resolve_schedule(
       ValueError: If a concrete value is out of range at this step; the message names the argument.
     """
     if callable(number):
-        step = _STEP.get()
-        value = number(count if step is None else step)
+        value = number(count)
         what = f"The value of the schedule {name}"
         kind = checks.dtype_of(what, value)
         if jnp.ndim(value) or not checks.is_real(kind):

@@ -32,7 +32,8 @@ def unstack(stack: jax.Array, axis: int = 0) -> list[jax.Array]:
     XLA compiles equal kernels once, but with constant row numbers, each row would need its own kernel.
     """
     places = jax.lax.optimization_barrier([np.int32(place) for place in range(stack.shape[axis])])
-    return [jax.lax.dynamic_index_in_dim(stack, place, axis, keepdims=False) for place in places]
+    how: Any = {"keepdims": False, "allow_negative_indices": False}
+    return [jax.lax.dynamic_index_in_dim(stack, place, axis, **how) for place in places]
 
 
 def group_alike(leaves: Sequence[jax.Array]) -> list[list[int]]:

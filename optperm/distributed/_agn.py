@@ -13,41 +13,17 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.control import both, cond
-from optperm.core.dtypes import accumulation_dtype, compute_in_order
-from optperm.core.fingerprints import UNSET
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fingerprints import UNSET, fill_fingerprint
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.transformation import transformation
-from optperm.distributed._exchanging import show
-from optperm.distributed._local_counts import (
-    advance_schedules,
-    check_schedules,
-    count_local_steps,
-)
-from optperm.distributed._local_steps import (
-    Period,
-    check_can_be_pulled,
-    check_chooses_no_zeros,
-    check_period,
-    ends_period,
-    finish,
-    is_commit_only,
-    keep_exact,
-    make_center_step,
-    make_local_step,
-    replace_center,
-)
-from optperm.distributed._replicas import (
-    Center,
-    CenterStep,
-    Replicas,
-    check_weight,
-    divide,
-    gather_trees,
-    scale,
-    weigh,
-)
+from optperm.distributed._compression import Compression
+from optperm.distributed._every import Every, Exchange, Period
+from optperm.distributed._exchange import Take
+from optperm.distributed._fragments import FragmentOf, read_flags
+from optperm.distributed._local_update import LocalUpdate, choose, replace_center
+from optperm.distributed._replicas import Replicas
 from optperm.exact import Exact, exact_entries
 
 Combine = Literal["mean", "sum", "sequential"]
@@ -58,16 +34,22 @@ class AgnState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      since_commit: Number of steps since the last commit.
-      commits: Number of commits.
+      since_commit: Number of steps since the last step that exchanged all params.
+      commits: Number of steps that exchanged all params.
       local_state: State of the inner optimizer.
-      center_state: State of the center's optimizer.
-      center: The params at the last commit, the same on every replica.
-      accumulator: The sum of the raw local gradients since the last commit, in float32 or wider.
-      pulled: Whether the last step ended in a commit, which moved the params to the center.
-      skipped: Number of commits without this replica's contribution, because the contribution or the sum
-        of all contributions was not finite.
-      fingerprint: Whether `outer` is None, which determines what the counts in `center_state` mean.
+      center_state: For each fragment, the state of the center's optimizer.
+      center: The common params of all replicas.
+      in_flight: The combined contributions that were sent last. This is empty without a delay.
+      weights: For each fragment, the sum of the weights of these contributions, or -1 if nothing is in
+        flight. This is empty without a delay.
+      residual: The part of the contributions that compression has not sent yet. This is empty without
+        compression.
+      pulled: Whether the last step moved each leaf, or each slice of a leaf, to the center.
+      skipped: Number of exchanges without this replica's contribution, because the contribution or the
+        sum of all contributions was not finite.
+      accumulator: The sum of the raw local gradients since the leaf was sent, in float32 or wider.
+      steps: For each fragment, the number of steps in this sum.
+      fingerprint: The arguments `fragment_of` and `compress` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -75,23 +57,27 @@ class AgnState(NamedTuple):
     commits: Int32[Array, ""]
     local_state: Any
     center_state: Any
-    center: PyTree[Float[Array, "?*shape"], "Params"]
-    accumulator: PyTree[Float[Array, "..."]]
-    pulled: Bool[Array, ""]
+    center: PyTree[Float[Array, "..."]]
+    in_flight: PyTree[Float[Array, "..."]]
+    weights: PyTree[Float[Array, " fragments"]]
+    residual: PyTree[Float[Array, "..."]]
+    pulled: Bool[Array, "leaves slices"]
     skipped: Int32[Array, ""]
-    fingerprint: UInt32[Array, "1"] = UNSET
+    accumulator: PyTree[Float[Array, "..."]]
+    steps: Int32[Array, " fragments"]
+    fingerprint: UInt32[Array, "2"] = UNSET
 
     def shaped_by(self) -> tuple[str, ...]:
         """Return the names of the arguments in the fingerprint."""
-        return ("outer",)
+        return "fragment_of", "compress"
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the local optimizer and, overriding its targets, the center."""
-        where = jax.tree.map(lambda _: self.pulled, self.center)
+        where = read_flags(self.pulled, self.center, self.count.ndim)
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
     def steps_since_commit(self) -> jax.Array:
-        """Return the number of local steps that the center does not include yet."""
+        """Return the number of local steps since the last step that exchanged all params."""
         return self.since_commit
 
     def replace_targets(self, other: Any) -> AgnState:
@@ -101,17 +87,21 @@ class AgnState(NamedTuple):
           other: A state with the same structure.
         """
         # The accumulated gradients belong to the previous center.
-        accumulator = optax.tree.zeros_like(self.accumulator)
-        return replace_center(self, other)._replace(accumulator=accumulator)
+        accumulator, steps = optax.tree.zeros_like((self.accumulator, self.steps))
+        new: AgnState = replace_center(self, other)
+        return new._replace(accumulator=accumulator, steps=steps)
 
 
 def agn(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
-    every: Period = 10,
+    every: Period | Every = 10,
     *,
     axis_name: AxisName | None = None,
     combine: Combine = "mean",
+    compress: Compression | None = None,
+    center_dtype: Any = None,
+    fragment_of: FragmentOf | None = None,
     shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Take local steps on every replica, and commit the normalized gradient sum once per period.
@@ -131,18 +121,29 @@ def agn(
     where :math:`n` is the mean or the sum of the :math:`n^i`. With `combine="sequential"`, the center
     takes one step for each :math:`n^i` instead.
 
+    With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, each fragment of the params
+    has its own :math:`a^i_p` and :math:`T_p`, which restart when the fragment is sent. Steps between
+    sending and receiving belong to the next sum.
+
     Args:
       inner: The optimizer of the local steps.
       outer: The optimizer of the center, whose schedules count commits. None for `inner` with a separate
-        state, whose schedules count local steps.
-      every: :math:`T \ge 1`, the number of local steps from one commit to the next, or a schedule of the
-        number of commits so far. If the schedule returns NaN, each step commits.
+        state, if `inner` has no schedule.
+      every: :math:`T \ge 1`, the number of local steps from one commit to the next, a schedule of the
+        number of commits so far, or an `optperm.distributed.Every`. If the schedule returns NaN, each
+        step commits.
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
       combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which
         grows with the number of replicas, or `"sequential"`. With `"sequential"`, the center
         takes a step for each replica in the order of the indices, as if the replicas reached a parameter
-        server in turn. With plain SGD, `"sequential"` equals `"sum"`.
+        server in turn. With plain SGD, `"sequential"` equals `"sum"`. Pairs and mixing need
+        displacements of the params, so only `optperm.diloco` has them.
+      compress: An `optperm.distributed.Compression`, which sends fewer bytes, with error feedback. None
+        sends the whole contribution in float32.
+      center_dtype: The dtype of :math:`c` and of the center's optimizer, such as `"float32"` for
+        bfloat16 params. None for the dtypes of the params.
+      fragment_of: The fragment of each leaf in a plan, as in `optperm.diloco`.
       shard_axes: The mapped axes over which the params of one replica are sharded. Only `jax.shard_map`
         with `check_vma=False` needs this argument; otherwise the types of arrays name the axes.
 
@@ -155,7 +156,9 @@ def agn(
         is known while tracing, so a local step compiles to the optimizer and one addition. A traced bool
         must be the same on all replicas. With None, the last step of each period commits. `"only"`
         commits the steps since the last commit without a local step: it ignores the gradient, and
-        changes nothing if there was no step since the last commit.
+        changes nothing if there was no step since the last commit. With a plan, `plan.at(step)` selects
+        the fragments of a step during tracing. True and `"only"` exchange all fragments at once, after
+        the center has received the fragments in flight.
       - `weight=`: The weight :math:`w_i \ge 0` of this replica. The mean is
         :math:`\sum w_i n^i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n^i` is multiplied
         by :math:`w_i`.
@@ -190,9 +193,9 @@ def agn(
       If `inner` fixes an entry or keeps it at zero on all replicas, the center does the same.
 
       Local steps send nothing. A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (in
-      float64 if a param is float64). `"sequential"` needs an all-gather, or an all-reduce of rows if a
-      replica is sharded. The collective is in a conditional of the compiled program, even if `jax.vmap`
-      maps the replicas.
+      float64 if a param is float64). `"sequential"` and `compress` need an all-gather, or `"sequential"`
+      an all-reduce of rows if a replica is sharded. The collective is in a conditional of the compiled
+      program, even if `jax.vmap` maps the replicas.
 
       :math:`T` in the equations is the number of steps actually taken, also with `commit=`.
       `optax.MultiSteps` drops the results of micro-steps that only accumulate, but not their
@@ -203,11 +206,13 @@ def agn(
       `jax.shard_map`.
 
       Without `outer`, `inner` has two states: a local state, which pulls do not change, and a state for
-      the center. In both states, schedules count local steps: a commit after the local step with count
-      t evaluates schedules at t. Bias correction, and periods such as `every` of `optperm.low_rank`,
-      count the gradients that a state has seen. The center's optimizer also gets the extra arguments.
-      In a step of the center, `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all
-      replicas, `value` is the value at the center, and `grad` is the committed gradient.
+      the center. In each state, schedules, bias correction and periods count the updates of this state,
+      as everywhere in Optax. A schedule in `inner` would therefore fall :math:`T` times as slowly at the
+      center, so it needs `outer`. A schedule whose count belongs to moments, as in
+      `optax.contrib.prodigy` or `optperm.sgld`, cannot be seen: pass `outer` there too. With one
+      fragment, the center's optimizer also gets the extra arguments. In a step of the center,
+      `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value` is the
+      value at the center, and `grad` is the committed gradient.
 
       Nonfinite entries of a gradient count as zero in the local step. The commit leaves out a replica
       with such entries, still pulls the replica to the center, and counts the omission in `skipped`. The
@@ -218,8 +223,7 @@ def agn(
       Without `commit=`, all replicas must call `update` equally often, so put such a wrapper around
       `inner`, not around `agn`. With `commit=` in each call, replicas on different devices may take
       different numbers of local steps, if all replicas commit at the same calls. Pass the number of
-      steps as `weight=` for the mean over all steps, and pass `outer`, because without it, schedules of
-      the center count the local steps of each replica.
+      steps as `weight=` for the mean over all steps.
 
       If `inner` draws random numbers (`optax.add_noise`), its state contains their key, and replicas
       with the same key draw the same numbers. To give each replica its own numbers, call `init` where
@@ -227,160 +231,129 @@ def agn(
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if, in `update`, `axis_name` is not bound, gradients
-        are already summed over this axis, or trees do not match; or if the local optimizer stores params
-        that a pull would not move (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`,
-        `katyusha`); or, without `outer`, if a state of `inner` may use one count for its moments and for
-        a schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or an unknown state), or if `inner`
-        chooses which params are zero (`optperm.rigl`).
+      ValueError: If an argument is out of range, or `combine="sequential"` has a delay; if, in `update`,
+        `axis_name` is not bound, gradients are already summed over this axis, trees do not match, or the
+        state was made with other fragments, `fragment_of`, `compress` or `center_dtype`; if the local
+        optimizer stores params that a pull would not move (`optax.contrib.schedule_free`, `mechanize`,
+        `madgrad`, `cocob`, `katyusha`); or, without `outer`, if `inner` has a schedule, or chooses which
+        params are zero (`optperm.rigl`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
     """
-    check_period("every", every)
     checks.check_choice("combine", combine, get_args(Combine))
     replicas = Replicas(axis_name or None, shard_axes or ())
-    local_optimizer = checks.as_optimizer("inner", inner)
-    center_optimizer = local_optimizer if outer is None else checks.as_optimizer("outer", outer)
-    # Without `outer`, the center's schedules count local steps, otherwise commits.
-    is_same = outer is None
+    options = LocalUpdate(
+        method="agn",
+        inner=checks.as_optimizer("inner", inner),
+        outer=checks.as_optimizer("outer", inner if outer is None else outer),
+        every=every,
+        replicas=replicas,
+        combine=combine,
+        compress=compress,
+        center_dtype=center_dtype,
+        fragment_of=fragment_of,
+        has_sums=True,
+    )
 
     def init(params: Params) -> AgnState:
-        center = replicas.make_center(params)
-        local_state, center_state = local_optimizer.init(params), center_optimizer.init(center)
-        check_can_be_pulled(local_state, center_state, "agn")
-        check_chooses_no_zeros(center_state)
-        if is_same:
-            check_schedules(center_state, params)
-        return AgnState(
-            count=jnp.zeros([], jnp.int32),
-            since_commit=jnp.zeros([], jnp.int32),
-            commits=jnp.zeros([], jnp.int32),
-            local_state=local_state,
-            center_state=center_state,
-            center=center,
+        shared = options.init(params)
+        if outer is None:
+            _check_has_no_schedule(shared["local_state"])
+        _check_chooses_no_zeros(shared["center_state"])
+        state = AgnState(
+            **shared,
             accumulator=jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params),
-            pulled=jnp.zeros([], jnp.bool_),
-            skipped=jnp.zeros([], jnp.int32),
+            steps=jnp.zeros([options.plan.fragments], jnp.int32),
         )
+        return fill_fingerprint(state, options.list_arguments(params))
 
     def update(
         grads: Updates,
         state: AgnState,
         params: Params,
         *,
-        commit: bool | Literal["only"] | jax.Array | None = None,
+        commit: bool | Literal["only"] | jax.Array | Exchange | None = None,
         weight: float | jax.Array | None = None,
         **extra_args: Any,
     ) -> tuple[Updates, AgnState]:
-        has_step = not is_commit_only(commit)
-        grads = grads if has_step else None
-        replicas.check_are_local(grads, params, "agn")
-        check_weight(weight)
-        is_commit = ends_period(commit, state, every, axis_name, "agn")
-        # `finish` undoes an update without steps.
-        steps = jnp.maximum(optax.safe_increment(state.since_commit) - int(not has_step), 1)
-
-        # theta <- theta + u(g; s)
-        local_step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
-        u, local_state = local_step(state.local_state)
-
+        now = options.begin(grads, state, params, commit, weight, extra_args)
         # a <- a + g uses the raw gradient, so that a commit notices nonfinite entries
-        def add(a: Updates) -> Updates:
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), a, grads) if has_step else a
+        has_step = now.grads is not None
+        g = optax.tree.cast_like(now.grads, state.accumulator) if has_step else None
+        steps = state.steps + int(has_step)
 
-        # n = a / T, c <- c + u(n; s_c). The commit computes a + g itself, because as an input of the
-        # conditional, the sum would be stored once more in every step.
-        old = (state.center, state.center_state), jnp.array(True)
+        # n_p = a_p / T_p. The commit computes a + g itself, because as an input of the conditional, the
+        # sum would be stored once more in every step.
+        def contribute(p: int, take: Take) -> list[jax.Array]:
+            a = (
+                optax.tree.add(take(state.accumulator), take(g))
+                if has_step
+                else take(state.accumulator)
+            )
+            # `finish` undoes an update without steps.
+            t = jnp.maximum(steps[p], 1)
+            return [each / t.astype(each.dtype) for each in a]
 
-        def make_commit() -> tuple[Center, jax.Array]:
-            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator))
-            optimizer = center_optimizer
-            if is_same:
-                optimizer = count_local_steps(optimizer, state, steps, has_step)
-            step = make_center_step(optimizer, extra_args, params, axis_name)
-            if combine == "sequential":
-                (c, s_c), took_part = _step_in_turn(old[0], n, step, replicas, weight)
-            else:
-                is_mean = combine == "mean"
-                (c, s_c), took_part = _step_by_sum(old[0], n, step, replicas, weight, is_mean)
-            c = keep_exact(c, state.center, local_state, True, axis_name)
-            # Schedules advance even if no contribution was finite.
-            if is_same:
-                s_c = advance_schedules(s_c, state.center_state, steps, c)
-            return (c, s_c), took_part
+        # c_p <- c_p + u(n_p; s_p), with the n_p of all replicas
+        exchanged, outcomes = now.exchange(contribute)
 
-        (center, center_state), took_part = cond(is_commit, make_commit, lambda: old)
-        accumulator = state.accumulator
-        if not isinstance(is_commit, bool):
-            # The commit must read the old sum before the addition overwrites it.
-            _, accumulator = compute_in_order(took_part, accumulator)
+        # theta <- theta + u(g; s), theta_p <- c_p
+        updates, new_state = now.pull(exchanged, outcomes)
 
-        # theta <- c, a <- 0
-        updates = jax.tree.map(lambda c, u, p: jnp.where(is_commit, c - p, u), center, u, params)
-        new_state = AgnState(
-            count=optax.safe_increment(state.count) if has_step else state.count,
-            since_commit=jnp.where(is_commit, 0, steps),
-            commits=jnp.where(is_commit, optax.safe_increment(state.commits), state.commits),
-            local_state=local_state,
-            center_state=center_state,
-            center=center,
-            accumulator=jax.tree.map(lambda a: jnp.where(is_commit, 0, a), add(accumulator)),
-            pulled=jnp.asarray(is_commit),
-            skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
-            fingerprint=state.fingerprint,
+        # a_p <- 0, T_p <- 0 if fragment p was sent
+        a = now.after(outcomes, state.accumulator)
+        a = optax.tree.add(a, g) if has_step else a
+
+        def restart(is_sent: Any, a: jax.Array) -> jax.Array:
+            return a if is_sent is False else choose(is_sent, jnp.zeros_like(a), a)
+
+        new_state = new_state._replace(
+            accumulator=jax.tree.map(restart, now.fragments.spread_flags(now.sent), a),
+            steps=jnp.where(jnp.stack(list(map(jnp.asarray, now.sent))), 0, steps),
         )
-        return finish(updates, new_state, state, has_step, axis_name)
+        return now.finish(updates, new_state)
 
-    tx = transformation(
+    return transformation(
         init,
         update,
         method="agn",
         like=lambda state: state.center,
-        dtypes=True,
-        axis_name=axis_name,
-        # Without `outer`, schedules of the center's optimizer count local steps, otherwise commits.
-        shape_arguments=lambda _: {"outer": is_same},
+        dtypes=center_dtype is None,
+        axis_name=replicas.axis_name,
     )
-    return show("agn", tx, replicas, every)
 
 
-def _step_by_sum(
-    at: Center, n: Updates, step: CenterStep, replicas: Replicas, weight: Any, is_mean: bool
-) -> tuple[Center, jax.Array]:
-    """Take one step with sum w n, or sum w n / sum w, from one all-reduce.
+def _check_has_no_schedule(state: Any) -> None:
+    """Raise if the state of an optimizer shows that it reads a schedule.
 
-    Return the center, and whether this replica took part.
+    The state of a schedule has only counts. `optax.inject_hyperparams` lists states of its schedules.
     """
-    # If n is not finite, or overflows in the dtype of the center, the replica has weight 0.
-    _, is_finite = replicas.cast_gradient(n, at[0])
-    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
-    total, weights = replicas.sum((scale(n, w), w))
-    # The sum of finite numbers may overflow.
-    n = divide(total, weights) if is_mean else total
-    gradient, is_valid = replicas.cast_gradient(n, at[0])
-    has_any = weights > 0
-    return step(at, gradient, is_valid & has_any), takes_part & (is_valid | ~has_any)
+
+    def is_count(node: Any) -> bool:
+        dtype = getattr(node, "dtype", None)
+        return dtype is not None and not jnp.ndim(node) and jnp.issubdtype(dtype, jnp.integer)
+
+    def has_schedule(node: Any) -> bool:
+        if not isinstance(node, tuple):
+            return False
+        has_only_counts = bool(node) and all(map(is_count, node))
+        return has_only_counts or bool(getattr(node, "hyperparams_states", None))
+
+    for node in filter(has_schedule, jax.tree.leaves(state, is_leaf=has_schedule)):
+        raise ValueError(
+            f"inner has a schedule ({type(node).__name__}), which would count commits at the center: "
+            "pass outer=, the optimizer of the center, such as "
+            "outer=optax.adam(lambda commits: schedule(commits * every))."
+        )
 
 
-def _step_in_turn(
-    at: Center, n: Updates, step: CenterStep, replicas: Replicas, weight: Any
-) -> tuple[Center, jax.Array]:
-    """Take a step with w n of each replica in turn, after one all-gather.
-
-    Return the center, and whether this replica took part.
-    """
-    _, is_finite = replicas.cast_gradient(n, at[0])
-    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
-    given = optax.tree.cast_like(scale(n, w), at[0]), w
-
-    def take_turn(at: Center, row: tuple[Updates, jax.Array]) -> tuple[Center, None]:
-        # Weights are finite, but without the sort in `both`, XLA takes minutes to compile the loop.
-        return step(at, row[0], both(row[1] > 0, jnp.isfinite(row[1]))), None
-
-    if replicas.axis_name is None:
-        return take_turn(at, given)[0], takes_part
-    # All replicas take the same steps in the same order, so the centers stay equal without another
-    # collective.
-    rows = gather_trees(given, replicas.axis_name)
-    return jax.lax.scan(take_turn, at, rows)[0], takes_part
+def _check_chooses_no_zeros(center_state: Any) -> None:
+    """Raise if the center's optimizer chooses which entries are zero."""
+    entries = exact_entries(center_state)
+    if any(each.values is not None and not each.is_target for each in entries):
+        raise ValueError(
+            "The center's optimizer in agn (outer or, without outer, inner) chooses which entries are "
+            "zero (rigl, prune_gradually), and would choose other entries than the replicas. Pass "
+            "another outer, such as outer=optax.sgd(1.0): the center then has the zeros of inner."
+        )

@@ -7,6 +7,7 @@ arXiv 2508.15706, 2025; error feedback by F. Seide et al., "1-Bit Stochastic Gra
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from optperm.core import checks
 from optperm.core.control import both
 from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import AxisName, varying_axes
-from optperm.core.shapes import Updates
 from optperm.core.shardings import shard_like, unshard
 from optperm.distributed._replicas import Replicas, gather, scale, weigh
 
@@ -31,7 +31,7 @@ _DENSE_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    r"""Compress contributions of `optperm.diloco` to the largest entries, a few bits per entry, or both.
+    r"""Compress contributions of replicas to the largest entries, a few bits per entry, or both.
 
     .. math::
       e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
@@ -97,7 +97,7 @@ class Compression:
 
 
 class Encoded(NamedTuple):
-    """The sent part of a leaf, in chunks.
+    """The sent part of a stack of leaves of one shape, in chunks of each leaf.
 
     Attributes:
       codes: The entries in float32, or packed codes of a few bits in uint8.
@@ -111,11 +111,12 @@ class Encoded(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="compress")
-def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
-    """Return the sent part of a leaf, or None if the leaf has no entries."""
-    if not leaf.size:
+def encode(compress: Compression, leaves: jax.Array) -> Encoded | None:
+    """Return the sent part of a stack of leaves, or None if the leaves have no entries."""
+    if not leaves.size:
         return None
-    chunks = _split(compress, leaf)
+    size = math.prod(leaves.shape[1:])
+    chunks = _split(compress, leaves)
     scale = index = None
     if compress.fraction is not None:
         index = _find_largest(jnp.abs(chunks), _count_sent(compress, chunks.shape[1]))
@@ -129,8 +130,9 @@ def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
         # With one bit, the scale is a mean magnitude, because errors would grow with the maximum. The
         # mean is over entries of the leaf, without the padding of the last chunk, or over sent entries.
         if compress.fraction is None:
-            starts = _find_width(compress, leaf.size) * np.arange(len(chunks), dtype=np.float32)
-            number: Any = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
+            width = chunks.shape[1]
+            starts = width * np.arange(len(chunks) // len(leaves), dtype=np.float32)
+            number: Any = np.tile(np.clip(size - starts, 0, width), len(leaves))[:, None]
         else:
             number = jnp.maximum(jnp.sum(chunks != 0, axis=1, keepdims=True), 1)
             number = number.astype(jnp.float32)
@@ -150,10 +152,10 @@ def encode(compress: Compression, leaf: jax.Array) -> Encoded | None:
 
 @functools.partial(jax.jit, static_argnames=("compress", "like"))
 def decode(compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the decoded leaf, with the shape and dtype of `like`."""
+    """Return the decoded stack of leaves, with the shape and dtype of `like`."""
     if sent is None:
         return jnp.zeros(like.shape, like.dtype)
-    values = sent.codes
+    values, size = sent.codes, math.prod(like.shape[1:])
     if compress.bits is not None and sent.scale is not None:
         codes = _unpack(sent.codes, compress.bits).reshape(len(sent.scale), -1).astype(jnp.int32)
         # Subtract integers, because XLA may fuse codes / levels - 1, which would never be zero.
@@ -162,8 +164,8 @@ def decode(compress: Compression, sent: Encoded | None, like: jax.ShapeDtypeStru
         values = signed.astype(jnp.float32) / levels * sent.scale
     if sent.places is not None:
         places = sent.places.astype(jnp.int32)
-        values = _put_places(values, places, _find_width(compress, like.size))
-    return values.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
+        values = _put_places(values, places, _find_width(compress, size))
+    return values.reshape(like.shape[0], -1)[:, :size].reshape(like.shape).astype(like.dtype)
 
 
 def _find_width(compress: Compression, size: int) -> int:
@@ -177,11 +179,11 @@ def _count_sent(compress: Compression, width: int) -> int:
     return min(width, max(8, round(width * (compress.fraction or 0) / 8) * 8))
 
 
-def _split(compress: Compression, leaf: jax.Array) -> jax.Array:
-    """Return the chunks of a leaf, the last one padded with zeros."""
-    width = _find_width(compress, leaf.size)
-    flat = leaf.reshape(-1).astype(jnp.float32)
-    return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
+def _split(compress: Compression, leaves: jax.Array) -> jax.Array:
+    """Return the chunks of each leaf of a stack, the last one padded with zeros."""
+    rows = leaves.reshape(len(leaves), -1).astype(jnp.float32)
+    width = _find_width(compress, rows.shape[1])
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % width))).reshape(-1, width)
 
 
 def _count_levels(bits: int) -> int:
@@ -269,73 +271,112 @@ def _unpack(packed: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate([(packed >> shift) & mask for shift in range(0, 8, bits)])
 
 
-def sum_compressed(
+class Sent(NamedTuple):
+    """What a replica sends: encoded stacks of leaves.
+
+    Attributes:
+      compress: The encoder.
+      encoded: The encoded stacks.
+      decoded: The stacks that all replicas decode from them.
+    """
+
+    compress: Compression
+    encoded: list[Encoded | None]
+    decoded: list[jax.Array]
+
+    def sum(self, w: jax.Array, replicas: Replicas) -> tuple[list[jax.Array], jax.Array]:
+        """Return sum_i w_i s_i over the replicas and sum_i w_i, with one all-gather."""
+        if replicas.axis_name is None:
+            return scale(self.decoded, w), w
+
+        def add(total: Any, row: list[jax.Array]) -> tuple[Any, None]:
+            return optax.tree.add(total, scaled(row)), None
+
+        def scaled(row: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            s, w = decode_row(row)
+            return scale(s, w), w
+
+        # Add one replica after another, to hold only one decoded tree in memory.
+        rows, decode_row = self._gather(w, replicas.axis_name)
+        first, others = ([row[part] for row in rows] for part in (0, slice(1, None)))
+        total: Any = jax.lax.scan(add, scaled(first), others)[0]
+        return total
+
+    def gather(self, w: jax.Array, replicas: Replicas) -> tuple[list[jax.Array], jax.Array]:
+        """Return the decoded s_i and the w_i of all replicas in rows, with one all-gather."""
+        if replicas.axis_name is None:
+            return [s[None] for s in self.decoded], w[None]
+        rows, decode_row = self._gather(w, replicas.axis_name)
+        decoded: Any = jax.lax.map(decode_row, rows)
+        return decoded
+
+    def _gather(
+        self, w: jax.Array, axis_name: AxisName
+    ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], tuple[list[jax.Array], jax.Array]]]:
+        """Return packed rows of all replicas, and a function from a row to its s and w."""
+        rows, unpack = gather_packed((self.encoded, w.reshape(1)), axis_name)
+
+        def decode_row(row: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            encoded, (w,) = unpack(row)
+            # Weights are finite, but without the sort in `both`, XLA takes minutes to compile the loop.
+            w = jnp.where(both(w > 0, jnp.isfinite(w)), w, 0)
+            return decode_all(self.compress, encoded, self.decoded), w
+
+        return rows, decode_row
+
+
+def decode_all(
+    compress: Compression, encoded: list[Encoded | None], likes: list[jax.Array]
+) -> list[jax.Array]:
+    """Return decoded stacks with the types of other stacks."""
+    shapes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in likes]
+    found = [decode(compress, *each) for each in zip(encoded, shapes, strict=True)]
+    return list(map(shard_like, found, likes))
+
+
+def encode_contribution(
     compress: Compression,
-    contribution: Updates,
-    residual: Updates,
+    x: list[jax.Array],
+    residual: list[jax.Array],
     is_finite: jax.Array,
     replicas: Replicas,
     weight: Any = None,
-) -> tuple[Updates, jax.Array, Updates, jax.Array]:
-    r"""Return the weighted sum of all replicas' compressed contributions, with one all-gather.
+) -> tuple[Sent, list[jax.Array], jax.Array]:
+    r"""Encode this replica's contribution with error feedback.
 
     .. math::
-      e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
+      e \leftarrow \beta e + x, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
 
     Args:
       compress: The encoder.
-      contribution: :math:`\Delta` of this replica, a tree of floats.
-      residual: :math:`e` of this replica, a tree of floats.
-      is_finite: Whether this replica's contribution is finite; otherwise :math:`e` does not change.
+      x: The contribution, as stacks of leaves of one shape.
+      residual: :math:`e` of this replica, in the same stacks.
+      is_finite: Whether the contribution is finite; otherwise :math:`e` does not change.
       replicas: The mapped axes of the replicas.
       weight: This replica's weight; None for 1.
 
     Returns:
-      The sum of :math:`w s` over all valid replicas, the sum of their :math:`w`, the new :math:`e`, and
-      whether this replica is valid. If :math:`e` or :math:`s` overflows, the replica is not valid, and
-      :math:`e` becomes zero. A replica with weight zero sends nothing, so its :math:`e` does not change.
+      What is sent, the new :math:`e`, and whether this replica may take part. If :math:`e` or :math:`s`
+      overflows, it may not, and :math:`e` becomes zero. A replica with weight zero sends nothing, so its
+      :math:`e` does not change.
     """
-    # e <- beta e + Delta
+    # e <- beta e + x
     decay: Any = compress.decay
-    e = jax.tree.map(lambda e, n: decay * e + n, residual, contribution)
-    # Leaves of the same shape are traced once; a traced decay cannot be a static argument.
+    x = optax.tree.where(is_finite, x, optax.tree.zeros_like(x))
+    e = jax.tree.map(lambda e, x: decay * e + x, residual, x)
+    # s = Q(top_k(e)), e <- e - s. Stacks of the same shape are traced once; a traced decay cannot be a
+    # static argument.
     compress = dataclasses.replace(compress, decay=1.0)
-    leaves, structure = jax.tree.flatten(e)
-    # s = Q(top_k(e)), e <- e - s
-    likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-
-    def decode_all(sent: list[Encoded | None]) -> Updates:
-        pairs = zip(sent, likes, strict=True)
-        decoded = [decode(compress, *pair) for pair in pairs]
-        return jax.tree.unflatten(structure, list(map(shard_like, decoded, leaves)))
-
     # The encoder works on whole leaves, also of explicit meshes.
-    sent = [encode(compress, unshard(leaf)) for leaf in leaves]
-    own = decode_all(sent)
-    rest = optax.tree.sub(e, own)
-    is_sent = replicas.are_finite((own, rest))
-    w, takes_part = weigh(weight, is_finite & is_sent, jnp.float32)
+    encoded = [encode(compress, unshard(stack)) for stack in e]
+    s = decode_all(compress, encoded, e)
+    rest = optax.tree.sub(e, s)
+    is_sent = replicas.are_finite((s, rest))
+    w, _ = weigh(weight, is_finite & is_sent, jnp.float32)
     rest_if_sent = optax.tree.where(w > 0, rest, residual)
     rest = optax.tree.where(is_sent, rest_if_sent, optax.tree.zeros_like(rest))
     rest = optax.tree.where(is_finite, rest, residual)
-    if replicas.axis_name is None:
-        return scale(own, w), w, rest, takes_part
-
-    # sum_i w_i s_i adds one replica after another, to hold only one decoded tree in memory.
-    rows, unpack = gather_packed((sent, w.reshape(1)), replicas.axis_name)
-
-    def decode_row(row: list[jax.Array]) -> tuple[Updates, jax.Array]:
-        sent, (w,) = unpack(row)
-        # Weights are finite, but without the sort in `both`, XLA takes minutes to compile the loop.
-        w = jnp.where(both(w > 0, jnp.isfinite(w)), w, 0)
-        return scale(decode_all(sent), w), w
-
-    def add(total: Any, row: list[jax.Array]) -> tuple[Any, None]:
-        return optax.tree.add(total, decode_row(row)), None
-
-    first, others = ([row[part] for row in rows] for part in (0, slice(1, None)))
-    total, weights = jax.lax.scan(add, decode_row(first), others)[0]
-    return total, weights, rest, takes_part
+    return Sent(compress, encoded, s), rest, is_finite & is_sent
 
 
 def gather_packed(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.core.shardings import explicit_sharding
-from optperm.core.trees import is_function, mask_like, without_boxes
+from optperm.core.shardings import explicit_sharding, shard_like
+from optperm.core.trees import is_function, mask_like, unstack, without_boxes
 
 # A function of a path and a leaf, or a tree like params. The values are the fragment of a leaf, or a
 # sequence with the fragment of each slice of the leaf's leading axis.
@@ -90,19 +90,17 @@ class Fragments:
         leaves = [old if isinstance(new, optax.MaskedNode) else new for old, new in pairs]
         return jax.tree.unflatten(self._structure, leaves)
 
-    def spread_flags(self, values: Sequence[bool | jax.Array], like: Any) -> Any:
-        """Return the flag of each leaf's fragment, or flags that broadcast against the leaf's slices."""
+    def spread_flags(self, values: Sequence[bool | jax.Array]) -> Any:
+        """Return the flag of each leaf's fragment, or a vector with the flags of the leaf's slices."""
 
-        def flag_leaf(of: Any, leaf: Any) -> bool | jax.Array:
+        def flag_leaf(of: Any) -> bool | jax.Array:
             if not np.ndim(of):
                 return values[int(of)]
             own = [values[p] for p in of]
-            if all(each is False for each in own):
-                return False
-            return jnp.stack(_arrays(own)).reshape(-1, *[1] * (leaf.ndim - 1))
+            is_never = all(each is False for each in own)
+            return False if is_never else jnp.stack(_arrays(own))
 
-        leaves = zip(self.of, self._structure.flatten_up_to(like), strict=True)
-        return jax.tree.unflatten(self._structure, [flag_leaf(*pair) for pair in leaves])
+        return jax.tree.unflatten(self._structure, list(map(flag_leaf, self.of)))
 
     def tabulate_flags(self, values: Sequence[bool | jax.Array]) -> jax.Array:
         """Return the flags of all slices, (leaves, slices); the row of a whole leaf repeats one flag."""
@@ -112,6 +110,27 @@ class Fragments:
             for of in self.of
         ]
         return jnp.stack(_arrays(values))[np.array(rows, int).reshape(len(rows), width)]
+
+
+def read_flags(table: jax.Array, tree: Any, stack: int) -> Any:
+    """Return the flags of `tabulate_flags` as a tree that broadcasts against the leaves of a tree.
+
+    Args:
+      table: The flags, with leading axes of replicas.
+      tree: The tree that was divided into fragments, with the same leading axes.
+      stack: The number of these axes.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    def read(row: jax.Array, leaf: jax.Array) -> jax.Array:
+        # All flags of a whole leaf are equal, so they can be read as flags of slices.
+        length = leaf.shape[stack] if leaf.ndim > stack else 1
+        length = length if length <= table.shape[-1] else 1
+        shape = (*leaf.shape[:stack], length, *[1] * (leaf.ndim - stack - 1))
+        row = row[..., :length].reshape(shape[: leaf.ndim])
+        return row if length == 1 else shard_like(jnp.broadcast_to(row, leaf.shape), leaf)
+
+    return jax.tree.unflatten(structure, list(map(read, unstack(table, -2), leaves)))
 
 
 def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.flatten_util import ravel_pytree
 
 from optperm.core import checks
@@ -22,11 +20,6 @@ from optperm.core.mapped_axes import (
     varying_axes,
 )
 from optperm.core.shapes import Params, Updates
-
-# (center, state of its optimizer)
-Center = tuple[Params, Any]
-# (center, gradient, whether there is one) -> center
-CenterStep = Callable[[Center, Updates, jax.Array], Center]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +58,21 @@ class Replicas:
         """Return whether all entries of one replica's tree are finite, on all of its shards."""
         return self.agree(all_finite(tree), tree)
 
-    def cast_gradient(self, n: Updates, center: Params) -> tuple[Updates, jax.Array]:
-        """Return a contribution in the dtypes of the center, and whether it is finite there."""
-        gradient = optax.tree.cast_like(n, center)
-        return gradient, self.are_finite(gradient)
-
     def sum(self, tree: Any) -> Any:
         """Return the sum of a tree over the replicas, in one collective for each dtype."""
         # This does not move the shards of a replica.
         return tree if self.axis_name is None else psum(tree, self.axis_name)
+
+    def gather(self, tree: Any) -> Any:
+        """Return the trees of all replicas along a leading axis, in one collective."""
+        if self.axis_name is None:
+            return jax.tree.map(lambda leaf: leaf[None], tree)
+        if set(jax.sharding.get_abstract_mesh().axis_names).issubset(axis_names(self.axis_name)):
+            packed, unpack = ravel_pytree(tree)
+            return jax.vmap(unpack)(gather(packed, self.axis_name))
+        # A replica may be sharded. Packing it into one vector would gather the shards, but a sum of
+        # rows keeps them apart.
+        return _sum_rows(tree, self.axis_name)
 
     def make_center(self, params: Params) -> Params:
         """Return one center for all replicas: their params if all agree, otherwise the mean.
@@ -147,16 +146,6 @@ def divide(total: Any, weights: jax.Array) -> Any:
     """Return sum w n / sum w; zero if all weights are zero, NaN if the sum of weights overflows."""
     over = jnp.where(jnp.isfinite(weights), jnp.where(weights > 0, weights, 1), jnp.nan)
     return jax.tree.map(lambda x: x / over.astype(x.dtype), total)
-
-
-def gather_trees(tree: Any, axis_name: AxisName) -> Any:
-    """Return the trees of all replicas along a leading axis, in one collective."""
-    if set(jax.sharding.get_abstract_mesh().axis_names).issubset(axis_names(axis_name)):
-        packed, unpack = ravel_pytree(tree)
-        return jax.vmap(unpack)(gather(packed, axis_name))
-    # A replica may be sharded. Packing it into one vector would gather the shards, but a sum of rows
-    # keeps them apart.
-    return _sum_rows(tree, axis_name)
 
 
 def gather(array: jax.Array, axis_name: AxisName) -> jax.Array:

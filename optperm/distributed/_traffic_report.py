@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,11 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
-from optperm.core.mapped_axes import axis_names
+from optperm.core.mapped_axes import AxisName, axis_names
 from optperm.core.shapes import Params
 from optperm.core.tables import align
-from optperm.distributed._exchanging import Method, look_at_methods
-from optperm.distributed._local_steps import Period
-from optperm.distributed._plans import Every, Exchange
+from optperm.core.transformation import known_extra_args
+from optperm.distributed._every import Every, Exchange
 
 # The bytes on each link of a ring of k replicas, divided by the bytes of one replica's operand
 _CARRIED: dict[str, Callable[[int], float]] = {
@@ -83,16 +82,19 @@ class TrafficReport(NamedTuple):
 def traffic_report(
     tx: optax.GradientTransformation,
     params: Params,
-    bandwidth: float | None = None,
     *,
-    every: float | None = None,
+    axis_name: AxisName,
+    every: float | Every,
+    bandwidth: float | None = None,
     replicas: int = 2,
+    shard_axes: AxisName = (),
 ) -> TrafficReport:
     r"""Report the bytes that a replica of `optperm.agn` or `optperm.diloco` sends.
 
-    The report counts the operands of the collectives in a traced commit: the bytes that one replica
-    passes to collectives, after compression. It needs only shapes, and no devices. The last line shows
-    the traffic of synchronous training, which sends all gradients in every step.
+    The report traces `tx.update` with and without a commit, and counts the operands of the collectives
+    of the commit: the bytes that one replica passes to collectives, after compression. It needs only
+    shapes, and no devices. The last line shows the traffic of synchronous training, which sends all
+    gradients in every step.
 
     The traffic on a link depends on the collective. If :math:`k` replicas form a ring and each passes
     :math:`B` bytes to a collective, each link carries
@@ -105,14 +107,15 @@ def traffic_report(
     bandwidth.
 
     Args:
-      tx: An optimizer with one `optperm.agn` or `optperm.diloco`, in any nesting.
+      tx: An optimizer with `optperm.agn` or `optperm.diloco`, in any nesting that passes `commit=` on.
       params: The model's params, or their shapes from `jax.eval_shape`. If a replica is sharded, pass
         the whole model.
+      axis_name: The axis or axes of the replicas, as given to the method.
+      every: The plan given to the method; otherwise, the mean number of local steps per commit.
       bandwidth: The bandwidth of a replica's link in each direction, in bits per second, such as `1e9`.
         None for a report without seconds.
-      every: The mean number of local steps per commit, if the method's period is a schedule or a traced
-        number. None for the method's own period.
       replicas: :math:`k`, at least 2.
+      shard_axes: The argument `shard_axes` of the method.
 
     Returns:
       A `TrafficReport`; it prints as a table.
@@ -122,79 +125,66 @@ def traffic_report(
       >>> params = {"kernel": jnp.zeros((784, 128)), "bias": jnp.zeros(128)}
       >>> compress = optperm.distributed.Compression(bits=4)
       >>> tx = optperm.diloco(optax.adam(1e-3), every=100, axis_name="host", compress=compress)
-      >>> print(optperm.distributed.traffic_report(tx, params, bandwidth=1e8, replicas=4))
+      >>> report = optperm.distributed.traffic_report
+      >>> print(report(tx, params, axis_name="host", every=100, bandwidth=1e8, replicas=4))
       sent by a replica  bytes/commit  bytes/step  of synchronous  s/commit  s/step
       all                52,224        522.2       0.0013          0.0125    0.000125
       synchronous        401,920       401,920.0   1               0.0482    0.0482
 
     Notes:
       An all-reduce also contains the sum of the weights, 4 bytes per fragment. Compressed contributions
-      and `combine="sequential"` of `agn` use all-gathers. With many replicas, an all-gather sends more
-      than an all-reduce of 4 bytes per entry: with 4 bits, about 16 or more replicas. The report does
-      not include latency or collectives within a replica. A commit at the end of training sends all
+      and `combine="sequential"` use all-gathers. With many replicas, an all-gather sends more than an
+      all-reduce of 4 bytes per entry: with 4 bits, about 16 or more replicas. The report does not
+      include latency or collectives within a replica. A commit at the end of training sends all
       fragments once more.
 
     Raises:
       TypeError: If `tx` is not a transformation.
-      ValueError: If `tx` does not contain exactly one of these methods; if the method has no
-        `axis_name` and therefore sends nothing; if its period is a schedule and `every` is not given;
-        or if a number is out of range.
+      ValueError: If a commit of `tx` sends nothing over the axis; if `every` is not the plan of the
+        method; or if a number is out of range.
     """
     checks.check_transformation("tx", tx)
     checks.check_count("replicas", replicas, minimum=2)
     if bandwidth is not None:
         checks.check_positive("bandwidth", bandwidth)
-    if every is not None:
+    if isinstance(every, Every):
+        exchanges: list[Any] = [Exchange((p,), (p,)) for p in range(every.fragments)]
+        steps: float = every.period
+    else:
         checks.check_positive("every", every)
-    shapes = _shapes(params)
-    found: list[tuple[Sent, ...]] = []
+        exchanges, steps = [True], every
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), params)
+    names, others = axis_names(axis_name), axis_names(shard_axes)
+    mesh = AbstractMesh((replicas, *[1] * (len(names) + len(others) - 1)), (*names, *others))
 
-    def look(method: Method) -> None:
-        found.append(tuple(_measure(method, bandwidth, every, replicas)))
+    def trace(commit: bool | Exchange) -> Counter[str]:
+        return _sum_operands(_trace(tx, shapes, mesh, commit), set(names))
 
-    def init(params: Params) -> Any:
-        # A new function is needed, because JAX would not trace the same function twice.
-        return tx.init(params)
-
-    with look_at_methods(look):
-        jax.eval_shape(init, shapes)
-    if len(found) != 1:
-        wanted = "one optperm.agn or optperm.diloco"
-        raise ValueError(f"traffic_report needs exactly {wanted} in tx, got {len(found)}.")
-    (fragments,) = found
+    local = trace(False)
+    fragments = tuple(
+        _describe(f"fragment {p}", trace(each) - local, steps, bandwidth, replicas)
+        for p, each in enumerate(exchanges)
+    )
     columns = zip(*(sent[1:] for sent in fragments), strict=True)
     total: Any = [None if None in column else sum(column) for column in columns]
+    whole = Sent("all", *total)
+    if not whole.bytes_per_commit:
+        raise ValueError(
+            f"traffic_report found that a commit of tx sends nothing over the axis {axis_name!r}: give "
+            "tx an optperm.agn or optperm.diloco with this axis_name."
+        )
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    seconds = _time(Counter(psum=size), bandwidth, replicas)
-    synchronous = Sent("synchronous", size, size, seconds, seconds)
-    return TrafficReport(fragments, Sent("all", *total), synchronous)
+    synchronous = _describe("synchronous", Counter(psum=size), 1, bandwidth, replicas)
+    return TrafficReport(fragments, whole, synchronous)
 
 
-def _measure(
-    method: Method, bandwidth: float | None, every: float | None, replicas: int
-) -> Iterator[Sent]:
-    """Yield the traffic of a replica for each fragment."""
-    name, plan = method.name, method.every
-    if method.replicas.axis_name is None:
-        says = f"{name} without axis_name is a single replica, which sends nothing"
-        raise ValueError(f"{says}: pass axis_name to {name}.")
-    if isinstance(plan, Every):
-        fragments: list[Any] = [Exchange((p,), (p,)) for p in range(plan.fragments)]
-        steps: Any = plan.period if every is None else every
-    else:
-        fragments, steps = [True], _find_steps(name, plan) if every is None else every
-    local = _trace(method, False, replicas)
-    for p, exchange in enumerate(fragments):
-        sent = _trace(method, exchange, replicas) - local
-        seconds = _time(sent, bandwidth, replicas)
-        per_step = None if seconds is None else seconds / steps
-        yield Sent(f"fragment {p}", sent.total(), sent.total() / steps, seconds, per_step)
-
-
-def _find_steps(name: str, every: Period) -> int:
-    if callable(every) or isinstance(every, jax.core.Tracer):
-        raise ValueError(f"The period of {name} is a schedule or traced: pass its mean as every=.")
-    return int(every)
+def _describe(
+    name: str, sent: Counter[str], steps: float, bandwidth: float | None, replicas: int
+) -> Sent:
+    """Return the traffic of the operands of all collectives in one commit."""
+    seconds = _time(sent, bandwidth, replicas)
+    per_step = None if seconds is None else seconds / steps
+    return Sent(name, sent.total(), sent.total() / steps, seconds, per_step)
 
 
 def _time(sent: Counter[str], bandwidth: float | None, replicas: int) -> float | None:
@@ -204,24 +194,20 @@ def _time(sent: Counter[str], bandwidth: float | None, replicas: int) -> float |
     return sum(8 * _CARRIED[kind](replicas) * size for kind, size in sent.items()) / bandwidth
 
 
-def _trace(method: Method, commit: bool | Exchange, replicas: int) -> Counter[str]:
-    """Return the bytes of the operands of each kind of collective between replicas, in one step."""
-    names = axis_names(method.replicas.axis_name)
-    axes = *names, *axis_names(method.replicas.shard_axes)
-    mesh = AbstractMesh((replicas, *[1] * (len(axes) - 1)), axes)
-    params = _shapes(method.params)
+def _trace(tx: Any, shapes: Params, mesh: AbstractMesh, commit: bool | Exchange) -> Any:
+    """Return the jaxpr of an update of one replica."""
 
     def init(params: Params) -> Any:
-        return method.tx.init(params)
+        # A new function is needed, because JAX would not trace the same function twice.
+        return tx.init(params)
 
     def step(params: Params, state: Any) -> Any:
-        return method.tx.update(params, state, params, commit=commit)
+        return tx.update(params, state, params, **known_extra_args(tx, {"commit": commit}))
 
-    # Here, `init` must not pass the method to the report again.
-    with look_at_methods(None), jax.sharding.use_abstract_mesh(mesh):
-        state = jax.eval_shape(init, params)
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = jax.eval_shape(init, shapes)
         mapped = jax.shard_map(step, in_specs=P(), out_specs=P(), check_vma=False)
-        return _sum_operands(jax.make_jaxpr(mapped)(params, state).jaxpr, set(names))
+        return jax.make_jaxpr(mapped)(shapes, state).jaxpr
 
 
 def _sum_operands(jaxpr: Any, names: set[str]) -> Counter[str]:
@@ -240,7 +226,3 @@ def _sum_operands(jaxpr: Any, names: set[str]) -> Counter[str]:
         if kind in _CARRIED and names & set(axis_names(axes)):
             sent[kind] += sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
     return sent
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)

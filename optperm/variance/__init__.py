@@ -12,6 +12,9 @@ from optperm.variance._katyusha import katyusha as katyusha
 from optperm.variance._learning_rate import svrg_learning_rate as svrg_learning_rate
 from optperm.variance._mars import MarsState as MarsState
 from optperm.variance._mars import mars as mars
+from optperm.variance._minimize import minimize as minimize
+from optperm.variance._minimum import Minimum as Minimum
+from optperm.variance._minimum import MinimumHistory as MinimumHistory
 from optperm.variance._proximal import ProximalState as ProximalState
 from optperm.variance._proximal import proximal as proximal
 from optperm.variance._recursive import recursive_gradient as recursive_gradient

@@ -41,11 +41,21 @@ SHAPING = {
         {"axes": AXES},
     ),
     "laperm": ({"inner": SGD, "every": 2}, {"axes": AXES}),
-    "agn": ({"inner": SGD, "every": 2}, {"combine": ("sum", "sequential"), "outer": (SGD,)}),
+    "agn": (
+        {"inner": SGD, "every": Every(4, fragments=2)},
+        {
+            "combine": ("sum", "sequential"),
+            "outer": (SGD,),
+            "every": (2, Every(4, fragments=2, delay=1), Every(4, fragments=3)),
+            "compress": (Compression(0.5), Compression(bits=4)),
+            "center_dtype": (jnp.bfloat16,),
+            "fragment_of": (lambda path, leaf: int("square" in str(path)),),
+        },
+    ),
     "diloco": (
         {"inner": SGD, "every": Every(4, fragments=2)},
         {
-            "combine": ("pairs",),
+            "combine": ("pairs", "sum", "sequential"),
             "every": (4, Every(4, fragments=2, delay=1), Every(4, fragments=3)),
             "mixing": (0.5,),
             "compress": (Compression(0.5), Compression(bits=4), Compression(bits=1)),

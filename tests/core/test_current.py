@@ -54,10 +54,11 @@ def draw_scales(loss):
         lambda loss: (
             1 / optperm.variance.svrg_learning_rate(loss, jnp.zeros(2), DATA, 4, num_passes=2)
         ),
+        lambda loss: optperm.variance.minimize(loss, DATA, jnp.zeros(2)).history[0].gap,
         lambda loss: optperm.bayes.posterior_predictive(loss, ENSEMBLE, DATA).mean,
         draw_scales,
     ],
-    ids=["full_gradient", "svrg_learning_rate", "posterior_predictive", "draw_samples"],
+    ids=["full_gradient", "svrg_learning_rate", "minimize", "posterior_predictive", "draw_samples"],
 )
 def test_public_function_sees_what_the_loss_reads_now(call, programs):
     """Change the scale of the loss in an attribute; an equal scale compiles nothing."""

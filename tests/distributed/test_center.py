@@ -53,6 +53,20 @@ def test_the_center_has_what_is_not_trained():
     np.testing.assert_allclose(whole["w"], 1 - 0.1 * 0.7, rtol=1e-6)
 
 
+def test_a_final_center_of_agn_holds_the_sums_in_flight():
+    """Of eight steps with gradient -1, each fragment has had all, in two or three center steps."""
+    tx = optperm.agn(SGD, every=Every(5, 2, 3))
+    grads = [np.float32(-1.0)] * 2
+    trail = loops.train(tx, [np.float32(0.0)] * 2, [grads] * 8)
+    with pytest.raises(ValueError, match="commit=True"):
+        center_params(trail[-1][1], final=True)
+    # Fragment 1 was sent at steps 2 and 7, and fragment 0 at step 5; the sum of step 7 is in flight.
+    step = jax.jit(loops.make_step(tx, lambda p, batch: (batch, {"commit": True})))
+    params, opt_state = step(*trail[-1], grads)
+    support.assert_same_bits(center_params(opt_state, final=True), params)
+    np.testing.assert_allclose(params, [2.0, 3.0])
+
+
 def test_a_final_center_holds_all_local_steps():
     """With any plan an explicit commit brings them in; without it `final=True` raises."""
     grads = [np.float32(-2.5)] * 2
@@ -72,7 +86,9 @@ WEIGHED = {
     "agn mean": functools.partial(optperm.agn, SGD, every=1),
     "agn sequential": functools.partial(optperm.agn, SGD, every=1, combine="sequential"),
     "diloco": functools.partial(optperm.diloco, SGD, SGD, every=1),
+    "diloco sum": functools.partial(optperm.diloco, SGD, SGD, every=1, combine="sum"),
     "compressed": functools.partial(optperm.diloco, SGD, SGD, every=1, compress=Compression(1.0)),
+    "agn compressed": functools.partial(optperm.agn, SGD, every=1, compress=Compression(1.0)),
 }
 
 
@@ -90,7 +106,7 @@ def test_replicas_count_by_their_weights(name):
         # Of the last one's NaN the local step makes zero; AGN's accumulator leaves it out.
         batch = np.stack([np.float32([1.0, 2.0, 4.0, np.nan]), np.float32(weights)], axis=1)
         p, s = step(start, jax.vmap(tx.init)(start), batch)
-        wanted = in_turn if name == "agn sequential" else mean
+        wanted = in_turn if name in ("agn sequential", "diloco sum") else mean
         np.testing.assert_allclose(p, [[wanted]] * SIZE, rtol=1e-6)
         assert s.skipped.tolist()[:3] == skipped
 
@@ -120,6 +136,70 @@ def test_replicas_that_take_fewer_steps_count_by_their_steps(factory):
     np.testing.assert_allclose(p, [[-mean]] * 2, rtol=1e-6)
     np.testing.assert_array_equal(center_params(s), p)
     assert s.count.tolist() == [5, 2]
+
+
+def test_agn_with_sgd_is_diloco_with_an_outer_sgd_of_one_over_the_period():
+    """The sum of T gradients times the rate is the displacement, to rounding."""
+    rate, period = 0.25, 4
+    grads = [np.float32(each) for each in np.random.default_rng(0).normal(size=(12, SIZE, 5))]
+    start, trails = np.ones(5, np.float32), []
+    agn = optperm.agn(optax.sgd(rate), every=period, axis_name=AXIS)
+    diloco = optperm.diloco(optax.sgd(rate), optax.sgd(1 / period), every=period, axis_name=AXIS)
+    for tx in (agn, diloco):
+        trail = loops.train(tx, start, grads, how="vmap", size=SIZE)
+        trails.append([center_params(state) for _, state in trail])
+    assert not (trails[0][-1][0] == start).any()
+    support.assert_close(*trails, atol=1e-6)
+
+
+def scheduled(count):
+    return 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
+
+
+SCHEDULED = {
+    "sgd": optax.sgd(scheduled),
+    "adamw": optax.chain(optax.clip(1.0), optax.adamw(scheduled)),
+    "decay": optax.adamw(0.1, weight_decay=scheduled),
+    "masked": optax.masked(optax.sgd(scheduled), {"w": True, "b": False}),
+    "injected": optax.inject_hyperparams(optax.adam)(scheduled),
+    "low_rank": optperm.low_rank(optax.adam(scheduled), 1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+@pytest.mark.usefixtures("lenient")
+def test_agn_without_outer_refuses_an_inner_with_a_schedule(name):
+    """Its schedule would count commits at the center; the line to write passes."""
+    inner, start = SCHEDULED[name], {"w": np.ones((3, 2), np.float32), "b": np.ones(3, np.float32)}
+    with pytest.raises(ValueError, match=r"pass outer=.*outer=optax\.adam\(lambda commits"):
+        jax.eval_shape(optperm.agn(inner).init, start)
+    outer = optax.adam(lambda commits: scheduled(commits * 10))
+    for tx in (optperm.agn(inner, outer), optperm.diloco(inner, every=10)):
+        jax.eval_shape(tx.init, start)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.adam(0.1),
+        optax.inject_hyperparams(optax.adam)(0.1),
+        optax.apply_if_finite(optax.sgd(0.1), 3),
+        optax.partition({"all": optax.sgd(0.1), "none": optax.adam(0.1)}, lambda p: "all"),
+        optperm.low_rank(optax.adam(0.1), 1),
+    ],
+)
+@pytest.mark.usefixtures("lenient")
+def test_agn_without_outer_takes_an_inner_without_a_schedule(inner):
+    """Counts of moments, of skipped steps and of refreshes are no schedules."""
+    jax.eval_shape(optperm.agn(inner).init, np.ones((3, 2), np.float32))
+
+
+def test_schedules_of_an_outer_optimizer_count_its_own_steps():
+    fall = optax.linear_schedule(1.0, 0.0, 6)
+    tx = optperm.agn(optax.sgd(0.1), every=2, outer=optax.sgd(fall))
+    trail = loops.train(tx, jnp.zeros(2), [jnp.ones(2)] * 8)
+    centers = [state.center[0] for _, state in trail[1::2]]
+    np.testing.assert_allclose(centers, np.cumsum([-1.0, -5 / 6, -4 / 6, -3 / 6]), atol=1e-6)
 
 
 def test_gradients_that_count_as_zero_are_counted():

@@ -169,6 +169,8 @@ def test_a_commit_alone_equals_a_commit_with_the_last_step(method):
     """The params and the center, by a schedule of the center at the last step; a second one is none."""
     optimizer = optax.sgd(lambda count: 0.1 / (1 + count), momentum=0.9)
     options = {} if method == "delayed" else {"every": 100}
+    if "agn" in method:
+        options["outer"] = optimizer
     tx, grads = COMMITTED_ALONE[method](optimizer, axis_name=AXIS, **options), grads_of(5)
     wanted = run_flagged(tx, grads, [None] * 4 + [True])[-1]
     nan = jax.tree.map(lambda g: np.full_like(g, np.nan), grads[0])

@@ -25,8 +25,9 @@ from optperm.distributed._replicas import Replicas
 @functools.partial(jax.jit, static_argnums=0)
 def sent_of(compress, leaf):
     """Return what is decoded of what is sent of a leaf."""
-    sent = compression.encode(compress, leaf)
-    return compression.decode(compress, sent, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    stack = jnp.asarray(leaf)[None]
+    sent = compression.encode(compress, stack)
+    return compression.decode(compress, sent, jax.ShapeDtypeStruct(stack.shape, stack.dtype))[0]
 
 
 def test_bytes_say_what_was_sent():
@@ -45,7 +46,7 @@ def test_bytes_say_what_was_sent():
             half = scale / (2 ** (bits - 1) - 1) / 2
             assert (np.abs(decoded - leaf) <= half * (1 + 1e-5)).all()
             assert (decoded[leaf == 0] == 0).all()
-        encoded = jax.eval_shape(functools.partial(compression.encode, compress), leaf)
+        encoded = jax.eval_shape(functools.partial(compression.encode, compress), leaf[None])
         found = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(encoded))
         chunk = 256 if size > 256 else 8
         assert found == -(-size // chunk) * chunk * bits // 8 + 4 * len(runs)
@@ -112,10 +113,14 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     """Of each chunk of e = 0.5 * 4 + Delta; with a weight of 0 nothing is taken out of what was held."""
     delta, held = support.normal((6000,)), jnp.full(6000, 4.0)
     compress, alone = Compression(1 / 32, decay=0.5), Replicas(None, ())
-    give = functools.partial(
-        compression.sum_compressed, compress, delta, held, jnp.array(True), alone
-    )
-    own, number, rest, _ = give()
+
+    def give(weight=None):
+        given = [delta[None]], [held[None]], jnp.array(True), alone, weight
+        sent, (rest,), _ = compression.encode_contribution(compress, *given)
+        (own,), number = sent.sum(jnp.float32(1.0 if weight is None else weight), alone)
+        return own[0], number, rest[0]
+
+    own, number, rest = give()
     e, kept = np.asarray(delta + 2), np.flatnonzero(own)
     for chunk in (np.arange(4096), np.arange(4096, 6000)):
         largest = chunk[np.argsort(-np.abs(e[chunk]))[:128]]
@@ -123,7 +128,7 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     support.assert_same_bits(own[kept], e[kept])
     support.assert_same_bits(rest, np.where(own == 0, e, np.float32(0)))
     assert number == 1
-    own, number, rest, _ = give(weight=0.0)
+    own, number, rest = give(weight=0.0)
     assert number == 0
     assert not own.any()
     support.assert_same_bits(rest, held)

@@ -62,11 +62,16 @@ class Case(NamedTuple):
     atol: float = 1e-12
 
 
-def agn(optimizer, combine, commits, every):
+def agn(optimizer, combine, commits, parts=None, plan=None, compress=(None, None), **options):
     """Make a case of AGN."""
-    tx = optperm.agn(optimizer[0], every=every, combine=combine, axis_name=replicas.AXIS)
-    options = {"commits": commits, "combine": combine}
-    return Case(tx, functools.partial(replicas.simulate_agn, optimizer[1], **options))
+    plain = {"combine": combine, "axis_name": replicas.AXIS, "compress": compress[0]}
+    if plan is not None:
+        plain["every"] = plan
+        plan = dataclasses.astuple(plan)
+    tx = optperm.agn(optimizer[0], **plain, **options)
+    simulated = {"commits": commits, "combine": combine, "plan": plan, "compress": compress[1]}
+    simulated |= {"parts": parts or [whole(*SHAPES)]}
+    return Case(tx, functools.partial(replicas.simulate_agn, [optimizer[1]] * 2, **simulated))
 
 
 def diloco(inner, outer, plan, parts, compress=(None, None), fragment_of=None, **options):
@@ -85,7 +90,7 @@ DEFAULT = None, replicas.sgd(0.8, 0.5, nesterov=True)
 LARGEST = Compression(0.25), (0.95, largest)
 FOUR_BITS = Compression(bits=4), (1.0, levels)
 PAIRS = {"combine": "pairs"}
-FLAGGED, DELAYED = {2, 3, 7, 14}, Every(4, 2, 1)
+FLAGGED, COMMITTED, DELAYED = {2, 3, 7, 14}, {5, 6, 13}, Every(4, 2, 1)
 CASES = {
     "agn mean": agn(ADAM, "mean", {3, 6, 9, 12}, every=3)._replace(bad=4),
     "agn sum by a schedule": agn(MOMENTUM, "sum", {1, 3, 6, 10}, every=lambda commits: commits + 1),
@@ -93,10 +98,33 @@ CASES = {
         flags=lambda step: step in FLAGGED, bad=5
     ),
     "agn of one replica": agn(MOMENTUM, "mean", {4, 8, 12}, every=4)._replace(size=1, bad=6),
+    "agn in fragments": agn(MOMENTUM, "sequential", (), THREE, Every(5, 3))._replace(bad=4),
+    "agn with a delay and commits of all": agn(MOMENTUM, "mean", COMMITTED, TWO, DELAYED)._replace(
+        flags=lambda step: True if step in COMMITTED else DELAYED.at(step), bad=7
+    ),
+    "agn of layers with a delay": agn(
+        ADAM, "sum", (), SLICES, Every(9, 3, 4), fragment_of=OF_SLICES
+    )._replace(bad=3),
+    "agn four bits": agn(ADAM, "mean", {3, 6, 9, 12}, None, None, FOUR_BITS, every=3)._replace(
+        bad=4, atol=1e-6
+    ),
+    "agn largest": agn(MOMENTUM, "sum", (), TWO, Every(3, 2, 1), LARGEST)._replace(atol=1e-6),
+    "agn largest in turn": agn(
+        MOMENTUM, "sequential", {3, 6, 9, 12}, None, None, LARGEST, every=3
+    )._replace(atol=1e-6),
     "diloco": diloco(ADAM, DEFAULT, Every(3), ALL)._replace(bad=4),
     "diloco by flags of the device": diloco(SGD, ADAM, Every(4), ALL)._replace(
         flags=lambda step: jnp.array(step % 4 == 0)
     ),
+    "diloco sum": diloco(MOMENTUM, OUTER, Every(3), ALL, combine="sum"),
+    "diloco sum with a delay": diloco(SGD, OUTER, Every(4, 2, 1), TWO, combine="sum", mixing=0.25),
+    "diloco sequential": diloco(SGD, OUTER, Every(5, 3), THREE, combine="sequential"),
+    "diloco sum of four bits": diloco(SGD, OUTER, Every(3), ALL, FOUR_BITS, combine="sum")._replace(
+        atol=1e-6
+    ),
+    "diloco largest in turn": diloco(
+        SGD, OUTER, Every(3, 2), TWO, LARGEST, combine="sequential"
+    )._replace(atol=1e-6),
     "three fragments": diloco(SGD, OUTER, Every(5, 3), THREE),
     "a delay by flags": diloco(SGD, OUTER, DELAYED, TWO, mixing=0.25)._replace(flags=DELAYED.at),
     "layers with a delay beyond the next": diloco(

@@ -13,7 +13,7 @@ import support
 
 import optperm
 from optperm.distributed import Compression, Every, center_params
-from optperm.distributed._plans import Exchange
+from optperm.distributed._every import Exchange
 
 SGD = optax.sgd(1.0)
 
@@ -55,6 +55,7 @@ def test_a_state_made_with_another_argument_is_refused():
     """If its arrays show it, also in a trace; a period or a decay is no such argument."""
     params = {"layers": jnp.ones((4, 3)), "a": jnp.ones(2), "b": jnp.ones(2)}
     diloco = functools.partial(optperm.diloco, SGD, SGD, every=Every(4, 2))
+    agn = functools.partial(optperm.agn, SGD, every=Every(4, 2))
     parts = functools.partial(dict, a=0, b=1)
     sgd = optax.chain(SGD)
     for made, used, name, is_static in (
@@ -76,7 +77,10 @@ def test_a_state_made_with_another_argument_is_refused():
         (diloco(compress=Compression(0.5)), diloco(compress=Compression(0.25)), "compress", 0),
         (diloco(), diloco(center_dtype="bfloat16"), "center_dtype", 1),
         (diloco(), diloco(combine="pairs", axis_name=replicas.AXIS), "combine", 0),
-        (optperm.agn(sgd), optperm.agn(sgd, sgd), "outer", 0),
+        (agn(compress=Compression(0.5)), agn(compress=Compression(0.25)), "compress", 0),
+        (agn(), agn(fragment_of=parts(layers=1)), "fragment_of", 0),
+        (agn(), agn(center_dtype="bfloat16"), "center_dtype", 1),
+        (diloco(), diloco(combine="sum"), "", 1),
         (diloco(), optperm.diloco(SGD, SGD, every=Every(6, 2), mixing=0.5), "", 1),
         (
             diloco(compress=Compression(0.5)),
@@ -152,6 +156,17 @@ def test_a_center_in_float32_under_bfloat16_params():
     for params, opt_state in loops.train(tx, jnp.ones(3, jnp.bfloat16), grads)[6:]:
         support.assert_same_bits(center_params(opt_state), center)
         support.assert_same_bits(params, center.astype(jnp.bfloat16))
+
+
+def test_a_center_of_agn_in_float32_under_bfloat16_params():
+    """Steps too small for bfloat16 add up in the center, and its optimizer has moments in float32."""
+    tx = optperm.agn(SGD, optax.sgd(2**-10, momentum=0.0), every=1, center_dtype="float32")
+    grads = [jnp.ones(3, jnp.bfloat16)] * 7
+    params, opt_state = loops.train(tx, jnp.ones(3, jnp.bfloat16), grads)[-1]
+    center = np.full(3, 1 - 7 * 2**-10, np.float32)
+    support.assert_same_bits(center_params(opt_state), center)
+    support.assert_same_bits(params, center.astype(jnp.bfloat16))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(opt_state.center_state)} == {"float32"}
 
 
 def test_gradients_of_fewer_digits_do_not_round_the_displacement():

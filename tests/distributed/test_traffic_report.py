@@ -14,7 +14,7 @@ from collectives import traffic
 import optperm
 
 Compression, Every = optperm.distributed.Compression, optperm.distributed.Every
-report = optperm.distributed.traffic_report
+traffic_report = optperm.distributed.traffic_report
 AXIS, PERIOD, REPLICAS = "replica", 10, 4
 SGD = optax.sgd(0.1)
 PARAMS = {
@@ -25,17 +25,23 @@ NUMBERS = 101_770
 DILOCO = functools.partial(optperm.diloco, SGD, every=PERIOD, axis_name=AXIS)
 AGN = functools.partial(optperm.agn, SGD, every=PERIOD, axis_name=AXIS)
 PLAIN = DILOCO()
+report = functools.partial(traffic_report, axis_name=AXIS, every=PERIOD)
+FOUR, LATE = Every(PERIOD, 4), Every(PERIOD, 2, 3)
 METHODS = {
     "diloco": PLAIN,
     "agn": AGN(),
     "sequential": AGN(combine="sequential"),
-    "fragments": DILOCO(every=Every(PERIOD, 4)),
-    "delay": DILOCO(every=Every(PERIOD, 2, 3)),
+    "fragments of agn": AGN(every=FOUR),
+    "4 bits of agn in turn": AGN(combine="sequential", compress=Compression(bits=4)),
+    "fragments": DILOCO(every=FOUR),
+    "delay": DILOCO(every=LATE),
     "4 bits": DILOCO(compress=Compression(bits=4)),
     "top k": DILOCO(compress=Compression(1 / 32, bits=2)),
     "pairs": DILOCO(combine="pairs"),
+    "sum": DILOCO(combine="sum"),
     "dtype of the center": DILOCO(center_dtype=jnp.float32),
 }
+PLANS = {"fragments": FOUR, "fragments of agn": FOUR, "delay": LATE}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +61,8 @@ def test_traffic_of_each_option_is_what_the_compiled_program_sends(name):
     # A program of pairs has a branch for each way to pair four replicas, and takes one of the two.
     ways = 2 if name == "pairs" else 1
     expected = traffic(hlo, PERIOD * ways).bytes_per_step
-    assert report(tx, PARAMS, replicas=REPLICAS).all.bytes_per_step == pytest.approx(expected)
+    found = report(tx, PARAMS, every=PLANS.get(name, PERIOD), replicas=REPLICAS)
+    assert found.all.bytes_per_step == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
@@ -68,7 +75,7 @@ def test_traffic_of_all_params_is_four_bytes_each_and_a_weight(dtype, size):
 
 
 def test_traffic_of_a_plan_is_a_line_for_each_fragment():
-    found = report(METHODS["fragments"], PARAMS)
+    found = report(METHODS["fragments"], PARAMS, every=FOUR)
     # The middles of the leaves in the sizes of all: biases first, by the order of the tree
     sizes = [128, 784 * 128, 0, 10 + 1280]
     assert [each.bytes_per_commit for each in found.fragments] == [4 * n + 4 for n in sizes]
@@ -84,7 +91,7 @@ def test_seconds_are_the_bits_of_a_ring_over_the_bandwidth():
     size = 3
     multiples = {"diloco": 2 * (size - 1) / size, "4 bits": size - 1, "pairs": 1}
     for name, multiple in multiples.items():
-        found = report(METHODS[name], PARAMS, 1e6, replicas=size)
+        found = report(METHODS[name], PARAMS, bandwidth=1e6, replicas=size)
         seconds = 8 * found.all.bytes_per_commit * multiple / 1e6
         assert found.all.seconds_per_commit == pytest.approx(seconds)
         assert found.all.seconds_per_step == pytest.approx(seconds / PERIOD)
@@ -96,13 +103,14 @@ NAMES = {"hidden": {"kernel": "rest", "bias": "own"}, "output": "rest"}
 INJECTED = optax.inject_hyperparams(optperm.diloco)(SGD, every=PERIOD, axis_name=AXIS)
 
 
+@pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize(
     ("tx", "numbers", "every"),
     [
-        (optax.chain(optax.clip(1.0), PLAIN), NUMBERS, None),
-        (optax.MultiSteps(PLAIN, 3).gradient_transformation(), NUMBERS, None),
-        (optperm.switch_after(5, SGD, PLAIN), NUMBERS, None),
-        (optax.partition({"own": PLAIN, "rest": SGD}, NAMES), 128, None),
+        (optax.chain(optax.clip(1.0), PLAIN), NUMBERS, PERIOD),
+        (optax.MultiSteps(PLAIN, 3).gradient_transformation(), NUMBERS, PERIOD),
+        (optperm.switch_after(5, SGD, PLAIN), NUMBERS, PERIOD),
+        (optax.partition({"own": PLAIN, "rest": SGD}, NAMES), 128, PERIOD),
         (INJECTED, NUMBERS, PERIOD),  # which is a number of the state
         (AGN(every=lambda commits: 5 + commits), NUMBERS, 7.5),
     ],
@@ -110,11 +118,12 @@ INJECTED = optax.inject_hyperparams(optperm.diloco)(SGD, every=PERIOD, axis_name
 def test_traffic_in_any_nesting_is_of_the_params_that_the_method_trains(tx, numbers, every):
     """By the mean period, where a program or a schedule chooses the period."""
     found = report(tx, PARAMS, every=every)
-    assert found.all.bytes_per_step == (4 * numbers + 4) / (every or PERIOD)
+    assert found.all.bytes_per_step == (4 * numbers + 4) / every
     assert found.synchronous.bytes_per_step == 4 * NUMBERS
 
 
 def test_traffic_over_two_axes_and_sharded_replicas_is_that_of_one_axis():
+    how = {"bandwidth": 1e6, "replicas": 4}
     for options in ({"axis_name": ("slice", "host")}, {"shard_axes": "model"}):
-        found = report(DILOCO(**options), PARAMS, 1e6, replicas=4)
-        assert found == report(PLAIN, PARAMS, 1e6, replicas=4)
+        found = report(DILOCO(**options), PARAMS, **options, **how)
+        assert found == report(PLAIN, PARAMS, **how)

@@ -1,0 +1,833 @@
+"""Minimize a convex loss over data, with a bound on the distance from the minimum.
+
+O. Sebbouh, N. Gazagnadou, S. Jelassi, F. Bach and R. M. Gower, "Towards closing the gap between the
+theory and practice of SVRG", NeurIPS 2019; A. Gonen, F. Orabona and S. Shalev-Shwartz, "Solving Ridge
+Regression using Sketched Preconditioned SVRG", ICML 2016; J. Lee, Y. Sun and M. Saunders, "Proximal
+Newton-Type Methods for Minimizing Composite Functions", SIAM Journal on Optimization 24 (3), 2014.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.keys import make_key
+from optperm.core.shapes import Params
+from optperm.core.shardings import can_be_seen, explicit_mesh
+from optperm.evaluation import NOT_MEAN, LossFn, checked_sum, divide_sum, evaluate, is_mean
+from optperm.variance._chunks import Chunks, generator, length_of, make_chunks, take_batch
+from optperm.variance._curvature import (
+    factor_roots,
+    hessian_matrix,
+    hessian_product,
+    inverse_root,
+    largest_eigenvalue,
+    multiply_roots,
+    singular_below,
+)
+from optperm.variance._katyusha import katyusha
+from optperm.variance._minimum import Minimum, MinimumHistory, Pass
+from optperm.variance._svrg import svrg, take_snapshot
+
+Proximal = Callable[[Any], optax.GradientTransformation]
+
+# Up to this number of params, the Hessian is a matrix, from at least so many examples and so many
+# examples per param.
+_DENSE, _ROWS, _ROWS_PER_PARAM = 512, 8192, 32
+# A measured Hessian may be too large by this factor, from its sample and its change up to the optimum.
+_SAFETY = 2.0
+# The number of batches whose largest eigenvalues are measured, and the products for each eigenvalue.
+_BATCHES, _PRODUCTS = 4, 8
+# The number of examples whose gradients are computed at once, for the cache of the processor.
+_GROUP = 4096
+# With a preconditioner, SVRG needs few steps, and is not used with fewer.
+_MOST_STEPS, _FEWEST_STEPS = 64, 16
+# L-BFGS evaluates the stopping rule after this number of iterations.
+_ITERATIONS = 5
+# The number of entries of the gradients of examples from which factors of the curvature are measured.
+_FACTOR_ENTRIES = 2**25
+# Up to this number of condition numbers of steps per pass, Katyusha needs fewer passes than L-BFGS.
+_KATYUSHA = 30
+# The model of a proximal Newton step is minimized up to this fraction of the mapping's norm.
+_MODEL, _MOST_MODEL_STEPS = 1e-2, 2000
+# Passes without a decrease by a fifth, after which rounding is measured.
+_PATIENCE, _DECREASE = 5, 0.8
+# How much larger than a measured rounding error a value may be that counts as rounding.
+_NOISE = 10.0
+
+
+class Look(NamedTuple):
+    """The objective at params w, seen from a full gradient.
+
+    Attributes:
+      value: f(w), the mean loss.
+      grad: Its gradient, (d,).
+      hessian: The Hessian on a sample, (d, d); (0, 0) if there are too many params.
+      root: C with C C' = H^-1, (d, d) or (0, 0).
+      point: The params after a proximal gradient step; w without a proximal step.
+      mapping: The norm of the gradient mapping.
+      gap: A bound on the objective at the point minus its minimum, or NaN.
+      noise: The part of the gap, or without a gap of the mapping, that is the rounding of the point.
+      smoothness: The largest eigenvalue of the Hessian of a batch, preconditioned or not.
+      largest: The largest eigenvalue of the Hessian.
+      lowest: The lowest eigenvalue of the scaled Hessian, relative to its largest; or NaN.
+    """
+
+    value: jax.Array
+    grad: jax.Array
+    hessian: jax.Array
+    root: jax.Array
+    point: jax.Array
+    mapping: jax.Array
+    gap: jax.Array
+    noise: jax.Array
+    smoothness: jax.Array
+    largest: jax.Array
+    lowest: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The sum of a mean loss of a vector w and a penalty.
+
+    Attributes:
+      loss_fn: The loss of a tree of params.
+      unravel: The function from a vector to the tree.
+      proximal: The function of a rate that returns the proximal step, or None.
+      strong_convexity: The strong convexity of the objective, or None.
+      chunks: The examples.
+      is_dense: Whether the Hessian is a matrix.
+      batch_size: The number of examples per step.
+    """
+
+    loss_fn: LossFn
+    unravel: Callable[[jax.Array], Any]
+    proximal: Proximal | None
+    strong_convexity: float | None
+    chunks: Chunks
+    is_dense: bool
+    batch_size: int
+
+    def sums(self, w: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the sum of the losses of a batch and its count, which has no gradient."""
+        total, count, _ = checked_sum(self.loss_fn, self.unravel(w), batch, has_aux=False)
+        size = jnp.asarray(length_of(batch), total.dtype)
+        return (size * total, size) if count is None else (total, jax.lax.stop_gradient(count))
+
+    def mean(self, w: jax.Array, batch: Any) -> jax.Array:
+        """Return the mean loss of a batch."""
+        total, count, _ = checked_sum(self.loss_fn, self.unravel(w), batch, has_aux=False)
+        return divide_sum(total, count)
+
+    def proximal_step(self, v: jax.Array, move: jax.Array, rate: jax.Array) -> jax.Array:
+        """Return prox(v + move) for the rate, or v + move without a penalty."""
+        if self.proximal is None:
+            return v + move
+        moved: jax.Array = optax.apply_updates(v, self.proximal_of(rate).update(move, (), v)[0])
+        return moved
+
+    def proximal_of(self, rate: jax.Array) -> optax.GradientTransformation:
+        """Return the proximal step as a transformation of vectors, without a state."""
+        assert self.proximal is not None
+        tx = optax.with_extra_args_support(self.proximal(rate))
+
+        def update(updates: jax.Array, params: Any) -> jax.Array:
+            tree = self.unravel(params)
+            return ravel_pytree(tx.update(self.unravel(updates), tx.init(tree), tree)[0])[0]
+
+        return optax.stateless(update)
+
+    def position(self, index: int, count: int, size: int, chunk: Any) -> int:
+        """Return the start of one of `count` batches that are spread over a chunk."""
+        rows = (length_of(chunk) // self.chunks.parts) - size // self.chunks.parts
+        return rows * index // max(count, 1)
+
+    def batch(self, chunk: Any, start: Any, size: int) -> Any:
+        """Return a batch of a chunk."""
+        return take_batch(chunk, start, size, self.chunks.parts)
+
+
+def minimize(
+    loss_fn: LossFn,
+    data: Any,
+    params: Params,
+    *,
+    proximal: Proximal | None = None,
+    strong_convexity: float | None = None,
+    tol: float = 1e-6,
+    max_passes: float = 100,
+    batch_size: int | None = None,
+    key: int | jax.Array = 0,
+    callback: Callable[[MinimumHistory], object] | None = None,
+) -> Minimum:
+    r"""Minimize a convex mean loss, with or without a penalty.
+
+    .. math::
+      \min_\theta F(\theta), \qquad F(\theta) = f(\theta) + h(\theta), \qquad
+      f(\theta) = \frac{1}{n} \sum_{i=1}^n \ell(\theta, x_i)
+
+    With the gradient mapping :math:`G = (\theta - \theta^+) / \eta` of the proximal gradient step
+    :math:`\theta^+ = \mathrm{prox}_{\eta h}(\theta - \eta \nabla f(\theta))`, a Hessian H of f and a
+    strong convexity :math:`\mu` of F, the result :math:`\theta^+` satisfies
+
+    .. math::
+      F(\theta^+) - F^* \le \tfrac12 G^T H^{-1} G, \qquad
+      F(\theta^+) - F^* \le \tfrac12 \lVert G \rVert^2 \left(\tfrac1\mu + \eta\right)
+
+    The run stops if one of the bounds is at most :math:`\text{tol} \cdot \max(1, |f|)`. Without strong
+    convexity, the bounds do not exist. Then the run stops if :math:`\lVert G \rVert` is at most tol
+    times its value at the start, and the gap is NaN. Without a penalty, :math:`G = \nabla f`.
+
+    The method depends on the number of params d, the number of examples n and the measured condition
+    number:
+
+    - *preconditioned SVRG*, for d up to 512: `optperm.svrg`, the inverse Hessian of a sample, and SGD,
+      for any condition number;
+    - *preconditioned L-BFGS*, for d up to 512 and few examples: `optax.lbfgs` for params in which the
+      first Hessian is the identity;
+    - *proximal Newton*, for d up to 512 with a penalty: each step minimizes the quadratic model of f
+      plus the penalty;
+    - *proximal SVRG*, for more params with a penalty: `optperm.svrg`, SGD and the proximal step;
+    - *SVRG*, for more params, if the data are read in chunks, or if the condition number is at most the
+      number n / b of steps in a pass; `optperm.katyusha`, if it is at most 30 n / b;
+    - *preconditioned L-BFGS* otherwise, where dense kernels are multiplied by the inverse root of the
+      second moments of their inputs.
+
+    Args:
+      loss_fn: As in `optperm.evaluate`. `loss_fn(params, batch)` returns the scalar mean loss over the
+        leading axis of the batch's leaves. With weights of examples or classes, or with padding, it
+        returns the pair `(sum, count)` of the weighted losses' sum and the sum of the weights. A smooth
+        penalty is part of the loss. Intercepts are params without a penalty.
+      data: All examples, as a tree of arrays of shape (n, ...): an array, a tuple, or a dict. Or a list
+        or another iterable of batches that starts again, such as files on disk; batches may differ in
+        length. Arrays are shuffled once. Memory maps, sharded arrays and iterables are not copied, and
+        keep their order: a step takes rows from 16 parts of a chunk, or from each device.
+      params: The initial params, in float32 or float64; all computations are in this dtype.
+      proximal: A function from a rate to the proximal step, such as
+        `lambda rate: optperm.proximal(rate, l1=0.02)`, which may be masked: `optax.masked`.
+      strong_convexity: :math:`\mu > 0`, the strong convexity of F, such as the weight of a penalty
+        :math:`\mu |\theta|^2 / 2`, or None to measure it, for d up to 512.
+      tol: The tolerance, relative to the maximum of 1 and the loss, or to the first gradient.
+      max_passes: The number of passes over the examples after which the run ends.
+      batch_size: The number of examples per step. By default, about n / 100 with a preconditioner, and
+        at most 500 otherwise.
+      key: The random key of the shuffle and of the batches: an int or a `jax.random.key`.
+      callback: A function that is called with the history after each pass, such as `print`.
+
+    Returns:
+      A `Minimum` with the params, and with `converged`, `gap`, `passes`, `seconds`, `history` and
+      `method`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (1000, 5))
+      >>> y = x @ jnp.array([3.0, -2.0, 0.0, 0.0, 1.0]) + jax.random.normal(jax.random.key(1), (1000,))
+      >>> loss_fn = lambda w, batch: 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
+      >>> lasso = lambda rate: optperm.proximal(rate, l1=0.2)
+      >>> found = optperm.variance.minimize(loss_fn, (x, y), jnp.zeros(5), proximal=lasso)
+      >>> found.converged, bool(found.gap < 1e-6), [bool(entry) for entry in found.params]
+      (True, True, [True, True, False, False, True])
+
+    Notes:
+      The bound with H is doubled, because H is measured on a sample (8192 examples, or 32 per param) at
+      the params instead of the optimum.
+
+      The result and the choice of the method do not depend on measured time. Each call traces the loss,
+      so `loss_fn` sees the current values of outside variables, and compiles only new programs.
+
+      A step that raises the loss is undone, and the rate is divided by 4. A penalty on unscaled features
+      remains slow, since one rate must suit all features: the warning names the ratio of their scales.
+
+    Raises:
+      TypeError: If an argument has the wrong type, the loss is not a real scalar, or this function is
+        called under `jax.jit`.
+      ValueError: If an argument is out of range, params have 16 bits, arrays differ in their leading
+        axis, the loss is not a mean, or the loss at the initial params is not finite; the message names
+        the rows that are not finite.
+
+    Warns:
+      RuntimeWarning: If the run has not converged, with the reason, or if a negative curvature is seen,
+        so the loss is not convex.
+      UserWarning: If integer labels have only one value.
+
+    References:
+      Johnson and Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
+      <https://papers.nips.cc/paper/4937>`_, NeurIPS 2013
+
+      Gonen, Orabona and Shalev-Shwartz, `Solving Ridge Regression using Sketched Preconditioned SVRG
+      <https://arxiv.org/abs/1602.02350>`_, ICML 2016
+
+      Lee, Sun and Saunders, `Proximal Newton-Type Methods for Minimizing Composite Functions
+      <https://arxiv.org/abs/1206.1623>`_, 2014
+    """
+    begun = time.perf_counter()
+    _check_arguments(params, data, proximal, strong_convexity, tol, max_passes, batch_size, key)
+    key = make_key(key)
+    chunks = make_chunks(data, key)
+    with explicit_mesh(chunks.first, params):
+        w, unravel = ravel_pytree(jax.tree.map(jnp.asarray, params))
+        is_dense = w.size <= _DENSE
+        size = _default_batch(chunks, w.size, is_dense and proximal is None)
+        objective = Objective(
+            loss_fn, unravel, proximal, strong_convexity, chunks, is_dense, batch_size or size
+        )
+        objective = dataclasses.replace(objective, batch_size=_fit_batch(objective, batch_size))
+        _check_loss(objective, params)
+        return _Run(objective, key, tol, max_passes, callback, begun).run(w)
+
+
+def _check_arguments(
+    params: Any,
+    data: Any,
+    proximal: Any,
+    strong_convexity: Any,
+    tol: Any,
+    max_passes: Any,
+    batch_size: Any,
+    key: Any,
+) -> None:
+    if isinstance(data, Iterator):
+        raise TypeError(
+            "data must be a tree of arrays, or an iterable of batches that starts again, such as a "
+            "list: an iterator can be used only once."
+        )
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
+        raise TypeError("minimize runs passes one after another: call it outside jax.jit.")
+    checks.check_real_floating("params", params)
+    narrow = [leaf.dtype for leaf in map(jnp.asarray, jax.tree.leaves(params))]
+    if any(dtype.itemsize < 4 for dtype in narrow):
+        raise ValueError(f"params must have the dtype float32 or float64, got {narrow[0]}.")
+    checks.check_positive("tol", tol, math.inf)
+    checks.check_positive("max_passes", max_passes, math.inf)
+    if strong_convexity is not None:
+        checks.check_positive("strong_convexity", strong_convexity, checks.LARGEST_FLOAT32)
+    if batch_size is not None:
+        checks.check_static_count("batch_size", batch_size)
+    checks.check_key("key", key)
+    if proximal is not None:
+        checks.check_function("proximal", proximal, "of a rate")
+        checks.check_transformation("proximal(rate)", proximal(1.0))
+
+
+def _default_batch(chunks: Chunks, d: int, is_preconditioned: bool) -> int:
+    n = length_of(chunks.first)
+    return max(n // 100, 8 * d) if is_preconditioned else min(max(n // 500, 16), 500)
+
+
+def _fit_batch(objective: Objective, given: int | None) -> int:
+    """Return the batch size as a multiple of the parts of a chunk."""
+    n, parts = length_of(objective.chunks.first), objective.chunks.parts
+    if given is not None and given > n:
+        raise ValueError(f"data must contain at least batch_size={given} examples, got {n}.")
+    size = min(objective.batch_size, n)
+    return max(size // parts, 1) * parts
+
+
+def _check_loss(objective: Objective, params: Any) -> None:
+    first = objective.chunks.first
+    if all(map(can_be_seen, jax.tree.leaves(first))) and not is_mean(
+        objective.loss_fn, params, objective.chunks.few
+    ):
+        raise ValueError(f"loss_fn must be a mean over examples. {NOT_MEAN}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(first):
+        is_label = leaf.ndim == 1 and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if is_label and can_be_seen(leaf) and objective.chunks.is_whole:
+            low, high = int(leaf.min()), int(leaf.max())
+            if low == high and len(leaf) > 1:
+                name = f"data{jax.tree_util.keystr(path)}"
+                message = f"{name} has only the value {low}: labels of one class have no minimum."
+                warnings.warn(message, UserWarning, stacklevel=3)
+
+
+class _Run:
+    """One run of `minimize`."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        key: jax.Array,
+        tol: float,
+        max_passes: float,
+        callback: Callable[[MinimumHistory], object] | None,
+        begun: float,
+    ) -> None:
+        self.objective, self.key, self.tol = objective, key, tol
+        self.max_passes, self.callback, self.begun = max_passes, callback, begun
+        self.history, self.passes, self.warned = MinimumHistory(), 0.0, False
+        self.count = 0
+        self._sum = jit_current(functools.partial(_sum_chunk, objective))
+        self._judge = jit_current(functools.partial(_judge, objective))
+
+    def look(self, w: jax.Array) -> Look:
+        """Return the look at w, from a pass over all chunks."""
+        sums: Any = None
+        count = 0
+        for chunk in self.objective.chunks.read():
+            found = self._sum(w, chunk)
+            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+            count += length_of(chunk)
+        self.passes, self.count = self.passes + 1, count
+        look: Look = self._judge(w, *sums, self.objective.chunks.first, self.key)
+        if not self.warned and float(look.lowest) < -1e-3:
+            self.warned = True
+            ratio = f"{float(look.lowest):.2g} times the largest"
+            message = (
+                f"The loss is not convex: the Hessian has a negative eigenvalue, {ratio}. The result "
+                "may be no minimum."
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        return look
+
+    def run(self, w: jax.Array) -> Minimum:
+        """Return the minimum from the start w."""
+        look = self.look(w)
+        self._check_start(w, look)
+        first = float(look.mapping)
+        name, advance = _choose(self, look)
+        scale, best, since, reason = 1.0, math.inf, 0, ""
+        while True:
+            gap, relative = float(look.gap), float(look.mapping) / (first or 1.0)
+            seconds = time.perf_counter() - self.begun
+            self.history.add(Pass(self.passes, seconds, gap, relative))
+            if self.callback is not None:
+                self.callback(self.history)
+            limit = self.tol if math.isnan(gap) else self.tol * max(1.0, abs(float(look.value)))
+            measure = relative if math.isnan(gap) else gap
+            if measure <= limit:
+                break
+            since = 0 if measure < _DECREASE * best else since + 1
+            best = min(best, measure)
+            if (since >= _PATIENCE or self.passes >= self.max_passes) and self._is_noise(w, look):
+                reason = (
+                    f"{w.dtype} cannot: the gradient is its own rounding error. "
+                    + ("Enable x64 (jax.enable_x64)" if w.dtype == jnp.float32 else "Raise tol")
+                    + ", or pass a larger tol."
+                )
+                break
+            if self.passes >= self.max_passes:
+                reason = f"max_passes={self.max_passes:g} are used up.{self._advise()}"
+                break
+            if scale < 2.0**-30:
+                reason = f"the loss rises with every rate.{self._advise()}"
+                break
+            new, used = advance(w, look, scale)
+            self.passes += used
+            after = self.look(new)
+            if _is_worse(after, look, self.objective.proximal is not None):
+                scale /= 4
+            else:
+                w, look, scale = new, after, min(1.0, 2 * scale)
+        if reason:
+            reached = (
+                f"gap {gap:.1e}" if not math.isnan(gap) else f"relative gradient {relative:.1e}"
+            )
+            message = f"minimize has not converged ({reached}, tol {self.tol:g}): {reason}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return Minimum(
+            params=self.objective.unravel(look.point),
+            converged=not reason,
+            gap=gap,
+            passes=self.passes,
+            seconds=time.perf_counter() - self.begun,
+            history=self.history,
+            method=name,
+        )
+
+    def _check_start(self, w: jax.Array, look: Look) -> None:
+        """Raise a ValueError that names rows if the loss or the gradient at the start is not finite."""
+        if math.isfinite(float(look.value)) and np.isfinite(np.asarray(look.grad)).all():
+            return
+        first, order = 0, self.objective.chunks.order
+        for chunk in self.objective.chunks.read():
+            for path, leaf in jax.tree_util.tree_leaves_with_path(chunk):
+                if not jnp.issubdtype(leaf.dtype, jnp.inexact) or not can_be_seen(leaf):
+                    continue
+                is_bad = ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(axis=1)
+                rows = np.flatnonzero(is_bad)
+                rows = np.sort(order[rows]) if order is not None else first + rows
+                if len(rows):
+                    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+                    name = f"data{jax.tree_util.keystr(path)}"
+                    raise ValueError(f"{name} is not finite in {len(rows)} rows: {shown}.")
+            first += length_of(chunk)
+        got = f"got {float(look.value)}"
+        raise ValueError(f"The loss and its gradient at the initial params must be finite, {got}.")
+
+    def _is_noise(self, w: jax.Array, look: Look) -> bool:
+        """Return whether the measure is the rounding error of the gradient and of the params."""
+        measure = look.mapping if math.isnan(float(look.gap)) else look.gap
+        if look.noise >= measure / _NOISE:
+            return True
+        # The gradient at the nearest params in random directions differs by its rounding error.
+        signs = jax.random.rademacher(self.key, w.shape, w.dtype)
+        near = w * (1 + jnp.finfo(w.dtype).eps * signs)
+        other = self.look(near)
+        error = other.grad - look.grad
+        if math.isnan(float(look.gap)):
+            return bool(look.mapping <= _NOISE * jnp.linalg.norm(error))
+        sizes = [
+            jnp.linalg.norm(look.root.T @ each if look.root.size else each)
+            for each in (look.grad, error)
+        ]
+        return self.objective.proximal is None and bool(sizes[0] <= _NOISE * sizes[1])
+
+    def _advise(self) -> str:
+        """Return a sentence about features with different scales, or an empty string."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.objective.chunks.first):
+            if leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                continue
+            if not can_be_seen(leaf):
+                continue
+            few = np.asarray(leaf[:_ROWS], np.float64).reshape(min(len(leaf), _ROWS), -1)
+            scales = np.sqrt(np.mean(few**2, axis=0))
+            scales = scales[scales > 0]
+            if len(scales) and scales.max() > 10 * scales.min():
+                return (
+                    f" The scales of the columns of data{jax.tree_util.keystr(path)} differ by a factor "
+                    f"of {scales.max() / scales.min():.2g}: divide each column by its scale."
+                )
+        return ""
+
+
+def _sum_chunk(
+    objective: Objective, w: jax.Array, chunk: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return the sums of losses, gradients and counts of a chunk, and of Hessians of a part."""
+    n = length_of(chunk)
+    both = jax.value_and_grad(objective.sums, has_aux=True)
+
+    def add(batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (total, count), grad = both(w, batch)
+        return total, grad, count
+
+    if objective.chunks.parts > 1 or n < 2 * _GROUP:
+        sums = add(chunk)
+    else:
+        # Groups that fit the cache are read only once.
+        whole = n // _GROUP * _GROUP
+        groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, _GROUP, *leaf.shape[1:]), chunk)
+        start = add(jax.tree.map(lambda leaf: leaf[whole:], chunk)) if whole < n else None
+        zeros = (jnp.zeros([], w.dtype), jnp.zeros_like(w), jnp.zeros([], w.dtype))
+        sums, _ = jax.lax.scan(
+            lambda sums, group: (jax.tree.map(jnp.add, sums, add(group)), None),
+            start or zeros,
+            groups,
+        )
+    if not objective.is_dense:
+        none = jnp.zeros((0, 0), w.dtype)
+        return *sums, none, jnp.zeros([], w.dtype)
+    rows = max(_ROWS, _ROWS_PER_PARAM * w.size)
+    if not objective.chunks.is_whole:
+        rows = max(n // 16, 256)
+    part = objective.batch(chunk, 0, min(rows, n))
+    hessian = hessian_matrix(lambda w: objective.sums(w, part)[0], w)
+    return *sums, hessian, objective.sums(w, part)[1]
+
+
+def _judge(
+    objective: Objective,
+    w: jax.Array,
+    total: jax.Array,
+    grad: jax.Array,
+    count: jax.Array,
+    hessian: jax.Array,
+    hessian_count: jax.Array,
+    chunk: Any,
+    key: jax.Array,
+) -> Look:
+    """Return the look at w from the sums over all chunks."""
+    one = jnp.ones_like(count)
+    value, grad = total / jnp.where(count > 0, count, one), grad / jnp.where(count > 0, count, one)
+    start = jax.random.normal(key, w.shape, w.dtype)
+    # L, from the matrix, or from a product on many examples
+    if objective.is_dense:
+        hessian = hessian / jnp.where(hessian_count > 0, hessian_count, one)
+        root, lowest = inverse_root(hessian)
+        largest = jnp.linalg.eigvalsh(hessian)[-1]
+    else:
+        few = objective.batch(chunk, 0, min(_ROWS, length_of(chunk)))
+        multiply = hessian_product(lambda w: objective.mean(w, few), w)
+        root, lowest = hessian, jnp.full([], jnp.nan, w.dtype)
+        largest = largest_eigenvalue(multiply, start, _PRODUCTS)
+
+    # The largest eigenvalue of the Hessians of batches, C' H_B C with a preconditioner
+    is_preconditioned = objective.is_dense and objective.proximal is None
+
+    def measure(position: jax.Array) -> jax.Array:
+        batch = objective.batch(chunk, position, objective.batch_size)
+        multiply = hessian_product(lambda w: objective.mean(w, batch), w)
+        if is_preconditioned:
+            return largest_eigenvalue(lambda v: root.T @ multiply(root @ v), start, _PRODUCTS)
+        return largest_eigenvalue(multiply, start, _PRODUCTS)
+
+    size = objective.batch_size
+    positions = [objective.position(i, _BATCHES - 1, size, chunk) for i in range(_BATCHES)]
+    smoothness = jnp.max(jnp.abs(jax.lax.map(measure, jnp.asarray(positions))))
+    smoothness = jnp.maximum(smoothness, 1.0 if is_preconditioned else jnp.abs(largest))
+
+    # G = (w - w+) / eta with w+ = prox(w - eta grad f(w)) and eta < 1 / L
+    eta = 1 / (1.3 * jnp.where(largest > 0, largest, one))
+    point, mapping, rounding = w, grad, jnp.zeros_like(w)
+    if objective.proximal is not None:
+        point = objective.proximal_step(w, -eta * grad, eta)
+        mapping = (w - point) / eta
+        # Two roundings, each by at most half of the spacing
+        rounding = jnp.finfo(w.dtype).eps * jnp.abs(w) / eta
+    norm = jnp.linalg.norm(mapping)
+    # F(w+) - F* <= G' H^-1 G / 2, and <= |G|^2 (1 / mu + eta) / 2
+    gap, noise = jnp.full([], jnp.nan, w.dtype), jnp.linalg.norm(rounding)
+    if objective.is_dense:
+        is_regular = lowest > singular_below(w.dtype)
+        error = _SAFETY * 0.5 * jnp.sum(jnp.square(root * rounding[:, None]))
+        bound = _SAFETY * 0.5 * jnp.sum(jnp.square(root.T @ mapping)) + error
+        gap, noise = jnp.where(is_regular, bound, jnp.nan), jnp.where(is_regular, error, noise)
+    if objective.strong_convexity is not None:
+        factor = 0.5 * (1 / objective.strong_convexity + eta)
+        error = factor * jnp.sum(jnp.square(rounding))
+        bound = factor * norm**2 + error
+        is_less = ~(gap <= bound)
+        gap, noise = jnp.where(is_less, bound, gap), jnp.where(is_less, error, noise)
+    return Look(value, grad, hessian, root, point, norm, gap, noise, smoothness, largest, lowest)
+
+
+def _is_worse(new: Look, old: Look, has_penalty: bool) -> bool:
+    """Return whether a step has to be undone."""
+    if not (math.isfinite(float(new.value)) and math.isfinite(float(new.mapping))):
+        return True
+    if has_penalty:  # the objective is not known
+        return bool(new.mapping > 10 * old.mapping)
+    rounding = 1e3 * float(jnp.finfo(new.grad.dtype).eps) * abs(float(old.value))
+    return float(new.value) > float(old.value) + rounding
+
+
+Advance = Callable[[jax.Array, Look, float], tuple[jax.Array, float]]
+
+
+def _choose(run: _Run, look: Look) -> tuple[str, Advance]:
+    """Return the name and the function of the method, by n, d and the condition number."""
+    objective, d = run.objective, look.grad.size
+    n, steps = run.count, run.count // objective.batch_size
+    has_penalty = objective.proximal is not None
+    # The condition number of batches; with a preconditioner, of the loss
+    mu = objective.strong_convexity or 0.0
+    smoothness = look.smoothness
+    if objective.is_dense:
+        eigenvalues = np.linalg.eigvalsh(np.asarray(look.hessian, np.float64))
+        mu = max(mu, float(eigenvalues[0]))
+        smoothness = look.smoothness if has_penalty else look.largest
+    condition = float(smoothness) / mu if mu > 0 else math.inf
+    is_whole = objective.chunks.is_whole
+    if has_penalty:
+        is_dense = objective.is_dense
+        found = ("proximal Newton", _newton) if is_dense else ("proximal SVRG", _svrg)
+    elif objective.is_dense and (steps >= _FEWEST_STEPS or not is_whole):
+        found = "preconditioned SVRG", _svrg
+    elif not objective.is_dense and (condition <= steps or not is_whole):
+        found = "SVRG", _svrg
+    elif (
+        objective.strong_convexity is not None
+        and not objective.is_dense
+        and (condition <= _KATYUSHA * steps)
+    ):
+        found = "Katyusha", _katyusha
+    else:
+        found = "preconditioned L-BFGS", _lbfgs
+    return f"{found[0]} ({n} examples, {d} params, condition number {condition:.1e})", found[1](run)
+
+
+def _svrg(run: _Run) -> Advance:
+    """Make the function that takes the steps of SVRG from one snapshot."""
+    objective, rng = (
+        run.objective,
+        generator(run.key),
+    )
+    is_preconditioned = objective.is_dense and objective.proximal is None
+    size, parts = objective.batch_size, objective.chunks.parts
+
+    def steps(
+        w: jax.Array, snapshot: jax.Array, look: Look, scale: Any, chunk: Any, starts: jax.Array
+    ) -> jax.Array:
+        rate, grad, root = scale / (2 * look.smoothness), look.grad, look.root
+        # w <- prox(w - eta P (grad f_B(w) - grad f_B(w~) + grad f(w~))), with P = H^-1 or 1
+        parts = [svrg()]
+        if is_preconditioned:
+            parts.append(optax.stateless(lambda g, _: root @ (root.T @ g)))
+        parts.append(optax.sgd(rate))
+        if objective.proximal is not None:
+            parts.append(objective.proximal_of(rate))
+        tx = optax.chain(*parts)
+        state = take_snapshot(tx.init(snapshot), snapshot, grad)
+
+        def step(carry: Any, start: jax.Array) -> tuple[Any, None]:
+            w, state = carry
+            batch = objective.batch(chunk, start, size)
+            e = evaluate(lambda w, batch: objective.loss_fn(objective.unravel(w), batch), w, batch)
+            updates, state = tx.update(e.grad, state, w, **e.extra_args)
+            return (optax.apply_updates(w, updates), state), None
+
+        return jax.lax.scan(step, (w, state), starts)[0][0]
+
+    compiled = jit_current(steps)
+
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
+        new, used = w, 0
+        left = _MOST_STEPS if is_preconditioned else math.inf
+        for chunk in objective.chunks.read():
+            each = length_of(chunk) // parts // (size // parts)
+            starts = rng.permutation(each)[: int(min(left, each))] * (size // parts)
+            if not len(starts):
+                continue
+            given = w, look, np.asarray(scale, w.dtype), chunk, np.asarray(starts, np.int32)
+            new = compiled(new, *given)
+            used, left = used + len(starts) * size, left - len(starts)
+        return new, used / run.count
+
+    return advance
+
+
+def _newton(run: _Run) -> Advance:
+    """Make the function that takes one proximal Newton step."""
+    objective = run.objective
+
+    def step(w: jax.Array, look: Look, damping: jax.Array) -> jax.Array:
+        # min_v grad f(w)' (v - w) + (v - w)' H (v - w) / 2 + h(v), by accelerated proximal gradients
+        h = look.hessian + damping * jnp.diag(jnp.diag(look.hessian))
+        rate = 1 / ((1 + damping) * look.largest * 1.01)
+
+        def is_going(carry: Any) -> jax.Array:
+            _, _, _, norm, count = carry
+            return (norm > _MODEL * look.mapping) & (count < _MOST_MODEL_STEPS)
+
+        def improve(carry: Any) -> Any:
+            v, y, t, _, count = carry
+            new = objective.proximal_step(y, -rate * (look.grad + h @ (y - w)), rate)
+            # Momentum starts again if it points uphill.
+            t = jnp.where(jnp.vdot(y - new, new - v) > 0, 1.0, t)
+            following = (1 + jnp.sqrt(1 + 4 * t**2)) / 2
+            return (
+                new,
+                new + (t - 1) / following * (new - v),
+                following,
+                jnp.linalg.norm(y - new) / rate,
+                count + 1,
+            )
+
+        one = jnp.ones([], w.dtype)
+        start = (w, w, one, jnp.full([], jnp.inf, w.dtype), jnp.zeros([], jnp.int32))
+        return jax.lax.while_loop(is_going, improve, start)[0]
+
+    compiled = jit_current(step)
+
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
+        return compiled(w, look, np.asarray(1 / scale - 1, w.dtype)), 0.0
+
+    return advance
+
+
+def _katyusha(run: _Run) -> Advance:
+    """Make the function that takes the steps of Katyusha in one pass."""
+    objective, rng = (
+        run.objective,
+        generator(run.key),
+    )
+    size, parts = objective.batch_size, objective.chunks.parts
+    chunk, state, rate, kept = objective.chunks.first, None, None, 1.0
+
+    def make(rate: Any) -> Any:
+        mu = objective.strong_convexity
+        assert mu is not None
+        p = size / (2 * run.count)
+        return katyusha(rate, strong_convexity=mu, probability=p, key=run.key)
+
+    def steps(w: jax.Array, state: Any, rate: jax.Array, chunk: Any, starts: jax.Array) -> Any:
+        tx = make(rate)
+
+        def full_grad_fn(w: jax.Array) -> jax.Array:
+            _, grad, count, _, _ = _sum_chunk(objective, w, chunk)
+            return grad / count
+
+        def step(carry: Any, start: jax.Array) -> tuple[Any, None]:
+            w, state = carry
+            batch = objective.batch(chunk, start, size)
+            e = evaluate(lambda w, batch: objective.loss_fn(objective.unravel(w), batch), w, batch)
+            updates, state = tx.update(e.grad, state, w, full_grad_fn=full_grad_fn, **e.extra_args)
+            return (optax.apply_updates(w, updates), state), None
+
+        return jax.lax.scan(step, (w, state), starts)[0]
+
+    compiled = jit_current(steps)
+
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
+        nonlocal state, rate, kept
+        if state is None or scale < kept:  # the rate is constant, until the loss rises
+            rate, kept = scale / (2 * look.smoothness), scale
+            state = make(rate).init(w)
+        each = length_of(chunk) // parts // (size // parts)
+        starts = jnp.asarray(rng.permutation(each) * (size // parts), jnp.int32)
+        w, state = compiled(w, state, rate, chunk, starts)
+        return w, 1.5
+
+    return advance
+
+
+def _lbfgs(run: _Run) -> Advance:
+    """Make the function that takes some iterations of L-BFGS, in params in which H is near to 1."""
+    objective, tx = run.objective, optax.lbfgs()
+    chunk = objective.chunks.first
+    carry: Any = None
+
+    def find_roots(w: jax.Array, chunk: Any) -> Any:
+        few = objective.batch(chunk, 0, min(length_of(chunk), max(_FACTOR_ENTRIES // w.size, 1)))
+        params = objective.unravel(w)
+        e = evaluate(objective.loss_fn, params, few)
+        return factor_roots(e.extra_args["per_example_grad_fn"](params))
+
+    def iterate(
+        v: jax.Array, state: Any, origin: jax.Array, roots: Any, chunk: Any
+    ) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
+        # w = w_0 + C v
+        def place(v: jax.Array) -> jax.Array:
+            if objective.is_dense:
+                return origin + roots @ v
+            return origin + ravel_pytree(multiply_roots(roots, objective.unravel(v)))[0]
+
+        def value_fn(v: jax.Array) -> jax.Array:
+            return objective.mean(place(v), chunk)
+
+        value_and_grad = optax.value_and_grad_from_state(value_fn)
+
+        def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
+            v, state = carry
+            value, grad = value_and_grad(v, state=state)
+            updates, state = tx.update(grad, state, v, value=value, grad=grad, value_fn=value_fn)
+            return (optax.apply_updates(v, updates), state), state[-1].info.num_linesearch_steps
+
+        (v, state), evaluations = jax.lax.scan(step, (v, state), None, length=_ITERATIONS)
+        return v, state, place(v), jnp.sum(evaluations)
+
+    compiled = jit_current(iterate)
+
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
+        nonlocal carry
+        if carry is None or scale < 1:
+            roots = look.root if objective.is_dense else jit_current(find_roots)(w, chunk)
+            v = jnp.zeros_like(w)
+            carry = v, tx.init(v), w, roots
+        v, state, new, evaluations = compiled(*carry, chunk)
+        carry = v, state, *carry[2:]
+        return new, float(evaluations)
+
+    return advance

@@ -1,0 +1,353 @@
+"""The minimum in one call, against closed forms, scikit-learn, and the same data in other forms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from sklearn.linear_model import ElasticNet, LogisticRegression
+
+import optperm
+from optperm.variance import minimize
+from optperm.variance._curvature import factor_roots, inverse_root, multiply_roots
+
+RNG = np.random.default_rng(0)
+X = np.float32(RNG.normal(size=(4000, 12)))
+Y = np.float32(X @ np.where(np.arange(12) % 3, 0.0, 1.0) + RNG.normal(size=4000))
+CLASS = np.float32(RNG.random(4000) < 1 / (1 + np.exp(-Y)))
+# Columns of very different scales, and two nearly equal ones.
+RAW = np.float32(X * np.logspace(2, -2, 12) + 0.01 * X[:, :1])
+
+
+def squares(w, batch, l2=0.0):
+    return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2) + 0.5 * l2 * jnp.dot(w, w)
+
+
+def logistic(w, batch, l2=1e-3):
+    margin = batch[0] @ w
+    return jnp.mean(jax.nn.softplus(margin) - batch[1] * margin) + 0.5 * l2 * jnp.dot(w, w)
+
+
+def lasso(rate):
+    return optperm.proximal(rate, l1=0.05)
+
+
+def elastic(x, y, l1, l2):
+    """The elastic net's params by coordinate descent."""
+    model = ElasticNet(
+        alpha=l1 + l2, l1_ratio=l1 / (l1 + l2), fit_intercept=False, tol=1e-12, max_iter=100_000
+    )
+    return model.fit(np.float64(x), np.float64(y)).coef_
+
+
+def value_of(loss_fn, w, data):
+    """The loss in float64."""
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda leaf: jnp.asarray(np.float64(leaf)), data)
+        return float(loss_fn(jnp.asarray(np.float64(w)), double))
+
+
+@pytest.mark.parametrize("x", [X, RAW], ids=["scaled", "raw"])
+def test_a_ridge_regression_ends_at_the_closed_form_within_its_bound(x):
+    found = minimize(functools.partial(squares, l2=1e-3), (x, Y), jnp.zeros(12))
+    double = np.float64(x)
+    best = np.linalg.solve(double.T @ double / 4000 + 1e-3 * np.eye(12), double.T @ Y / 4000)
+    loss_fn = functools.partial(squares, l2=1e-3)
+    above = value_of(loss_fn, found.params, (x, Y)) - value_of(loss_fn, best, (x, Y))
+    assert found.converged
+    assert "preconditioned SVRG" in found.method
+    assert above <= found.gap <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("x", "dense", "method"),
+    [(X, 512, "proximal Newton"), (RAW, 512, "proximal Newton"), (X, 1, "proximal SVRG")],
+    ids=["scaled", "raw", "many params"],
+)
+def test_zeros_of_an_elastic_net_are_those_of_coordinate_descent(x, dense, method, monkeypatch):
+    monkeypatch.setattr("optperm.variance._minimize._DENSE", dense)
+
+    def penalty(rate):
+        return optperm.proximal(rate, l1=0.05, l2=0.01)
+
+    with jax.enable_x64(x is RAW):
+        data = (x, Y) if x is X else (np.float64(x), np.float64(Y))
+        options = {"tol": 1e-8, "strong_convexity": 0.01}
+        found = minimize(squares, data, jnp.zeros(12), proximal=penalty, **options)
+    best = elastic(x, Y, 0.05, 0.01)
+    assert found.converged
+    assert method in found.method
+    np.testing.assert_array_equal(np.asarray(found.params) == 0, best == 0)
+
+    def objective(w):
+        return value_of(squares, w, (x, Y)) + 0.05 * np.abs(w).sum() + 0.005 * np.sum(w**2)
+
+    assert objective(np.float64(found.params)) - objective(best) <= found.gap
+
+
+def test_chunks_end_where_arrays_end_and_an_iterator_is_refused():
+    chunks = [(X[i : i + 1500], Y[i : i + 1500]) for i in range(0, 4000, 1500)]
+    one = minimize(squares, (X, Y), jnp.zeros(12), tol=1e-9)
+    other = minimize(squares, chunks, jnp.zeros(12), tol=1e-9)
+    assert one.converged
+    assert other.converged
+    np.testing.assert_allclose(one.params, other.params, atol=3e-5)
+    with pytest.raises(TypeError, match="an iterator can be used only once"):
+        minimize(squares, (chunk for chunk in chunks), jnp.zeros(12))
+
+
+@pytest.mark.slow
+def test_memory_maps_are_read_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr("optperm.variance._chunks._CHUNK_BYTES", 2**16)
+    maps = []
+    for name, leaf in (("x", X), ("y", Y)):
+        np.save(tmp_path / f"{name}.npy", leaf)
+        maps.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
+    found = minimize(squares, tuple(maps), jnp.zeros(12), tol=1e-9)
+    best = np.linalg.lstsq(np.float64(X), np.float64(Y), rcond=None)[0]
+    np.testing.assert_allclose(found.params, best, atol=3e-5)
+
+
+def test_weights_are_repetitions():
+    counts = np.random.default_rng(1).integers(0, 4, 4000)
+
+    def weighted(w, batch):
+        x, y, weight = batch
+        return 0.5 * jnp.sum(weight * (x @ w - y) ** 2), jnp.sum(weight)
+
+    found = minimize(weighted, (X, Y, np.float32(counts)), jnp.zeros(12), tol=1e-9)
+    repeated = np.repeat(X, counts, axis=0), np.repeat(Y, counts)
+    best = np.linalg.lstsq(np.float64(repeated[0]), np.float64(repeated[1]), rcond=None)[0]
+    assert found.converged
+    np.testing.assert_allclose(found.params, best, atol=3e-5)
+    # The bound at the start, which depends on the mean loss, is the same.
+    start = minimize(squares, repeated, jnp.zeros(12), tol=10.0).history[0]
+    np.testing.assert_allclose(found.history[0].gap, start.gap, rtol=1e-3)
+
+
+def test_an_intercept_has_no_penalty_and_a_state_keeps_its_form():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.zeros(12))
+            self.bias = nnx.Param(jnp.zeros(()))
+
+    graph, start = nnx.split(Model())
+
+    def loss_fn(params, batch):
+        model = nnx.merge(graph, params)
+        return squares(model.kernel[...], (batch[0], batch[1] - model.bias[...]))
+
+    def penalty(rate):
+        mask = nnx.State({"kernel": True, "bias": False})
+        return optax.masked(optperm.proximal(rate, l1=0.3, l2=1e-2), mask)
+
+    found = minimize(loss_fn, (X, Y + 5), start, proximal=penalty, tol=1e-8)
+    model = ElasticNet(alpha=0.31, l1_ratio=0.3 / 0.31, tol=1e-12, max_iter=100_000)
+    model.fit(np.float64(X), np.float64(Y + 5))
+    assert jax.tree.structure(found.params) == jax.tree.structure(start)
+    np.testing.assert_allclose(found.params["bias"][...], model.intercept_, rtol=1e-4)
+    np.testing.assert_allclose(found.params["kernel"][...], model.coef_, atol=1e-4)
+
+
+def test_a_softmax_regression_is_that_of_scikit_learn():
+    labels = np.int32(np.digitize(Y, [-1.0, 1.0]))
+
+    def softmax(w, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(batch[0] @ w, batch[1])
+        return jnp.mean(losses) + 0.5e-2 * jnp.sum(w**2)
+
+    found = minimize(softmax, (X, labels), jnp.zeros((12, 3)), tol=1e-8)
+    model = LogisticRegression(C=1 / (4000 * 1e-2), fit_intercept=False, tol=1e-10, max_iter=10_000)
+    best = model.fit(np.float64(X), labels).coef_.T
+    assert found.converged
+    np.testing.assert_allclose(found.params, best, atol=1e-3)
+
+
+def test_the_history_prints_and_the_same_key_gives_the_same_bits(capsys):
+    options = {"tol": 1e-6, "key": 3}
+    one = minimize(logistic, (X, CLASS), jnp.zeros(12), callback=print, **options)
+    other = minimize(logistic, (X, CLASS), jnp.zeros(12), **options)
+    np.testing.assert_array_equal(one.params, other.params)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["passes", "seconds", "gap", "gradient"]
+    assert str(one.history).splitlines() == printed[-1 - len(one.history) :]
+    assert one.passes == one.history[-1].passes == other.passes
+    assert one.history[0].gap > one.history[-1].gap == one.gap
+    assert next(iter(one.history)).gradient == 1.0
+
+
+def test_float64_reaches_what_float32_cannot():
+    with pytest.warns(RuntimeWarning, match="float32 cannot: .* Enable x64"):
+        found = minimize(squares, (X, Y), jnp.zeros(12), tol=1e-15)
+    assert not found.converged
+    with jax.enable_x64(True):
+        data = np.float64(X), np.float64(Y)
+        assert minimize(squares, data, jnp.zeros(12), tol=1e-15).converged
+
+
+def test_a_bound_contains_the_rounding_of_proximal_steps():
+    """A step of float32 for one column is less than the rounding of the param of another column."""
+    with pytest.warns(RuntimeWarning, match="float32 cannot"):
+        found = minimize(squares, (RAW, Y), jnp.zeros(12), proximal=lasso, tol=1e-9)
+    best = elastic(RAW, Y, 0.05, 0.0)
+    values = [
+        value_of(squares, w, (RAW, Y)) + 0.05 * np.abs(np.float64(w)).sum()
+        for w in (found.params, best)
+    ]
+    assert values[0] - values[1] <= found.gap < 1e-2
+
+
+def test_what_is_wrong_is_said():
+    data, zeros = (X, CLASS), jnp.zeros(12)
+    with pytest.raises(ValueError, match="must be a mean over examples"):
+        minimize(lambda w, batch: jnp.sum((batch[0] @ w - batch[1]) ** 2), data, zeros)
+    with pytest.raises(TypeError, match=r"outside jax\.jit"):
+        jax.jit(lambda w: minimize(logistic, data, w).params)(zeros)
+    bad = X.copy()
+    bad[[7, 3000], 2] = np.nan
+    with pytest.raises(ValueError, match=r"data\[0\] is not finite in 2 rows: 7, 3000\."):
+        minimize(logistic, (bad, CLASS), zeros)
+    with pytest.raises(ValueError, match="float32 or float64, got bfloat16"):
+        minimize(logistic, data, jnp.zeros(12, jnp.bfloat16))
+    with pytest.warns(UserWarning, match=r"data\[1\] has only the value 1"):
+        minimize(
+            lambda w, batch: logistic(w, (batch[0], batch[1].astype(float))),
+            (X, np.ones(4000, np.int32)),
+            zeros,
+        )
+
+
+def test_a_loss_that_is_not_convex_is_said():
+    def saddle(w, batch):
+        return squares(w, batch) + w[0] ** 4 - 2 * w[0] ** 2
+
+    with pytest.warns(RuntimeWarning, match="not convex: the Hessian has a negative eigenvalue"):
+        minimize(saddle, (X, Y), jnp.full(12, 0.1), tol=0.1)
+
+
+def test_used_up_passes_name_the_scales_of_columns():
+    scales = np.sqrt(np.mean(RAW**2, axis=0))
+    ratio = f"{scales.max() / scales.min():.2g}".replace("+", r"\+")
+    with pytest.warns(RuntimeWarning, match=rf"max_passes=2 are used up.*data\[0\] .* {ratio}"):
+        found = minimize(squares, (RAW, Y), jnp.zeros(12), proximal=lasso, max_passes=2)
+    assert not found.converged
+
+
+@pytest.mark.slow
+def test_poisson_regression_with_a_large_mean_undoes_steps_that_overshoot():
+    counts = np.float32(np.random.default_rng(2).poisson(np.exp(3 + 0.2 * Y)))
+
+    def poisson(w, batch):
+        eta = batch[0] @ w[1:] + w[0]
+        return jnp.mean(jnp.exp(eta) - batch[1] * eta)
+
+    for proximal in (None, lambda rate: optperm.proximal(rate, l2=1e-9)):
+        found = minimize(poisson, (X, counts), jnp.zeros(13), proximal=proximal)
+        grad = jax.grad(poisson)(found.params, (X, counts))
+        assert found.converged
+        np.testing.assert_allclose(grad, 0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("l2", "method"), [(0.3, "SVRG"), (1e-3, "Katyusha"), (1e-5, "preconditioned L-BFGS")]
+)
+def test_many_params_take_the_method_of_their_condition_number(l2, method, monkeypatch):
+    monkeypatch.setattr("optperm.variance._minimize._DENSE", 1)
+    loss_fn = functools.partial(logistic, l2=l2)
+    found = minimize(loss_fn, (X, CLASS), jnp.zeros(12), strong_convexity=l2, tol=1e-5)
+    assert found.converged
+    assert found.method.startswith(f"{method} (")
+    grad = jax.grad(loss_fn)(found.params, (X, CLASS))
+    assert float(jnp.dot(grad, grad)) / (2 * l2) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_sharded_data_end_where_other_data_end(kind):
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    spread = jax.device_put((X, Y), jax.NamedSharding(mesh, jax.P("data")))
+    for proximal in (None, lasso):
+        one = minimize(squares, (X, Y), jnp.zeros(12), proximal=proximal, tol=1e-9)
+        other = minimize(squares, spread, jnp.zeros(12), proximal=proximal, tol=1e-9)
+        assert other.converged
+        np.testing.assert_allclose(one.params, other.params, atol=3e-5)
+
+
+def newton(x, y, l2, is_logistic):
+    """The minimum of a problem in float64, and its function, by Newton's method with halved steps."""
+
+    def value(w):
+        z = x @ w
+        losses = np.logaddexp(0, z) - y * z if is_logistic else 0.5 * (z - y) ** 2
+        return losses.mean() + 0.5 * l2 * w @ w
+
+    w = np.zeros(x.shape[1])
+    for _ in range(100):
+        z = x @ w
+        p = 1 / (1 + np.exp(-z)) if is_logistic else z
+        curvature = p * (1 - p) if is_logistic else np.ones_like(z)
+        h = (x.T * curvature) @ x / len(x) + l2 * np.eye(len(w))
+        move, step = np.linalg.solve(h, x.T @ (p - y) / len(x) + l2 * w), 1.0
+        while value(w - step * move) > value(w) and step > 1e-9:
+            step /= 2
+        w = w - step * move
+    return value(w), value
+
+
+@pytest.mark.slow
+def test_converged_is_never_true_far_from_the_minimum():
+    """200 problems of random sizes, scales, strengths and tolerances, against Newton's method."""
+    rng, converged = np.random.default_rng(4), 0
+
+    def with_strength(loss):
+        def loss_fn(w, batch):
+            return loss(w, batch[:2], l2=0.0) + 0.5 * jnp.mean(batch[2]) * jnp.dot(w, w)
+
+        return loss_fn
+
+    for number in range(200):
+        n, d = (int(rng.choice(choices)) for choices in ([64, 512, 2048], [2, 8]))
+        x = rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) * np.logspace(0, -rng.integers(3), d)
+        y = x @ rng.normal(size=d) + rng.normal(size=n) > 0
+        l2, tol = float(rng.choice([1e-1, 1e-3, 1e-5])), float(rng.choice([1e-2, 1e-4, 1e-6]))
+        data = tuple(map(np.float32, (x, y, np.full(n, l2))))
+        loss_fn = with_strength(logistic if number % 2 else squares)
+        found = minimize(loss_fn, data, jnp.zeros(d), tol=tol, key=number)
+        lowest, value = newton(*map(np.float64, data[:2]), l2, is_logistic=bool(number % 2))
+        above = value(np.float64(found.params)) - lowest
+        limit = 10 * tol * max(1.0, abs(lowest))
+        assert not found.converged or above <= limit, (number, n, d, l2, tol, above)
+        converged += found.converged
+    assert converged == 200
+
+
+def test_an_inverse_root_does_not_depend_on_scales():
+    scales = np.logspace(-6, 6, 5)
+    a = np.random.default_rng(5).normal(size=(20, 5))
+    h = np.float32(a.T @ a)
+    root, lowest = inverse_root(jnp.asarray(h * np.float32(np.outer(scales, scales))))
+    np.testing.assert_allclose(
+        (root * scales[:, None]) @ (root * scales[:, None]).T,
+        np.linalg.inv(h),
+        rtol=1e-3,
+        atol=1e-5,
+    )
+    unit = h / np.sqrt(np.outer(np.diag(h), np.diag(h)))
+    eigenvalues = np.linalg.eigvalsh(unit)
+    np.testing.assert_allclose(lowest, eigenvalues[0] / eigenvalues[-1], rtol=1e-3)
+
+
+def test_factors_of_gradients_whiten_their_inputs():
+    x = np.float32(np.random.default_rng(6).normal(size=(5000, 4)) * [1.0, 10.0, 100.0, 1000.0])
+    errors = np.float32(np.random.default_rng(7).normal(size=(5000, 3)))
+    grads = {"w": x[:, :, None] * errors[:, None], "b": errors}
+    roots = factor_roots(jax.tree.map(jnp.asarray, grads))
+    a = x.T @ x / 5000
+    ridge = 0.1 * np.trace(a) / 4 * np.eye(4)
+    np.testing.assert_allclose(roots["w"] @ (a + ridge) @ roots["w"], np.eye(4), atol=0.1)
+    np.testing.assert_allclose(roots["b"], 1.0, rtol=0.05)
+    product = multiply_roots(roots, {"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
+    np.testing.assert_allclose(product["w"], np.asarray(roots["w"]) @ np.ones((4, 3)), rtol=1e-5)
