@@ -172,10 +172,10 @@ def compare(
             nats=f"{np.mean(nats):.4f}",
             each_seed=" ".join(f"{x:.4f}" for x in nats),
         )
-        if base := METHODS[name][3]:
-            number = min(len(nats), len(found[base]))
+        base = METHODS[name][3]
+        if base in found and (number := min(len(nats), len(found[base]))) > 1:
             each = found[name][:number] - found[base][:number]
-            error = np.std(each, ddof=1) / number**0.5 if number > 1 else float("nan")
+            error = np.std(each, ddof=1) / number**0.5
             RESULTS.show(
                 apart,
                 method=name,
