@@ -268,7 +268,7 @@ WRONG_AXES = [
         {"w": OWN("kernel", 0, 1)},
         OWN("kernel", 0, 1),
     ),
-    *of("axes", {"w": "kernel", "b": None}, {"w": OWN("kernel", 1, (), 0), "b": None}),
+    *of("axes", {"w": "kernel", "b": None}),
 ]
 NO_FULL_GRADIENT = [dict(every=2, grad_fn=mean), dict(probability=0.5, grad_fn=mean)]
 # Trees that must match params, of whose structure and shapes others are refused.
