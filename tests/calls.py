@@ -110,6 +110,7 @@ FUNCTIONS = {
     "wide_params": {"params": NARROW, "opt_state": WIDENED},
     "narrow_params": {"wide": PARAMS, "opt_state": WIDENED, "dtype": jnp.bfloat16},
     "lost_updates": {"params": PARAMS, "updates": GRADS},
+    "register_moments": {"state_type": optax.TraceState, "trace": "mean"},
     "rank_for": {"params": {"w": jnp.ones((8, 16))}},
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
