@@ -47,7 +47,7 @@ import optax.contrib
 import results
 
 import optperm
-from optperm.memory import _quantize_state
+from optperm.memory import _blocks, _quantize_state
 
 Tx = optax.GradientTransformation
 RESULTS = results.Results()
@@ -99,8 +99,8 @@ def nearest_squares() -> Iterator[None]:
     """Let squares be rounded to the nearest code in what is traced."""
     encode = _quantize_state._encode
 
-    def round_to_nearest(x: Any, form: Any, seed: Any) -> Any:
-        return encode(x, "largest" if form == "root" else form, seed)
+    def round_to_nearest(x: Any, form: Any, *seeds: Any) -> Any:
+        return encode(x, _blocks.Largest if form is _blocks.Root else form, *seeds)
 
     with mock.patch.object(_quantize_state, "_encode", round_to_nearest):
         yield

@@ -51,6 +51,10 @@ class Results:
         """Whether a table has a row with these cells."""
         return any(cells.items() <= row.items() for row in self._rows.get(title, []))
 
+    def rows(self, title: str) -> list[dict[str, str]]:
+        """Return the rows of a table so far."""
+        return self._rows.get(title, [])
+
     def merge(self, path: pathlib.Path) -> None:
         """Puts the rows into the tables of a file that have their titles, by their first cells."""
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -116,6 +116,7 @@ FUNCTIONS = {
     "wide_params": {"params": NARROW, "opt_state": WIDENED},
     "narrow_params": {"wide": PARAMS, "opt_state": WIDENED, "dtype": jnp.bfloat16},
     "lost_updates": {"params": PARAMS, "updates": GRADS},
+    "register_moments": {"state_type": optax.TraceState, "trace": "mean"},
     "rank_for": {"params": {"w": jnp.ones((8, 16))}},
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
@@ -273,7 +274,7 @@ WRONG_AXES = [
         {"w": OWN("kernel", 0, 1)},
         OWN("kernel", 0, 1),
     ),
-    *of("axes", {"w": "kernel", "b": None}, {"w": OWN("kernel", 1, (), 0), "b": None}),
+    *of("axes", {"w": "kernel", "b": None}),
 ]
 NO_FULL_GRADIENT = [dict(every=2, grad_fn=mean), dict(probability=0.5, grad_fn=mean)]
 # Trees that must match params, of whose structure and shapes others are refused.

@@ -76,6 +76,12 @@ RUNS = USUAL | {
         "LOW": (1.0,),
     },
     "memory.py --only images --steps 6 --seeds 1 --methods AdamW": {},
+    "widen.py --only train --steps 3 --seeds 1 --few 1": {
+        "METHODS": ("AdamW, float32", "AdamW, 8 bits more"),
+        "TESTS": 2,
+    },
+    "widen.py --only update --repetitions 1 --smallest": {},
+    "widen.py --only memory --smallest": {},
     "sparsity.py --only transformer --steps 36 --seeds 1": {
         "DECODER_RATES": (1e-2,),
         "METHODS": ("2:4 straight-through",),

@@ -116,7 +116,7 @@ MIXED = {
 # They hand on what is not finite, to what follows or to the optimizer in them.
 HAND_ON = {
     *("record_trajectory", "mask_elements", "proximal", "prune_gradually", "rigl", "set", "swag"),
-    *("low_rank", "low_rank-svd", "apollo", "quantize_state", "quantize_state-4"),
+    *("low_rank", "low_rank-svd", "apollo", "quantize_state", "quantize_state-4", "widen_params"),
     *("svrg", "svrg_and_sgd", "mars", "mars-exact", "mars_adamw"),
     *("recursive_gradient", "recursive-page", "constant_sgd", "mandt_sgd"),
 }

@@ -1,7 +1,7 @@
 """Optimizers with small states: GaLore, APOLLO, 8-bit states.
 
-This package contains low-rank states, APOLLO, 8-bit and 4-bit states, the axes of kernels for Muon, and
-a report on the size of any optimizer's state.
+This package contains low-rank states, APOLLO, 8-bit and 4-bit states, 16-bit params with remainders, the
+axes of kernels for Muon, and a report on the size of any optimizer's state.
 """
 
 from optperm.memory._aliases import apollo_adamw as apollo_adamw
@@ -16,6 +16,7 @@ from optperm.memory._quantize_state import dequantize as dequantize
 from optperm.memory._quantize_state import quantize as quantize
 from optperm.memory._quantize_state import quantize_state as quantize_state
 from optperm.memory._rank_for import rank_for as rank_for
+from optperm.memory._register_moments import register_moments as register_moments
 from optperm.memory._state_report import StateReport as StateReport
 from optperm.memory._state_report import state_report as state_report
 from optperm.memory._widen_params import WidenedState as WidenedState

@@ -104,8 +104,8 @@ def apollo(
 
     Args:
       inner: The optimizer: a transformation that needs no params and has no learning rate. None for
-        `optax.scale_by_adam()`. A complete optimizer works too; the step then has the sign of the
-        optimizer's steps.
+        `optax.scale_by_adam()`. Put `optax.add_decayed_weights` after `apollo`. A complete optimizer
+        works too; the step then has the sign of the optimizer's steps.
       rank: r, an integer of at least 1, or a fraction in (0, 1) of each leaf's smaller side.
       every: The number of steps with the same projection, at least 1.
       by: The part of a gradient that shares one factor: each "channel", or the whole "tensor".
@@ -146,7 +146,7 @@ def apollo(
         or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every kernel; if
         `axes` does not fit the params or names no kernels; if `update` gets a state that was made with
-        other `rank` or `axes`; or if `inner` needs params.
+        other `rank` or `axes`; or, from `inner`, if it needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
@@ -192,7 +192,7 @@ def apollo(
         exact = jax.tree.map(draw_and_project, grads, plans, numbers)
         low, low_structure = optax.tree.cast_like(exact, grads), find_low_structure(updates, plans)
         direction, inner_state = compute_direction(
-            optimizer, low, low_structure, state.inner_state, extra_args, "apollo"
+            optimizer, low, low_structure, state.inner_state, extra_args
         )
         sign = find_sign(direction, low, state.sign)
 

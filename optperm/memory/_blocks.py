@@ -10,7 +10,7 @@ Codes depend only on integers and exact floating-point numbers, so all processor
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,53 @@ from optperm.core.noise import mix
 from optperm.core.shardings import explicit_sharding, shard_like
 
 BLOCK = 32
-# The form of a code. "random" is a number in 8 bits, rounded at random, and "size" is such a number that
-# stays above 0. "root" is the root of a square, rounded at random so that the square is unbiased, and
-# "largest" is the root rounded to the nearest code. "even" and "odd" are numbers in 4 bits, rounded at
-# random, in arrays with an even or odd last axis.
-Form = Literal["random", "size", "root", "largest", "even", "odd"]
-_ROOTS, _PAIRS = ("root", "largest"), ("even", "odd")
+# A last axis of fewer entries, as of a window of a convolution, is merged with axes before it.
+_SHORT = 8
+
+
+class Random(NamedTuple):
+    """The blocks of numbers in 8 bits, rounded at random.
+
+    Attributes:
+      exponents: The exponents of the blocks, int8, (..., ceil(n / 32)).
+      like: A zero of the dtype of the array.
+    """
+
+    exponents: Any
+    like: Any
+
+
+class Root(NamedTuple):
+    """The blocks of roots of squares, rounded at random so that squares are unbiased (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+class Largest(NamedTuple):
+    """The blocks of roots of squares, rounded to the nearest code (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+class Even(NamedTuple):
+    """The blocks of numbers in 4 bits, with an even last axis, rounded at random (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+class Odd(NamedTuple):
+    """The blocks of numbers in 4 bits, with an odd last axis, rounded at random (see `Random`)."""
+
+    exponents: Any
+    like: Any
+
+
+Blocks = Random | Root | Largest | Even | Odd
+Form = type[Random] | type[Root] | type[Largest] | type[Even] | type[Odd]
+_ROOTS, _PAIRS = (Root, Largest), (Even, Odd)
 
 _INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
 _NAN = 0x7F  # the code of NaN in float8_e4m3fn
@@ -40,17 +81,23 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the codes of an array, in blocks along its last axis, and the exponents of the blocks.
 
+    With 8 bits, a last axis of fewer than 8 entries is merged with axes before it, so that the result
+    has at least 32 entries.
+
     Args:
       x: The array, (..., n), of a real floating dtype. Subnormal numbers count as 0.
-      form: The form of the codes.
+      form: The type of the blocks.
       seed: A uint32, the seed of the random numbers for this array.
       start: A uint32, the position from which numbers are counted in the hash.
 
     Returns:
-      Codes in float8_e4m3fn, (..., n), or for 4 bits in uint8, (..., ceil(n / 2)); and exponents e in
-      int8, (..., ceil(n / 32)). The largest finite magnitude of a block (for roots, its root), divided
-      by 2^e, is in (128, 256] for 8 bits, and in (3, 6] for 4 bits.
+      Codes in float8_e4m3fn, of the shape of the array, or for 4 bits in uint8, (..., ceil(n / 2)); and
+      exponents e in int8, (..., ceil(n / 32)), for a merged last axis of n. The largest finite magnitude
+      of a block (for roots, its root), divided by 2^e, is in (128, 256] for 8 bits, and in (3, 6] for 4
+      bits.
     """
+    whole = x
+    x = x if form in _PAIRS else _merge(x, _count_axes(x.shape))
     n = x.shape[-1]
     x = _split(x.astype(jnp.float32), _find_group(x, n, form))
     raw = jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -73,23 +120,24 @@ def encode(
         e = jnp.where(e > _PAIR_LIMITS[1], _NAN_BLOCK, e)
         return _join(pairs, (n + 1) // 2), e.astype(jnp.int8)
     if form in _ROOTS:
-        codes = _round_root(y, draw if form == "root" else None)
+        codes = _round_root(y, draw if form is Root else None)
     else:
         codes = jnp.minimum(_fix(y, 20, 120) + (draw >> 12).astype(jnp.int32) >> 20, _NAN - 1)
-    if form == "random":
+    if form is Random:
         codes = codes | (raw >> 24 & 0x80)
     else:
         # A positive number must not become 0, since steps are divided by it.
         codes = jnp.where((size > 0) & (raw > 0), jnp.maximum(codes, 1), 0)
     codes = _join(jnp.where(is_finite, codes, _NAN), n).astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), e.astype(jnp.int8)
+    codes = _unmerge(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), whole)
+    return codes, e.astype(jnp.int8)
 
 
 def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Return the array for codes and exponents, exact up to the maximum of the dtype."""
     e = exponents.astype(jnp.int32)
     if form in _PAIRS:
-        n = 2 * codes.shape[-1] - (form == "odd")
+        n = 2 * codes.shape[-1] - (form is Odd)
         pairs = _split(codes, _find_group(codes, n, form) // 2)
         c = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
         # Twice the magnitude is 0, 1, 2, 3, 4, 6, 8 or 12
@@ -100,6 +148,7 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
         x = twice * _power(_spread(jnp.maximum(e, _PAIR_LIMITS[0]) - 1, twice))
         x = jnp.where(_spread(e, x) == _NAN_BLOCK, jnp.nan, x)
     else:
+        whole, codes = codes, _merge(codes, exponents.ndim)
         n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.int8)
         c = _split(bits, _find_group(codes, n, form)).astype(jnp.int32)
         size = c & _NAN
@@ -114,7 +163,46 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
         x = jnp.minimum(x * x, top)
     elif form in _PAIRS or dtype != jnp.float32:
         x = jnp.clip(x, -top, top)
-    return _join(x, n).astype(dtype)
+    x = _join(x, n).astype(dtype)
+    return x if form in _PAIRS else _unmerge(x, whole)
+
+
+def _count_axes(shape: tuple[int, ...]) -> int:
+    """Return the number of axes after short trailing axes are merged."""
+    axes = len(shape)
+    # A longer last axis may be split between devices: merging would move the array.
+    if not shape or shape[-1] >= _SHORT:
+        return axes
+    while axes > 1 and math.prod(shape[axes - 1 :]) < BLOCK:
+        axes -= 1
+    return axes
+
+
+def _merge(x: jax.Array, axes: int) -> jax.Array:
+    """Return an array whose trailing axes are merged, so that `axes` axes are left."""
+    if axes == x.ndim:
+        return x
+    shape = (*x.shape[: axes - 1], math.prod(x.shape[axes - 1 :]))
+    sharding = explicit_sharding(x)
+    if sharding is not None:
+        # Only the first of several merged axes can stay sharded.
+        spec = [*sharding.spec, *[None] * x.ndim][:axes]
+        x = jax.sharding.reshard(x, sharding.update(spec=P(*spec, *[None] * (x.ndim - axes))))
+        sharding = sharding.update(spec=P(*spec))
+    # In one kernel with the reshape, each operation would compute indices of the short axes.
+    return computed_once(jax.lax.reshape(x, shape, out_sharding=sharding))
+
+
+def _unmerge(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return an array in the shape and sharding of another array, whose trailing axes it has merged."""
+    if x.shape == like.shape:
+        return x
+    sharding = explicit_sharding(x)
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
+        sharding = sharding.update(spec=P(*spec))
+    x = jax.lax.reshape(computed_once(x), like.shape, out_sharding=sharding)
+    return shard_like(x, like)
 
 
 def _find_exponents(top: jax.Array, form: Form) -> jax.Array:

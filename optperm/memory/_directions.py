@@ -28,30 +28,14 @@ def compute_direction(
     structure: Any,
     state: Any,
     extra_args: Any,
-    method: str,
 ) -> tuple[Any, Any]:
     """Return N, the direction of an optimizer on low-rank gradients, and its new state.
 
     The optimizer gets no params, because weight decay of P'W would act only in the subspace. It gets the
     gradients in the given structure, in which leaves at full rank have the boxes of the params.
     """
-    try:
-        direction, new = inner.update(restructure(low, structure), state, None, **extra_args)
-        return restructure(direction, jax.tree.structure(low)), new
-    except ValueError as error:
-        # If params or Muon's axes are None in a map, Optax's error names params, and JAX's error names
-        # NoneType ("got None" before JAX 0.12).
-        if not any(words in str(error) for words in ("params", "NoneType", "got None")):
-            raise
-        needs = "params" if "params" in str(error) else "params, or weight_dimension_numbers (Muon)"
-        advice = (
-            "pass a direction, such as optax.scale_by_adam() instead of optax.adamw, or "
-            "optax.contrib.scale_by_muon(weight_dimension_numbers=...) instead of "
-            f"optax.contrib.muon, and put optax.add_decayed_weights after {method}"
-        )
-        raise ValueError(
-            f"inner of {method} needs {needs}, which {method} does not pass: {advice}."
-        ) from error
+    direction, new = inner.update(restructure(low, structure), state, None, **extra_args)
+    return restructure(direction, jax.tree.structure(low)), new
 
 
 def find_sign(direction: Any, low: Any, known: jax.Array) -> jax.Array:

@@ -56,7 +56,6 @@ from optperm.memory._matrices import (
 from optperm.memory._moments import (
     Change,
     Formula,
-    Probe,
     carry_moments,
     check_moments,
     find_formulas,
@@ -158,7 +157,8 @@ def low_rank(
     Args:
       inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
         `optax.scale_by_lion()` or `optax.trace(0.9)`. `optax.contrib.scale_by_muon` needs
-        `weight_dimension_numbers`. `inner` gets no params. A complete optimizer, such as
+        `weight_dimension_numbers`. `inner` gets no params: instead of `optax.adamw`, pass
+        `optax.scale_by_adam()`, and put `optax.add_decayed_weights` last. A complete optimizer, such as
         `optax.adam(1e-3)`, works too: the residual gets the sign of :math:`\sum \langle N, R \rangle` in
         the first step where this sum is not 0. Put schedules outside, because `limit` would limit a
         warm-up.
@@ -172,13 +172,11 @@ def low_rank(
       residual: "scaled" for S, or None to drop the part outside the subspace. With None and a random
         basis, multiply the learning rate by d / r: since :math:`E P P^\top = (r / d) I`, the step is
         then unbiased, but noisy.
-      carry: Whether to carry over the moments of Adam, Lion, EMA, trace, Muon and RMSProp. RAdam and
-        Yogi share Adam's state and are treated as Adam. If False, moments do not change, and each new
-        basis vector has a nonnegative product with the vector that it replaces. Adamax and ADOPT store
-        other moments in Adam's state; a trial step of `inner` on a few numbers detects these methods.
-        Adamax's second moment is carried over as a magnitude. ADOPT needs `carry=False`. If `inner`
-        cannot take the trial step, or first makes all entries equally large (signs), the state counts as
-        Adam's.
+      carry: Whether to carry over the moments of Adam, Lion, EMA, trace, Muon, RMSProp and states whose
+        registered fields are all means (`optperm.memory.register_moments`). RAdam and Yogi share Adam's
+        state and are treated as Adam. If False, moments do not change, and each new basis vector has a
+        nonnegative product with the vector that it replaces. Pass `carry=False` with Adamax and ADOPT,
+        which store other moments in Adam's state.
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project, "smaller" or "larger". For a square matrix, "smaller" is
         the columns. "larger" gives a smaller state and a poorer subspace.
@@ -190,9 +188,7 @@ def low_rank(
         params to such a tree. None for `optperm.leaf_axes`.
       b1: :math:`\beta_1`, in [0, 1), of Adam in `inner`, because Adam's state does not contain it. 0.0
         carries first moments over without a bias correction.
-      b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments. `init` compares
-        :math:`(1 - \beta_2) / (1 - \beta_1)^2` with the trial step of `inner`, unless a decay rate is
-        traced or both are 0.0.
+      b2: :math:`\beta_2`, in [0, 1), of the same Adam, for second moments.
       key: The random key of random bases: an int or a `jax.random.key`.
 
     Returns:
@@ -251,9 +247,9 @@ def low_rank(
         type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range; if `rank` exceeds the smaller side of every kernel; if
         `axes` does not fit the params or names no kernels; if `carry=True` and a state of `inner` is
-        unknown, not like params (`optax.flatten`), in 8 bits (`optperm.quantize_state` belongs around
-        this transformation), or decays by another `b1` or `b2`; if `update` gets a state that was made
-        with other `rank`, `side`, `carry` or `axes`; or if `inner` needs params.
+        unknown, not like params (`optax.flatten`), or in 8 bits (`optperm.quantize_state` belongs around
+        this transformation); if `update` gets a state that was made with other `rank`, `side`, `carry`
+        or `axes`; or, from `inner`, if it needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
@@ -278,7 +274,6 @@ def low_rank(
     checks.check_decay("b2", b2)
     checks.check_key("key", key)
     optimizer = optax.with_extra_args_support(inner)
-    probe = Probe(inner)
 
     def init(params: Params) -> LowRankState:
         plain, plans = without_boxes(params), plan_matrices(params, rank, side, axes)
@@ -286,7 +281,7 @@ def low_rank(
         low = make_low(params, plans)
         inner_state = inner.init(low)
         if carry:
-            check_moments(inner_state, plans, low, probe, b1=b1, b2=b2)
+            check_moments(inner_state, plans, low)
         return LowRankState(
             count=jnp.zeros([], jnp.int32),
             basis=jax.tree.map(make_basis_zeros, plain, plans),
@@ -307,20 +302,14 @@ def low_rank(
         # P <- another basis, and M <- C M with C = P_new' P_old, for each matrix that is due
         formulas = None
         if carry:
-            formulas = find_formulas(
-                state.inner_state,
-                probe,
-                lambda: make_low(updates, plans),
-                b1=b1,
-                b2=b2,
-            )
+            formulas = find_formulas(state.inner_state, b1=b1, b2=b2)
         state = _refresh(state, updates, plans, formulas, projection, every, key)
 
         # R = P' G, and N, inner <- inner(R)
         exact = jax.tree.map(project_leaf, grads, plans, state.basis)
         low, structure = optax.tree.cast_like(exact, grads), find_low_structure(updates, plans)
         direction, inner_state = compute_direction(
-            optimizer, low, structure, state.inner_state, extra_args, "low_rank"
+            optimizer, low, structure, state.inner_state, extra_args
         )
         sign = state.sign if residual is None else find_sign(direction, low, state.sign)
 

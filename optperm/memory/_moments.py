@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import optax.contrib
 
 from optperm.core.states import Match, find_states, has_protocol, match_params
 from optperm.core.trees import is_masked, mask_like
 from optperm.memory._matrices import Matrix, list_matrices
 from optperm.memory._projections import rotate
+from optperm.memory._register_moments import KNOWN, RmsWithCount
 
 
 class Change(NamedTuple):
@@ -43,9 +41,9 @@ class Change(NamedTuple):
         return rotate(self.new, self.old, moment, squared=True)
 
 
-def _carry_mean(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
-    """Return C M."""
-    return (change.rotate(moment),)
+def _carry_means(change: Change, *moments: jax.Array) -> tuple[jax.Array, ...]:
+    """Return C M for each M."""
+    return tuple(map(change.rotate, moments))
 
 
 def _carry_squares(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
@@ -73,60 +71,20 @@ def _carry_adam(
     return mean, c2 * jnp.abs(variance + jnp.square(mean / c1))
 
 
-def _carry_adamax(change: Change, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-    """Return C M, and the root of (C * C) U^2, where U are the maximum magnitudes of entries."""
-    return change.rotate(mu), jnp.sqrt(change.rotate_squares(jnp.square(nu)))
-
-
 # A function from a change of a leaf's basis and the leaf's moments, (..., r, k), to the new moments
 Formula = Callable[..., tuple[jax.Array, ...]]
-# The arrays of a field are linear in gradients, linear in squares of gradients, or maxima of such
-# squares.
-Role = Literal["mean", "square", "maximum"]
-
-
-class Known(NamedTuple):
-    """A type of state whose moments are known.
-
-    Attributes:
-      roles: The fields with moments, and the role of each field.
-      carry: The function that carries a leaf's moments over to another basis, or None if unknown.
-    """
-
-    roles: dict[str, Role]
-    carry: Formula | None = None
-
-
-# RAdam, NAdam, Yogi, Adamax and ADOPT of Optax share the type of Adam's state.
-KNOWN: dict[type, Known] = {
-    optax.ScaleByAdamState: Known({"mu": "mean", "nu": "square"}, _carry_adam),
-    optax.ScaleByAmsgradState: Known({"mu": "mean", "nu": "square", "nu_max": "maximum"}),
-    optax.ScaleByBeliefState: Known({"mu": "mean", "nu": "square"}),
-    optax.contrib.ScaleByAdemamixState: Known({"m1": "mean", "m2": "mean", "nu": "square"}),
-    optax.ScaleByLionState: Known({"mu": "mean"}, _carry_mean),
-    optax.EmaState: Known({"ema": "mean"}, _carry_mean),
-    optax.TraceState: Known({"trace": "mean"}, _carry_mean),
-    optax.contrib.MuonState: Known({"mu": "mean"}, _carry_mean),
-    optax.ScaleByRmsState: Known({"nu": "square"}, _carry_squares),
-    optax.ScaleByRssState: Known({"sum_of_squares": "square"}),
-    optax.FactoredState: Known({"v": "square"}),
-    # The last gradient, `g`, is no moment: rounding would dominate its difference from the next one
-    optax.ScaleByAdanState: Known({"m": "mean", "v": "mean", "n": "square"}),
+# The function for states with other moments than means
+_CARRIED: dict[type, Formula] = {
+    optax.ScaleByAdamState: _carry_adam,
+    optax.ScaleByRmsState: _carry_squares,
+    RmsWithCount: _carry_squares,
 }
 
 
-def is_known(node: Any) -> bool:
-    """Return whether a node is a state whose moments are known."""
-    return type(node) in KNOWN
-
-
-def find_known_states(inner_state: Any) -> list[Any]:
-    """Return the states whose moments are known, in the order of the tree."""
-    return list(filter(is_known, jax.tree.leaves(inner_state, is_leaf=is_known)))
-
-
 def _is_carried(node: Any) -> bool:
-    return is_known(node) and KNOWN[type(node)].carry is not None
+    """Return whether a node is a state whose moments can be carried over."""
+    roles = KNOWN.get(type(node), {}).values()
+    return type(node) in _CARRIED or (bool(roles) and set(roles) == {"mean"})
 
 
 def match_others(inner_state: Any, params: Any, is_own: Callable[[Any], bool]) -> list[Match]:
@@ -155,7 +113,7 @@ def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]
         return found
 
     states = [
-        [split(getattr(state, name)) for name in KNOWN[type(state)].roles]
+        [split(getattr(state, name)) for name in KNOWN[type(state)]]
         for state in find_carried_states(inner_state)
     ]
     return [
@@ -170,7 +128,7 @@ def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
     def join(node: Any) -> Any:
         if not _is_carried(node) or not moments:
             return node
-        fields = zip(KNOWN[type(node)].roles, zip(*next(states), strict=True), strict=True)
+        fields = zip(KNOWN[type(node)], zip(*next(states), strict=True), strict=True)
         return node._replace(**{name: join_field(getattr(node, name), new) for name, new in fields})
 
     def join_field(old: Any, new: tuple[Any, ...]) -> Any:
@@ -181,29 +139,19 @@ def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
 
 
 def find_formulas(
-    inner_state: Any,
-    probe: Probe,
-    make_params: Callable[[], Any],
-    *,
-    b1: float | jax.Array,
-    b2: float | jax.Array,
+    inner_state: Any, *, b1: float | jax.Array, b2: float | jax.Array
 ) -> list[Formula]:
     """Return the formula for each state whose moments can be carried over.
 
     Args:
       inner_state: The optimizer's state.
-      probe: The optimizer's probe, which distinguishes Adamax from Adam.
-      make_params: A function that makes low-rank leaves for the probe.
       b1: The decay rate of Adam's first moments, for its bias correction; 0 for no correction.
       b2: The decay rate of Adam's second moments.
     """
-    formulas, states = [], find_carried_states(inner_state)
-    seconds = probe(inner_state, make_params, find_carried_states)
-    for state, second in zip(states, seconds, strict=True):
-        formula: Any = KNOWN[type(state)].carry
-        if formula is _carry_adam and second == "sizes":
-            formula = _carry_adamax
-        elif formula is _carry_adam:
+    formulas: list[Formula] = []
+    for state in find_carried_states(inner_state):
+        formula = _CARRIED.get(type(state), _carry_means)
+        if formula is _carry_adam:
             formula = functools.partial(_carry_adam, count=state.count, b1=b1, b2=b2)
         formulas.append(formula)
     return formulas
@@ -234,26 +182,15 @@ def carry_moments(
     return list(map(carry, formulas, moments))
 
 
-def check_moments(
-    inner_state: Any,
-    plans: Any,
-    low: Any,
-    probe: Probe,
-    *,
-    b1: float | jax.Array,
-    b2: float | jax.Array,
-) -> None:
+def check_moments(inner_state: Any, plans: Any, low: Any) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
     _check_codes(inner_state, plans, low)
     unknown = _find_unlike_params(inner_state, plans, low)
     unknown = unknown or _find_unknown_state(inner_state, plans, low)
-    if not unknown and "unknown" in probe(inner_state, lambda: low, find_carried_states):
-        unknown = "ScaleByAdamState that is not Adam's (such as ADOPT's)"
     if unknown:
         raise ValueError(
             f"inner contains the state {unknown}, which cannot be carried over: pass carry=False."
         )
-    _check_decays(probe.find_ratios(inner_state), b1, b2)
 
 
 class CodedState(Protocol):
@@ -288,21 +225,6 @@ def _check_codes(inner_state: Any, plans: Any, low: Any) -> None:
             )
 
 
-def _check_decays(ratios: list[float | None], b1: float | jax.Array, b2: float | jax.Array) -> None:
-    """Raise unless (1 - b2) / (1 - b1)^2 is nu / mu^2 after the trial step of each Adam."""
-    if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer) or (b1 == 0 and b2 == 0):
-        return
-    wanted = float((1 - b2) / (1 - b1) ** 2)
-    # The moments may be in bfloat16, and Yogi's second moment does not start at zero.
-    for ratio in (each for each in ratios if each is not None):
-        if not 0.8 < ratio / wanted < 1.25:
-            raise ValueError(
-                f"b1={b1} and b2={b2} are not the decay rates of Adam in inner. After one step, its "
-                f"second moment is {ratio:.4g} times the squared first moment, not {wanted:.4g} times. "
-                "Pass the b1 and b2 of inner, or 0.0 for both if moments need no bias correction."
-            )
-
-
 def _find_unlike_params(inner_state: Any, plans: Any, low: Any) -> str | None:
     """Return the first known state with moments that are not like low-rank leaves.
 
@@ -310,7 +232,7 @@ def _find_unlike_params(inner_state: Any, plans: Any, low: Any) -> str | None:
     """
     lows, matrices = jax.tree.leaves(low), list_matrices(plans, low)
     for state in find_carried_states(inner_state):
-        for name in KNOWN[type(state)].roles:
+        for name in KNOWN[type(state)]:
             for moment, place, _ in match_params(getattr(state, name), low):
                 is_full = place is not None and matrices[place] is None
                 if not is_full and (place is None or moment.shape != jnp.shape(lows[place])):
@@ -333,93 +255,3 @@ def _find_unknown_state(inner_state: Any, plans: Any, low: Any) -> str | None:
         if shapes and not is_full and (is_array or leaf.shape in shapes):
             return owner
     return None
-
-
-# The second moment in a state of Adam's type: squares (Adam), magnitudes (Adamax) or something else.
-Second = Literal["squares", "sizes", "unknown"]
-
-
-class Trial(NamedTuple):
-    """The result of a trial step for one state.
-
-    Attributes:
-      second: The kind of its second moment.
-      ratio: nu / mu^2, which is (1 - b2) / (1 - b1)^2 for Adam; None if unknown.
-    """
-
-    second: Second
-    ratio: float | None
-
-
-class Probe:
-    """A trial step of an optimizer on a few numbers, once for each structure of its state.
-
-    In Optax, Adamax and ADOPT share the type of Adam's state. After one step from zero, Adam's second
-    moment is proportional to the square of the first moment, Adamax's second moment is proportional to
-    the first moment itself, and ADOPT's first moment is zero.
-    """
-
-    def __init__(self, inner: optax.GradientTransformation) -> None:
-        self.inner = inner
-        self.found: dict[Any, list[Trial]] = {}
-
-    def __call__(
-        self, inner_state: Any, make_params: Callable[[], Any], find: Callable[[Any], list[Any]]
-    ) -> list[Second]:
-        """Return the kind of second moment of each state that `find` finds, "squares" for other types.
-
-        All states of Adam's type count as Adam's if `inner` has traced numbers or needs extra arguments.
-        """
-        structure = jax.tree.structure(inner_state)
-        if structure not in self.found:
-            count, params = len(find(inner_state)), make_params()
-            # Another thread has no trace and no mesh, so numbers are concrete under any mapping.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                step = pool.submit(self._take_step, params, find)
-            shown = [] if step.exception() else step.result()
-            unknown = [Trial("squares", None)] * count
-            self.found[structure] = shown if len(shown) == count else unknown
-        return [each.second for each in self.found[structure]]
-
-    def find_ratios(self, inner_state: Any) -> list[float | None]:
-        """Return nu / mu^2 after the step in each state of an earlier call, as far as it is Adam's."""
-        return [each.ratio for each in self.found[jax.tree.structure(inner_state)]]
-
-    def _take_step(self, params: Any, find: Callable[[Any], list[Any]]) -> list[Trial]:
-        # Gradients have several magnitudes, some of which differ even after clipping
-        sizes = 4.0 ** -np.arange(6, dtype=np.float32)
-        g = jax.tree.map(
-            lambda x: jnp.asarray(
-                np.broadcast_to(sizes, (6,) * jnp.ndim(x)) if jnp.ndim(x) else np.float32(1)
-            ),
-            params,
-        )
-        zeros = jax.tree.map(jnp.zeros_like, g)
-        # The caller may have relaxed these options only for its own thread.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            update = optax.with_extra_args_support(self.inner).update
-            _, state = update(g, self.inner.init(zeros), zeros)
-        return list(map(_examine_step, find(state)))
-
-
-def _flatten(tree: Any) -> np.ndarray[Any, Any]:
-    """Return a zero followed by the magnitudes of all entries of a tree."""
-    leaves = [np.abs(np.ravel(x)).astype(np.float64) for x in jax.tree.leaves(tree)]
-    return np.concatenate([np.zeros(1), *leaves])
-
-
-def _examine_step(state: Any) -> Trial:
-    """Return the kind of second moment in a state of Adam's type, after one step from zero."""
-    if not isinstance(state, optax.ScaleByAdamState):
-        return Trial("squares", None)
-    mean, square = _flatten(state.mu), _flatten(state.nu)
-    # Compare the largest mean and the next smaller mean
-    top = np.argmax(mean)
-    if mean[top] == 0:
-        return Trial("unknown" if square.any() else "squares", None)
-    ratio = float(square[top] / mean[top] ** 2)
-    other = np.argmax(np.where(mean < mean[top] / 1.5, mean, 0.0))
-    if mean[other] == 0:  # All means are equal, for example after a sign.
-        return Trial("squares", ratio)
-    is_square = square[top] > (mean[top] / mean[other]) ** 1.5 * square[other]
-    return Trial("squares", ratio) if is_square else Trial("sizes", None)

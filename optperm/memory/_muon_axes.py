@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from optax.contrib import MuonDimensionNumbers
 
-from optperm._leaf_axes import LeafAxes, leaf_axes
+from optperm._leaf_axes import LeafAxes, leaf_axes, warn_of_others
 from optperm.core.shapes import Params
 from optperm.core.trees import without_variables
 
@@ -36,6 +36,9 @@ def muon_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
       (MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,)), None)
       >>> tx = optax.contrib.muon(0.02, muon_weight_dimension_numbers=axes)
 
+    Notes:
+      Without overrides, a `UserWarning` names leaves whose axes are not known, which Adam trains.
+
     Raises:
       TypeError: If an override is neither an `optperm.LeafAxes` nor None.
       ValueError: If an override names no element of a path, or its axes do not fit a leaf.
@@ -44,4 +47,5 @@ def muon_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
     def of_leaf(axes: LeafAxes) -> MuonDimensionNumbers | None:
         return MuonDimensionNumbers(axes.in_axis, axes.out_axis) if axes.kind == "kernel" else None
 
+    warn_of_others("Muon", params, overrides or None)
     return jax.tree.map(of_leaf, without_variables(leaf_axes(params, show=show, **overrides)))

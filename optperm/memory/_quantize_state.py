@@ -8,7 +8,7 @@ Efficient Optimizers with 4-bit States", NeurIPS 2023, arXiv 2309.01507.
 
 from __future__ import annotations
 
-import itertools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,16 +36,27 @@ from optperm.core.trees import (
     without_variables,
 )
 from optperm.memory._apollo import ApolloState
-from optperm.memory._blocks import BLOCK, decode, encode
+from optperm.memory._blocks import (
+    BLOCK,
+    Blocks,
+    Even,
+    Form,
+    Largest,
+    Odd,
+    Random,
+    Root,
+    decode,
+    encode,
+)
 from optperm.memory._low_rank import LowRankState
-from optperm.memory._moments import (
+from optperm.memory._moments import decode_states, match_others
+from optperm.memory._register_moments import (
     KNOWN,
-    Probe,
-    Second,
-    decode_states,
+    Moment,
     find_known_states,
     is_known,
-    match_others,
+    list_moments,
+    replace_moments,
 )
 
 # With jit, these functions are traced once for all leaves of the same shape
@@ -60,10 +71,10 @@ class QuantizedState(NamedTuple):
       count: Number of steps taken, which seeds the random numbers.
       inner_state: State of `inner`, with codes instead of moments: float8_e4m3fn of the same shape, or
         uint8 for 4 bits, with two codes of the last axis in a byte.
-      exponents: A dictionary for each array of moments of each known state of `inner`. It is empty for
-        an array that is not quantized. Otherwise it has one entry, whose name states the rounding and
-        the dtype of the array, such as "root_float32". The entry holds the exponents of the blocks, an
-        int8 array (..., ceil(n / 32)) for a last axis of n.
+      exponents: For each array of moments, in the order of the known states of `inner`, an empty tuple
+        if the array is not quantized. Otherwise the entry names the rounding by its type, such as
+        `Root`, and has the exponents of the blocks, an int8 array (..., ceil(n / 32)) for a last axis
+        of n, and a zero `like` of the dtype of the array.
       fingerprint: The arguments `min_size` and `include` with which the state was made. It is zero in a
         state that `quantize` made from shapes, which fits all arguments.
     """
@@ -79,16 +90,17 @@ class QuantizedState(NamedTuple):
 
     def decode(self) -> Any:
         """Return the state of `inner`, with its moments instead of codes."""
-        names = _find_names(self.exponents)
-
-        def decode_moment(i: int, j: int, k: int, codes: Any) -> Any:
-            del k
-            if not (name := names[i][j]):
-                return codes
-            form, dtype = name.split("_")
-            return _decode(codes, self.exponents[i][j][name], form, jnp.dtype(dtype))
-
-        return _map_moments(decode_moment, self.inner_state) if names else self.inner_state
+        if not isinstance(self.exponents, tuple | list):  # a placeholder of `optax.tree.map_params`
+            return self.inner_state
+        found: list[Any] = []
+        for moment, blocks in zip(list_moments(self.inner_state), self.exponents, strict=True):
+            if not blocks:
+                found.append(moment.array)
+                continue
+            dtype = jnp.result_type(blocks.like)
+            x = _decode(moment.array, blocks.exponents, type(blocks), dtype)
+            found.append(x if moment.mean is None else x + jnp.square(found[moment.mean]))
+        return replace_moments(self.inner_state, found)
 
 
 def quantize_state(
@@ -125,9 +137,10 @@ def quantize_state(
     Args:
       inner: Any optimizer with moments in a known state of Optax: Adam and its variants (AdamW, NAdam,
         RAdam, Adamax, Yogi, AMSGrad, AdaBelief, AdEMAMix, Adan except its last gradient), Lion,
-        momentum, EMA, Adagrad, Muon, RMSProp without bias correction, and unfactored second moments of
-        Adafactor. The states can be nested in `inner`, such as in a chain, a partition,
-        `optperm.low_rank` or `optperm.apollo`.
+        momentum, EMA, Adagrad, Adadelta, Muon, RMSProp (but not centered with a bias correction), and
+        unfactored second moments of Adafactor; or a state that `optperm.memory.register_moments` names.
+        The states can be nested in `inner`, such as in a chain, a partition, `optperm.low_rank` or
+        `optperm.apollo`.
       bits: 8, or 4 for first moments in 4 bits (e2m1), rounded at random; second moments keep 8 bits.
         With 4 bits, a first moment that is much smaller than others in its block becomes 0 or many times
         too large. Some weights then take steps that are tens of times the learning rate, and the loss of
@@ -166,11 +179,10 @@ def quantize_state(
       warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block
       of 32. Other blocks do not change.
 
-      Blocks do not continue from one row to the next. If the last axis has fewer than 32 entries, as in
-      convolutions of Equinox (out, in, height, width) or in a layer with few outputs, each row has its
-      own exponent. With a last axis of 1, the state takes half as much memory as in float32, and an
-      update takes about ten times as long as with a long last axis; with 3, it takes a third. Leave such
-      leaves out with `include`, or store the long axes last.
+      Blocks do not continue from one row to the next. With 8 bits, a last axis of fewer than 8 entries,
+      as in convolutions of Equinox (out, in, height, width), is merged with axes before it until there
+      are at least 32 entries. Shard such a leaf along the first of these axes, or along another axis.
+      With 4 bits, axes are not merged, so each row has its own exponent.
 
       A sharded moment has sharded codes. If the number of entries per device along the last axis is a
       multiple of 32, the exponents are sharded too; otherwise they are replicated along this axis.
@@ -198,31 +210,27 @@ def quantize_state(
         raise ValueError(f"bits must be 8 or 4, got {bits!r}.")
     checks.check_static_count("min_size", min_size)
     checks.check_key("key", key)
-    optimizer, probe = optax.with_extra_args_support(inner), Probe(inner)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> QuantizedState:
         inner_state = inner.init(params)
-        known = find_known_states(without_variables(inner_state))
-        if not known:
+        plain = without_variables(inner_state)
+        moments = list_moments(plain)
+        if not find_known_states(plain):
             raise ValueError(
                 "inner of quantize_state has no state with known moments: it has "
                 f"{checks.name_states(inner_state)}. Known states are "
-                f"{', '.join(each.__name__ for each in KNOWN)}. Use an optimizer with one of these "
-                "states (optax.scale_by_adam(b1=0.0) is RMSProp with bias correction), or use inner "
-                "without quantize_state."
+                f"{', '.join(each.__name__ for each in KNOWN)}. Name the moments of another state with "
+                "optperm.memory.register_moments, or use inner without quantize_state."
             )
         _warn_of_unknown(inner_state, params, min_size)
-        flags = _resolve_include(include, params)
-        seconds = probe(inner_state, lambda: params, find_known_states)
-        names = [
-            [
-                name if is_included and leaf.ndim and leaf.size >= min_size else ""
-                for leaf, is_included, name in _name_moments(state, each, params, flags, bits)
-            ]
-            for state, each in zip(known, seconds, strict=True)
+        included = _flag_moments(plain, params, _resolve_include(include, params))
+        forms = [
+            _find_form(moment, bits) if flag and _is_large(moment.array, min_size) else None
+            for moment, flag in zip(moments, included, strict=True)
         ]
         has_arrays = any(jnp.ndim(leaf) and jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        if has_arrays and not any(map(any, names)):
+        if has_arrays and not any(forms):
             warnings.warn(
                 "quantize_state saves nothing: no included moment in 16 or 32 bits has at least "
                 f"min_size={min_size} entries.",
@@ -232,7 +240,7 @@ def quantize_state(
         count = jnp.zeros([], jnp.int32)
         # This prevents XLA from computing the codes of zeros at compile time, which takes long.
         inner_state = computed_once(inner_state)
-        return QuantizedState(count, *_encode_state(inner_state, names, key, count))
+        return QuantizedState(count, *_encode_state(inner_state, forms, key, count))
 
     def update(
         updates: Updates,
@@ -240,9 +248,8 @@ def quantize_state(
         params: Params | None = None,
         **extra_args: Any,
     ) -> tuple[Updates, QuantizedState]:
-        names = _find_names(state.exponents)
-        forms = {name.split("_")[0] for each in names for name in each}
-        if not forms.isdisjoint(("random",) if bits == 4 else ("odd", "even")):
+        forms = _find_forms(state.exponents)
+        if any(form in ((Random,) if bits == 4 else (Even, Odd)) for form in forms):
             raise ValueError(
                 f"bits must be {8 if bits == 4 else 4}, as in the state, got {bits}. To change bits, "
                 "convert the state with optperm.memory.dequantize, then optperm.memory.quantize."
@@ -250,7 +257,7 @@ def quantize_state(
         inner_state = state.decode()
         updates, inner_state = optimizer.update(updates, inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
-        encoded = _encode_state(inner_state, names, key, count)
+        encoded = _encode_state(inner_state, forms, key, count)
         return updates, QuantizedState(count, *encoded, state.fingerprint)
 
     def shape_arguments(params: Params) -> dict[str, Any]:
@@ -305,12 +312,15 @@ def quantize(opt_state: Any, like: Any, *, key: int | jax.Array = 0) -> Any:
         plain = jax.eval_shape(QuantizedState.decode, old)
         checks.check_same_tree("opt_state", state, plain, source="like, decoded,", dtypes=False)
         # A state from vmap has several counts.
-        count, names = jnp.zeros(old.count.shape, jnp.int32), _find_names(old.exponents)
+        count, forms = jnp.zeros(old.count.shape, jnp.int32), _find_forms(old.exponents)
         fingerprint = old.fingerprint
         if isinstance(fingerprint, jax.ShapeDtypeStruct):
             fingerprint = jnp.zeros(fingerprint.shape, fingerprint.dtype)
-        encoded = _encode_state(state, names, key, jnp.zeros([], jnp.int32))
-        return QuantizedState(count, *encoded, fingerprint)
+        codes, exponents = _encode_state(state, forms, key, jnp.zeros([], jnp.int32))
+        exponents = jax.tree.map(
+            lambda new, like: jnp.broadcast_to(new, like.shape), exponents, old.exponents
+        )
+        return QuantizedState(count, codes, exponents, fingerprint)
 
     return jax.tree.map(convert, like, opt_state, is_leaf=_is_quantized)
 
@@ -361,87 +371,65 @@ def _resolve_include(include: Any, params: Any) -> Any:
     return flags
 
 
-def _name_moments(
-    state: Any, second: Second, params: Any, flags: Any, bits: int
-) -> list[tuple[Any, bool, str]]:
-    """Return a state's moments, each with a flag for inclusion and the name of its rounding."""
-    found = []
-    for field, role in KNOWN[type(state)].roles.items():
-        moments = getattr(state, field)
-        included = _flag_moments(moments, params, flags)
-        for leaf, flag in zip(jax.tree.leaves(moments), included, strict=True):
-            dtype = jnp.result_type(leaf)
-            is_small = jnp.issubdtype(dtype, jnp.floating) and 2 <= dtype.itemsize <= 4
-            if field == "nu" and second == "sizes":
-                form = "size"  # Adamax's second moment is linear in gradients.
-            elif role in ("square", "maximum"):
-                form = "root" if role == "square" else "largest"
-            elif bits == 4:
-                form = "odd" if leaf.ndim and leaf.shape[-1] % 2 else "even"
-            else:
-                form = "random"
-            found.append((leaf, flag and is_small, f"{form}_{dtype.name}"))
-    return found
+def _is_large(array: Any, min_size: int) -> bool:
+    """Return whether an array of moments has 16 or 32 bits, an axis, and at least so many entries."""
+    dtype = jnp.result_type(array)
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and 2 <= dtype.itemsize <= 4
+    return bool(is_narrow and array.ndim and array.size >= min_size)
 
 
-def _flag_moments(moments: Any, params: Any, flags: Any) -> list[bool]:
+def _find_form(moment: Moment, bits: int) -> Form:
+    """Return the form of a moment's codes."""
+    if moment.role == "maximum":
+        return Largest
+    if moment.role != "mean":
+        return Root
+    if bits == 4:
+        return Odd if moment.array.shape[-1] % 2 else Even
+    return Random
+
+
+def _flag_moments(inner_state: Any, params: Any, flags: Any) -> list[bool]:
     """Return whether each moment belongs to an included parameter, or to no parameter."""
-    own, chosen = jax.tree.leaves(moments), jax.tree.leaves(flags)
+    moments, chosen = list_moments(inner_state), jax.tree.leaves(flags)
     if flags is True:
-        return [True] * len(own)
-    places = {id(match.leaf): match.place for match in match_params(moments, params)}
-    found = [places[id(leaf)] for leaf in own]
+        return [True] * len(moments)
+    places = {id(match.leaf): match.place for match in match_params(inner_state, params)}
+    found = [places[id(moment.array)] for moment in moments]
     return [place is None or bool(chosen[place]) for place in found]
 
 
-def _map_moments(function: Callable[[int, int, int, Any], Any], inner_state: Any) -> Any:
-    """Return a state with `function(i, j, k, moment)` for moment j of known state i, k in its field."""
-    states = itertools.count()
-
-    def replace(node: Any) -> Any:
-        if not is_known(node):
-            return node
-        i, j = next(states), itertools.count()
-        moments = {}
-        for field in KNOWN[type(node)].roles:
-            leaves, structure = jax.tree.flatten(getattr(node, field))
-            mapped = [function(i, next(j), k, leaf) for k, leaf in enumerate(leaves)]
-            moments[field] = jax.tree.unflatten(structure, mapped)
-        return node._replace(**moments)
-
-    return jax.tree.map(replace, inner_state, is_leaf=is_known)
-
-
 def _encode_state(
-    inner_state: Any, names: Sequence[Sequence[str]], key: Any, count: jax.Array
+    inner_state: Any, forms: Sequence[Form | None], key: Any, count: jax.Array
 ) -> tuple[Any, Any]:
     """Return a state with codes instead of moments, and the exponents."""
-    if not any(names):  # Placeholders of `optax.tree.map_params` have no moments.
+    if not forms:  # Placeholders of `optax.tree.map_params` have no moments.
         return inner_state, jnp.zeros([], jnp.int8)
-    exponents: list[list[Any]] = [[{} for _ in each] for each in names]
-    total = sum(map(len, names))
     # The seed is a hash of the key and the step, combined with the number of the array
-    seed, numbers = mix_key(key_data(key), count), seeds(total)
-    unused = iter(numbers)
+    seed, numbers = mix_key(key_data(key), count), seeds(len(forms))
+    moments = list_moments(inner_state)
+    arrays: list[Any] = []
+    exponents: list[Blocks | tuple[()]] = []
+    for moment, form, number in zip(moments, forms, numbers, strict=True):
+        x: Any = moment.array
+        blocks: Blocks | tuple[()] = ()
+        if form is not None:
+            # The moments of a parameter share one start, since one kernel encodes them.
+            own, start = mix(seed ^ number), mix(~seed ^ numbers[moment.place])
+            # v - m^2, the divisor of "centered" squares, keeps its precision where v is near m^2.
+            wide = x if moment.mean is None else x - jnp.square(moments[moment.mean].array)
+            codes, e = _encode(wide, form, own, start)
+            blocks = form(_shard_exponents(e, x), jnp.zeros([], x.dtype))
+            x = shard_like(codes, x) if codes.shape == x.shape else codes
+        arrays.append(x)
+        exponents.append(blocks)
+    return replace_moments(inner_state, arrays), tuple(exponents)
 
-    def encode_moment(i: int, j: int, k: int, moment: Any) -> Any:
-        if not (name := names[i][j]):
-            return moment
-        form, _ = name.split("_")
-        # The moments of a parameter share one start, since one kernel encodes them.
-        own, start = mix(seed ^ next(unused)), mix(~seed ^ numbers[k])
-        codes, e = _encode(moment, form, own, start)
-        exponents[i][j] = {name: _shard_exponents(e, moment)}
-        return shard_like(codes, moment) if codes.shape == moment.shape else codes
 
-    inner_state = _map_moments(encode_moment, inner_state)
-    return inner_state, tuple(map(tuple, exponents))
-
-
-def _find_names(exponents: Any) -> list[list[str]]:
-    """Return the name of each moment's rounding, or an empty name."""
+def _find_forms(exponents: Any) -> list[Form | None]:
+    """Return the form of each moment's codes, or None."""
     is_empty = not isinstance(exponents, tuple | list)
-    return [] if is_empty else [[next(iter(each), "") for each in state] for state in exponents]
+    return [] if is_empty else [type(blocks) if blocks else None for blocks in exponents]
 
 
 def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
@@ -450,9 +438,11 @@ def _shard_exponents(e: jax.Array, moment: Any) -> jax.Array:
     if sharding is None:
         return e
     spec = [*sharding.spec, *[None] * (moment.ndim - len(sharding.spec))]
-    piece = sharding.shard_shape(moment.shape)[-1]
-    last = spec[-1] if piece % BLOCK == 0 else None
-    return jax.device_put(e, NamedSharding(sharding.mesh, P(*spec[:-1], last)))
+    # The last axis of the exponents is that of merged trailing axes.
+    axes = e.ndim - 1
+    piece = math.prod(sharding.shard_shape(moment.shape)[axes:])
+    last = spec[axes] if piece % BLOCK == 0 and not any(spec[axes + 1 :]) else None
+    return jax.device_put(e, NamedSharding(sharding.mesh, P(*spec[:axes], last)))
 
 
 def _warn_of_unknown(inner_state: Any, params: Any, min_size: int) -> None:

@@ -85,9 +85,7 @@ def state_report(tx: optax.GradientTransformation, params: Params) -> StateRepor
 
     The report needs only shapes. A word is four bytes, so an entry of an int8 array or of a mask is a
     quarter of a word. An array belongs to a leaf if it is in a tree like params. The line "others"
-    includes the exponents of `optperm.quantize_state`, one byte for up to 32 codes along the last axis:
-    if this axis has one entry, as in the kernels of 1 x 1 convolutions in Equinox, there are as many
-    exponents as codes, and the state takes half as much memory as in float32, not a quarter. If the
+    includes the exponents of `optperm.quantize_state`, one byte for up to 32 codes. If the
     optimizer contains `optperm.low_rank` or `optperm.apollo`, the report shows the rank of each leaf. A
     leaf with three or more axes at full rank is marked "axes not named".
 

@@ -56,8 +56,8 @@ def permuted_params(opt_state: Any, params: Params | None = None, *, axes: Any =
 
     Raises:
       ValueError: If `opt_state` does not contain exactly one permutation state, if `params` do not match
-        this state, or if a state of `optperm.laperm` was made with other `axes`, or is a stack of states
-        outside `jax.vmap`.
+        this state, or if the state was made with other `axes`, or, for `optperm.laperm`, is a stack of
+        states outside `jax.vmap`.
     """
     state = _find_permutation_state(opt_state)
     if params is None:
@@ -218,6 +218,8 @@ def _weights_and_ranks(
     checks.check_same_tree("params", trained, state.weights, source="the optimizer state")
     if isinstance(state, LapermState):
         return synchronize_params(state, trained, _find_vectors(method, state, params, axes))
+    if axes is not None:  # not needed, but checked
+        _find_vectors(method, state, params, axes)
     return state.weights, state.ranks
 
 

@@ -6,13 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import Partial
 
 from optperm.core.current import jit_current
 from optperm.core.keys import key_data
 from optperm.core.noise import normal_like
+from optperm.core.remainders import is_narrow
 from optperm.core.states import DrawingState, LoopState, find_states
+from optperm.core.transformation import known_extra_args
 from optperm.evaluation import (
     NOT_GRADIENT,
     NOT_MEAN,
@@ -24,6 +27,7 @@ from optperm.evaluation import (
     judge_halves,
     num_examples,
 )
+from optperm.memory import WidenedState, lost_updates
 from optperm.training._layout import Layout
 from optperm.training._steps import evaluate_step
 from optperm.training._train_state import Model, TrainState
@@ -37,6 +41,10 @@ NOT_COUNT = (
     "loss_fn returns a pair, which is a sum and a count, but its second value for a batch is not the "
     "sum of the values for the halves of the batch. For a loss and a metric, pass has_aux=True and "
     'return (loss, {"name": metric}).'
+)
+LOST_UPDATES = (
+    "More than half of the updates of params in 16 bits have rounded to nothing for 100 steps. Train "
+    "them with optperm.widen_params around the optimizer, with a larger learning rate, or in float32."
 )
 
 
@@ -61,6 +69,29 @@ def find_broken_conditions(
     if samples(carry.opt_state) and not _is_gradient(carry, batch, model, layout, key):
         found.append(NOT_GRADIENT)
     return found
+
+
+def has_narrow_params(carry: TrainState) -> bool:
+    """Return whether a method without remainders trains params of 16 bits."""
+    if find_states(carry.opt_state, WidenedState) or samples(carry.opt_state):
+        return False
+    return any(map(is_narrow, jax.tree.leaves(carry.params)))
+
+
+def loses_updates(
+    carry: TrainState, batch: Any, model: Model, layout: Layout, key: int | jax.Array
+) -> bool:
+    """Return whether the next step would lose more than half of the updates of params in 16 bits."""
+
+    def count(state: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
+        e, extras = evaluate_step(state, batch, model, layout, key)
+        extras = known_extra_args(state.tx, extras)
+        updates, _ = state.tx.update(e.grad, state.opt_state, state.params, **extras)
+        pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(updates), strict=True)
+        narrow = [pair for pair in pairs if is_narrow(pair[0])]
+        return state, lost_updates(*map(list, zip(*narrow, strict=True)))
+
+    return bool(np.mean(_run(count, carry, batch, layout)) > 0.5)
 
 
 def _is_mean(carry: TrainState, batch: Any, model: Model, layout: Layout) -> bool:

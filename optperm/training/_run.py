@@ -43,6 +43,8 @@ from optperm.variance._full_gradient import full_gradient
 Ended = Literal["finished", "stopped", "interrupted"]
 # Codes that processes exchange before each call; other codes of at least 2 are numbers of signals.
 _STOPPED, _FAILED = 1, 1000
+# The number of steps whose lost updates are worth a warning.
+_LOST_STEPS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,9 @@ class Run:
         self.at, self.due, self.history = Position(), Due(), History()
         self.best = dict[str, Any]()  # the value, step and state of the best row
         self.said = set[str]()  # warnings of the optimizer state
+        self.is_narrow = conditions.has_narrow_params(given.carry)
+        self.lost_since: int | None = None  # the first of the last steps that lost their updates
+        self.looked_at = 0  # the last step whose updates were looked at
         # An `epoch_start` may change the state later, even if it has not changed anything yet.
         self.is_judged = given.epoch_start is None
         if given.epoch_start is not None or conditions.samples(given.carry.opt_state):
@@ -247,6 +252,20 @@ class Run:
         if not conditions.is_count(self.carry, given.feed.example(), given.model, self.layout):
             warnings.warn(conditions.NOT_COUNT, stacklevel=4)  # where fit is called
 
+    def _check_updates(self) -> None:
+        """Warn once if most updates of params in 16 bits round to nothing, at rows 100 steps apart."""
+        given, step = self.given, self.at.step
+        self.looked_at, batch = step, given.feed.example()
+        if batch is None or not conditions.loses_updates(
+            self.carry, batch, given.model, self.layout, given.key
+        ):
+            self.lost_since = None
+        elif self.lost_since is None:
+            self.lost_since = step
+        elif step >= self.lost_since + _LOST_STEPS:
+            self.is_narrow = False
+            warnings.warn(conditions.LOST_UPDATES, stacklevel=6)  # where fit is called
+
     def _start_epoch(self) -> None:
         self._judge_steps()
         change, carry, layout = self.given.epoch_start, self.carry, self.layout
@@ -343,6 +362,8 @@ class Run:
         self.history.add_epoch(self._epoch, at.step, seconds, evaluated, has_reached)
         if self.is_judged:
             self.warn_of_state(stacklevel=6)
+        if self.is_narrow and at.step >= self.looked_at + _LOST_STEPS // 2:
+            self._check_updates()
         if keep_best is None:
             return
         name, mode = keep_best

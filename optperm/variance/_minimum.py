@@ -34,7 +34,11 @@ class MinimumHistory:
         self._rows: list[Pass] = []
 
     def add(self, row: Pass) -> None:
-        """Add a row."""
+        """Add a row.
+
+        Args:
+          row: The row of the pass that ended last.
+        """
         self._rows.append(row)
 
     def __len__(self) -> int:

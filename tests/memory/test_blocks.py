@@ -11,11 +11,14 @@ import pytest
 import support
 
 from optperm.memory import _blocks as blocks
+from optperm.memory._blocks import Even, Largest, Odd, Random, Root
 
-FORMS = ("random", "size", "root", "largest", "even", "odd")
+FORMS = (Random, Root, Largest, Even, Odd)
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 E2M1 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 SHAPES = ((64,), (5, 33), (3, 2, 1), (7, 96), (4, 200), (2, 8), (3, 45))
+# The last axes of these are merged with axes before them
+SHORT = ((3, 64, 1, 1), (5, 6, 3, 3), (64, 5, 3, 3))
 decode = jax.jit(blocks.decode, static_argnums=(2, 3))
 compiled = jax.jit(blocks.encode, static_argnums=1)
 START = 3141592653
@@ -46,7 +49,7 @@ def in_blocks(x):
 
 def encode_numpy(x, form, seed):
     """The codes and exponents in float64, with a search in the table of all codes."""
-    n, is_pair, is_root = x.shape[-1], form in ("even", "odd"), form in ("root", "largest")
+    n, is_pair, is_root = x.shape[-1], form in (Even, Odd), form in (Root, Largest)
     draw, x = in_blocks(hash_places(x.shape, seed)), in_blocks(x.astype(np.float64))
     is_finite, is_negative = np.isfinite(x), np.signbit(x)
     size = np.abs(np.where(is_finite & (np.abs(x) >= 2.0**-126), x, 0))
@@ -62,9 +65,9 @@ def encode_numpy(x, form, seed):
     values = codes**2 if is_root else codes
     down = np.minimum(np.searchsorted(values, y, side="right"), len(codes) - 1) - 1
     part = (y - values[down]) / (values[down + 1] - values[down])
-    if form == "largest":
+    if form is Largest:
         c = down + (y > (codes[down] / 2 + codes[down + 1] / 2) ** 2)
-    elif form == "root":
+    elif form is Root:
         c = down + ((draw >> 8) / 2**24 * (values[down + 1] - values[down]) < y - values[down])
     else:  # The sum of the part and of as many random bits carries over.
         bits = 22 if is_pair else 20
@@ -78,7 +81,7 @@ def encode_numpy(x, form, seed):
         c = c.reshape(*c.shape[:-2], -1)
         c = (c[..., ::2] | c[..., 1::2] << 4)[..., : (n + 1) // 2]
         return c.astype(np.uint8), e.astype(np.int8)
-    if form == "random":
+    if form is Random:
         c = c | np.where(is_negative, 128, 0)
     else:
         c = np.where(is_negative, 0, np.where(size > 0, np.maximum(c, 1), 0))
@@ -88,18 +91,27 @@ def encode_numpy(x, form, seed):
 
 def decode_numpy(codes, e, form):
     """The numbers of codes, in float64 and then in float32."""
-    if form in ("even", "odd"):
-        n = 2 * codes.shape[-1] - (form == "odd")
+    if form in (Even, Odd):
+        n = 2 * codes.shape[-1] - (form is Odd)
         pairs = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
         values = pairs[..., :n].view(ml_dtypes.float4_e2m1fn)
     else:
         n, values = codes.shape[-1], codes.view(ml_dtypes.float8_e4m3fn)
     e = np.repeat(e.astype(np.float64), 32, -1)[..., :n]
     x = values.astype(np.float64) * 2.0**e
-    x = x**2 if form in ("root", "largest") else x
-    x = np.where(e == -128, np.nan, x) if form in ("even", "odd") else x
+    x = x**2 if form in (Root, Largest) else x
+    x = np.where(e == -128, np.nan, x) if form in (Even, Odd) else x
     top = float(np.finfo(np.float32).max)
     return np.clip(x, -top, top).astype(np.float32)
+
+
+def merge_shape(shape):
+    """The shape whose last axis, if it has fewer than 8 entries, is merged to 32 or more."""
+    if shape[-1] >= 8:
+        return shape
+    while len(shape) > 1 and shape[-1] < 32:
+        shape = (*shape[:-2], shape[-2] * shape[-1])
+    return shape
 
 
 def make_numbers(shape, rng):
@@ -120,23 +132,26 @@ def test_codes_equal_those_of_numpy(form):
     """What is not finite stays in its block; encoding what was decoded gives the same numbers, so that
     errors do not accumulate."""
     rng = np.random.default_rng(0)
-    for shape in SHAPES:
-        if form in ("even", "odd") and (shape[-1] % 2 == 1) != (form == "odd"):
+    for shape in (*SHAPES, *SHORT):
+        if form in (Even, Odd) and (shape[-1] % 2 == 1) != (form is Odd):
             continue
         for kind, numbers in make_numbers(shape, rng).items():
             x, seed = numbers.astype(np.float32), int(rng.integers(2**32 - 1))
             codes, e = encode(x, form, seed)
+            merged = x.reshape(merge_shape(shape)) if form in (Random, Root, Largest) else x
             with np.errstate(invalid="ignore"):
-                wanted, wanted_e = encode_numpy(x, form, seed)
+                wanted, wanted_e = encode_numpy(merged, form, seed)
+            wanted = wanted.reshape(codes.shape)
             np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted, kind)
             np.testing.assert_array_equal(e, wanted_e)
             found = decode(codes, e, form, jnp.float32)
-            np.testing.assert_array_equal(found, decode_numpy(wanted, wanted_e, form))
+            values = decode_numpy(wanted.reshape(*wanted_e.shape[:-1], -1), wanted_e, form)
+            np.testing.assert_array_equal(found, values.reshape(shape))
             again = decode(*encode(found, form, seed + 1), form, jnp.float32)
             np.testing.assert_array_equal(again, found)
 
 
-@pytest.mark.parametrize("form", ["random", "size", "root", "even"])
+@pytest.mark.parametrize("form", [Random, Root, Even])
 def test_random_rounding_is_unbiased(form):
     """In the number, also where the root is rounded: means over many seeds are within 5 errors, and so
     is their mean over all places."""
@@ -155,7 +170,7 @@ def test_encodings_of_two_arrays_share_no_vector(form):
 
     XLA would compute another vector once for all arrays of a shape, and on a GPU encode them at once.
     """
-    x = jnp.ones((6, 5, 64 - (form == "odd")))
+    x = jnp.ones((6, 5, 64 - (form is Odd)))
     seeds = jnp.uint32(1), jnp.uint32(2)
     program = jax.make_jaxpr(blocks.encode, static_argnums=1)(x, form, *seeds).jaxpr
     own = set(program.invars)
@@ -170,7 +185,7 @@ def test_encodings_of_two_arrays_share_no_vector(form):
 def test_float16_and_bfloat16_are_kept_to_their_largest_number(dtype):
     top = jnp.finfo(dtype).max
     x = jnp.array([top, -top, top / 3], dtype)
-    for form in ("random", "odd"):
+    for form in (Random, Odd):
         found = decode(*encode(x, form, 0), form, dtype)
         assert jnp.all(jnp.isfinite(found.astype(jnp.float32)))
         assert found.dtype == dtype

@@ -72,3 +72,11 @@ def test_muon_on_a_model_of_nnx_with_states_of_8_bits():
     assert min(jax.tree.leaves(moved)) > 0
     codes = [x.shape for x in jax.tree.leaves(optimizer.opt_state) if x.dtype.itemsize == 1]
     assert sorted(codes).count((LAYERS, 64, 64)) == 1
+
+
+def test_experts_that_no_name_tells_are_warned_of():
+    params = {"wi": jnp.ones((8, 64, 256)), "up": jnp.ones((4, 4))}
+    with pytest.warns(UserWarning, match=r"Muon leaves \['wi'\] alone"):
+        assert muon_axes(params)["wi"] is None
+    axes = muon_axes(params, wi=optperm.LeafAxes("kernel", 1, 2, 0))
+    assert axes["wi"] == optax.contrib.MuonDimensionNumbers((1,), (2,))

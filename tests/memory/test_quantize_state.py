@@ -1,8 +1,11 @@
 """Optimizers with moments in 8 and 4 bits, against the same optimizers in float32."""
 
+import functools
 import itertools
 import math
 import re
+import warnings
+from typing import Any, NamedTuple
 
 import flax.core
 import flax.nnx
@@ -18,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.memory import dequantize, quantize
+from optperm.memory import _register_moments, dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -33,6 +36,11 @@ INNERS = {
     "sgd": optax.sgd(1e-2, 0.9),
     "ema": optax.ema(0.99),
     "rmsprop": optax.rmsprop(1e-2, decay=0.99),
+    "rmsprop_corrected": optax.rmsprop(1e-2, decay=0.99, bias_correction=True),
+    "rmsprop_centered": optax.rmsprop(1e-2, decay=0.99, centered=True),
+    "adan": optax.adan(1e-2),
+    "adadelta": optax.adadelta(1.0),
+    "simplified_ademamix": optax.contrib.simplified_ademamix(1e-4),
     "adagrad": optax.adagrad(1e-2),
     "ademamix": optax.contrib.ademamix(1e-2),
     "muon": optax.contrib.muon(1e-2),
@@ -49,15 +57,20 @@ INNERS = {
 }
 # The form of each array in 8 bits
 FORMS = {
-    "adamw": {"random", "root"},
-    "adamax": {"random", "size"},
-    "amsgrad": {"random", "root", "largest"},
-    "lion": {"random"},
-    "ema": {"random"},
-    "rmsprop": {"root"},
-    "adagrad": {"root"},
-    "ademamix": {"random", "root"},
-    "adafactor": {"root"},
+    "adamw": {"Random", "Root"},
+    "adamax": {"Random", "Root"},
+    "amsgrad": {"Random", "Root", "Largest"},
+    "lion": {"Random"},
+    "ema": {"Random"},
+    "rmsprop": {"Root"},
+    "rmsprop_corrected": {"Root"},
+    "rmsprop_centered": {"Random", "Root"},
+    "adan": {"Random", "Root"},
+    "adadelta": {"Root"},
+    "simplified_ademamix": {"Random", "Root"},
+    "adagrad": {"Root"},
+    "ademamix": {"Random", "Root"},
+    "adafactor": {"Root"},
 }
 
 
@@ -70,8 +83,8 @@ def params_of(seed=0, shapes=None):
 def test_each_moment_has_the_form_of_what_it_is():
     for name, forms in FORMS.items():
         state = jax.eval_shape(optperm.quantize_state(INNERS[name], min_size=2).init, params_of())
-        paths = jax.tree_util.tree_leaves_with_path(state.exponents)
-        assert {path[-1].key for path, _ in paths} == {f"{form}_float32" for form in forms}
+        assert {type(blocks).__name__ for blocks in state.exponents} == forms
+        assert {blocks.like.dtype.name for blocks in state.exponents} == {"float32"}
 
 
 @pytest.mark.filterwarnings("ignore:quantize_state does not know the moments")
@@ -115,7 +128,8 @@ def test_an_update_is_that_of_the_decoded_state(name, bits):
 def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits):
     """The mean of 1,280 ratios to the moments in float32 is 1. Moments rounded to the nearest code would
     stand still. Maxima of noisy numbers are above their twins: those of AMSGrad climb, while those of
-    Adamax decay, and so stay within one code of width 1/16 to 1/8."""
+    Adamax decay, and so stay within one code: the root of their root has a code of width 1/16 to 1/8,
+    and they have twice this width."""
     g = {"w": np.exp(0.5 * support.normal((20, 64), 1))}
 
     def run(tx):
@@ -131,7 +145,7 @@ def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits
             ratio, field = np.asarray(a / b), jax.tree_util.keystr(path)
             error = 0.01 + 4 * ratio.std() / 36
             of_adamax = name == "adamax" and "nu" in field
-            highest = 0.7 if "nu_max" in field else 0.06 if of_adamax else error
+            highest = 0.7 if "nu_max" in field else 0.12 if of_adamax else error
             assert -error < ratio.mean() - 1 < highest
             assert ratio.std() < (0.8 if bits == 4 else 0.4)
 
@@ -252,6 +266,137 @@ def test_moments_that_stay_in_float32_are_warned_of():
             optperm.quantize_state(inner, include=include).init({"w": jnp.zeros(shape)})
 
 
+def test_warnings_of_inner_come_once():
+    """`init` calls the `init` of `inner` once, with its own params: nothing is said of traced params."""
+    params = {"up": {"kernel": jnp.ones((64, 96))}, "odd": jnp.ones((64, 96, 2))}
+    tx = optperm.quantize_state(optperm.apollo(rank=4))
+    for init, number in ((tx.init, 1), (lambda p: jax.eval_shape(tx.init, p), 0)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            init(params)
+        assert len([each for each in seen if "apollo leaves" in str(each.message)]) == number
+
+
+NEAR = ("rmsprop_corrected", "rmsprop_centered", "adan", "adadelta", "simplified_ademamix")
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_run_in_8_bits_stays_near_the_run_in_float32(name):
+    """Least squares with noise: 300 steps on the same rows have about the same losses.
+
+    A decay rate of 0.99, as in simplified AdEMAMix, adds up the rounding errors of a hundred steps.
+    """
+    x, w = support.normal((256, 40), 1), support.normal((40, 32), 2)
+    params = {"w": jnp.zeros((40, 32))}
+
+    def loss_fn(params, rows):
+        return jnp.mean((x[rows] @ (params["w"] - w)) ** 2)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def train(tx):
+        def step(carry, rows):
+            params, state = carry
+            grads = jax.grad(loss_fn)(params, rows)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), loss_fn(params, slice(None))
+
+        rows = jax.random.randint(jax.random.key(0), (300, 16), 0, 256)
+        return jax.lax.scan(step, (params, tx.init(params)), rows)
+
+    inner = INNERS[name]
+    (exact, _), losses = train(inner)
+    (found, _), others = train(optperm.quantize_state(inner, min_size=2))
+    assert jnp.linalg.norm(found["w"] - exact["w"]) < 0.2 * jnp.linalg.norm(exact["w"])
+    assert jnp.all(jnp.abs(jnp.log(others / losses)) < 0.25)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:quantize_state does not know the moments of ScheduleFreeState")
+def test_schedule_free_adamw_is_quantized():
+    params = params_of()
+    tx = optperm.quantize_state(optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2), min_size=2)
+    state = tx.init(params)
+    assert state.exponents
+    assert all(type(blocks).__name__ == "Root" for blocks in state.exponents)
+    jax.eval_shape(tx.update, params, state, params)
+
+
+def test_the_divisor_of_centered_squares_keeps_its_precision():
+    """The variance is 1% of nu: an error of up to 27% of nu would be many times the variance."""
+    inner = optax.scale_by_stddev(0.9)
+    tx = optperm.quantize_state(inner, min_size=2)
+    state, exact = tx.init(params_of()), inner.init(params_of())
+    update, plain = jax.jit(tx.update), jax.jit(inner.update)
+    for step in range(60):
+        grads = jax.tree.map(lambda w, step=step: 1 + 0.1 * w, params_of(step))
+        _, state = update(grads, state)
+        _, exact = plain(grads, exact)
+    decoded = dequantize(state)
+    variance = decoded.nu["w"] - decoded.mu["w"] ** 2
+    ratio = variance / (exact.nu["w"] - exact.mu["w"] ** 2)
+    assert ratio.min() > 0
+    low, high = np.percentile(ratio, (2, 98))
+    assert 0.25 < low < high < 4
+
+
+class Momentum(NamedTuple):
+    """The state of a user's optimizer."""
+
+    count: jax.Array
+    m: Any
+    v: Any
+
+
+def momentum():
+    """Adam without a bias correction, with a state of its own."""
+
+    def update(grads, state, params=None):
+        m = optax.tree.update_moment(grads, state.m, 0.9, 1)
+        v = optax.tree.update_moment(grads, state.v, 0.99, 2)
+        steps = jax.tree.map(lambda m, v: -1e-2 * m / (jnp.sqrt(v) + 1e-8), m, v)
+        return steps, Momentum(state.count + 1, m, v)
+
+    def init(params):
+        zeros = optax.tree.zeros_like(params)
+        return Momentum(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_registered_state_is_quantized_as_a_known_one(monkeypatch):
+    monkeypatch.setattr(_register_moments, "KNOWN", dict(_register_moments.KNOWN))
+    params, tx = params_of(), optperm.quantize_state(momentum(), min_size=2)
+    with pytest.raises(ValueError, match=r"Momentum.*memory\.register_moments"):
+        tx.init(params)
+    optperm.memory.register_moments(Momentum, m="mean", v="square")
+    state = tx.init(params)
+    assert [type(blocks).__name__ for blocks in state.exponents] == ["Random"] * 2 + ["Root"] * 2
+    updates, after = tx.update(params, state, params)
+    support.assert_close(updates, momentum().update(params, dequantize(state))[0], rtol=1e-6)
+    support.assert_close(dequantize(after).m, jax.tree.map(lambda g: 0.1 * g, params), rtol=0.13)
+
+
+def test_registrations_that_contradict_are_refused(monkeypatch):
+    monkeypatch.setattr(_register_moments, "KNOWN", dict(_register_moments.KNOWN))
+    register = optperm.memory.register_moments
+    register(Momentum, m="mean")
+    register(Momentum, m="mean")
+    for state_type, roles, error, message in (
+        (Momentum, {"m": "square"}, ValueError, "registered with other roles"),
+        (Momentum, {"m": "mean", "v": "square"}, ValueError, "registered with other roles"),
+        (optax.ScaleByAdamState, {"mu": "mean"}, ValueError, "registered with other roles"),
+        (Momentum, {}, ValueError, "needs a role for a field of Momentum"),
+        (Momentum, {"n": "mean"}, ValueError, "no field 'n': its fields are count, m, v"),
+        (Momentum, {"m": "average"}, ValueError, "m must be"),
+        (Momentum, {"m": "centered"}, ValueError, "the field of its mean before it"),
+        (dict, {"m": "mean"}, TypeError, "must be a NamedTuple"),
+        (Momentum(0, 0, 0), {"m": "mean"}, TypeError, "must be a NamedTuple"),
+    ):
+        with pytest.raises(error, match=message):
+            register(state_type, **roles)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_checkpoint_is_quantized_and_back(bits):
     """The plain optimizer's state becomes the quantized optimizer's, and the other way round."""
@@ -331,6 +476,30 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
     assert codes.sharding.is_equivalent_to(sharding, 2)
     moved = [math.prod(map(int, dims.split(","))) if dims else 1 for dims in MOVED.findall(text)]
     assert max(moved, default=0) <= (0 if piece == 32 else 6 * n // 8)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_merged_axes_of_a_sharded_leaf_have_the_codes_of_the_whole_one(axis, kind):
+    """A kernel (out, in, 3, 3) whose blocks run over (in, 3, 3), of which a device has 45 numbers."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))
+    tx = optperm.quantize_state(optax.adam(1e-2), min_size=2)
+
+    def run(place):
+        params, *grads = (place(params_of(seed, {"w": (16, 40, 3, 3)})) for seed in range(3))
+        state, update = tx.init(params), jax.jit(tx.update)
+        for g in grads:
+            updates, state = update(g, state, params)
+        return updates, state
+
+    whole = run(lambda tree: tree)
+    assert [blocks.exponents.shape for blocks in whole[1].exponents] == [(16, 12)] * 2
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P(*[None] * axis, "x"))
+        found = run(lambda tree: jax.device_put(tree, sharding))
+    support.assert_same_bits(*(jax.tree.map(np.asarray, each[1]) for each in (found, whole)))
+    assert found[1].inner_state[0].nu["w"].sharding.is_equivalent_to(sharding, 4)
+    assert found[0]["w"].sharding.is_equivalent_to(sharding, 4)
 
 
 @pytest.mark.slow

@@ -124,10 +124,10 @@ def test_power_steps_and_carried_moments_are_those_of_ldadam(kind, x64):
         new = _projections.gram_basis(target, RANK)
         if kind == "power":
             new = jnp.where(t > 0, _projections.power_basis(target, basis), new)
-        carry_adam = functools.partial(_moments.KNOWN[type(state)].carry, count=t, b1=b1, b2=b2)
+        carry_adam = _moments.find_formulas(state, b1=b1, b2=b2)
         change = _moments.Change(matrix, basis, new, t > 0)
         moments = [(state.mu["w"], state.nu["w"])]
-        ((mu, nu),) = _moments.carry_moments([carry_adam], change, moments)
+        ((mu, nu),) = _moments.carry_moments(carry_adam, change, moments)
         u, state = adam.update({"w": new.T @ g}, state._replace(mu={"w": mu}, nu={"w": nu}))
         w = w - RATE * new @ u["w"]
         return (w, state, new), w

@@ -334,7 +334,6 @@ def test_scanned_layers_of_nnx_keep_the_weights_of_each_layer_and_head():
 NO_AXES = {
     "out of range": LeafAxes("kernel", 0, 3, (1, 2)),
     "one missing": LeafAxes("kernel", 0, 1),
-    "no outputs": LeafAxes("kernel", (0, 1, 2)),
     "a number": 3,
 }
 

@@ -10,7 +10,7 @@ from fitting import BATCH, DATA, linear_fit, linear_loss
 
 import optperm
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
-from optperm.training._conditions import NOT_COUNT
+from optperm.training._conditions import LOST_UPDATES, NOT_COUNT
 
 NUM_DATA = len(DATA["y"])
 
@@ -169,3 +169,23 @@ def test_a_mean_with_a_constant_is_no_sum_for_a_sampler():
     """It would divide the loss by the constant, and widen the posterior."""
     with pytest.warns(UserWarning, match="its second value for a batch is not the sum"):
         linear_fit(lambda p, batch: (linear_loss(p, batch), 8), tx=SGLD, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "steps", "is_said"),
+    [
+        (optax.sgd, "bfloat16", 200, True),
+        (optax.sgd, "bfloat16", 125, False),  # rows at steps 50 and 100
+        (optax.sgd, "float32", 200, False),
+        (lambda rate: optax.sgd(1e4 * rate), "bfloat16", 200, False),
+        (lambda rate: optperm.widen_params(optax.sgd(rate)), "bfloat16", 200, False),
+        (lambda rate: optperm.widen_params(optax.sgd(rate), bits=0), "bfloat16", 200, False),
+    ],
+)
+def test_updates_that_round_to_nothing_for_100_steps_are_said_once(make, dtype, steps, is_said):
+    params = fitting.linear_params(dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        linear_fit(tx=make(1e-5), params=params, steps=steps)
+    found = [each.filename for each in caught if str(each.message) == LOST_UPDATES]
+    assert found == [fitting.__file__] * is_said
