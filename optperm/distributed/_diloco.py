@@ -35,7 +35,8 @@ class DilocoState(NamedTuple):
     Attributes:
       count: Number of steps taken.
       since_commit: Number of steps since the last step that exchanged all params.
-      commits: Number of steps that exchanged all params.
+      commits: Number of steps that exchanged all params, or the version of the center that
+        `optperm.distributed.pull` has set.
       local_state: State of the inner optimizer.
       center_state: For each fragment, the state of the outer optimizer.
       center: The common params of all replicas.
