@@ -204,7 +204,8 @@ class LocalUpdate:
         has_step = not is_commit_only(commit)
         given = grads if has_step else None
         self.replicas.check_are_local(given, params, self.method)
-        check_weight(weight)
+        if weight is not None:
+            check_weight(weight)
         self._check_same_plan(state)
         arguments = self.list_arguments(params)
         check_fingerprint(self.method, state, {name: arguments[name] for name in state.shaped_by()})

@@ -126,13 +126,12 @@ def weigh(weight: Any, is_finite: jax.Array, dtype: Any) -> tuple[jax.Array, jax
 
 
 def check_weight(weight: Any) -> None:
-    """Raise unless a weight is None or one number; concrete weights must be finite and nonnegative."""
-    if weight is not None:
-        checks.check_in_range("weight", weight, 0.0, float("inf"), may_be_schedule=False)
-        if jnp.ndim(weight):
-            raise ValueError(
-                "weight must be a single number on each replica: map it over the axis of the replicas."
-            )
+    """Raise unless a weight is one number; concrete weights must be finite and nonnegative."""
+    checks.check_in_range("weight", weight, 0.0, float("inf"), may_be_schedule=False)
+    if jnp.ndim(weight):
+        raise ValueError(
+            "weight must be a single number on each replica: map it over the axis of the replicas."
+        )
 
 
 def scale(tree: Any, weight: jax.Array) -> Any:

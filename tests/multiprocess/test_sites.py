@@ -45,13 +45,14 @@ class Run:
 
     def start(self, *words, program=("sites.py",)):
         command = [sys.executable, *program, str(self.folder), *map(str, words)]
-        self.started.append(subprocess.Popen(command, stdout=subprocess.PIPE, **self.options))
+        out = subprocess.PIPE if words[0] == "center" else subprocess.DEVNULL
+        self.started.append(subprocess.Popen(command, stdout=out, **self.options))
         return self.started[-1]
 
     def end(self):
         for each in self.started:
             each.kill()
-            each.wait()
+            each.communicate()
 
 
 @pytest.fixture
