@@ -1,5 +1,6 @@
 """Each example runs as a user runs it: pasted into an empty folder, a program of its own."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -11,8 +12,6 @@ import processes
 import pytest
 
 import optperm
-
-pytestmark = pytest.mark.programs
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 # What each prints: words, and what holds of its decimal numbers in their order.
@@ -26,28 +25,54 @@ SHOWN = {
     "sparse": (", 90% of", lambda dense, pruned: pruned > dense - 0.05),
     "less_memory": ("both", lambda *n: n[0] > 3 * n[2] > 4 * n[6] and min(n[3::2]) > n[1] - 0.02),
     "fit_nnx": ("epoch 30", lambda first, second, accuracy: 2 * second < first and accuracy > 0.9),
+    # The loss begins at 2.3.
+    "elastic": ("staleness", lambda loss, staleness: loss < 0.5 and staleness > 1),
 }
+# With a center, jobs and their accidents.
+LONG = {"elastic": 130}
+RAY = [pytest.param("elastic", marks=pytest.mark.libraries)]
+NO_RAY = "import sys, runpy; sys.modules['ray'] = None; runpy.run_path('elastic.py')"
 
 
+@pytest.mark.programs
 def test_example_is_one_screen_and_imports_no_other():
     scripts = {path.stem: path.read_text() for path in EXAMPLES.glob("*")}
     assert scripts.keys() == SHOWN.keys()
     for name, text in scripts.items():
-        assert len(text.splitlines()) <= 50, name
+        assert len(text.splitlines()) <= LONG.get(name, 50), name
         assert not re.search(rf"^(import|from) ({'|'.join(scripts)})\b", text, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_example_shows_what_its_method_is_for(name, tmp_path):
-    shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+def run(name, folder, *command):
+    shutil.copy(EXAMPLES / f"{name}.py", folder)
     settings = {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(pathlib.Path(optperm.__file__).parents[1]),
         "XLA_FLAGS": processes.xla_flags(),
     }
-    command = [sys.executable, "-W", "error", f"{name}.py"]
-    options = {"cwd": tmp_path, "env": os.environ | settings, "text": True, "timeout": 300}
-    printed = subprocess.check_output(command, **options)
+    options = {"cwd": folder, "env": os.environ | settings, "text": True, "timeout": 300}
+    command = [sys.executable, "-W", "error", *(command or [f"{name}.py"])]
+    return subprocess.run(command, capture_output=True, check=False, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(each, marks=pytest.mark.programs) for each in SHOWN if each not in LONG), *RAY],
+)
+def test_example_shows_what_its_method_is_for(name, tmp_path):
+    is_required = "ray" in os.environ.get("OPTPERM_LIBRARIES", "").split()
+    if name in LONG and importlib.util.find_spec("ray") is None and not is_required:
+        pytest.skip("ray is not installed")
+    done = run(name, tmp_path)
+    assert done.returncode == 0, done.stderr
     words, holds = SHOWN[name]
-    assert words in printed
-    assert holds(*map(float, re.findall(r"\d+\.\d+(?:e-?\d+)?", printed))), printed
+    (line,) = [done.stdout] if name not in LONG else re.findall("^loss .*", done.stdout, re.M)
+    assert words in line
+    assert holds(*map(float, re.findall(r"\d+\.\d+(?:e-?\d+)?", line))), line
+
+
+@pytest.mark.programs
+def test_without_ray_the_example_says_how_to_get_it(tmp_path):
+    done = run("elastic", tmp_path, "-c", NO_RAY)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "elastic.py needs Ray: pip install 'optperm[elastic]'\n"
