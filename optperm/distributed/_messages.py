@@ -377,8 +377,9 @@ def pull(
     is_taken = jnp.asarray(allow_older | (jnp.asarray(center.version) >= state.commits))
     if not isinstance(is_taken, jax.core.Tracer) and not is_taken:
         raise ValueError(
-            f"The center has version {int(center.version)}, but the job has already pulled version "
-            f"{int(state.commits)}: read the newest center, or pass allow_older=True."
+            f"The center has version {int(center.version)}, but the job's own center has version "
+            f"{int(state.commits)}: read the newest center, or pass allow_older=True. Steps without "
+            "commit=False raise the version of the job's own center."
         )
     c = cast_like(
         jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), center.params), state.center

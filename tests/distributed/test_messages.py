@@ -220,6 +220,14 @@ def test_an_older_center_is_refused_or_under_jit_not_taken():
     assert (params.tolist(), int(state.commits)) == ([1.0, 1.0], 2)
 
 
+def test_a_job_that_has_committed_on_its_own_is_told():
+    tx, center = optperm.agn(SGD, every=1), init_center(jnp.zeros(2), SGD)
+    params, opt_state = pull(jnp.zeros(2), tx.init(jnp.zeros(2)), center)
+    updates, opt_state = tx.update(jnp.ones(2), opt_state, params)
+    with pytest.raises(ValueError, match="Steps without commit=False raise the version"):
+        pull(params + updates, opt_state, center)
+
+
 def test_contributions_that_are_not_finite_or_have_no_weight_are_left_out():
     """Under each rule; if none is left, neither the center nor its version changes."""
     params, _, good, _ = one_message()
