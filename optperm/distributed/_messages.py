@@ -402,10 +402,12 @@ def pull(
             commits=jnp.asarray(center.version),
             center=c,
             pulled=jnp.full_like(state.pulled, is_whole),
+            local_state=(),
         )
     )
-    moved = jax.tree.map(mix, theta, c), new
-    theta, new = cast_like(optax.tree.where(is_taken, moved, (theta, state)), (theta, state))
+    kept = theta, state._replace(local_state=())
+    moved = cast_like(optax.tree.where(is_taken, (jax.tree.map(mix, theta, c), new), kept), kept)
+    theta, new = moved[0], moved[1]._replace(local_state=state.local_state)
     return fill_masked(theta, params), _replace_job(opt_state, new)
 
 
