@@ -383,7 +383,7 @@ def _check_loss(objective: Objective, w: jax.Array) -> None:
     if not all(map(can_be_seen, jax.tree.leaves(first))):
         return
     # A penalty that is divided by the size of the batch is a mean at zero only.
-    near = w + 0.1 * jax.random.normal(jax.random.key(1), w.shape, w.dtype)
+    near = w + jax.random.normal(jax.random.key(1), w.shape, w.dtype)
     for point in (w, near):
         params = objective.unravel(point)
         if np.isfinite(objective.mean(point, few)) and not is_mean(objective.loss_fn, params, few):
@@ -565,10 +565,15 @@ class _Run:
             return None
         self.has_all, self.is_compared = True, True
         again = self.look(w)
-        # Only data that change between passes change the loss at the same params.
-        rounding = _ROUNDINGS * float(jnp.finfo(w.dtype).eps) * abs(float(look.value))
-        self.is_changed = abs(float(again.value) - float(look.value)) > rounding
+        self._compare(w, again, look)
         return again
+
+    def _compare(self, w: jax.Array, new: Look, old: Look) -> None:
+        """Notice data that changed between passes, from two looks at the same params up to rounding."""
+        spread = abs(float(old.value)) + float(jnp.vdot(jnp.abs(w), jnp.abs(old.grad)))
+        rounding = _ROUNDINGS * float(jnp.finfo(w.dtype).eps) * spread
+        if abs(float(new.value) - float(old.value)) > rounding:
+            self.is_changed = True
 
     def _check_bound(self, w: jax.Array, look: Look) -> tuple[bool, tuple[jax.Array, Look] | None]:
         """Return whether the bound holds after a Newton step, too, and this step if it is better."""
@@ -648,6 +653,7 @@ class _Run:
         signs = jax.random.rademacher(self.key, w.shape, w.dtype)
         near = w * (1 + jnp.finfo(w.dtype).eps * signs)
         other = self.look(near)
+        self._compare(w, other, look)
         error = other.grad - look.grad
         if math.isnan(float(look.gap)):
             return bool(look.mapping <= _NOISE * jnp.linalg.norm(error))
@@ -1042,7 +1048,7 @@ def _lbfgs(run: _Run) -> Advance:
             roots = look.root if objective.is_dense else jit_current(find_roots)(w, chunk)
             v = jnp.zeros_like(w)
             carry = v, tx.init(v), w, roots
-        left = np.asarray(max(run.max_passes - run.passes, 1), np.float32)
+        left = np.asarray(min(max(run.max_passes - run.passes, 1), 10**6), np.int32)
         v, state, new, evaluations = compiled(*carry, chunk, left)
         carry = v, state, *carry[2:]
         return new, float(evaluations), 0.0
