@@ -260,6 +260,20 @@ def test_a_newton_step_that_raises_the_objective_is_undone(monkeypatch):
     assert value <= value_of(squares, np.zeros(12), (X, Y))
 
 
+def test_a_newton_step_bounds_the_rise_of_the_penalty(monkeypatch):
+    rises, is_worse = [], optperm.variance._minimize._is_worse
+
+    def note(new, old, rise):
+        rises.append(rise)
+        return is_worse(new, old, rise)
+
+    monkeypatch.setattr("optperm.variance._minimize._is_worse", note)
+    found = minimize(squares, (X, Y), jnp.zeros(12), proximal=lasso)
+    # The penalty rises from 0, and no step is undone.
+    penalty = 0.05 * float(jnp.sum(jnp.abs(found.params)))
+    assert penalty - 1e-5 <= sum(rises) <= 1.2 * penalty
+
+
 def test_a_bound_holds_if_the_curvature_is_that_of_a_few_large_rows():
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(40_000, 6)))
