@@ -24,7 +24,8 @@ from optperm.core.shardings import shard_like
 
 # The number of bits of a float32 that a dtype lacks.
 _MISSING = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}
-_DTYPES = {8: jnp.int8, 16: jnp.int16}
+# With no bits more, a param has a single uint8 instead of a remainder.
+_DTYPES = {0: jnp.uint8, 8: jnp.int8, 16: jnp.int16}
 _SIGN, _INFINITY = 0x80000000, 0x7F800000
 # The smallest normal number of float16.
 _NORMAL = 2.0**-14
@@ -39,12 +40,12 @@ def remainder_type(param: Any, bits: int) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a param's remainder.
 
     A param of 32 or 64 bits has a single number of its own dtype instead, and a param of 16 bits with
-    no bits more a single int8.
+    no bits more a single uint8.
     """
     if not is_narrow(param):
         return jax.ShapeDtypeStruct((), jnp.result_type(param))
     shape = jnp.shape(param) if bits else ()
-    return jax.ShapeDtypeStruct(shape, _DTYPES.get(bits, jnp.int8))
+    return jax.ShapeDtypeStruct(shape, _DTYPES[bits])
 
 
 def make_remainder(param: Any, bits: int) -> jax.Array:
@@ -62,7 +63,7 @@ def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """
     if not is_narrow(param):
         return param
-    if jnp.shape(remainder) != jnp.shape(param):
+    if remainder.dtype == jnp.uint8:
         return param.astype(jnp.float32)
     cut = _cut(param.dtype, 8 * remainder.dtype.itemsize)
     sign, size = _read(param.astype(jnp.float32))
@@ -103,7 +104,7 @@ def split(
     too_large = size_of_param > np.float32(jnp.finfo(dtype).max).view(np.int32)
     size_of_param = jnp.where(too_large, _INFINITY, size_of_param)
     size_of_param = jnp.where(is_finite, size_of_param, size)
-    remainder = jnp.where(_is_regular(size_of_param), r, 0).astype(_DTYPES.get(bits, jnp.int8))
+    remainder = jnp.where(_is_regular(size_of_param), r, 0).astype(_DTYPES[bits])
     return _make(sign, size_of_param), remainder
 
 
@@ -130,7 +131,8 @@ def step_to(
     """
     target, remainder = split(wide, param.dtype, bits, words)
     start = param.astype(jnp.float32)
-    update = round_like(target - start, param)
+    # The difference of equal infinite numbers would be NaN.
+    update = round_like(jnp.where(target == start, 0.0, target - start), param)
     reached = round_like(start + update, param)
     remainder = jnp.where(reached == target, remainder, jnp.zeros_like(remainder))
     return update.astype(param.dtype), remainder

@@ -190,7 +190,9 @@ def agn(
       Start all replicas with the same params. If `init` is called where the axis is mapped, as in
       `optperm.switch_after`, and the params differ, the center is their mean.
 
-      If `inner` fixes an entry or keeps it at zero on all replicas, the center does the same.
+      If `inner` sets the exact value of an entry on all replicas (`optperm.mask_elements`), the center
+      does the same. Zero updates are no exact values: with `outer`, put `optax.partition` around `agn`
+      to freeze leaves.
 
       Local steps send nothing. A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (in
       float64 if a param is float64). `"sequential"` and `compress` need an all-gather, or `"sequential"`
@@ -233,10 +235,10 @@ def agn(
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or `combine="sequential"` has a delay; if, in `update`,
         `axis_name` is not bound, gradients are already summed over this axis, trees do not match, or the
-        state was made with other fragments, `fragment_of`, `compress` or `center_dtype`; if the local
-        optimizer stores params that a pull would not move (`optax.contrib.schedule_free`, `mechanize`,
-        `madgrad`, `cocob`, `katyusha`); or, without `outer`, if `inner` has a schedule, or chooses which
-        params are zero (`optperm.rigl`).
+        state was made (seen only where it is not traced) with other fragments, `fragment_of`, `compress`
+        or `center_dtype`; if the local optimizer stores params that a pull would not move
+        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `katyusha`); or, without
+        `outer`, if `inner` has a schedule, or chooses which params are zero (`optperm.rigl`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017

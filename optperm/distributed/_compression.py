@@ -55,8 +55,8 @@ class Compression:
 
     Notes:
       With a fraction, the largest entries of each chunk of 4,096 entries of a leaf are sent, a multiple
-      of 8 per chunk. The index of an entry takes two bytes. In this case, zeros stay zero, even with
-      one bit.
+      of 8 per chunk, and as many of a shorter last chunk. The index of an entry takes two bytes. In
+      this case, zeros stay zero, even with one bit.
 
       Without a fraction, a chunk has 256 entries. The sent entries of a chunk share a scale, their
       maximum magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from minus

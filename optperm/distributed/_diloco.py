@@ -200,9 +200,9 @@ def diloco(
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, or `combine="sequential"` has a delay; if, in `update`,
         `axis_name` is not bound, gradients are already summed over this axis, trees do not match, or the
-        state was made with other fragments, `fragment_of`, `compress` or `center_dtype`, or with pairs
-        and without; or if `inner` stores params that a pull would not move
-        (`optax.contrib.schedule_free` and the others listed for `optperm.agn`).
+        state was made (seen only where it is not traced) with other fragments, `fragment_of`, `compress`
+        or `center_dtype`, or with pairs and without; or if `inner` stores params that a pull would not
+        move (`optax.contrib.schedule_free` and the others listed for `optperm.agn`).
 
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models

@@ -21,8 +21,9 @@ Flag: TypeAlias = bool | jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The fragments that one step sends, and the fragments that it receives."""
+    """The fragments that one step of a plan sends, and the fragments that it receives."""
 
+    plan: "Every"
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
 
@@ -77,9 +78,8 @@ class Every:
         """
         checks.check_count("step", step)
         send, receive = (find_sent(self, step - delay) for delay in (0, self.delay))
-        return Exchange(
-            tuple(np.flatnonzero(send).tolist()), tuple(np.flatnonzero(receive).tolist())
-        )
+        numbers = (tuple(np.flatnonzero(flags).tolist()) for flags in (send, receive))
+        return Exchange(self, *numbers)
 
 
 def find_sent(plan: Every, step: int | jax.Array) -> list[Flag]:
@@ -104,6 +104,11 @@ def find_exchange(
       axis_name: The axis of the replicas.
       method: The public name of the method, for messages.
     """
+    if isinstance(commit, Exchange) and commit.plan != every:
+        raise ValueError(
+            f"commit of {method} is a step of the plan {commit.plan}, but every is {every}: pass one "
+            "plan to both."
+        )
     if not isinstance(every, Every):
         flags = [ends_period(commit, every, state, axis_name, method)]
         return flags, flags
@@ -115,10 +120,6 @@ def find_exchange(
         allowed = 'plan.at(step), True, False, "only" or None'
         flags = [resolve_flag(commit, axis_name, method, allowed)] * every.fragments
         return flags, flags
-    is_known = {*commit.send, *commit.receive} <= set(range(every.fragments))
-    # Without a delay, a fragment is sent and received in the same step.
-    if not is_known or (not every.delay and set(commit.send) != set(commit.receive)):
-        raise ValueError(f"{commit} is not a step of the plan {every}.")
     parts = range(every.fragments)
     return [p in commit.send for p in parts], [p in commit.receive for p in parts]
 

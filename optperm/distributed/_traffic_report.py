@@ -148,7 +148,7 @@ def traffic_report(
     if bandwidth is not None:
         checks.check_positive("bandwidth", bandwidth)
     if isinstance(every, Every):
-        exchanges: list[Any] = [Exchange((p,), (p,)) for p in range(every.fragments)]
+        exchanges: list[Any] = [Exchange(every, (p,), (p,)) for p in range(every.fragments)]
         steps: float = every.period
     else:
         checks.check_positive("every", every)

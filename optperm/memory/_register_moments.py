@@ -68,7 +68,7 @@ def register_moments(state_type: type, **roles: Role) -> None:
     name = state_type.__name__
     if not roles:
         raise ValueError(
-            f'register_moments needs a role for a field of {name}, such as {fields[:1]}="mean".'
+            f'register_moments needs a role for a field of {name}, such as {fields[0]}="mean".'
         )
     for field, role in roles.items():
         if field not in fields:

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from optperm.core import checks
-from optperm.core.fingerprints import UNSET
 from optperm.core.keys import key_data
 from optperm.core.noise import mix, mix_key, mixed_words, seeds
 from optperm.core.remainders import (
@@ -28,7 +27,7 @@ from optperm.core.remainders import (
     split,
     step_to,
 )
-from optperm.core.shapes import Array, Float32, Int, Int32, Params, PyTree, UInt32, Updates
+from optperm.core.shapes import Array, Float32, Int, Int32, Params, PyTree, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
@@ -43,20 +42,14 @@ class WidenedState(NamedTuple):
 
     Attributes:
       count: Number of steps taken, which seeds the random numbers.
-      remainder: r of each parameter in 16 bits, int8 or int16, of the same shape. A single zero for
-        params in 32 or 64 bits, and with `bits=0`.
+      remainder: r of each parameter in 16 bits, int8 or int16, of the same shape. With `bits=0`, it is a
+        single zero, uint8. Params in 32 or 64 bits have a single zero of their own dtype.
       inner_state: State of `inner`, over params in at least 32 bits.
-      fingerprint: The argument `bits` with which the state was made.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     remainder: PyTree[Int[Array, "..."], "Params"]
     inner_state: Any
-    fingerprint: UInt32[Array, "1"] = UNSET
-
-    def shaped_by(self) -> tuple[str, ...]:
-        """Return the names of the arguments in the fingerprint."""
-        return ("bits",)
 
 
 def widen_params(
@@ -80,9 +73,10 @@ def widen_params(
       P', r' = \operatorname{split}(w')
 
     Before the split, the bits of :math:`w'` are rounded to a multiple of :math:`2^{16 - \text{bits}}` at
-    random, so that rounding is unbiased. With `bits=16`, nothing is rounded, and training is that in
-    float32. Around `optperm.quantize_state`, AdamW takes 7.1 bytes per parameter with the parameter and
-    its gradient, instead of 16 bytes in float32::
+    random, so that rounding is unbiased. With `bits=16`, nothing is rounded, except where a step is
+    longer than its result: there, r becomes 0, and the error is at most half a unit in the last place of
+    the 16-bit step. Around `optperm.quantize_state`, AdamW takes 7.1 bytes per parameter with the
+    parameter and its gradient, instead of 16 bytes in float32::
 
       tx = optperm.widen_params(optperm.quantize_state(optax.adamw(1e-3)))
 
@@ -110,6 +104,9 @@ def widen_params(
       (0.99, 1.0)
 
     Notes:
+      Put the whole optimizer inside, with its learning rate, schedule and weight decay: a change of the
+      updates after this transformation is lost, as in 16 bits. Clipping may come before.
+
       Evaluate, average and save `optperm.memory.wide_params(params, opt_state)`. A change of params
       outside of `update` keeps the remainders, which are at most half a unit in the last place. A
       parameter of 0 has no remainder, so pruned entries stay 0.
@@ -165,13 +162,12 @@ def widen_params(
             for i in range(2)
         )
         count = optax.safe_increment(state.count)
-        return moves, WidenedState(count, remainder, inner_state, state.fingerprint)
+        return moves, WidenedState(count, remainder, inner_state)
 
     return transformation(
         init,
         update,
         method="widen_params",
-        shape_arguments=lambda _: {"bits": bits},
         conversion="tx.init(params)._replace(inner_state=opt_state) takes the state of inner alone.",
     )
 
@@ -244,10 +240,15 @@ def narrow_params(wide: Params, opt_state: Any, dtype: Any) -> tuple[Params, Any
       [1.001, -0.3]
 
     Raises:
-      ValueError: If `opt_state` has no state of `widen_params`, its state does not fit the params, or a
-        dtype is neither bfloat16 nor float16.
+      ValueError: If `opt_state` has no state of `widen_params`, its state does not fit the params or has
+        no params of 16 bits, or a dtype is neither bfloat16 nor float16.
     """
     state = find_state(opt_state, WidenedState, method="widen_params")
+    if not any(jnp.issubdtype(r.dtype, jnp.integer) for r in jax.tree.leaves(state.remainder)):
+        raise ValueError(
+            "opt_state has no params of 16 bits: make it with init of params in 16 bits, such as "
+            "tx.init(jax.tree.map(lambda p: p.astype(jnp.bfloat16), wide))."
+        )
     plain = without_variables(wide)
     own = mask_like(plain, state.remainder)
     dtypes = spread_prefix(
@@ -268,7 +269,7 @@ def _narrow(wide: Any, remainder: Any, dtype: Any) -> tuple[jax.Array, jax.Array
     """Return a leaf in 16 bits and its remainder; a leaf without 16 bits is returned as it is."""
     if not jnp.issubdtype(remainder.dtype, jnp.integer):
         return wide, remainder
-    bits = 8 * remainder.dtype.itemsize if remainder.shape == jnp.shape(wide) else 0
+    bits = _read_bits(remainder)
     param, new = split(jnp.asarray(wide, jnp.float32), dtype, bits, None)
     return param.astype(dtype), (new if bits else remainder)
 
@@ -345,12 +346,14 @@ def _check_remainders(remainder: Any, params: Params, bits: int) -> None:
                 f"params{jax.tree_util.keystr(path)} is {jnp.result_type(p)}{list(jnp.shape(p))}, whose "
                 f"remainder with bits={bits} is {wanted.dtype}{list(wanted.shape)}, but the optimizer "
                 f"state has {r.dtype}{list(r.shape)}: it was made with other bits or for other params. "
-                "To change bits, pass optperm.memory.wide_params(params, opt_state) to "
-                "optperm.memory.narrow_params, with a new optimizer state."
+                "To change bits, pass optperm.memory.wide_params(params, opt_state) and a new state to "
+                "optperm.memory.narrow_params, and carry over the moments with "
+                "new._replace(inner_state=opt_state.inner_state)."
             )
 
 
 def _read_bits(remainder: Any) -> int:
     """Return the bits with which remainders were made."""
-    found = [leaf for leaf in jax.tree.leaves(remainder) if jnp.issubdtype(leaf.dtype, jnp.integer)]
-    return 8 * found[0].dtype.itemsize if any(map(jnp.ndim, found)) else 0
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(remainder)]
+    found = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.integer)]
+    return 8 * found[0].itemsize if found and found[0] != jnp.uint8 else 0

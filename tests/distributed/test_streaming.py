@@ -13,7 +13,6 @@ import support
 
 import optperm
 from optperm.distributed import Compression, Every, center_params
-from optperm.distributed._every import Exchange
 
 SGD = optax.sgd(1.0)
 
@@ -43,7 +42,7 @@ def test_exchanges_and_states_of_another_plan_are_refused():
     for other in (Every(4, 3), Every(4, 2, 1), 4):
         with pytest.raises(ValueError, match=message):
             optperm.diloco(SGD, every=other).update(params, state, params)
-    for wrong in (Exchange((3,), (3,)), Exchange((1,), ()), 3):
+    for wrong in (Every(4, 3).at(4), Every(4, 2, 1).at(4), 3):
         with pytest.raises((ValueError, TypeError), match="plan"):
             tx.update(params, state, params, commit=wrong)
     for options in ({"fragments": 4}, {"delay": 3}):

@@ -208,7 +208,33 @@ def test_widened_adamw_takes_seven_bytes_per_param():
     assert sum(sizes) / (1024 * 2048) < 7.1
 
 
+@pytest.mark.parametrize("bits", [0, 8, 16])
+def test_scalars_have_remainders_and_stand_still_without_steps(bits):
+    """Of a single number, as of any param per seed under `jax.vmap`."""
+    wide = {"s": jnp.float32(0.3)}
+    tx = widen_params(optax.sgd(0.0), bits=bits)
+    state = tx.init(jax.tree.map(lambda x: x.astype(BF16), wide))
+    params, state = narrow_params(wide, state, BF16)
+    joined = wide_params(params, state)["s"]
+    np.testing.assert_allclose(joined, wide["s"], rtol={0: 2**-8, 8: 2**-16, 16: 0}[bits])
+    for _ in range(20):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    support.assert_same_bits(wide_params(params, state)["s"], joined)
+
+
+def test_infinite_params_without_gradients_stay():
+    tx, mask = widen_params(optax.adam(0.1)), jnp.array([0.0, -jnp.inf, jnp.inf], BF16)
+    updates, state = tx.update(jnp.zeros(3, BF16), tx.init(mask), mask)
+    np.testing.assert_array_equal(optax.apply_updates(mask, updates), mask)
+    np.testing.assert_array_equal(wide_params(mask, state), mask.astype(jnp.float32))
+
+
 WRONG = {
+    "no params of 16 bits": (
+        lambda: narrow_params(jnp.ones(2), widen_params(optax.sgd(0.1)).init(jnp.ones(2)), BF16),
+        "opt_state has no params of 16 bits",
+    ),
     "bits": (lambda: widen_params(optax.sgd(0.1), bits=4), "bits must be 0, 8 or 16, got 4"),
     "float8": (
         lambda: widen_params(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float8_e4m3fn)}),
