@@ -384,10 +384,9 @@ def _check_loss(objective: Objective, w: jax.Array) -> None:
         return
     # A penalty that is divided by the size of the batch is a mean at zero only.
     near = w + jax.random.normal(jax.random.key(1), w.shape, w.dtype)
-    for point in (w, near):
-        params = objective.unravel(point)
-        if np.isfinite(objective.mean(point, few)) and not is_mean(objective.loss_fn, params, few):
-            raise ValueError(f"loss_fn must be a mean over examples. {NOT_MEAN}")
+    point = near if np.isfinite(objective.mean(near, few)) else w
+    if not is_mean(objective.loss_fn, objective.unravel(point), few):
+        raise ValueError(f"loss_fn must be a mean over examples. {NOT_MEAN}")
 
 
 def _check_proximal(objective: Objective, w: jax.Array) -> None:
