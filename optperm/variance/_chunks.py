@@ -50,6 +50,7 @@ def make_chunks(data: Any, key: int | jax.Array) -> Chunks:
       ValueError: If arrays differ in their leading axis, or there are no examples.
     """
     leaves = jax.tree.leaves(data)
+    _check_arrays(data)
     is_tree = bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
     if isinstance(data, list) or not is_tree:
         return _from_iterable(data)
@@ -81,6 +82,24 @@ def make_chunks(data: Any, key: int | jax.Array) -> Chunks:
 
     shuffled = jax.tree.map(shuffle, data)
     return Chunks(lambda: iter((shuffled,)), shuffled, 1, True, _head(data), order)
+
+
+def _check_arrays(data: Any) -> None:
+    """Raise an error for strings, and for a list of arrays that are no batches of one array."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        dtype = getattr(leaf, "dtype", None)
+        if isinstance(dtype, np.dtype) and dtype.kind in "OSU":
+            name = f"data{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"{name} must contain numbers, got the dtype {dtype}: encode labels as integers."
+            )
+    if isinstance(data, list) and all(hasattr(entry, "shape") for entry in data):
+        shapes = [tuple(entry.shape) for entry in data]
+        if len({shape[1:] for shape in shapes}) > 1:
+            raise ValueError(
+                f"A list contains batches of the same form, got shapes {shapes[:3]}: pass arrays of the "
+                "same examples as a tuple."
+            )
 
 
 def _from_iterable(data: Any) -> Chunks:

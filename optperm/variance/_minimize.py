@@ -47,6 +47,17 @@ Proximal = Callable[[Any], optax.GradientTransformation]
 # Up to this number of params, the Hessian is a matrix, from at least so many examples and so many
 # examples per param.
 _DENSE, _ROWS, _ROWS_PER_PARAM = 512, 8192, 32
+# Up to this number of products, the number of examples times d squared, all examples are used.
+_PRODUCTS_OF_ALL = 2**26
+# The same loss differs by this many roundings, from the order of its sums.
+_ROUNDINGS = 1e3
+# A measured eigenvalue may be too small by this factor, from the power iteration.
+_TOO_SMALL = 1.1
+# A loss is not convex if an eigenvalue is lower than this fraction of the largest, below zero.
+_NEGATIVE = 1e-3
+# A loss is small if the gap of the initial params is larger than this multiple of tol times the loss.
+_SMALL = 10.0
+_USED_UP = "max_passes={:g} are used up."
 # A measured Hessian may be too large by this factor, from its sample and its change up to the optimum.
 _SAFETY = 2.0
 # The number of batches whose largest eigenvalues are measured, and the products for each eigenvalue.
@@ -78,8 +89,10 @@ class Look(NamedTuple):
       hessian: The Hessian on a sample, (d, d); (0, 0) if there are too many params.
       root: C with C C' = H^-1, (d, d) or (0, 0).
       point: The params after a proximal gradient step; w without a proximal step.
-      mapping: The norm of the gradient mapping.
+      vector: The gradient mapping, (d,).
+      mapping: Its norm.
       gap: A bound on the objective at the point minus its minimum, or NaN.
+      strong: The bound from the given strong convexity, or infinity.
       noise: The part of the gap, or without a gap of the mapping, that is the rounding of the point.
       smoothness: The largest eigenvalue of the Hessian of a batch, preconditioned or not.
       largest: The largest eigenvalue of the Hessian.
@@ -91,8 +104,10 @@ class Look(NamedTuple):
     hessian: jax.Array
     root: jax.Array
     point: jax.Array
+    vector: jax.Array
     mapping: jax.Array
     gap: jax.Array
+    strong: jax.Array
     noise: jax.Array
     smoothness: jax.Array
     largest: jax.Array
@@ -109,6 +124,7 @@ class Objective:
       proximal: The function of a rate that returns the proximal step, or None.
       strong_convexity: The strong convexity of the objective, or None.
       chunks: The examples.
+      size: The number of params d.
       is_dense: Whether the Hessian is a matrix.
       batch_size: The number of examples per step.
     """
@@ -118,6 +134,7 @@ class Objective:
     proximal: Proximal | None
     strong_convexity: float | None
     chunks: Chunks
+    size: int
     is_dense: bool
     batch_size: int
 
@@ -221,9 +238,10 @@ def minimize(
       strong_convexity: :math:`\mu > 0`, the strong convexity of F, such as the weight of a penalty
         :math:`\mu |\theta|^2 / 2`, or None to measure it, for d up to 512.
       tol: The tolerance, relative to the maximum of 1 and the loss, or to the first gradient.
-      max_passes: The number of passes over the examples after which the run ends.
-      batch_size: The number of examples per step. By default, about n / 100 with a preconditioner, and
-        at most 500 otherwise.
+      max_passes: The number of passes over the examples after which the run ends. The run completes its
+        pass, and up to three further passes check the result.
+      batch_size: The number of examples per step, at most n. By default, about n / 100 with a
+        preconditioner, and at most 500 otherwise.
       key: The random key of the shuffle and of the batches: an int or a `jax.random.key`.
       callback: A function that is called with the history after each pass, such as `print`.
 
@@ -242,8 +260,9 @@ def minimize(
       (True, True, [True, True, False, False, True])
 
     Notes:
-      The bound with H is doubled, because H is measured on a sample (8192 examples, or 32 per param) at
-      the params instead of the optimum.
+      H is measured on all examples if :math:`n d^2 \le 2^{26}`, and otherwise on a sample of 8192
+      examples, or 32 per param. At the end, the bound must also hold with the H of all examples at the
+      params after a Newton step. The bound is doubled, because H is not measured at the optimum.
 
       The result and the choice of the method do not depend on measured time. Each call traces the loss,
       so `loss_fn` sees the current values of outside variables, and compiles only new programs.
@@ -255,13 +274,14 @@ def minimize(
       TypeError: If an argument has the wrong type, the loss is not a real scalar, or this function is
         called under `jax.jit`.
       ValueError: If an argument is out of range, params have 16 bits, arrays differ in their leading
-        axis, the loss is not a mean, or the loss at the initial params is not finite; the message names
-        the rows that are not finite.
+        axis or their number between passes, the loss is not a mean, the proximal step is an optimizer,
+        the strong convexity is larger than the curvature, or the loss at the initial params is not
+        finite; the message names the rows that are not finite.
 
     Warns:
-      RuntimeWarning: If the run has not converged, with the reason, or if a negative curvature is seen,
-        so the loss is not convex.
-      UserWarning: If integer labels have only one value.
+      RuntimeWarning: If the run has not converged, with the reason, such as a negative curvature or
+        data that change between passes.
+      UserWarning: If the loss is so small that the initial params are within the tolerance.
 
     References:
       Johnson and Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
@@ -274,7 +294,9 @@ def minimize(
       <https://arxiv.org/abs/1206.1623>`_, 2014
     """
     begun = time.perf_counter()
-    _check_arguments(params, data, proximal, strong_convexity, tol, max_passes, batch_size, key)
+    _check_arguments(
+        params, data, proximal, strong_convexity, tol, max_passes, batch_size, key, callback
+    )
     key = make_key(key)
     chunks = make_chunks(data, key)
     with explicit_mesh(chunks.first, params):
@@ -282,10 +304,18 @@ def minimize(
         is_dense = w.size <= _DENSE
         size = _default_batch(chunks, w.size, is_dense and proximal is None)
         objective = Objective(
-            loss_fn, unravel, proximal, strong_convexity, chunks, is_dense, batch_size or size
+            loss_fn,
+            unravel,
+            proximal,
+            strong_convexity,
+            chunks,
+            w.size,
+            is_dense,
+            batch_size or size,
         )
         objective = dataclasses.replace(objective, batch_size=_fit_batch(objective, batch_size))
-        _check_loss(objective, params)
+        _check_loss(objective, w)
+        _check_proximal(objective, w)
         return _Run(objective, key, tol, max_passes, callback, begun).run(w)
 
 
@@ -298,6 +328,7 @@ def _check_arguments(
     max_passes: Any,
     batch_size: Any,
     key: Any,
+    callback: Any,
 ) -> None:
     if isinstance(data, Iterator):
         raise TypeError(
@@ -306,6 +337,10 @@ def _check_arguments(
         )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
         raise TypeError("minimize runs passes one after another: call it outside jax.jit.")
+    if callback is not None:
+        checks.check_function("callback", callback, "of the history")
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params must contain at least one array, got {params!r}.")
     checks.check_real_floating("params", params)
     narrow = [leaf.dtype for leaf in map(jnp.asarray, jax.tree.leaves(params))]
     if any(dtype.itemsize < 4 for dtype in narrow):
@@ -336,20 +371,49 @@ def _fit_batch(objective: Objective, given: int | None) -> int:
     return max(size // parts, 1) * parts
 
 
-def _check_loss(objective: Objective, params: Any) -> None:
-    first = objective.chunks.first
-    if all(map(can_be_seen, jax.tree.leaves(first))) and not is_mean(
-        objective.loss_fn, params, objective.chunks.few
-    ):
+def _check_loss(objective: Objective, w: jax.Array) -> None:
+    """Raise a ValueError if the loss has another dtype than the params, or is not a mean."""
+    first, few = objective.chunks.first, objective.chunks.few
+    value = jax.eval_shape(objective.mean, w, few)
+    if value.dtype != w.dtype:
+        raise ValueError(
+            f"The loss must have the dtype {w.dtype} of params, got {value.dtype}: "
+            "convert the data or the params."
+        )
+    if not all(map(can_be_seen, jax.tree.leaves(first))):
+        return
+    # A penalty that is divided by the size of the batch is a mean at zero only.
+    near = w + jax.random.normal(jax.random.key(1), w.shape, w.dtype)
+    point = near if np.isfinite(objective.mean(near, few)) else w
+    if not is_mean(objective.loss_fn, objective.unravel(point), few):
         raise ValueError(f"loss_fn must be a mean over examples. {NOT_MEAN}")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(first):
-        is_label = leaf.ndim == 1 and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-        if is_label and can_be_seen(leaf) and objective.chunks.is_whole:
-            low, high = int(leaf.min()), int(leaf.max())
-            if low == high and len(leaf) > 1:
-                name = f"data{jax.tree_util.keystr(path)}"
-                message = f"{name} has only the value {low}: labels of one class have no minimum."
-                warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _check_proximal(objective: Objective, w: jax.Array) -> None:
+    """Raise a ValueError if the proximal step contradicts the properties of a proximal step."""
+    if objective.proximal is None:
+        return
+
+    def step(v: jax.Array, rate: float) -> jax.Array:
+        return objective.proximal_step(v, jnp.zeros_like(v), jnp.asarray(rate, v.dtype))
+
+    def step_by(u: jax.Array) -> jax.Array:
+        return objective.proximal_step(w, u, jnp.ones([], w.dtype))
+
+    # A proximal step P is firmly nonexpansive: (P(a) - P(b))' (a - b) >= |P(a) - P(b)|^2
+    u = jax.random.normal(jax.random.key(2), w.shape, w.dtype) * (1 + jnp.abs(w))
+    change = step_by(u) - step_by(-u)
+    size = float(jnp.vdot(change, change))
+    advice = (
+        "proximal must be a function from a rate to the proximal step of a convex penalty, such as "
+        "lambda rate: optperm.proximal(rate, l1=0.02)"
+    )
+    if not float(jnp.vdot(change, 2 * u)) >= (1 - 1e-3) * size:
+        raise ValueError(f"{advice}, got a step in another direction, as from an optimizer.")
+    # Only projections do not depend on the rate, and a second projection changes nothing.
+    once = step(w + u, 1.0)
+    if bool(jnp.all(once == step(w + u, 2.0**-10))) and not bool(jnp.all(step(once, 1.0) == once)):
+        raise ValueError(f"{advice}, got a step that does not depend on the rate.")
 
 
 class _Run:
@@ -366,9 +430,19 @@ class _Run:
     ) -> None:
         self.objective, self.key, self.tol = objective, key, tol
         self.max_passes, self.callback, self.begun = max_passes, callback, begun
-        self.history, self.passes, self.warned = MinimumHistory(), 0.0, False
-        self.count = 0
-        self._sum = jit_current(functools.partial(_sum_chunk, objective))
+        self.history, self.passes, self.count = MinimumHistory(), 0.0, 0
+        # The norm of the first mapping, and the lowest eigenvalue that was seen, relative to the largest
+        self.first, self.lowest, self.gap = 1.0, 0.0, math.nan
+        self.is_compared, self.is_changed = False, False
+        # Whether a Hessian is measured on all examples
+        chunks = objective.chunks
+        self.has_all = not objective.is_dense or (
+            chunks.is_whole and chunks.parts == 1 and length_of(chunks.first) <= _rows(objective)
+        )
+        self._sums = {
+            has_all: jit_current(functools.partial(_sum_chunk, objective, has_all))
+            for has_all in (False, True)
+        }
         self._judge = jit_current(functools.partial(_judge, objective))
 
     def look(self, w: jax.Array) -> Look:
@@ -376,66 +450,169 @@ class _Run:
         sums: Any = None
         count = 0
         for chunk in self.objective.chunks.read():
-            found = self._sum(w, chunk)
+            found = self._sums[self.has_all](w, chunk)
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
             count += length_of(chunk)
+        if self.count not in (0, count):
+            raise ValueError(
+                "data must contain the same examples in each pass, "
+                f"got {self.count} examples, and then {count}."
+            )
         self.passes, self.count = self.passes + 1, count
         look: Look = self._judge(w, *sums, self.objective.chunks.first, self.key)
-        if not self.warned and float(look.lowest) < -1e-3:
-            self.warned = True
-            ratio = f"{float(look.lowest):.2g} times the largest"
-            message = (
-                f"The loss is not convex: the Hessian has a negative eigenvalue, {ratio}. The result "
-                "may be no minimum."
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        self._check_strong_convexity(look)
+        lowest = float(look.lowest)
+        if not self.objective.is_dense:
+            is_rounding = abs(float(look.largest)) < jnp.finfo(w.dtype).eps * abs(float(look.value))
+            lowest = 0.0 if is_rounding else float(look.largest / look.smoothness)
+        self.lowest = min(self.lowest, lowest)
         return look
+
+    def _check_strong_convexity(self, look: Look) -> None:
+        """Raise a ValueError if the strong convexity is larger than the curvature of the loss."""
+        mu = self.objective.strong_convexity
+        if mu is None or self.objective.proximal is not None:
+            return
+        name, measured = "largest", float(look.largest)
+        if self.objective.is_dense and self.has_all:
+            eigenvalues = np.linalg.eigvalsh(np.asarray(look.hessian, np.float64))
+            rounding = _ROUNDINGS * float(jnp.finfo(look.grad.dtype).eps) * measured
+            name, measured = "lowest", float(eigenvalues[0]) + rounding
+        if mu > _TOO_SMALL * abs(measured):
+            raise ValueError(
+                f"strong_convexity must be at most the lowest eigenvalue of the Hessian, got {mu:g}, "
+                f"and the {name} eigenvalue is at most {_TOO_SMALL * abs(measured):.2g}."
+            )
 
     def run(self, w: jax.Array) -> Minimum:
         """Return the minimum from the start w."""
-        look = self.look(w)
+        start, look = w, self.look(w)
         self._check_start(w, look)
-        first = float(look.mapping)
+        self.first = float(look.mapping) or 1.0
         name, advance = _choose(self, look)
-        scale, best, since, reason = 1.0, math.inf, 0, ""
+        scale, best, since, lowest = 1.0, math.inf, 0, look
         while True:
-            gap, relative = float(look.gap), float(look.mapping) / (first or 1.0)
-            seconds = time.perf_counter() - self.begun
-            self.history.add(Pass(self.passes, seconds, gap, relative))
-            if self.callback is not None:
-                self.callback(self.history)
-            limit = self.tol if math.isnan(gap) else self.tol * max(1.0, abs(float(look.value)))
-            measure = relative if math.isnan(gap) else gap
-            if measure <= limit:
-                break
+            gap, measure, limit = self._measure(look)
+            self._record(look, gap)
             since = 0 if measure < _DECREASE * best else since + 1
             best = min(best, measure)
-            if (since >= _PATIENCE or self.passes >= self.max_passes) and self._is_noise(w, look):
-                reason = (
-                    f"{w.dtype} cannot: the gradient is its own rounding error. "
-                    + ("Enable x64 (jax.enable_x64)" if w.dtype == jnp.float32 else "Raise tol")
-                    + ", or pass a larger tol."
-                )
+            reason = "" if measure <= limit else self._give_up(w, look, scale, since)
+            if reason is not None and (again := self._look_again(w, look, is_end=not reason)):
+                look, lowest, best, since = again, again, math.inf, 0
+                continue
+            if reason:
                 break
-            if self.passes >= self.max_passes:
-                reason = f"max_passes={self.max_passes:g} are used up.{self._advise()}"
-                break
-            if scale < 2.0**-30:
-                reason = f"the loss rises with every rate.{self._advise()}"
-                break
-            new, used = advance(w, look, scale)
+            step: tuple[jax.Array, Look] | None = None
+            if reason is not None:
+                holds, step = self._check_bound(w, look)
+                if holds:
+                    break
+                if self.passes >= self.max_passes:
+                    reason = _USED_UP.format(self.max_passes)
+                    break
+            if step is not None:
+                w, look = step
+                continue
+            new, used, rise = advance(w, look, scale)
             self.passes += used
             after = self.look(new)
-            if _is_worse(after, look, self.objective.proximal is not None):
-                scale /= 4
-            else:
+            if not _is_worse(after, look, rise):
                 w, look, scale = new, after, min(1.0, 2 * scale)
-        if reason:
-            reached = (
-                f"gap {gap:.1e}" if not math.isnan(gap) else f"relative gradient {relative:.1e}"
+                lowest = min(lowest, look, key=lambda each: float(each.mapping))
+            elif self.has_all:
+                scale /= 4
+            else:  # The sample of H may miss large examples.
+                self.has_all = True
+                look = self.look(w)
+        if reason and self.objective.proximal is not None and not self.objective.is_dense:
+            look = lowest
+        return self._finish(name, look, reason, is_start=w is start)
+
+    def _record(self, look: Look, gap: float) -> None:
+        """Add a row to the history, and call the callback."""
+        seconds = time.perf_counter() - self.begun
+        self.history.add(Pass(self.passes, seconds, gap, float(look.mapping) / self.first))
+        if self.callback is not None:
+            self.callback(self.history)
+
+    def _measure(self, look: Look) -> tuple[float, float, float]:
+        """Return the gap, the measure of the stopping rule, and its limit."""
+        gap = float(look.gap)
+        if math.isnan(gap):
+            return gap, float(look.mapping) / self.first, self.tol
+        return gap, gap, self.tol * max(1.0, abs(float(look.value)))
+
+    def _give_up(self, w: jax.Array, look: Look, scale: float, since: int) -> str | None:
+        """Return the reason to end without convergence, or None."""
+        if (since >= _PATIENCE or self.passes >= self.max_passes) and self._is_noise(w, look):
+            return (
+                f"{w.dtype} cannot: the gradient is its own rounding error. "
+                + ("Enable x64 (jax.enable_x64)" if w.dtype == jnp.float32 else "Raise tol")
+                + ", or pass a larger tol."
             )
+        if self.passes >= self.max_passes:
+            return _USED_UP.format(self.max_passes) + self._advise()
+        if scale < 2.0**-30:
+            return f"the loss rises with every rate.{self._advise()}"
+        return None
+
+    def _look_again(self, w: jax.Array, look: Look, *, is_end: bool) -> Look | None:
+        """Return a look with the H of all examples at the same params, or None if it is not needed."""
+        objective = self.objective
+        is_sampled = not self.has_all and (objective.proximal is not None or not is_end)
+        if self.is_compared or not (is_sampled or not objective.chunks.is_whole):
+            return None
+        self.has_all, self.is_compared = True, True
+        again = self.look(w)
+        self._compare(w, again, look)
+        return again
+
+    def _compare(self, w: jax.Array, new: Look, old: Look) -> None:
+        """Notice data that changed between passes, from two looks at the same params up to rounding."""
+        spread = abs(float(old.value)) + float(jnp.vdot(jnp.abs(w), jnp.abs(old.grad)))
+        rounding = _ROUNDINGS * float(jnp.finfo(w.dtype).eps) * spread
+        if abs(float(new.value) - float(old.value)) > rounding:
+            self.is_changed = True
+
+    def _check_bound(self, w: jax.Array, look: Look) -> tuple[bool, tuple[jax.Array, Look] | None]:
+        """Return whether the bound holds after a Newton step, too, and this step if it is better."""
+        if not self.objective.is_dense or math.isnan(float(look.gap)):
+            self.gap = float(look.gap)
+            return True, None
+        # G' H^-1 G / 2 with the H of all examples at w - p, where p = H(w)^-1 G
+        self.has_all = True
+        new = w - look.root @ (look.root.T @ look.vector)
+        after = self.look(new)
+        bound = _SAFETY * 0.5 * float(jnp.sum(jnp.square(after.root.T @ look.vector)))
+        self.gap = min(max(float(look.gap), bound), float(look.strong))
+        if self.gap <= self.tol * max(1.0, abs(float(look.value))):
+            return True, None
+        is_step = self.objective.proximal is None and not _is_worse(after, look, 0.0)
+        return False, (new, after) if is_step else None
+
+    def _finish(self, name: str, look: Look, reason: str, *, is_start: bool) -> Minimum:
+        """Return the result, with a warning that contains the reason if there is one."""
+        gap = self.gap if not reason else float(look.gap)
+        if self.is_changed:
+            reason, gap = "the data changed between passes.", math.nan
+        elif self.lowest < -_NEGATIVE:
+            ratio = f"{self.lowest:.2g} times the largest"
+            reason = f"the loss is not convex: the Hessian has a negative eigenvalue, {ratio}."
+        if self.passes != self.history[-1].passes:
+            self._record(look, gap)
+        value = abs(float(look.value))
+        if reason:
+            relative = f"relative gradient {float(look.mapping) / self.first:.1e}"
+            reached = relative if math.isnan(gap) else f"gap {gap:.1e}"
             message = f"minimize has not converged ({reached}, tol {self.tol:g}): {reason}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        elif is_start and gap > _SMALL * self.tol * value:
+            message = (
+                f"The initial params are the result, since their gap {gap:.1e} is within "
+                f"tol={self.tol:g}. The loss is only {value:.1e}: pass a smaller tol, such as "
+                f"{self.tol * value:.0e}, or scale the loss."
+            )
+            warnings.warn(message, UserWarning, stacklevel=4)
         return Minimum(
             params=self.objective.unravel(look.point),
             converged=not reason,
@@ -475,6 +652,7 @@ class _Run:
         signs = jax.random.rademacher(self.key, w.shape, w.dtype)
         near = w * (1 + jnp.finfo(w.dtype).eps * signs)
         other = self.look(near)
+        self._compare(w, other, look)
         error = other.grad - look.grad
         if math.isnan(float(look.gap)):
             return bool(look.mapping <= _NOISE * jnp.linalg.norm(error))
@@ -502,39 +680,51 @@ class _Run:
         return ""
 
 
+def _rows(objective: Objective) -> int:
+    """Return the number of examples of the sample on which a Hessian is measured."""
+    chunks, d = objective.chunks, objective.size
+    n = length_of(chunks.first)
+    if not chunks.is_whole:
+        return max(n // 16, 256)
+    return n if n * d**2 <= _PRODUCTS_OF_ALL else max(_ROWS, _ROWS_PER_PARAM * d)
+
+
 def _sum_chunk(
-    objective: Objective, w: jax.Array, chunk: Any
+    objective: Objective, has_all: bool, w: jax.Array, chunk: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the sums of losses, gradients and counts of a chunk, and of Hessians of a part."""
+    """Return the sums of losses, gradients and counts of a chunk, and of Hessians of a part or all."""
     n = length_of(chunk)
     both = jax.value_and_grad(objective.sums, has_aux=True)
 
-    def add(batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def add_hessian(batch: Any) -> tuple[jax.Array, jax.Array]:
+        hessian = hessian_matrix(lambda w: objective.sums(w, batch)[0], w)
+        return hessian, objective.sums(w, batch)[1]
+
+    def add(batch: Any) -> Any:
         (total, count), grad = both(w, batch)
-        return total, grad, count
+        return (total, grad, count), add_hessian(batch) if has_all and objective.is_dense else ()
 
     if objective.chunks.parts > 1 or n < 2 * _GROUP:
-        sums = add(chunk)
+        sums, of_hessian = add(chunk)
     else:
         # Groups that fit the cache are read only once.
         whole = n // _GROUP * _GROUP
         groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, _GROUP, *leaf.shape[1:]), chunk)
-        start = add(jax.tree.map(lambda leaf: leaf[whole:], chunk)) if whole < n else None
-        zeros = (jnp.zeros([], w.dtype), jnp.zeros_like(w), jnp.zeros([], w.dtype))
-        sums, _ = jax.lax.scan(
+        first = add(jax.tree.map(lambda leaf: leaf[whole:], chunk)) if whole < n else None
+        zero, zeros = jnp.zeros([], w.dtype), jnp.zeros_like(w)
+        nothing = (
+            (jnp.zeros((w.size, w.size), w.dtype), zero) if has_all and objective.is_dense else ()
+        )
+        (sums, of_hessian), _ = jax.lax.scan(
             lambda sums, group: (jax.tree.map(jnp.add, sums, add(group)), None),
-            start or zeros,
+            first or ((zero, zeros, zero), nothing),
             groups,
         )
     if not objective.is_dense:
-        none = jnp.zeros((0, 0), w.dtype)
-        return *sums, none, jnp.zeros([], w.dtype)
-    rows = max(_ROWS, _ROWS_PER_PARAM * w.size)
-    if not objective.chunks.is_whole:
-        rows = max(n // 16, 256)
-    part = objective.batch(chunk, 0, min(rows, n))
-    hessian = hessian_matrix(lambda w: objective.sums(w, part)[0], w)
-    return *sums, hessian, objective.sums(w, part)[1]
+        of_hessian = jnp.zeros((0, 0), w.dtype), jnp.zeros([], w.dtype)
+    elif not has_all:
+        of_hessian = add_hessian(objective.batch(chunk, 0, min(_rows(objective), n)))
+    return *sums, *of_hessian
 
 
 def _judge(
@@ -589,6 +779,7 @@ def _judge(
     norm = jnp.linalg.norm(mapping)
     # F(w+) - F* <= G' H^-1 G / 2, and <= |G|^2 (1 / mu + eta) / 2
     gap, noise = jnp.full([], jnp.nan, w.dtype), jnp.linalg.norm(rounding)
+    strong = jnp.full([], jnp.inf, w.dtype)
     if objective.is_dense:
         is_regular = lowest > singular_below(w.dtype)
         error = _SAFETY * 0.5 * jnp.sum(jnp.square(root * rounding[:, None]))
@@ -600,20 +791,37 @@ def _judge(
         bound = factor * norm**2 + error
         is_less = ~(gap <= bound)
         gap, noise = jnp.where(is_less, bound, gap), jnp.where(is_less, error, noise)
-    return Look(value, grad, hessian, root, point, norm, gap, noise, smoothness, largest, lowest)
+        strong = bound
+    return Look(
+        value=value,
+        grad=grad,
+        hessian=hessian,
+        root=root,
+        point=point,
+        vector=mapping,
+        mapping=norm,
+        gap=gap,
+        strong=strong,
+        noise=noise,
+        smoothness=smoothness,
+        largest=largest,
+        lowest=lowest,
+    )
 
 
-def _is_worse(new: Look, old: Look, has_penalty: bool) -> bool:
-    """Return whether a step has to be undone."""
+def _is_worse(new: Look, old: Look, rise: float | None) -> bool:
+    """Return whether a step has to be undone, with a bound on the rise of the penalty, if known."""
     if not (math.isfinite(float(new.value)) and math.isfinite(float(new.mapping))):
         return True
-    if has_penalty:  # the objective is not known
+    if rise is None:  # the objective is not known
         return bool(new.mapping > 10 * old.mapping)
-    rounding = 1e3 * float(jnp.finfo(new.grad.dtype).eps) * abs(float(old.value))
-    return float(new.value) > float(old.value) + rounding
+    rounding = _ROUNDINGS * float(jnp.finfo(new.grad.dtype).eps) * abs(float(old.value))
+    return not float(new.value) + rise <= float(old.value) + rounding
 
 
-Advance = Callable[[jax.Array, Look, float], tuple[jax.Array, float]]
+# The function of params, their look and a factor of the rate returns new params, the number of passes,
+# and a bound on the rise of the penalty, which is None if unknown.
+Advance = Callable[[jax.Array, Look, float], tuple[jax.Array, float, float | None]]
 
 
 def _choose(run: _Run, look: Look) -> tuple[str, Advance]:
@@ -645,7 +853,8 @@ def _choose(run: _Run, look: Look) -> tuple[str, Advance]:
         found = "Katyusha", _katyusha
     else:
         found = "preconditioned L-BFGS", _lbfgs
-    return f"{found[0]} ({n} examples, {d} params, condition number {condition:.1e})", found[1](run)
+    known = f"{condition:.1e}" if math.isfinite(condition) else "unknown"
+    return f"{found[0]} ({n} examples, {d} params, condition number {known})", found[1](run)
 
 
 def _svrg(run: _Run) -> Advance:
@@ -682,7 +891,7 @@ def _svrg(run: _Run) -> Advance:
 
     compiled = jit_current(steps)
 
-    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
         new, used = w, 0
         left = _MOST_STEPS if is_preconditioned else math.inf
         for chunk in objective.chunks.read():
@@ -693,7 +902,7 @@ def _svrg(run: _Run) -> Advance:
             given = w, look, np.asarray(scale, w.dtype), chunk, np.asarray(starts, np.int32)
             new = compiled(new, *given)
             used, left = used + len(starts) * size, left - len(starts)
-        return new, used / run.count
+        return new, used / run.count, None if objective.proximal is not None else 0.0
 
     return advance
 
@@ -702,18 +911,21 @@ def _newton(run: _Run) -> Advance:
     """Make the function that takes one proximal Newton step."""
     objective = run.objective
 
-    def step(w: jax.Array, look: Look, damping: jax.Array) -> jax.Array:
+    def step(w: jax.Array, look: Look, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
         # min_v grad f(w)' (v - w) + (v - w)' H (v - w) / 2 + h(v), by accelerated proximal gradients
         h = look.hessian + damping * jnp.diag(jnp.diag(look.hessian))
         rate = 1 / ((1 + damping) * look.largest * 1.01)
 
         def is_going(carry: Any) -> jax.Array:
-            _, _, _, norm, count = carry
+            _, _, _, norm, count, _ = carry
             return (norm > _MODEL * look.mapping) & (count < _MOST_MODEL_STEPS)
 
         def improve(carry: Any) -> Any:
-            v, y, t, _, count = carry
-            new = objective.proximal_step(y, -rate * (look.grad + h @ (y - w)), rate)
+            v, y, t, _, count, rise = carry
+            slope = look.grad + h @ (y - w)
+            new = objective.proximal_step(y, -rate * slope, rate)
+            # s = (y - new) / eta - slope is a subgradient of h, so h(new) - h(v) <= s' (new - v)
+            rise = rise + jnp.vdot((y - new) / rate - slope, new - v)
             # Momentum starts again if it points uphill.
             t = jnp.where(jnp.vdot(y - new, new - v) > 0, 1.0, t)
             following = (1 + jnp.sqrt(1 + 4 * t**2)) / 2
@@ -723,16 +935,19 @@ def _newton(run: _Run) -> Advance:
                 following,
                 jnp.linalg.norm(y - new) / rate,
                 count + 1,
+                rise,
             )
 
-        one = jnp.ones([], w.dtype)
-        start = (w, w, one, jnp.full([], jnp.inf, w.dtype), jnp.zeros([], jnp.int32))
-        return jax.lax.while_loop(is_going, improve, start)[0]
+        one, zero = jnp.ones([], w.dtype), jnp.zeros([], w.dtype)
+        start = (w, w, one, jnp.full([], jnp.inf, w.dtype), jnp.zeros([], jnp.int32), zero)
+        new, *_, rise = jax.lax.while_loop(is_going, improve, start)
+        return new, rise
 
     compiled = jit_current(step)
 
-    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
-        return compiled(w, look, np.asarray(1 / scale - 1, w.dtype)), 0.0
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
+        new, rise = compiled(w, look, np.asarray(1 / scale - 1, w.dtype))
+        return new, 0.0, float(rise)
 
     return advance
 
@@ -756,7 +971,7 @@ def _katyusha(run: _Run) -> Advance:
         tx = make(rate)
 
         def full_grad_fn(w: jax.Array) -> jax.Array:
-            _, grad, count, _, _ = _sum_chunk(objective, w, chunk)
+            _, grad, count, _, _ = _sum_chunk(objective, False, w, chunk)
             return grad / count
 
         def step(carry: Any, start: jax.Array) -> tuple[Any, None]:
@@ -770,7 +985,7 @@ def _katyusha(run: _Run) -> Advance:
 
     compiled = jit_current(steps)
 
-    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
         nonlocal state, rate, kept
         if state is None or scale < kept:  # the rate is constant, until the loss rises
             rate, kept = scale / (2 * look.smoothness), scale
@@ -778,7 +993,7 @@ def _katyusha(run: _Run) -> Advance:
         each = length_of(chunk) // parts // (size // parts)
         starts = jnp.asarray(rng.permutation(each) * (size // parts), jnp.int32)
         w, state = compiled(w, state, rate, chunk, starts)
-        return w, 1.5
+        return w, 1.5, 0.0
 
     return advance
 
@@ -796,7 +1011,7 @@ def _lbfgs(run: _Run) -> Advance:
         return factor_roots(e.extra_args["per_example_grad_fn"](params))
 
     def iterate(
-        v: jax.Array, state: Any, origin: jax.Array, roots: Any, chunk: Any
+        v: jax.Array, state: Any, origin: jax.Array, roots: Any, chunk: Any, left: np.ndarray
     ) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
         # w = w_0 + C v
         def place(v: jax.Array) -> jax.Array:
@@ -809,25 +1024,32 @@ def _lbfgs(run: _Run) -> Advance:
 
         value_and_grad = optax.value_and_grad_from_state(value_fn)
 
-        def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
-            v, state = carry
+        def is_going(carry: Any) -> jax.Array:
+            *_, count, evaluations = carry
+            return (count < _ITERATIONS) & (evaluations < left)
+
+        def step(carry: Any) -> Any:
+            v, state, count, evaluations = carry
             value, grad = value_and_grad(v, state=state)
             updates, state = tx.update(grad, state, v, value=value, grad=grad, value_fn=value_fn)
-            return (optax.apply_updates(v, updates), state), state[-1].info.num_linesearch_steps
+            evaluations = evaluations + state[-1].info.num_linesearch_steps
+            return optax.apply_updates(v, updates), state, count + 1, evaluations
 
-        (v, state), evaluations = jax.lax.scan(step, (v, state), None, length=_ITERATIONS)
-        return v, state, place(v), jnp.sum(evaluations)
+        zero = jnp.zeros([], jnp.int32)
+        v, state, _, evaluations = jax.lax.while_loop(is_going, step, (v, state, zero, zero))
+        return v, state, place(v), evaluations
 
     compiled = jit_current(iterate)
 
-    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float]:
+    def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
         nonlocal carry
         if carry is None or scale < 1:
             roots = look.root if objective.is_dense else jit_current(find_roots)(w, chunk)
             v = jnp.zeros_like(w)
             carry = v, tx.init(v), w, roots
-        v, state, new, evaluations = compiled(*carry, chunk)
+        left = np.asarray(min(max(run.max_passes - run.passes, 1), 10**6), np.int32)
+        v, state, new, evaluations = compiled(*carry, chunk, left)
         carry = v, state, *carry[2:]
-        return new, float(evaluations)
+        return new, float(evaluations), 0.0
 
     return advance

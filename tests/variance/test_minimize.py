@@ -212,12 +212,157 @@ def test_what_is_wrong_is_said():
         minimize(logistic, (bad, CLASS), zeros)
     with pytest.raises(ValueError, match="float32 or float64, got bfloat16"):
         minimize(logistic, data, jnp.zeros(12, jnp.bfloat16))
-    with pytest.warns(UserWarning, match=r"data\[1\] has only the value 1"):
-        minimize(
-            lambda w, batch: logistic(w, (batch[0], batch[1].astype(float))),
-            (X, np.ones(4000, np.int32)),
-            zeros,
+    with pytest.raises(ValueError, match="must be a mean over examples"):
+        minimize(lambda w, batch: squares(w, batch) + w @ w / len(batch[0]), data, zeros)
+    with pytest.raises(ValueError, match="pass arrays of the same examples as a tuple"):
+        minimize(squares, [X, Y], zeros)
+    with pytest.raises(TypeError, match=r"data\[1\] must contain numbers, got the dtype <U1"):
+        minimize(squares, (X, np.full(4000, "a")), zeros)
+    with pytest.raises(ValueError, match="params must contain at least one array"):
+        minimize(squares, (X, Y), {})
+    with pytest.raises(TypeError, match="callback must be a function of the history, got 3"):
+        minimize(squares, (X, Y), zeros, callback=3)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        double = np.float64(X), np.float64(Y)
+        with pytest.raises(ValueError, match="dtype float32 of params, got float64"):
+            minimize(squares, double, zeros)
+
+
+@pytest.mark.parametrize("products", [2**26, 0], ids=["all", "a sample"])
+def test_a_lasso_with_a_few_large_rows_is_that_of_coordinate_descent(products, monkeypatch):
+    monkeypatch.setattr("optperm.variance._minimize._PRODUCTS_OF_ALL", products)
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=(10_000, 6)))
+    x[:5] *= 100
+    y = np.float32(x @ np.ones(6) + rng.normal(size=10_000))
+
+    def penalty(rate):
+        return optperm.proximal(rate, l1=0.01)
+
+    found = minimize(squares, (x, y), jnp.zeros(6), proximal=penalty, max_passes=30)
+    best = elastic(x, y, 0.01, 0.0)
+    values = [
+        value_of(squares, w, (x, y)) + 0.01 * np.abs(np.float64(w)).sum()
+        for w in (found.params, best)
+    ]
+    assert found.converged
+    assert values[0] - values[1] <= found.gap <= 1e-6
+
+
+def test_a_newton_step_that_raises_the_objective_is_undone(monkeypatch):
+    """A tenth of the Hessian makes steps that are ten times too long."""
+    measure = optperm.variance._minimize.hessian_matrix
+    wrong = "optperm.variance._minimize.hessian_matrix"
+    monkeypatch.setattr(wrong, lambda loss, w: 0.1 * measure(loss, w))
+    with pytest.warns(RuntimeWarning, match="max_passes=6 are used up"):
+        found = minimize(squares, (X, Y), jnp.zeros(12), proximal=lasso, max_passes=6)
+    value = value_of(squares, found.params, (X, Y)) + 0.05 * np.abs(np.float64(found.params)).sum()
+    assert value <= value_of(squares, np.zeros(12), (X, Y))
+
+
+def test_a_newton_step_bounds_the_rise_of_the_penalty(monkeypatch):
+    rises, is_worse = [], optperm.variance._minimize._is_worse
+
+    def note(new, old, rise):
+        rises.append(rise)
+        return is_worse(new, old, rise)
+
+    monkeypatch.setattr("optperm.variance._minimize._is_worse", note)
+    found = minimize(squares, (X, Y), jnp.zeros(12), proximal=lasso)
+    # The penalty rises from 0, and no step is undone.
+    penalty = 0.05 * float(jnp.sum(jnp.abs(found.params)))
+    assert penalty - 1e-5 <= sum(rises) <= 1.2 * penalty
+
+
+def test_a_bound_holds_if_the_curvature_is_that_of_a_few_large_rows():
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=(40_000, 6)))
+    x[:20] *= 1000
+    y = np.float32(rng.random(40_000) < 0.5 + 0.5 * np.tanh(np.float64(x[:, 0]) / 6))
+    found = minimize(functools.partial(logistic, l2=0.0), (x, y), jnp.zeros(6), tol=1e-3)
+    lowest, value = newton(np.float64(x), np.float64(y), 0.0, is_logistic=True)
+    assert found.converged
+    assert value(np.float64(found.params)) - lowest <= found.gap <= 1e-3
+
+
+@pytest.mark.parametrize("dense", [512, 1], ids=["matrix", "products"])
+def test_a_strong_convexity_above_the_curvature_is_refused(dense, monkeypatch):
+    monkeypatch.setattr("optperm.variance._minimize._DENSE", dense)
+    with pytest.raises(ValueError, match="at most the lowest eigenvalue of the Hessian, got 5"):
+        minimize(squares, (X, Y), jnp.zeros(12), strong_convexity=5.0)
+
+
+class Changing:
+    """Batches that are other batches in each pass."""
+
+    def __init__(self, batches_of):
+        self.batches_of, self.number = batches_of, 0
+
+    def __iter__(self):
+        self.number += 1
+        return iter(self.batches_of(self.number))
+
+
+def test_data_that_change_between_passes_are_noticed():
+    chunks = [(X[i : i + 1000], Y[i : i + 1000]) for i in range(0, 4000, 1000)]
+    fewer = Changing(lambda number: chunks[: 3 + number % 2])
+    with pytest.raises(ValueError, match=r"in each pass, got \d000 examples, and then \d000"):
+        minimize(squares, fewer, jnp.zeros(12))
+    other = Changing(lambda number: chunks[1:] if number % 2 else chunks[:-1])
+    with pytest.warns(RuntimeWarning, match="the data changed between passes"):
+        found = minimize(squares, other, jnp.zeros(12), max_passes=5)
+    assert not found.converged
+    assert np.isnan(found.gap)
+
+
+def test_a_saddle_has_not_converged():
+    with pytest.warns(RuntimeWarning, match="not convex"):
+        found = minimize(lambda w, b: jnp.mean((w[0] * w[1] - b) ** 2), Y, jnp.zeros(2))
+    assert not found.converged
+
+
+@pytest.mark.parametrize(
+    ("proximal", "message"),
+    [
+        (optax.adamw, "another direction"),
+        (optax.sgd, "another direction"),
+        (lambda _: optperm.proximal(0.1, l1=0.1), "does not depend on the rate"),
+    ],
+)
+def test_an_optimizer_or_a_fixed_rate_is_no_proximal_step(proximal, message):
+    # Optax's adamw needs the usual promotion of types.
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=message):
+        minimize(squares, (X, Y), jnp.zeros(12), proximal=proximal)
+
+
+def test_bounds_do_not_depend_on_the_rate():
+    def bounds(rate):
+        return optperm.proximal(rate, lower=0.0, upper=0.5)
+
+    found = minimize(squares, (X, Y), jnp.zeros(12), proximal=bounds, tol=1e-8)
+    grad = np.asarray(jax.grad(squares)(found.params, (X, Y)))
+    w = np.asarray(found.params)
+    assert found.converged
+    # The conditions of Karush, Kuhn and Tucker
+    assert np.all(grad[w == 0] > 0)
+    assert np.all(grad[w == 0.5] < 0)
+    np.testing.assert_allclose(grad[(w > 0) & (w < 0.5)], 0.0, atol=1e-3)
+
+
+def test_initial_params_within_the_tolerance_of_a_small_loss_are_named():
+    with pytest.warns(UserWarning, match=r"within tol=1e-06\. The loss is only .*e-07"):
+        found = minimize(squares, (X, np.float32(5e-4 * Y)), jnp.zeros(12))
+    np.testing.assert_array_equal(found.params, 0.0)
+
+
+def test_line_searches_stop_at_the_maximum_of_passes():
+    scales = np.float32(np.logspace(0, 3, 12))
+    with pytest.warns(RuntimeWarning, match="max_passes=3 are used up"):
+        found = minimize(
+            logistic, (X[:100] * scales, CLASS[:100]), jnp.zeros(12), max_passes=3, tol=1e-9
         )
+    assert found.method.startswith("preconditioned L-BFGS")
+    assert found.passes <= 6
 
 
 def test_a_loss_that_is_not_convex_is_said():
@@ -287,7 +432,7 @@ def newton(x, y, l2, is_logistic):
     w = np.zeros(x.shape[1])
     for _ in range(100):
         z = x @ w
-        p = 1 / (1 + np.exp(-z)) if is_logistic else z
+        p = 0.5 + 0.5 * np.tanh(z / 2) if is_logistic else z
         curvature = p * (1 - p) if is_logistic else np.ones_like(z)
         h = (x.T * curvature) @ x / len(x) + l2 * np.eye(len(w))
         move, step = np.linalg.solve(h, x.T @ (p - y) / len(x) + l2 * w), 1.0
