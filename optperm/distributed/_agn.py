@@ -301,7 +301,7 @@ def agn(
         # c_p <- c_p + u(n_p; s_p), with the n_p of all replicas
         exchanged, outcomes = now.exchange(contribute)
 
-        # theta <- theta + u(g; s), theta_p <- c_p
+        # theta <- theta + u(g; s), theta_p <- c_p, which `exact` makes equal to c_p bit for bit
         updates, new_state = now.pull(exchanged, outcomes)
 
         # a_p <- 0, T_p <- 0 if fragment p was sent

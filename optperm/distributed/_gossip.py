@@ -17,12 +17,6 @@ from optperm.core.dtypes import compute_in_order
 from optperm.core.mapped_axes import AxisName, axis_names, largest, reflect
 
 
-def check_can_be_paired(axis_name: AxisName | None) -> None:
-    """Raise if replicas are spread over several axes."""
-    if len(axis_names(axis_name)) > 1:
-        raise ValueError(f'combine="pairs" needs replicas along one axis, got {axis_name!r}.')
-
-
 def map_with_partner(
     function: Callable[..., Any],
     tree: Any,
