@@ -290,14 +290,16 @@ def merge(
     rows = (_read_row(message, compress, start.params, dtype) for message in messages)
     at, has_moved = (start.params, start.opt_state), jnp.array(False)
 
-    # c <- c + u(n; s_c), unless n has no contributions or overflows
+    # c <- c + u(n; s_c), unless n has no contributions, or n, c or s_c overflows
     def move(at: tuple[Params, Any], n: Updates, weights: jax.Array) -> Any:
         n = cast_like(n, start.params)
         is_valid: Any = (weights > 0) & all_finite(n)
         if not isinstance(is_valid, jax.core.Tracer):
             # Outside `jax.jit`, a conditional would be compiled in each call.
             is_valid = bool(is_valid)
-        return step(*at, n, is_valid), is_valid
+        new = step(*at, n, is_valid)
+        is_kept = is_valid & _stays_finite(at, new)
+        return jax.tree.map(lambda old, each: jnp.where(is_kept, each, old), at, new), is_kept
 
     if combine == "sequential":
         # n = w_i x_i, for one i after another
@@ -313,6 +315,17 @@ def merge(
             total, weights = optax.tree.add(total, scale(x, w)), weights + w
         at, has_moved = move(at, total if combine == "sum" else divide(total, weights), weights)
     return Center(*at, start.version + jnp.asarray(has_moved).astype(jnp.int32))
+
+
+def _stays_finite(old: Any, new: Any) -> jax.Array:
+    """Return whether no number that was finite is not finite any more."""
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    flags = [
+        jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+        for before, after in pairs
+        if jnp.issubdtype(jnp.result_type(after), jnp.inexact)
+    ]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
 
 def pull(

@@ -526,3 +526,18 @@ def test_messages_work_under_jit():
 
     found = jax.jit(all_of_it)(params, opt_state, center)
     support.assert_close(found, all_of_it(params, opt_state, center), atol=1e-6)
+
+
+@pytest.mark.parametrize("outer", [optax.adam(0.1), optax.sgd(10.0)], ids=["moments", "params"])
+def test_a_huge_message_does_not_move_the_center_nor_its_optimizer(outer):
+    """Its squares, or the step, are no numbers of the dtype, although the message is finite."""
+    params = {"a": jnp.ones(3)}
+    tx = optperm.diloco(optax.sgd(0.1), outer, every=100)
+    updates, state = tx.update(params, tx.init(params), params, commit=False)
+    message, _ = contribution(optperm.apply_updates(params, updates, state), state)
+    huge = message._replace(move=jax.tree.map(lambda x: jnp.full_like(x, 1e38), message.move))
+    center = init_center(params, outer)
+    for function in (merge, jax.jit(merge, static_argnums=2)):
+        after = function(center, [huge], outer)
+        support.assert_same_bits(jax.tree.leaves(after), jax.tree.leaves(center))
+        assert function(center, [message], outer).version == 1
