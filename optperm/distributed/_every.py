@@ -78,7 +78,7 @@ class Every:
         """
         checks.check_count("step", step)
         send, receive = (find_sent(self, step - delay) for delay in (0, self.delay))
-        numbers = (tuple(np.flatnonzero(flags).tolist()) for flags in (send, receive))
+        numbers = (tuple(p for p, flag in enumerate(flags) if flag) for flags in (send, receive))
         return Exchange(self, *numbers)
 
 

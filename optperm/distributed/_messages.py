@@ -119,14 +119,14 @@ def contribution(
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
-      >>> from optperm.distributed import contribution, init_center, merge, pull
+      >>> from optperm.distributed import init_center, merge, pull
       >>> outer = optax.sgd(1.0)
       >>> tx = optperm.diloco(optax.sgd(0.5), outer, every=100)
       >>> params = jnp.array([1.0, 2.0])
       >>> opt_state, center = tx.init(params), init_center(params, outer)
       >>> updates, opt_state = tx.update(jnp.ones(2), opt_state, params, commit=False)
       >>> params = optperm.apply_updates(params, updates, opt_state)
-      >>> message, opt_state = contribution(params, opt_state)
+      >>> message, opt_state = optperm.distributed.contribution(params, opt_state)
       >>> message.move.tolist(), int(message.steps)
       ([0.5, 0.5], 1)
       >>> center = merge(center, [message], outer)
@@ -244,7 +244,7 @@ def merge(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
-      >>> from optperm.distributed import contribution, init_center, merge
+      >>> from optperm.distributed import contribution, init_center
       >>> outer = optax.sgd(1.0)
       >>> tx, params = optperm.agn(optax.sgd(0.1), outer), jnp.zeros(2)
       >>> messages = []
@@ -252,11 +252,11 @@ def merge(
       ...     updates, opt_state = tx.update(jnp.full(2, grad), tx.init(params), params, commit=False)
       ...     messages.append(contribution(params + updates, opt_state)[0])
       >>> center = init_center(params, outer)
-      >>> merge(center, messages, outer).params.tolist()
+      >>> optperm.distributed.merge(center, messages, outer).params.tolist()
       [-11.0, -11.0]
       >>> def median(moves, weights):
       ...     return jax.tree.map(lambda x: jnp.median(x, axis=0), moves)
-      >>> merge(center, messages, outer, combine=median).params.tolist()
+      >>> optperm.distributed.merge(center, messages, outer, combine=median).params.tolist()
       [-2.0, -2.0]
 
     Notes:
