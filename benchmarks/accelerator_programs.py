@@ -93,6 +93,14 @@ def gpu_mesh(shape: dict[str, int]) -> Mesh:
     return _mesh(shape, found.devices)
 
 
+# The device for which a program is compiled: its name, and a mesh of one of it.
+DEVICES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "cpu": ("", lambda: None),
+    "tpu": (", TPU v5e", lambda: tpu_mesh({"one": 1})),
+    "gpu": (", H100", lambda: gpu_mesh({"one": 1})),
+}
+
+
 def _mesh(shape: dict[str, int], devices: Any) -> Mesh:
     sizes = tuple(shape.values())
     chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)

@@ -45,6 +45,7 @@ import numpy as np
 import optax
 import optax.contrib
 import results
+from accelerator_programs import DEVICES
 
 import optperm
 from optperm.memory import _blocks, _quantize_state
@@ -454,14 +455,6 @@ def decoder_loss(params: Any, ids: jax.Array, heads: int = 12) -> jax.Array:
     x, _ = jax.lax.scan(layer, params["embed"][ids[:, :-1]], layers)
     logits = norm(x) @ params["embed"].T
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]))
-
-
-# The device for which a program is compiled: its name, and a mesh of one of it.
-DEVICES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "cpu": ("", lambda: None),
-    "tpu": (", TPU v5e", lambda: accelerator_programs.tpu_mesh({"one": 1})),
-    "gpu": (", H100", lambda: accelerator_programs.gpu_mesh({"one": 1})),
-}
 
 
 def memory(

@@ -35,6 +35,7 @@ import optax
 import optax.contrib
 import results
 import timing
+from accelerator_programs import DEVICES
 
 import optperm
 
@@ -220,14 +221,6 @@ def update(repetitions: int, count: int, shape: tuple[int, int]) -> None:
             ms=f"{1e3 * seconds:.1f}",
             ratio=f"{seconds / medians['AdamW, float32']:.2f}",
         )
-
-
-# The device for which a program is compiled: its name, and a mesh of one of it.
-DEVICES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "cpu": ("", lambda: None),
-    "gpu": (", H100", lambda: accelerator_programs.gpu_mesh({"one": 1})),
-    "tpu": (", TPU v5e", lambda: accelerator_programs.tpu_mesh({"one": 1})),
-}
 
 
 def with_copy(inner: Tx) -> Tx:

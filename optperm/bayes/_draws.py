@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from optperm.bayes._ivon import IvonState
-from optperm.bayes._remainders import RemainderState, join_params
+from optperm.bayes._remainders import RemainderState
 from optperm.bayes._swag import SwagState
 from optperm.core import checks
 from optperm.core.keys import as_key, make_key
 from optperm.core.noise import normal_like
+from optperm.core.remainders import join_params
 from optperm.core.shapes import Params
 from optperm.core.shardings import can_be_seen
 from optperm.core.states import find_state, find_states
@@ -95,7 +96,7 @@ def sample_params(
     for outer in find_states(opt_state, RemainderState):
         if isinstance(outer.inner, IvonState):
             # update compares the draw with m in more than 16 bits
-            seen = join_params(outer, seen)
+            seen = join_params(seen, outer.remainder)
 
     def draw(key: jax.Array) -> Params:
         if isinstance(state, IvonState):

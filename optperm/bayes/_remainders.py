@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optperm.core.remainders import is_narrow, join, make_remainder, step_to
+from optperm.core.remainders import is_narrow, join, join_params, make_remainder, step_params
 from optperm.core.shapes import Array, Int, Params, PyTree, Updates
 from optperm.core.states import draw_params, find_states
 from optperm.core.transformation import wrapper
-from optperm.core.trees import fill_masked, mask_like
 
 
 class RemainderState(NamedTuple):
@@ -38,7 +36,7 @@ class RemainderState(NamedTuple):
         Returns:
           The draw; None if the sampler does not draw.
         """
-        return draw_params(self.inner, join_params(self, params), key)
+        return draw_params(self.inner, join_params(params, self.remainder), key)
 
 
 def with_remainders(
@@ -76,14 +74,7 @@ def with_remainders(
         moves, inner_state = inner.update(g, state.inner, center, **extra_args)
 
         # P', r' = split(w + Delta)
-        def step(p: Any, w: Any, u: Any, r: Any) -> tuple[Any, Any]:
-            return (
-                step_to(w + u.astype(w.dtype), jnp.asarray(p), 16, None) if is_narrow(p) else (u, r)
-            )
-
-        structure: Any = jax.tree.structure(params)
-        pairs = structure.flatten_up_to(jax.tree.map(step, params, w, moves, state.remainder))
-        updates, remainder = (structure.unflatten([pair[i] for pair in pairs]) for i in range(2))
+        updates, remainder = step_params(w, moves, params, state.remainder, 16)
         return updates, RemainderState(remainder, inner_state)
 
     return wrapper(init, update, method=method)
@@ -97,11 +88,5 @@ def wide_params(params: Params, opt_state: Any) -> Params:
       opt_state: The optimizer state after the step.
     """
     for state in find_states(opt_state, RemainderState):
-        params = join_params(state, params)
+        params = join_params(params, state.remainder)
     return params
-
-
-def join_params(state: RemainderState, params: Params) -> Params:
-    """Return params in float32 with the remainders of a state, which may mask some of them."""
-    own = mask_like(params, state.remainder)
-    return fill_masked(jax.tree.map(join, own, state.remainder), params)

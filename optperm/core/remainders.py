@@ -13,6 +13,7 @@ The subnormal numbers of float16 are evenly spaced too, as the numbers of the bi
 so |w| + 2^-14 takes the place of |w| there.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.core.mapped_axes import varying_zeros
+from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import shard_like
+from optperm.core.trees import fill_masked, mask_like
 
 # The number of bits of a float32 that a dtype lacks.
 _MISSING = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}
@@ -136,6 +139,50 @@ def step_to(
     reached = round_like(start + update, param)
     remainder = jnp.where(reached == target, remainder, jnp.zeros_like(remainder))
     return update.astype(param.dtype), remainder
+
+
+# With jit, this function is traced once for all leaves of the same shape.
+_step_to = jax.jit(step_to, static_argnums=2)
+
+
+def join_params(params: Params, remainder: Any) -> Params:
+    """Return params with their remainders, in float32; parts that a remainder masks do not change."""
+    own = mask_like(params, remainder)
+    return fill_masked(jax.tree.map(join, own, remainder), params)
+
+
+def step_params(
+    wide: Params,
+    updates: Updates,
+    params: Params,
+    remainder: Any,
+    bits: int,
+    draw: Callable[[int, jax.Array], jax.Array] | None = None,
+) -> tuple[Updates, Any]:
+    """Return the updates and the remainders of a step, leaf by leaf as in `step_to`.
+
+    Args:
+      wide: The params with their remainders.
+      updates: The step from them.
+      params: The params before the step.
+      remainder: Their remainders.
+      bits: The bits of a remainder.
+      draw: `draw(index, param)` returns the random words of a leaf; None rounds to the nearest.
+    """
+
+    def step(index: int, p: Any, w: Any, u: Any, r: jax.Array) -> tuple[Any, jax.Array]:
+        if not is_narrow(p):
+            return u, r
+        param = jnp.asarray(p)
+        words = None if draw is None else draw(index, param)
+        move, new = _step_to(w + u.astype(w.dtype), param, bits, words)
+        return move, new if bits else r
+
+    structure: Any = jax.tree.structure(params)
+    trees = map(structure.flatten_up_to, (params, wide, updates, remainder))
+    pairs = [step(index, *row) for index, row in enumerate(zip(*trees, strict=True))]
+    moves, remainders = (structure.unflatten([pair[i] for pair in pairs]) for i in range(2))
+    return moves, remainders
 
 
 def round_like(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -20,13 +20,11 @@ from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt3
 from optperm.core.transformation import transformation
 from optperm.distributed._compression import Compression
 from optperm.distributed._every import Every, Exchange, Period
-from optperm.distributed._exchange import Take
+from optperm.distributed._exchange import Combine, Take
 from optperm.distributed._fragments import FragmentOf, read_flags
 from optperm.distributed._local_update import LocalUpdate, choose, replace_center
 from optperm.distributed._replicas import Replicas
 from optperm.exact import Exact, exact_entries
-
-Combine = Literal["mean", "sum", "sequential"]
 
 
 class AgnState(NamedTuple):

@@ -20,13 +20,11 @@ from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt3
 from optperm.core.transformation import transformation
 from optperm.distributed._compression import Compression
 from optperm.distributed._every import Every, Exchange, Period
-from optperm.distributed._exchange import Take, subtract_params
+from optperm.distributed._exchange import CombineOrPairs, Take, subtract_params
 from optperm.distributed._fragments import FragmentOf, read_flags
 from optperm.distributed._local_update import LocalUpdate, count_bad_steps, replace_center
 from optperm.distributed._replicas import Replicas
 from optperm.exact import Exact, exact_entries
-
-Combine = Literal["mean", "sum", "sequential", "pairs"]
 
 
 class DilocoState(NamedTuple):
@@ -97,7 +95,7 @@ def diloco(
     *,
     every: Period | Every,
     axis_name: AxisName | None = None,
-    combine: Combine = "mean",
+    combine: CombineOrPairs = "mean",
     mixing: float | jax.Array = 0.0,
     compress: Compression | None = None,
     center_dtype: Any = None,
@@ -217,7 +215,7 @@ def diloco(
     """
     # benchmarks/distributed.py compares this outer optimizer with the paper's and with averaging.
     outer = optax.sgd(0.8, momentum=0.5, nesterov=True) if outer is None else outer
-    checks.check_choice("combine", combine, get_args(Combine))
+    checks.check_choice("combine", combine, get_args(CombineOrPairs))
     replicas = Replicas(axis_name or None, shard_axes or ())
     options = LocalUpdate(
         method="diloco",

@@ -50,7 +50,8 @@ from optperm.exact import apply_updates
 Take: TypeAlias = Callable[[Any], list[jax.Array]]
 # (number of the fragment, `Take` of the fragment) -> contribution of this replica, in float32 or wider
 Contribute: TypeAlias = Callable[[int, Take], list[jax.Array]]
-Combine: TypeAlias = Literal["mean", "sum", "sequential", "pairs"]
+Combine: TypeAlias = Literal["mean", "sum", "sequential"]
+CombineOrPairs: TypeAlias = Literal[Combine, "pairs"]
 # This value instead of a sum of weights means that nothing is in flight.
 NOTHING = -1.0
 
@@ -102,7 +103,7 @@ class Step:
 
     replicas: Replicas
     fragments: Fragments
-    combine: Combine
+    combine: CombineOrPairs
     compress: Compression | None
     contribute: Contribute
     params: Params
@@ -341,12 +342,10 @@ def make_center_step(
     extra_args: dict[str, Any],
     params: Params,
     axis_name: AxisName | None,
-) -> Callable[[Params, Any, Updates, jax.Array], tuple[Params, Any]]:
+) -> Callable[[Params, Any, Updates, Flag], tuple[Params, Any]]:
     """Make the function c <- c + u(n; s_c), with extra arguments for the batches of all replicas."""
 
-    def step(
-        center: Params, center_state: Any, n: Updates, is_valid: jax.Array
-    ) -> tuple[Params, Any]:
+    def step(center: Params, center_state: Any, n: Updates, is_valid: Flag) -> tuple[Params, Any]:
         def move() -> tuple[Params, Any]:
             extras = _common_extras(extra_args, n, center, params, axis_name)
             moves, new_state = optimizer.update(n, center_state, center, **extras)

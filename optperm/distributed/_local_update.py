@@ -58,7 +58,7 @@ from optperm.distributed._every import (
 )
 from optperm.distributed._exchange import (
     NOTHING,
-    Combine,
+    CombineOrPairs,
     Contribute,
     Outcome,
     Part,
@@ -102,7 +102,7 @@ class LocalUpdate:
     outer: optax.GradientTransformationExtraArgs
     every: Period | Every
     replicas: Replicas
-    combine: Combine
+    combine: CombineOrPairs
     compress: Compression | None
     center_dtype: Any
     fragment_of: FragmentOf | None

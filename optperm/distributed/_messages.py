@@ -20,7 +20,7 @@ A job and the center exchange a commit in three functions. The user moves the me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ from optperm.distributed._compression import (
     encode,
     encode_contribution,
 )
-from optperm.distributed._exchange import make_center_step, subtract_params
+from optperm.distributed._exchange import Combine, make_center_step, subtract_params
 from optperm.distributed._find_center import LOCAL_STATES
 from optperm.distributed._local_update import keep_exact
 from optperm.distributed._replicas import Replicas, check_weight, divide, scale, weigh
@@ -50,7 +50,6 @@ from optperm.exact import placing_states
 
 # (rows of the moves, their weights) -> the gradient of the center
 CombineRows: TypeAlias = Callable[[Updates, jax.Array], Updates]
-Combine: TypeAlias = Literal["mean", "sum", "sequential"]
 _METHOD = "agn or optperm.diloco"
 _SOURCE = "the center in the optimizer state"
 
@@ -293,12 +292,8 @@ def merge(
     # c <- c + u(n; s_c), unless n has no contributions, or n, c or s_c overflows
     def move(at: tuple[Params, Any], n: Updates, weights: jax.Array) -> Any:
         n = cast_like(n, start.params)
-        is_valid: Any = (weights > 0) & all_finite(n)
-        if not isinstance(is_valid, jax.core.Tracer):
-            # Outside `jax.jit`, a conditional would be compiled in each call.
-            is_valid = bool(is_valid)
-        new = step(*at, n, is_valid)
-        is_kept = is_valid & _stays_finite(at, new)
+        new = step(*at, n, True)
+        is_kept = (weights > 0) & all_finite(n) & _stays_finite(at, new)
         return jax.tree.map(lambda old, each: jnp.where(is_kept, each, old), at, new), is_kept
 
     if combine == "sequential":

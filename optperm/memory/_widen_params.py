@@ -7,7 +7,6 @@ Memory Efficient Training", 2026, arXiv 2602.23349.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,20 +20,18 @@ from optperm.core.noise import mix, mix_key, mixed_words, seeds
 from optperm.core.remainders import (
     is_narrow,
     join,
+    join_params,
     make_remainder,
     remainder_type,
     round_like,
     split,
-    step_to,
+    step_params,
 )
 from optperm.core.shapes import Array, Float32, Int, Int32, Params, PyTree, Updates
 from optperm.core.shardings import shard_like
 from optperm.core.states import find_state, replace_state
 from optperm.core.transformation import transformation
 from optperm.core.trees import fill_masked, mask_like, spread_prefix, without_variables
-
-# With jit, this function is traced once for all leaves of the same shape.
-_step_to = jax.jit(step_to, static_argnums=2)
 
 
 class WidenedState(NamedTuple):
@@ -151,15 +148,13 @@ def widen_params(
         u, inner_state = optimizer.update(g, state.inner_state, w, **extra_args)
 
         # P', r' = split(w')
-        leaves = jax.tree.leaves(params)
-        structure: Any = jax.tree.structure(params)
-        seed = mix_key(key_data(key), state.count)
-        numbers = structure.unflatten(seeds(len(leaves)))
-        step = functools.partial(_step, seed=seed, bits=bits)
-        steps = jax.tree.map(step, params, w, u, state.remainder, numbers)
-        moves, remainder = (
-            structure.unflatten([pair[i] for pair in structure.flatten_up_to(steps)])
-            for i in range(2)
+        seed, numbers = mix_key(key_data(key), state.count), seeds(len(jax.tree.leaves(params)))
+
+        def draw(index: int, p: jax.Array) -> jax.Array:
+            return mixed_words(mix(seed ^ numbers[index]), mix(~seed ^ numbers[index]), p)
+
+        moves, remainder = step_params(
+            w, u, params, state.remainder, bits, draw if bits < 16 else None
         )
         count = optax.safe_increment(state.count)
         return moves, WidenedState(count, remainder, inner_state)
@@ -170,17 +165,6 @@ def widen_params(
         method="widen_params",
         conversion="tx.init(params)._replace(inner_state=opt_state) takes the state of inner alone.",
     )
-
-
-def _step(
-    p: Any, w: Any, u: Any, r: jax.Array, number: jax.Array, *, seed: jax.Array, bits: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return the update and the remainder of a leaf."""
-    if not is_narrow(p):
-        return u, r
-    words = None if bits == 16 else mixed_words(mix(seed ^ number), mix(~seed ^ number), p)
-    move, remainder = _step_to(w + u.astype(w.dtype), jnp.asarray(p), bits, words)
-    return move, remainder if bits else r
 
 
 def wide_params(params: Params, opt_state: Any) -> Params:
@@ -208,10 +192,9 @@ def wide_params(params: Params, opt_state: Any) -> Params:
     """
     remainder = find_state(opt_state, WidenedState, method="widen_params").remainder
     plain = without_variables(params)
-    own = mask_like(plain, remainder)
-    _check_remainders(remainder, own, _read_bits(remainder))
-    joined = fill_masked(jax.tree.map(join, own, remainder), plain)
-    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(joined))
+    _check_remainders(remainder, mask_like(plain, remainder), _read_bits(remainder))
+    joined = jax.tree.leaves(join_params(plain, remainder))
+    return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
 def narrow_params(wide: Params, opt_state: Any, dtype: Any) -> tuple[Params, Any]:

@@ -857,12 +857,33 @@ def _choose(run: _Run, look: Look) -> tuple[str, Advance]:
     return f"{found[0]} ({n} examples, {d} params, condition number {known})", found[1](run)
 
 
+def _scan_batches(
+    objective: Objective,
+    tx: optax.GradientTransformationExtraArgs,
+    w: jax.Array,
+    state: Any,
+    chunk: Any,
+    starts: jax.Array,
+    **extra_args: Any,
+) -> tuple[jax.Array, Any]:
+    """Return w and the state after a step for the batch of a chunk at each start."""
+
+    def loss(w: jax.Array, batch: Any) -> Any:
+        return objective.loss_fn(objective.unravel(w), batch)
+
+    def step(carry: Any, start: jax.Array) -> tuple[Any, None]:
+        w, state = carry
+        e = evaluate(loss, w, objective.batch(chunk, start, objective.batch_size))
+        updates, state = tx.update(e.grad, state, w, **extra_args, **e.extra_args)
+        return (optax.apply_updates(w, updates), state), None
+
+    w, state = jax.lax.scan(step, (w, state), starts)[0]
+    return w, state
+
+
 def _svrg(run: _Run) -> Advance:
     """Make the function that takes the steps of SVRG from one snapshot."""
-    objective, rng = (
-        run.objective,
-        generator(run.key),
-    )
+    objective, rng = run.objective, generator(run.key)
     is_preconditioned = objective.is_dense and objective.proximal is None
     size, parts = objective.batch_size, objective.chunks.parts
 
@@ -879,15 +900,7 @@ def _svrg(run: _Run) -> Advance:
             parts.append(objective.proximal_of(rate))
         tx = optax.chain(*parts)
         state = take_snapshot(tx.init(snapshot), snapshot, grad)
-
-        def step(carry: Any, start: jax.Array) -> tuple[Any, None]:
-            w, state = carry
-            batch = objective.batch(chunk, start, size)
-            e = evaluate(lambda w, batch: objective.loss_fn(objective.unravel(w), batch), w, batch)
-            updates, state = tx.update(e.grad, state, w, **e.extra_args)
-            return (optax.apply_updates(w, updates), state), None
-
-        return jax.lax.scan(step, (w, state), starts)[0][0]
+        return _scan_batches(objective, tx, w, state, chunk, starts)[0]
 
     compiled = jit_current(steps)
 
@@ -954,10 +967,7 @@ def _newton(run: _Run) -> Advance:
 
 def _katyusha(run: _Run) -> Advance:
     """Make the function that takes the steps of Katyusha in one pass."""
-    objective, rng = (
-        run.objective,
-        generator(run.key),
-    )
+    objective, rng = run.objective, generator(run.key)
     size, parts = objective.batch_size, objective.chunks.parts
     chunk, state, rate, kept = objective.chunks.first, None, None, 1.0
 
@@ -974,14 +984,7 @@ def _katyusha(run: _Run) -> Advance:
             _, grad, count, _, _ = _sum_chunk(objective, False, w, chunk)
             return grad / count
 
-        def step(carry: Any, start: jax.Array) -> tuple[Any, None]:
-            w, state = carry
-            batch = objective.batch(chunk, start, size)
-            e = evaluate(lambda w, batch: objective.loss_fn(objective.unravel(w), batch), w, batch)
-            updates, state = tx.update(e.grad, state, w, full_grad_fn=full_grad_fn, **e.extra_args)
-            return (optax.apply_updates(w, updates), state), None
-
-        return jax.lax.scan(step, (w, state), starts)[0]
+        return _scan_batches(objective, tx, w, state, chunk, starts, full_grad_fn=full_grad_fn)
 
     compiled = jit_current(steps)
 

@@ -53,31 +53,29 @@ def test_the_center_has_what_is_not_trained():
     np.testing.assert_allclose(whole["w"], 1 - 0.1 * 0.7, rtol=1e-6)
 
 
-def test_a_final_center_of_agn_holds_the_sums_in_flight():
-    """Of eight steps with gradient -1, each fragment has had all, in two or three center steps."""
-    tx = optperm.agn(SGD, every=Every(5, 2, 3))
-    grads = [np.float32(-1.0)] * 2
+def train_and_commit(tx, grad):
+    """The params after eight steps and one with an explicit commit, which make the final center."""
+    grads = [np.float32(grad)] * 2
     trail = loops.train(tx, [np.float32(0.0)] * 2, [grads] * 8)
     with pytest.raises(ValueError, match="commit=True"):
         center_params(trail[-1][1], final=True)
-    # Fragment 1 was sent at steps 2 and 7, and fragment 0 at step 5; the sum of step 7 is in flight.
     step = jax.jit(loops.make_step(tx, lambda p, batch: (batch, {"commit": True})))
     params, opt_state = step(*trail[-1], grads)
     support.assert_same_bits(center_params(opt_state, final=True), params)
+    return params
+
+
+def test_a_final_center_of_agn_holds_the_sums_in_flight():
+    """Of eight steps with gradient -1, each fragment has had all, in two or three center steps."""
+    # Fragment 1 was sent at steps 2 and 7, and fragment 0 at step 5; the sum of step 7 is in flight.
+    params = train_and_commit(optperm.agn(SGD, every=Every(5, 2, 3)), -1.0)
     np.testing.assert_allclose(params, [2.0, 3.0])
 
 
 def test_a_final_center_holds_all_local_steps():
     """With any plan an explicit commit brings them in; without it `final=True` raises."""
-    grads = [np.float32(-2.5)] * 2
     for plan in (Every(5, 2), Every(5, 2, 3)):
-        tx = optperm.diloco(optax.sgd(0.1), SGD, every=plan)
-        trail = loops.train(tx, [np.float32(0.0)] * 2, [grads] * 8)
-        with pytest.raises(ValueError, match="commit=True"):
-            center_params(trail[-1][1], final=True)
-        step = jax.jit(loops.make_step(tx, lambda p, batch: (batch, {"commit": True})))
-        params, opt_state = step(*trail[-1], grads)
-        support.assert_same_bits(center_params(opt_state, final=True), params)
+        params = train_and_commit(optperm.diloco(optax.sgd(0.1), SGD, every=plan), -2.5)
         if not plan.delay:  # which discards the local steps made meanwhile
             np.testing.assert_allclose(params, [9 * 0.25] * 2, rtol=1e-5)
 
