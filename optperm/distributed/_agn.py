@@ -20,7 +20,7 @@ from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt3
 from optperm.core.transformation import transformation
 from optperm.distributed._compression import Compression
 from optperm.distributed._every import Every, Exchange, Period
-from optperm.distributed._exchange import Combine, Take
+from optperm.distributed._exchange import Combine, Take, divide_by_steps
 from optperm.distributed._fragments import FragmentOf, read_flags
 from optperm.distributed._local_update import LocalUpdate, choose, replace_center
 from optperm.distributed._replicas import Replicas
@@ -293,8 +293,8 @@ def agn(
                 else take(state.accumulator)
             )
             # `finish` undoes an update without steps.
-            t = jnp.maximum(steps[p], 1)
-            return [each / t.astype(each.dtype) for each in a]
+            n: list[jax.Array] = divide_by_steps(a, steps[p])
+            return n
 
         # c_p <- c_p + u(n_p; s_p), with the n_p of all replicas
         exchanged, outcomes = now.exchange(contribute)

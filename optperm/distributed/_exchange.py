@@ -280,6 +280,12 @@ def _receive(step: Step, part: Part, n: Any, weights: Any, p: int) -> tuple[Part
     return part, ~step.replicas.are_finite(step.fragments.take_rows(step.find_theta(), p))
 
 
+def divide_by_steps(a: Any, steps: jax.Array) -> Any:
+    """Return a / T for each leaf of sums of gradients over T steps; zeros without steps."""
+    t = jnp.maximum(steps, 1)
+    return jax.tree.map(lambda leaf: leaf / t.astype(leaf.dtype), a)
+
+
 def subtract_params(center: Any, theta: Any) -> Any:
     """Return Delta = c - theta in float32 or wider, with the sign of a gradient."""
 

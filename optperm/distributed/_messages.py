@@ -42,7 +42,12 @@ from optperm.distributed._compression import (
     encode,
     encode_contribution,
 )
-from optperm.distributed._exchange import Combine, make_center_step, subtract_params
+from optperm.distributed._exchange import (
+    Combine,
+    divide_by_steps,
+    make_center_step,
+    subtract_params,
+)
 from optperm.distributed._find_center import LOCAL_STATES
 from optperm.distributed._local_update import keep_exact
 from optperm.distributed._replicas import Replicas, check_weight, divide, scale, weigh
@@ -158,8 +163,7 @@ def contribution(
     if isinstance(state, AgnState):
         # x = a / T
         steps = state.steps[0]
-        t = jnp.maximum(steps, 1)
-        x = jax.tree.map(lambda a: a / t.astype(a.dtype), state.accumulator)
+        x = divide_by_steps(state.accumulator, steps)
     else:
         # x = c - theta
         steps = state.since_commit
