@@ -75,7 +75,7 @@ def full_gradient(
         averages.
       axis_name: The mapped axis or axes over which gradients and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
-      progress: Whether to show a progress bar. This needs `rich`: `pip install 'optperm[progress]'`.
+      progress: Whether to show a progress bar. This needs `rich`: `pip install rich`.
 
     Returns:
       The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
@@ -370,8 +370,7 @@ def _count_batch(batch: Any) -> int:
 
 
 def _show_progress(batches: Iterable[Any]) -> Iterable[Any]:
-    extra = "optperm[progress]"
-    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
+    rich = import_optional("rich.progress", needed_by="progress=True", install="rich")
     total = len(batches) if isinstance(batches, Sized) else None
     bar: Iterable[Any] = rich.track(batches, description="full gradient", total=total)
     return bar

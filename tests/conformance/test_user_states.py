@@ -24,7 +24,6 @@ def method_names():
     modules = [
         importlib.import_module(each.name)
         for each in pkgutil.walk_packages(optperm.__path__, "optperm.")
-        if not each.name.startswith("optperm.cli")
     ]
     kinds = {v for m in modules for v in vars(m).values() if inspect.isclass(v) and _is_protocol(v)}
     own = [kind for kind in kinds if kind.__module__.startswith("optperm.")]

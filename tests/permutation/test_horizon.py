@@ -14,10 +14,6 @@ import support
 
 import optperm
 from optperm import training
-from optperm.cli.datasets import Dataset
-from optperm.cli.flags import Run
-from optperm.cli.methods import METHODS
-from optperm.cli.training import Training
 from optperm.permutation import falling
 from optperm.permutation._standstill import judge_movement
 
@@ -111,17 +107,3 @@ def test_every_fit_says_that_the_length_is_over(tmp_path):
             "of updates of the whole run as num_steps."
         ]
         assert ends == wanted
-
-
-def test_the_command_knows_the_length_of_its_run():
-    """Epochs times steps, unless that or the decay is given: what a run that goes on is compared by."""
-    x, y = np.zeros((64, 6), np.float32), np.arange(64, dtype=np.int32) % 3
-    data = Dataset("three", "three.npz", x, y, x, y, num_classes=3)
-    method, flags = METHODS["sgperm"], Run(batch_size=5, epochs=3, hidden=7)
-    for given, num_steps in (
-        ({}, 36),
-        ({"num_steps": 50}, 50),
-        ({"aggressiveness_decay": 0.99}, None),
-    ):
-        run = Training(method, method.defaults() | given, flags, data)
-        assert run.hyperparameters["num_steps"] == num_steps
