@@ -39,7 +39,7 @@ from results import picture
 from timing import seconds, take_turns
 
 import optperm
-from optperm.training import TrainState, fit, shuffled
+from optperm.training import Checkpoints, TrainState, fit, shuffled
 
 EXAMPLES, FEATURES, CLASSES, BATCH = 12800, 64, 10, 128
 STEPS = EXAMPLES // BATCH  # an epoch, and a call by hand
@@ -126,8 +126,14 @@ def compare_costs(sizes: list[int], repetitions: int, least: float) -> None:
 
         peers = {
             "arrays": (arrays, of_arrays),
-            "arrays, every={100: f}": (arrays, lambda n, f=of_arrays: f(n, every={100: _ignore})),
-            "arrays, every={1: f}": (arrays, lambda n, f=of_arrays: f(n, every={1: _ignore})),
+            "arrays, callbacks={100: f}": (
+                arrays,
+                lambda n, f=of_arrays: f(n, callbacks={100: _ignore}),
+            ),
+            "arrays, callbacks={1: f}": (
+                arrays,
+                lambda n, f=of_arrays: f(n, callbacks={1: _ignore}),
+            ),
             "iterable": (iterable, of_batches),
         }
         for name, (hand, fitted) in peers.items():
@@ -174,12 +180,11 @@ def train_on(folder: pathlib.Path, devices: int, epochs: int, pause: float) -> N
         epochs=epochs,
         batch_size=8,
         mesh=jax.make_mesh((devices,), ("replica",)) if devices > 1 else None,
-        epoch_start=optperm.variance.take_snapshot,
-        every={5: lambda event: time.sleep(pause) if pause else None},
-        checkpoints=folder / "kept",
-        checkpoint_every=7,
-        checkpoint_keep=3,
-        resume=True,
+        callbacks={
+            "epoch_start": optperm.variance.take_snapshot,
+            5: lambda event: time.sleep(pause) if pause else None,
+        },
+        checkpoints=Checkpoints(folder / "kept", every=7, keep=3, resume=True),
     )
     assert result.state is not None
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(result.state.replace(rng=None))]
@@ -329,7 +334,7 @@ def train_by(name: str, seed: int, chosen: argparse.Namespace) -> dict[str, Any]
         epochs=epochs,
         batch_size=chosen.batch_size,
         key=seed,
-        epoch_start=snapshot if name == "svrg" else None,
+        callbacks={"epoch_start": snapshot} if name == "svrg" else None,
     )
     rows, trained = result.history.epochs, result.state
     if name in ("sgperm", "laperm"):

@@ -8,7 +8,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import optperm
-from optperm.training import TrainState, fit
+from optperm.training import TrainState, Validation, fit
 
 x, y = load_digits(return_X_y=True)
 x, y = np.float32(x / 16), np.int32(y)
@@ -37,8 +37,8 @@ figure, table = None, [f"{'':16}{'bytes of state':>16}{'per weight':>12}{'accura
 for name, tx in optimizers.items():
     print(f"{name}, 20 epochs")
     state = TrainState.create(apply_fn=model.apply, params=initial, tx=tx)
-    tested = {"eval_fn": eval_fn, "eval_data": held_out}
-    result = fit(state, loss_fn, data, epochs=20, batch_size=64, progress=True, **tested)
+    options = {"epochs": 20, "batch_size": 64, "progress": True}
+    result = fit(state, loss_fn, data, validation=Validation(eval_fn, held_out), **options)
     figure = result.history.plot(figure, label=name)
     report, accuracy = (
         optperm.memory.state_report(tx, initial),

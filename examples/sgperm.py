@@ -8,7 +8,7 @@ from optax import softmax_cross_entropy_with_integer_labels
 from sklearn.datasets import load_digits
 
 import optperm
-from optperm.training import TrainState, fit
+from optperm.training import TrainState, Validation, fit
 
 x, y = load_digits(return_X_y=True)
 x, y = np.float32((x - x.mean(0)) / np.maximum(x.std(0), 1e-3)), np.int32(y)
@@ -34,9 +34,8 @@ def eval_fn(params, batch):
 
 state = TrainState.create(apply_fn=model.apply, params=initial, tx=tx)
 data, held_out = (x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])
-length = {"epochs": EPOCHS, "batch_size": BATCH}
-tested = {"eval_fn": eval_fn, "eval_data": held_out}
-result = fit(state, loss_fn, data, has_aux=True, **length, **tested)
+options = {"epochs": EPOCHS, "batch_size": BATCH, "has_aux": True}
+result = fit(state, loss_fn, data, validation=Validation(eval_fn, held_out), **options)
 accuracy, trained = result.history.last["eval_accuracy"], result.state
 print(f"test accuracy {accuracy:.3f}, and no weight has a new value")
 result.history.plot().savefig("sgperm.png")  # the loss, the accuracy and the weights that move

@@ -161,6 +161,8 @@ def agn(
       - `weight=`: The weight :math:`w_i \ge 0` of this replica. The mean is
         :math:`\sum w_i n^i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n^i` is multiplied
         by :math:`w_i`.
+      - `replica_axes=`: All mapped axes along which replicas lie, which `optperm.training.fit` passes.
+        An axis that `axis_name` lacks is an error, since replicas along this axis would never commit.
 
       Apply the updates with `optperm.apply_updates`. After a commit, the params of all replicas then
       equal `optperm.distributed.center_params(opt_state)` bit for bit.

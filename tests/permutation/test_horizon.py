@@ -61,7 +61,7 @@ def warned_of(tx, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         every = {25: lambda _: ends.append(len(caught))}
-        training.fit(state, loss_fn, data, batch_size=4, every=every, **options)
+        training.fit(state, loss_fn, data, batch_size=4, callbacks=every, **options)
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught], ends
 
@@ -99,7 +99,7 @@ def test_weights_that_never_move_or_stop_are_told_from_those_that_move():
 @pytest.mark.usefixtures("one_device")
 def test_every_fit_says_that_the_length_is_over(tmp_path):
     """Also one that goes on where another, which said it, had ended."""
-    resumed = {"checkpoints": tmp_path, "checkpoint_every": 25, "resume": True}
+    resumed = {"checkpoints": training.Checkpoints(tmp_path, every=25, resume=True)}
     for epochs, wanted in ((3, [0, 0, 1]), (4, [1])):
         says, ends = warned_of(optperm.sgperm(num_steps=60), epochs=epochs, **resumed)
         assert says == [
