@@ -15,8 +15,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
 from optperm.core.states import (
@@ -30,6 +30,7 @@ from optperm.core.trees import leaf_paths
 from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
 from optperm.training import _data as datas
+from optperm.training import _processes as processes
 from optperm.training._history import COUNT, GOAL
 from optperm.training._layout import Layout, average_statistics, average_varying
 from optperm.training._terminal import Interrupt
@@ -277,11 +278,12 @@ def _compile(
 ) -> Callable[..., Any]:
     """Compile a mapped function whose new carry has the same placement as `carry`."""
     placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
-    return jit_current(
+    program = fresh_jit(
         function,
         donate_argnums=(0,) if donate else (),
         out_shardings=None if placed is None else (placed, None),
     )
+    return processes.compare_programs(program)
 
 
 def evaluate_step(
@@ -390,7 +392,7 @@ class Evaluator:
         def compute(state: TrainState, batch: Any) -> dict[str, Any]:
             return self.model.compute_metrics(state, batch, self.eval_fn)
 
-        return jit_current(compute)
+        return fresh_jit(compute)
 
     def columns(self, state: TrainState) -> list[str] | None:
         """Return the columns that this adds to the history; None for a stream, which is not read."""
