@@ -148,7 +148,7 @@ def sgperm(
 
       SGPerm must come last in its chain. Other transformations may change gradients before it (clip
       them, or average them over replicas). A transformation after it, such as weight decay, would break
-      the permutation, and `optperm.apply_updates` warns.
+      the permutation: `mismatches` in the state counts this, and `optperm.training.fit` warns.
 
       The following test accuracies are after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden
       units, batches of 50), and after 10 epochs of 25 steps on the digits. With `num_steps` and

@@ -59,14 +59,6 @@ class DimReduceState(NamedTuple):
     num_trials: Int32[Array, ""]
     inner_state: Any
 
-    def if_followed(self) -> str:
-        """Return a warning for a transformation that changes the updates after this method."""
-        return (
-            "In an optax.chain, a transformation follows dim_reduce. If this transformation changes "
-            "steps or fixes entries, the curvature is wrong. Pass it as `inner`, with a basis that is "
-            "zero at fixed entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
-        )
-
 
 def dim_reduce(
     inner: optax.GradientTransformation | None = None,

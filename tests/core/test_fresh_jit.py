@@ -85,6 +85,20 @@ def test_second_call_with_equal_values_compiles_nothing(programs):
 
 
 @both
+def test_same_function_is_traced_again(compile_function):
+    """Also by JAX's own cache, which knows the function and the types of its arguments."""
+    values = {"scale": 2.0}
+
+    def scale(x):
+        return values["scale"] * x
+
+    assert compile_function(scale)(jnp.ones(())) == 2.0
+    values["scale"] = 3.0
+    assert compile_function(scale)(jnp.ones(())) == 3.0
+    assert compile_function(Ridge(4.0))(jnp.zeros(2), (jnp.ones((1, 2)), jnp.ones(1))) == 2.0
+
+
+@both
 def test_host_callback_of_this_call_is_called(compile_function, programs):
     """A program contains the index of a callback, and not its function."""
     out = jax.ShapeDtypeStruct((), jnp.float32)

@@ -191,7 +191,6 @@ def test_targets_of_another_state_bring_their_order():
         optax.contrib.mechanize(optax.sgd(0.1)),
         optax.contrib.madgrad(0.1),
         optax.contrib.cocob(),
-        optperm.katyusha(0.1, strong_convexity=0.1, probability=0.1),
     ],
 )
 def test_an_inner_optimizer_that_keeps_its_own_params_is_refused(inner):
