@@ -192,128 +192,23 @@ def find_warnings(opt_state: Any, params: Any, *, is_over: bool = True) -> list[
     """Return the warnings of all running states, in any nesting.
 
     While training is not over, a state with a goal does not warn, because it may still reach its goal.
-    The states inside it do.
+    States inside it do.
     """
     found = list[str]()
     for state in find_running_states(opt_state, WarningState):
         if is_over or not has_protocol(state, GoalState):
             found += state.warnings(params)
-        inside = _children(state)
-        if has_protocol(state, PhasedState):
-            parts = [each for each in state.phases() if find_states(each[0], WarningState)]
-            inside = [part for part, flag in parts if _is_running(flag)]
-        found += find_warnings(inside, params, is_over=is_over)
+        found += find_warnings(_find_inside(state), params, is_over=is_over)
     return found
 
 
-def reached_goal(self) -> jax.Array:
-        """Return whether the params after the last step are what the method was asked for, a boolean.
-
-        The answer is about this state alone, and does not repeat the answers of states inside it. In
-        a state stacked over replicas, each replica has an answer.
-        """
-        ...
-
-
-class SnapshotState(Protocol):
-    """A state of a control variate, which needs the full gradient at a snapshot of the params."""
-
-    def with_snapshot(self, params: Any, full_grad: Any) -> Any:
-        """Return the state with a new snapshot; the old snapshot stays if the new one is not finite.
-
-        Args:
-          params: All params.
-          full_grad: The gradient over all examples at these params.
-        """
-        ...
-
-
-class ForLoop(NamedTuple):
-    """The requirements of a method on a training loop.
-
-    Attributes:
-      metrics: Scalars of the last step by name, for the history of the loop.
-      judge: A function from the columns of this history, by name, to sentences about problems in the
-        steps so far; None for no judgment.
-      draws_examples: Whether each example of a batch must be drawn from all examples, because batches
-        from one shuffle are not independent.
-      num_data: The number of examples for which the method was made; None if its state has no number.
-    """
-
-    metrics: Mapping[str, jax.Array] = {}
-    judge: Callable[[Mapping[str, np.ndarray]], list[str]] | None = None
-    draws_examples: bool = False
-    num_data: jax.Array | None = None
-
-
-class LoopState(Protocol):
-    """A state of a method that has requirements on a training loop."""
-
-    def for_loop(self) -> ForLoop:
-        """Return the requirements, even if the state is traced."""
-        ...
-
-
-def draw_params(opt_state: Any, params: Any, key: jax.Array) -> Any:
-    """Return the params at which to compute gradients; None if no state draws.
-
-    If it is not known which phase is running, the draw is selected on the device. The first step after
-    a change of phases computes its gradient for the previous phase.
-
-    Args:
-      opt_state: The state of an optimizer, in any nesting.
-      params: The params.
-      key: A random key for the step and the replica.
-
-    Raises:
-      ValueError: If a method that draws is inside `optax.MultiSteps`.
-    """
-    for outer in find_states(opt_state, optax.MultiStepsState):
-        if draw_params(outer.inner_opt_state, params, key) is not None:
-            raise ValueError(
-                "optax.MultiSteps around a method that draws params would mix the gradients of several "
-                "draws: instead, take the gradient of the mean loss over the microbatches at one draw."
-            )
-    drawn, is_any = without_variables(params), False
-    for index, (state, flags) in enumerate(_find_drawing(opt_state)):
-        found = without_variables(state).draw(drawn, jax.random.fold_in(key, index))
-        if found is None:
-            continue
-        is_any = True
-        for flag in flags:
-            like = cast_like(drawn, found)
-            found = optax.tree.where(flag, found, like)
-        drawn = found
-    return in_variables(drawn, params) if is_any else None
-
-
-def _find_drawing(opt_state: Any, flags: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield the states that draw, with the flags of the phases that contain them."""
-
-    def is_end(node: Any) -> bool:
-        return has_protocol(node, DrawingState) or has_protocol(node, PhasedState)
-
-    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
-        if has_protocol(node, DrawingState):
-            yield node, flags
-        elif has_protocol(node, PhasedState):
-            for part, flag in node.phases():
-                yield from _find_drawing(part, (*flags, flag))
-
-
-def find_warnings(opt_state: Any, params: Any, *, is_over: bool = True) -> list[str]:
-    """Return the warnings of all running states, in any nesting.
-
-    While training is not over, a state with a goal does not warn, because it may still reach its goal.
-    The states inside it do.
-    """
-    found = list[str]()
-    for state in find_running_states(opt_state, WarningState):
-        if is_over or not has_protocol(state, GoalState):
-            found += state.warnings(params)
-        else:
-            found += find_warnings(_children(state), params, is_over=False)
-    return found
+def _find_inside(state: Any) -> list[Any]:
+    """Return the running states that warn, inside a state that warns itself."""
+    if not has_protocol(state, PhasedState):
+        return _children(state)
+    # A flag is read only if it matters, since it may be traced.
+    phases = [each for each in state.phases() if find_states(each[0], WarningState)]
+    return [part for part, flag in phases if _is_running(flag)]
 
 
 def reached_goal(opt_state: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from optperm.core.shapes import Params
 from optperm.core.shardings import shard_like, unshard
 from optperm.core.states import find_state
 from optperm.core.trees import fill_masked, in_variables, is_masked, mask_like, without_variables
-from optperm.permutation._exact_floats import move_bits
+from optperm.permutation._cycles import move_bits
 from optperm.permutation._laperm import LapermState, synchronize_params
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 from optperm.permutation._weight_vectors import (

@@ -241,7 +241,7 @@ def laperm(
         # The weights are compared before a synchronization overwrites them.
         mismatches, weights = compute_in_order(
             when(
-                state.synchronized,
+                jnp.asarray(state.synchronized, jnp.bool_),
                 lambda count: count_mismatches(count, params, state.weights),
                 state.mismatches,
             ),

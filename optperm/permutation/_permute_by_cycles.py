@@ -9,11 +9,12 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.export import register_namedtuple_serialization
 
@@ -30,7 +31,6 @@ from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like, unstack
 from optperm.exact import Exact, count_mismatches, mismatch_warnings
 from optperm.permutation import _cycles as cycles
-from optperm.permutation._standstill import judge_movement
 from optperm.permutation._weight_vectors import (
     Vectors,
     find_vectors,
@@ -41,6 +41,8 @@ from optperm.permutation._weight_vectors import (
 
 # The shape (batch, *rows) of the weight vectors of each leaf, by the leaf's number.
 Shapes = dict[int, tuple[int, ...]]
+# Weights stand still if the last 50 steps move at most a tenth of the fraction moved by the first 5.
+_WINDOW, _FIRST, _STILL = 50, 5, 0.1
 
 
 @functools.partial(
@@ -311,3 +313,21 @@ def _compute_partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) 
     # In float32, the product with a ratio of 1 may differ from n if n is above 2^24
     size = jnp.where(ratio < 1, jnp.floor(ratio * n).astype(jnp.int32), n)
     return jnp.clip(size, jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n)
+
+
+def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
+    """Return a sentence if weights do not move, or hardly anymore, from the fractions of all steps."""
+    moved = columns["fraction_moved"]
+    if len(moved) >= _FIRST and not np.any(moved):
+        says = f"No weight has moved in {len(moved)} steps: take a larger aggressiveness."
+        return [f"{says} Weights with few values need sgperm(aggressiveness=1.0)."]
+    if len(moved) < 2 * _WINDOW:
+        return []
+    first, last = np.mean(moved[:_FIRST]), np.mean(moved[-_WINDOW:])
+    if not last <= _STILL * first:
+        return []
+    return [
+        f"After step {len(moved)}, weights hardly change positions: {last:.1%} of them moved per step "
+        f"in the last {_WINDOW} steps, but {first:.1%} in the first {_FIRST}. Pass sgperm num_steps, "
+        "the length of the run, or an aggressiveness that falls more slowly."
+    ]

@@ -144,6 +144,9 @@ def dim_reduce(
       many steps as BFGS in SciPy. A residual :math:`g - P^\top g_k` as small as its own rounding counts
       as zero.
 
+      No transformation after this method may change its updates, because the curvature belongs to its
+      own steps: pass the transformation in `inner`, as in `optax.chain(optax.sgd(0.1), ...)`.
+
       If `optperm.mask_elements` fixes entries inside or before this method, these entries must be zero
       in the basis, as in the basis of a trajectory under the same mask. With another basis, the search
       stalls, because it tries steps that cannot be taken.

@@ -251,7 +251,8 @@ def dldr(
 
         mismatches = state.mismatches
         if restart != "last":  # else there is no restart point
-            mismatches = when(state.is_restarted, count_mismatch, mismatches)
+            was_restarted = jnp.asarray(state.is_restarted, jnp.bool_)
+            mismatches = when(was_restarted, count_mismatch, mismatches)
         # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T; the rows of P store the first snapshots
         recorded = _record(state, params, start, every, num_snapshots, restart)
         subspace, further, point, num_recorded = recorded
