@@ -85,6 +85,7 @@ def test_a_rate_that_falls_to_zero_ends_in_finite_params():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.filterwarnings("ignore:In full, all weights that enter an output unit are equal")
 @pytest.mark.parametrize(
     ("wrap", "is_moved"),
     [
