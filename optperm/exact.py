@@ -248,11 +248,14 @@ def count_mismatches(count: jax.Array, params: Params, targets: Params) -> jax.A
 
 
 def mismatch_warnings(method: str, count: Any) -> list[str]:
-    """Return a sentence if steps began at params that a method had not set."""
-    if not can_be_seen(count) or not (most := int(np.max(count))):
+    """Return a sentence if steps began at params that a method had not set.
+
+    The sentence has no number, so that a loop that says each sentence once says it once.
+    """
+    if not can_be_seen(count) or not np.any(np.asarray(count)):
         return []
     return [
-        f"{most} step{'s' if most > 1 else ''} began at params that {method} had not set: a "
+        f"Steps began at params that {method} had not set (mismatches in its state counts them): a "
         "transformation after it or a wrapper changed its updates, or the params were reset without "
         f"the state. Put {method} last in its chain, or give the other transformation other params "
         "(optax.partition)."
