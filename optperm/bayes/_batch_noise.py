@@ -20,8 +20,8 @@ from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._remainders import RemainderState
 from optperm.bayes._samples import Samples
-from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.noise import normal_like
 from optperm.core.shardings import take_rows
 from optperm.core.states import find_states
@@ -75,7 +75,7 @@ def measure_batch_noise(
                 return samples
             covariance_fn = functools.partial(update_covariance_fn, states=states)
         measure = functools.partial(_diagonal_and_maximum, covariance_fn)
-        diagonal, norm = jit_current(measure)(draws, keys)
+        diagonal, norm = fresh_jit(measure)(draws, keys)
         return samples._replace(batch_noise=diagonal, batch_noise_norm=norm)
     kernel = _given_kernel(opt_state)
     if kernel is None:
@@ -85,7 +85,7 @@ def measure_batch_noise(
         return basis.variances(covariance_fn(draws, keys, basis.covariance))
 
     draws, keys, _ = _choose_draws(samples.params, max(_LOOKS, _EXAMPLES // batch_size), key)
-    return samples._replace(batch_noise=jit_current(in_basis)(kernel.basis, draws, keys))
+    return samples._replace(batch_noise=fresh_jit(in_basis)(kernel.basis, draws, keys))
 
 
 def _covers(update_covariance_fn: Callable[..., Any], draws: Any, keys: Any, states: Any) -> bool:

@@ -22,8 +22,8 @@ from optperm.bayes._samples import Samples, check_has_params
 from optperm.bayes._sampling import make_runner, steps_to_learn
 from optperm.bayes._starts import first_starts, search_starts
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
 from optperm.core.shapes import Params
@@ -303,7 +303,7 @@ def _take_snapshots(
         full_grads = jax.lax.map(jax.grad(lambda p: loss(p, data)), params)
         return jax.vmap(take_snapshots)(opt_state, params, full_grads)
 
-    return jit_current(take)(opt_state, params, data)
+    return fresh_jit(take)(opt_state, params, data)
 
 
 def _center(drawn: Samples) -> Any:
@@ -335,7 +335,7 @@ def _burn_in(
       starts: The params at which the chains begin.
       burn_in: The number of steps of the burn-in; None for the steps in which the sampler learns.
     """
-    opt_state = jit_current(jax.vmap(tx.init))(starts)
+    opt_state = fresh_jit(jax.vmap(tx.init))(starts)
     check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
     has_snapshots = bool(find_states(opt_state, SnapshotState))
     if has_snapshots:
@@ -456,7 +456,7 @@ def _hand_over(
     def make(kernel: NoiseKernel) -> optax.GradientTransformationExtraArgs:
         return _make_sampler(sampler, num_data, batch_size, kernel=kernel)
 
-    begun = jit_current(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
+    begun = fresh_jit(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
         state.kernel, params
     )
     tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))

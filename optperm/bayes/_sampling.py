@@ -17,8 +17,8 @@ from optperm.bayes._remainders import wide_params
 from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
 from optperm.bayes._samples import Samples, check_has_params
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
+from optperm.core.fresh_jit import fresh_jit_once
 from optperm.core.keys import is_key, make_key
 from optperm.core.noise import fold
 from optperm.core.shapes import Params
@@ -167,7 +167,7 @@ def make_runner(
             opt_state = jax.tree.unflatten(form, [leaf[0] if one else leaf for leaf, one in pairs])
         if is_shared not in programs:
             static = num_chains, num_draws, stacked, is_shared
-            programs[is_shared] = jit_current(functools.partial(_run_chains, step, *static))
+            programs[is_shared] = fresh_jit_once(functools.partial(_run_chains, step, *static))
         numbers = {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()}
         return programs[is_shared](params, opt_state, key, numbers)
 
