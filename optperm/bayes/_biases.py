@@ -90,7 +90,7 @@ def measure_kernel_bias(states: list[Any], samples: Samples) -> float | None:
     scale = 2 * size / float(one.kernel.num_data) * temperature
     if not scale > 0:
         return None
-    h = one.kernel.step_sizes(jnp.float32(scale), jnp.float32(limit))
+    h = one.kernel.step_sizes(jnp.float32(scale), limit / one.kernel.max_stability)
 
     def excess(h: Any, r: Any, noise: Any) -> np.ndarray:
         h, r, noise = (np.asarray(x, np.float64) for x in (h, r, noise))
