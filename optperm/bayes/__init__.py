@@ -4,6 +4,8 @@ This package contains constant SGD, Langevin dynamics, methods that learn a norm
 SWAG), and diagnostics of draws. See ``examples/posterior.py``.
 """
 
+from optperm.bayes._calibration import CalibrationReport as CalibrationReport
+from optperm.bayes._calibration import calibration_report as calibration_report
 from optperm.bayes._constant_sgd import ConstantSgdState as ConstantSgdState
 from optperm.bayes._constant_sgd import constant_sgd as constant_sgd
 from optperm.bayes._draws import posterior_mean as posterior_mean
