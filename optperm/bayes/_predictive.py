@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes._samples import Samples, check_draws
+from optperm.bayes._chains import Samples, check_draws
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.shapes import Array, Float, Shaped
