@@ -20,6 +20,7 @@ from optperm.bayes._langevin import SghmcState as SghmcState
 from optperm.bayes._langevin import SgldState as SgldState
 from optperm.bayes._langevin import sghmc as sghmc
 from optperm.bayes._langevin import sgld as sgld
+from optperm.bayes._learn_kernel import learn_kernel as learn_kernel
 from optperm.bayes._mandt_sgd import MandtSgdState as MandtSgdState
 from optperm.bayes._mandt_sgd import mandt_sgd as mandt_sgd
 from optperm.bayes._predictive import Ensemble as Ensemble

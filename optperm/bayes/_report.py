@@ -707,7 +707,7 @@ def measure_kernel_bias(states: list[Any], samples: Samples) -> float | None:
     kernel, size, scale, limit = _chain_of(states[0], samples)
     if not scale > 0:
         return None
-    h = kernel.step_sizes(jnp.float32(scale), jnp.float32(limit))
+    h = kernel.step_sizes(jnp.float32(scale), jnp.float32(limit) / kernel.max_stability)
 
     def excess(h: Any, r: Any, noise: Any) -> np.ndarray:
         h, r, noise = (np.asarray(x, np.float64) for x in (h, r, noise))
