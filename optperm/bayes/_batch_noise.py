@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._biases import is_given
+from optperm.bayes._chains import Samples
 from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._correlation import times_rows
 from optperm.bayes._covariance import BatchGradients, Outer, per_example
@@ -19,7 +19,7 @@ from optperm.bayes._forms import Diagonal, Form, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._remainders import RemainderState
-from optperm.bayes._samples import Samples
+from optperm.bayes._report import is_given
 from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.noise import normal_like

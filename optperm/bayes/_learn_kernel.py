@@ -15,6 +15,7 @@ import optax
 
 from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order, project
 from optperm.bayes._batches import Batches, make_batches
+from optperm.bayes._chains import check_has_params
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
 from optperm.bayes._faults import judge_kernel, judge_stability
@@ -31,7 +32,6 @@ from optperm.bayes._next_kernel import (
 )
 from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import with_remainders
-from optperm.bayes._samples import check_has_params
 from optperm.bayes._sampling_sgd import constant_sgd
 from optperm.bayes._starts import search_starts
 from optperm.core import checks

@@ -14,12 +14,12 @@ import numpy as np
 import optax
 
 from optperm.bayes._batch_noise import batch_covariance, measure_batch_noise, update_covariance
+from optperm.bayes._chains import SAMPLERS, Samples, check_has_params, make_runner
 from optperm.bayes._conditions import sees_gradient
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
+from optperm.bayes._draw_samples import steps_to_learn
 from optperm.bayes._kernel import NoiseKernel
-from optperm.bayes._report import SAMPLERS, judge
-from optperm.bayes._samples import Samples, check_has_params
-from optperm.bayes._sampling import make_runner, steps_to_learn
+from optperm.bayes._report import judge
 from optperm.bayes._starts import first_starts, search_starts
 from optperm.core import checks
 from optperm.core.current import jit_current

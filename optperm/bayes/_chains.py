@@ -1,11 +1,10 @@
-"""Run chains of a stochastic optimizer whose iterates sample a distribution."""
+"""Run chains of a stochastic optimizer, and keep their draws with the data that describe them."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,139 +12,130 @@ import numpy as np
 import optax
 
 from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._langevin import SghmcState, SgldState
+from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._remainders import wide_params
-from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
-from optperm.bayes._samples import Samples, check_has_params
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
-from optperm.core.keys import is_key, make_key
+from optperm.core.keys import is_key
 from optperm.core.noise import fold
-from optperm.core.shapes import Params
-from optperm.core.shardings import can_be_seen
-from optperm.core.states import check_runs, find_states
+from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, Shaped
+from optperm.core.states import find_states
 from optperm.core.trees import without_variables
+
+# NOISY samplers have a key, and each chain needs its own key.
+NOISY = (ConstantSgdState, SgldState, SghmcState)
+SAMPLERS = (*NOISY, MandtSgdState)
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
 StepFn = Callable[[Params, Any, jax.Array], tuple[Params, Any]]
 
 
-def draw_samples(
-    step: StepFn,
-    params: Params,
-    opt_state: Any,
-    key: int | jax.Array,
-    *,
-    num_chains: int,
-    num_draws: int,
-    thinning: int = 1,
-    burn_in: int | None = None,
-    stacked: bool = False,
-    first_step: int | jax.Array | None = None,
-) -> Samples:
-    r"""Run several chains of a stochastic optimizer, and store every k-th iterate of each chain.
+class Samples(NamedTuple):
+    r"""The draws of `draw_samples`, and the state from which the chains continue.
 
-    Draw i of a chain, counted from 0, is :math:`\theta_{w + (i + 1) k}`, where k is `thinning` and w is
-    `burn_in`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
-    chains and draws. A run in two parts therefore equals a single run::
-
-        first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
-        second = draw_samples(step, first.last_params, first.last_opt_state, key,
-                              num_chains=4, num_draws=50, stacked=True, first_step=first.next_step)
-
-    Args:
-      step: A function `step(params, opt_state, key) -> (params, opt_state)` that takes one step on a
-        batch drawn with the key. It must be traceable, and keep the structure, shapes and dtypes of its
-        arguments.
-      params: The start of all chains; with `stacked`, one start per chain on a leading axis.
-      opt_state: The first optimizer state; with `stacked`, one state per chain on a leading axis.
-      key: A random key, or an int.
-      num_chains: The number of chains.
-      num_draws: The number of draws of each chain.
-      thinning: The number of steps from one draw to the next.
-      burn_in: The number of steps of each chain before the steps of the first draw. None for the number
-        of steps in which `optperm.constant_sgd` still learns, or for 0 with other samplers.
-      stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
-      first_step: The number t of the first step: `next_step` of earlier `Samples` to continue them, or 0
-        for steps with another key. None for 0, with a warning if the sampler has taken steps.
-
-    Returns:
-      `Samples`. All draws are held in memory.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optperm
-      >>> def step(params, opt_state, key):  # constant SGD on a noisy parabola
-      ...     return params - 0.1 * (params + jax.random.normal(key)), opt_state
-      >>> samples = optperm.bayes.draw_samples(
-      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=4, num_draws=2000, thinning=20
-      ... )
-      >>> samples.params.shape
-      (4, 2000)
-      >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # the stationary variance
-      True
-
-    Notes:
-      `jax.vmap` maps over the chains, and `step` runs in a single `jax.lax.scan`, so it is compiled
-      once. Each call traces `step` again, so `step` sees the current values of outside variables.
-      However, JAX keeps the traces of functions that `step` passes to `jax.lax.scan` and similar
-      functions. A program is compiled only if it differs from earlier programs. Draws of 16-bit params
-      are in float32, with their remainders (`optperm.bayes.RemainderState`), without the variance of
-      rounding.
-      `optperm.bayes.sample` runs such a loop for you.
-
-    Raises:
-      TypeError: If an argument has the wrong type.
-      ValueError: If a count is below 1, or `burn_in` or `first_step` is below 0; if a sampler is in a
-        phase of `optperm.switch_after` that is not running; if leaves have an axis of chains without
-        `stacked`, or no axis of length `num_chains` with `stacked`; or if `step` changes the structure,
-        shapes or dtypes of its arguments.
+    Attributes:
+      params: The draws; in float32 where a sampler of this library keeps a copy of 16-bit params.
+      last_params: The iterates at the end, whose leaves have a leading axis of chains.
+      last_opt_state: The optimizer states at the end, with the same axis.
+      next_step: Number of steps that each chain has taken; the `first_step` of a later call.
+      thinning: Number of steps from one draw to the next.
+      starts: The first params of the chains, with a leading axis of chains.
+      batch_noise: For draws of `optperm.bayes.sample` with SGLD or SGHMC, the variances of a batch's
+        gradient, a tree like params. For constant SGD with `kernel=`, the variances of
+        :math:`w_i^\top g`, with the structure of the kernel's noise. Otherwise None.
+      batch_noise_norm: The maximum eigenvalue of the covariance R that has these variances; None if it
+        was not measured.
+      step_sizes: For draws of one `sgld`, `sghmc` or `constant_sgd`, the mean of the step size over the
+        steps from the previous draw: :math:`\epsilon`, :math:`\eta` or c times the learning rate (0 for
+        `sgld` with a preconditioner).
+      temperatures: The mean of the temperature over the same steps.
+      is_mean: Whether the loss of a batch is a mean over its examples; None if this was not checked.
+      is_gradient: Whether the sampler gets the gradient of the loss; None if this was not checked.
     """
-    checks.check_key("key", key)
-    checks.check_static_count("num_chains", num_chains)
-    checks.check_static_count("num_draws", num_draws)
-    checks.check_count("thinning", thinning)
-    if burn_in is not None:
-        checks.check_count("burn_in", burn_in, minimum=0)
-    if first_step is not None:
-        checks.check_count("first_step", first_step, minimum=0)
-    params, opt_state = without_variables(params), without_variables(opt_state)
-    check_has_params(params)
-    samplers: list[Any] = find_states(opt_state, SAMPLERS)
-    if not stacked and any(jnp.ndim(state.count) for state in samplers):
-        raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
-    check_runs(opt_state, SAMPLERS, method="The sampler")
-    if first_step is None:
-        _warn_of_repeated_keys(samplers)
-        first_step = 0
-    if burn_in is None:
-        burn_in = steps_to_learn(opt_state)
-    run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)
-    counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
-    samples = run(params, opt_state, make_key(key), **counts)
-    warn_of_draws(samples)
-    return samples
+
+    params: PyTree[Shaped[Array, "chain draw ..."]]
+    last_params: PyTree[Shaped[Array, "chain ..."]]
+    last_opt_state: PyTree[Shaped[Array, "chain ..."]]
+    next_step: Int32[Array, ""]
+    thinning: Int32[Array, ""]
+    starts: PyTree[Shaped[Array, "chain ..."]] = None
+    batch_noise: PyTree[Shaped[Array, "..."]] = None
+    batch_noise_norm: Float[Array, ""] | None = None
+    step_sizes: Float[Array, "chain draw"] | None = None
+    temperatures: Float[Array, "chain draw"] | None = None
+    is_mean: Bool[Array, ""] | None = None
+    is_gradient: Bool[Array, ""] | None = None
+
+    def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
+        """Return the draws as a flat dictionary of arrays, which every version of ArviZ accepts.
+
+        `arviz.rhat` and `arviz.ess` accept the dataset::
+
+            arviz.convert_to_dataset(samples.as_dict())
+
+        Args:
+          separator: The string that joins the parts of a path to a name. ArviZ 1 and later reject a
+            slash.
+
+        Returns:
+          A dictionary from names, such as "dense.kernel", to NumPy arrays `(chain, draw, *shape)`. If
+          the params are a single array, its name is "params". 16-bit floats become float32.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optperm
+          >>> step = lambda params, opt_state, key: (params, opt_state)  # no sampler
+          >>> samples = optperm.bayes.draw_samples(
+          ...     step, {"dense": {"bias": jnp.zeros(3)}}, (), 0, num_chains=2, num_draws=1
+          ... )
+          >>> {name: draws.shape for name, draws in samples.as_dict().items()}
+          {'dense.bias': (2, 1, 3)}
+
+        Raises:
+          ValueError: If two leaves have the same name, or the axes of chains and draws differ between
+            leaves.
+        """
+        params = without_variables(self.params)
+        check_draws(params)
+        arrays: dict[str, np.ndarray] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
+            if name in arrays:
+                raise ValueError(
+                    f"Two leaves of params have the name {name!r}: rename a key, or pass another "
+                    "separator."
+                )
+            is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+            arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
+        return arrays
 
 
-def _warn_of_repeated_keys(samplers: list[Any]) -> None:
-    """Warn if samplers have taken steps, whose keys the next steps may repeat."""
-    counts = [np.max(state.count) for state in samplers if can_be_seen(state.count)]
-    if max(counts, default=0) > 0:
-        warnings.warn(
-            f"The sampler has taken {max(counts)} steps, but first_step is not given, so the next steps "
-            "repeat the keys, and therefore the batches, of earlier steps with this key: pass "
-            "first_step=samples.next_step, or first_step=0 with another key.",
-            stacklevel=3,
+def check_has_params(params: Any) -> None:
+    """Raise a ValueError if there is nothing to sample."""
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params must contain arrays to sample, got {params!r}.")
+
+
+def check_draws(params: Any) -> None:
+    """Raise unless all leaves have the same two leading axes, chains and draws."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+    axes = {shape[:2] for shape in shapes}
+    if len(axes) != 1 or any(len(shape) < 2 or 0 in shape[:2] for shape in shapes):
+        raise ValueError(
+            "The params of samples must be arrays whose first two axes are (chains, draws), the same in "
+            f"all leaves, and not empty; got shapes {shapes}."
         )
 
 
-def steps_to_learn(opt_state: Any) -> int:
-    """Return the number of steps in which a sampler still learns; 0 if the state is traced."""
-    left = [
-        int(np.max(np.asarray(state.freeze_after) - np.asarray(state.count)))
-        for state in find_states(opt_state, ConstantSgdState)
-        if can_be_seen(state.freeze_after) and can_be_seen(state.count)
-    ]
-    return max(0, *left) if left else 0
+def check_samples(samples: Any) -> None:
+    """Raise a TypeError unless these are `Samples`; bare arrays do not show which axes are chains."""
+    if not isinstance(samples, Samples):
+        raise TypeError(
+            f"samples must be Samples, got {type(samples).__name__}. To use draws from elsewhere, "
+            "a tree of arrays of shape (chain, draw, ...), wrap them: optperm.bayes.Samples(draws, "
+            "jax.tree.map(lambda x: x[:, -1], draws), (), num_draws, 1)."
+        )
 
 
 def make_runner(
