@@ -18,7 +18,7 @@ from optperm.core.shardings import take_rows
 from optperm.core.trees import is_function
 
 # The bytes of batches that are in memory at once, if batches are made on the host.
-_MOST_BYTES = 64 * 2**20
+MOST_BYTES = 64 * 2**20
 
 
 class Batches(NamedTuple):
@@ -54,7 +54,7 @@ class Batches(NamedTuple):
         if self.read is None:
             yield 0, length, self.rows
             return
-        size = max(1, min(most, _MOST_BYTES // (self.num_bytes * len(keys))))
+        size = max(1, min(most, MOST_BYTES // (self.num_bytes * len(keys))))
         for first in range(0, length, size):
             steps = jnp.arange(first, first + size)
             here = min(size, length - first)

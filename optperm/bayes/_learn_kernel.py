@@ -202,15 +202,26 @@ def learn_kernel(
             chunk_size=chunk_size,
         )  # fmt: skip
     kernel, last = jax.tree.map(lambda leaf: leaf[0], (found.kernels, found.params))
-    if not np.all(np.isfinite(jax.tree.leaves(kernel.curvature)[0])):
-        raise ValueError(
-            "No kernel was learned, because no batch has shown finite gradients and a curvature: check "
-            "that the loss and its gradient at the params are finite, and that the loss is not linear."
-        )
+    check_learned(kernel)
     said = judge_stability(kernel.stability, 1, "stability") + judge_kernel(kernel)
     for text in found.warnings + said:
         warnings.warn(text, stacklevel=2)
     return kernel, last
+
+
+def choose_form(preconditioner: Preconditioner | None, params: Params) -> Preconditioner:
+    """Return the preconditioner; for None, choose it by the number of params."""
+    is_small = optax.tree.size(params) <= _LARGEST_FULL
+    return preconditioner or ("full" if is_small else "diagonal")
+
+
+def check_learned(kernel: NoiseKernel) -> None:
+    """Raise a ValueError unless the curvature of all kernels is known."""
+    if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(kernel.curvature)):
+        raise ValueError(
+            "No kernel was learned, because no batch has shown finite gradients and a curvature: check "
+            "that the loss and its gradient at the params are finite, and that the loss is not linear."
+        )
 
 
 def check_learning(
@@ -270,8 +281,7 @@ def learn_kernels(
     """
     size, unit = batches.batch_size, steps // _PARTS
     one = jax.tree.map(lambda leaf: leaf[0], params)
-    is_small = optax.tree.size(one) <= _LARGEST_FULL
-    form = preconditioner or ("full" if is_small else "diagonal")
+    form = choose_form(preconditioner, one)
     every = _steps_per_estimate(size, estimator, form, steps)
     newton = with_remainders(diagonal_newton(), method="learn_kernel")
 
