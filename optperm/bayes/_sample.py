@@ -197,7 +197,7 @@ def sample(
         changes the gradient before the sampler, the warning comes before the first step.
     """
     counts = {"num_chains": num_chains, "num_draws": num_draws, "thinning": thinning}
-    _check_arguments(key, burn_in, batch_size, counts, sampler, preconditioner, kernel)
+    _check_arguments(key, burn_in, batch_size, num_data, counts, sampler, preconditioner, kernel)
     params = without_variables(params)
     check_has_params(params)
     if kernel is not None:
@@ -302,6 +302,7 @@ def _check_arguments(
     key: Any,
     burn_in: Any,
     batch_size: Any,
+    num_data: Any,
     counts: dict[str, Any],
     sampler: Any,
     preconditioner: Any,
@@ -312,8 +313,9 @@ def _check_arguments(
         checks.check_count("burn_in", burn_in, minimum=0)
     for name, count in counts.items():
         checks.check_static_count(name, count)
-    if batch_size is not None:
-        checks.check_static_count("batch_size", batch_size)
+    for name, count in (("batch_size", batch_size), ("num_data", num_data)):
+        if count is not None:
+            checks.check_static_count(name, count)
     if preconditioner is not None:
         checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
     if sampler is None:
