@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._constant_sgd import ConstantSgdState as AdaptiveState
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._remainders import wide_params
+from optperm.bayes._sampling_sgd import ConstantSgdState
 from optperm.core import checks
 from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
@@ -25,7 +26,7 @@ from optperm.core.states import find_states
 from optperm.core.trees import without_variables
 
 # NOISY samplers have a key, and each chain needs its own key.
-NOISY = (ConstantSgdState, SgldState, SghmcState)
+NOISY = (AdaptiveState, ConstantSgdState, SgldState, SghmcState)
 SAMPLERS = (*NOISY, MandtSgdState)
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
@@ -53,6 +54,8 @@ class Samples(NamedTuple):
       temperatures: The mean of the temperature over the same steps.
       is_mean: Whether the loss of a batch is a mean over its examples; None if this was not checked.
       is_gradient: Whether the sampler gets the gradient of the loss; None if this was not checked.
+      is_learned: Whether the kernels of constant SGD were learned from this loss and these data; None if
+        this is not known.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
@@ -67,6 +70,7 @@ class Samples(NamedTuple):
     temperatures: Float[Array, "chain draw"] | None = None
     is_mean: Bool[Array, ""] | None = None
     is_gradient: Bool[Array, ""] | None = None
+    is_learned: Bool[Array, ""] | None = None
 
     def as_dict(self, *, separator: str = ".") -> dict[str, np.ndarray]:
         """Return the draws as a flat dictionary of arrays, which every version of ArviZ accepts.
@@ -148,13 +152,10 @@ def make_runner(
     programs: dict[tuple[bool, ...], Callable[..., Samples]] = {}
 
     def run(params: Params, opt_state: Any, key: jax.Array, **counts: int | jax.Array) -> Samples:
-        leaves, form = jax.tree.flatten(opt_state)
-        # A count that all chains share stays one number. With one count per chain, vmap would turn a
-        # conditional into a select, which runs both branches in every step
-        is_shared = tuple(not stacked or _is_shared(leaf, num_chains) for leaf in leaves)
         if stacked:
-            pairs = zip(leaves, is_shared, strict=True)
-            opt_state = jax.tree.unflatten(form, [leaf[0] if one else leaf for leaf, one in pairs])
+            opt_state, is_shared = _share_counts(opt_state, num_chains)
+        else:
+            is_shared = (True,) * len(jax.tree.leaves(opt_state))
         if is_shared not in programs:
             static = num_chains, num_draws, stacked, is_shared
             programs[is_shared] = jit_current(functools.partial(_run_chains, step, *static))
@@ -176,8 +177,7 @@ def _run_chains(
     counts: dict[str, jax.Array],
 ) -> Samples:
     thinning, burn_in, first_step = (counts[k] for k in ("thinning", "burn_in", "first_step"))
-    chains = jnp.arange(num_chains, dtype=jnp.int32)
-    chain_keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)
+    chain_keys = _keys_of_chains(key, num_chains)
     shared = jax.tree.unflatten(jax.tree.structure(opt_state), is_shared)
     opt_state, axes = _separate_noise(opt_state, shared, chain_keys)
 
@@ -194,9 +194,7 @@ def _run_chains(
                 params, opt_state = _cast_step(returned, params, opt_state)
                 # The mean over the steps of this draw; the first of them forgets the burn-in
                 place = jnp.maximum(t - (end - thinning) + 1, 1).astype(jnp.float32)
-                numbers = numbers_of(opt_state)
-                means = jax.tree.map(lambda mean, x: mean + (x - mean) / place, means, numbers)
-                return params, opt_state, means
+                return params, opt_state, _update_means(means, opt_state, place)
 
             zeros = optax.tree.zeros_like(numbers_of(carry[1]))
             *last, means = jax.lax.fori_loop(start, end, take_step, (*carry, zeros))
@@ -231,6 +229,131 @@ def numbers_of(opt_state: Any) -> tuple[jax.Array, ...]:
     """Return the step size and the temperature of the last step of the only sampler, or ()."""
     states: list[Any] = find_states(opt_state, NOISY)
     return states[0].numbers() if len(states) == 1 else ()
+
+
+def make_fed_runner(
+    step: StepFn, read_parts: Callable[..., Any], *, num_chains: int, num_draws: int
+) -> Callable[..., Samples]:
+    """Return the function of `make_runner` for batches that are made on the host.
+
+    Chain c takes its steps with batches from the key `fold_in(fold_in(key, c), first_step)`.
+
+    Args:
+      step: A function `step(params, opt_state, batch)`.
+      read_parts: `Batches.parts`.
+      num_chains: The number of chains.
+      num_draws: The number of draws of each chain.
+    """
+
+    def take_steps(flags: tuple[bool, ...], now: Any, part: Any, numbers: Any) -> Any:
+        place, count, burn_in, thinning = (
+            numbers[name] for name in ("place", "count", "burn_in", "thinning")
+        )
+
+        def of_chain(params: Params, opt_state: Any, drawn: Any, part: Any) -> Any:
+            def body(i: jax.Array, now: Any) -> Any:
+                params, opt_state, (draws, means) = now
+                batch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), part)
+                params, opt_state = _cast_step(step(params, opt_state, batch), params, opt_state)
+                # Each step replaces the draw, so the last of its steps remains
+                after = jnp.maximum(place + i - burn_in, 0)
+                index, taken = after // thinning, (after % thinning + 1).astype(jnp.float32)
+                draws = _put(draws, index, wide_params(params, opt_state))
+                before = jax.tree.map(lambda x: x[index], means)
+                means = _put(means, index, _update_means(before, opt_state, taken))
+                return params, opt_state, (draws, means)
+
+            # Remove weak types, since a step need not return them
+            first = cast_like(params, params), cast_like(opt_state, opt_state), drawn
+            return jax.lax.fori_loop(0, count, body, first)
+
+        params, opt_state, drawn = now
+        axes = 0, _axes_of(opt_state, flags), 0, 1
+        return jax.vmap(of_chain, in_axes=axes)(params, opt_state, drawn, part)
+
+    @functools.cache
+    def program(flags: tuple[bool, ...]) -> Callable[..., Any]:
+        return jit_current(functools.partial(take_steps, flags))
+
+    def begin(params: Params, opt_state: Any, key: jax.Array, first_step: jax.Array) -> Any:
+        chain_keys = _keys_of_chains(key, num_chains)
+        opt_state = _separate_keys(opt_state, chain_keys)
+
+        def repeat(params: Params, opt_state: Any) -> Any:
+            one = wide_params(params, opt_state), numbers_of(opt_state)
+            return jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x)] * num_draws), one)
+
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, first_step))(chain_keys)
+        return keys, opt_state, jax.vmap(repeat)(params, opt_state)
+
+    start = jit_current(begin)
+
+    def run(params: Params, opt_state: Any, key: jax.Array, **counts: Any) -> Samples:
+        thinning, burn_in, first_step = (
+            jnp.asarray(counts[name], jnp.int32) for name in ("thinning", "burn_in", "first_step")
+        )
+        keys, opt_state, drawn = start(params, opt_state, key, first_step)
+        starts, most = params, num_draws * int(thinning)
+        for place, count, part in read_parts(keys, int(burn_in) + most, most):
+            one, flags = _share_counts(opt_state, num_chains)
+            numbers = {"place": jnp.int32(place), "count": jnp.int32(count)}
+            numbers |= {"burn_in": burn_in, "thinning": thinning}
+            params, opt_state, drawn = program(flags)((params, one, drawn), part, numbers)
+        draws, means = drawn
+        step_sizes, temperatures = means or (None, None)
+        return Samples(
+            params=draws,
+            last_params=params,
+            last_opt_state=opt_state,
+            next_step=first_step + burn_in + most,
+            thinning=thinning,
+            starts=starts,
+            step_sizes=step_sizes,
+            temperatures=temperatures,
+        )
+
+    return run
+
+
+def _keys_of_chains(key: jax.Array, num_chains: int) -> jax.Array:
+    """Return a key for each chain, which does not depend on the number of chains."""
+    chains = jnp.arange(num_chains, dtype=jnp.int32)
+    return jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)
+
+
+def _put(tree: Any, index: jax.Array, rows: Any) -> Any:
+    """Return a tree with other rows at an index of the leading axis."""
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+    return jax.tree.map(lambda x, row: put(x, row.astype(x.dtype)), tree, rows)
+
+
+def _share_counts(opt_state: Any, num_chains: int) -> tuple[Any, tuple[bool, ...]]:
+    """Return the states with a single number for each count that all chains share, and which these are.
+
+    With one count per chain, `jax.vmap` would turn a conditional into a select, which runs both branches
+    in every step.
+    """
+    leaves, form = jax.tree.flatten(opt_state)
+    flags = tuple(_is_shared(leaf, num_chains) for leaf in leaves)
+    pairs = zip(leaves, flags, strict=True)
+    return jax.tree.unflatten(form, [leaf[0] if one else leaf for leaf, one in pairs]), flags
+
+
+def _axes_of(opt_state: Any, flags: Any) -> Any:
+    """Return the axis of chains of each leaf of the states; None for a leaf that all chains share."""
+    axes = [None if one else 0 for one in flags]
+    return jax.tree.unflatten(jax.tree.structure(opt_state), axes)
+
+
+def _update_means(means: Any, opt_state: Any, place: jax.Array) -> Any:
+    """Return the means of the step size and the temperature, after `place` steps of a draw."""
+    return jax.tree.map(lambda mean, x: mean + (x - mean) / place, means, numbers_of(opt_state))
+
+
+def _separate_keys(opt_state: Any, chain_keys: jax.Array) -> Any:
+    """Return the stacked states of all chains, each with its own key."""
+    shared = jax.tree.map(lambda _: False, opt_state)
+    return _separate_noise(opt_state, shared, chain_keys)[0]
 
 
 def _is_shared(leaf: Any, num_chains: int) -> bool:

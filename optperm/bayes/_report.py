@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.bayes._chains import SAMPLERS, Samples, check_samples
-from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._constant_sgd import ConstantSgdState as AdaptiveState
 from optperm.bayes._convergence import convergence, r_hat_limits, r_hats, split_r_hats
 from optperm.bayes._faults import COLD
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
+from optperm.bayes._sampling_sgd import ConstantSgdState
 from optperm.core.states import (
     SnapshotState,
     check_runs,
@@ -284,7 +285,8 @@ class Evidence:
     @functools.cached_property
     def kernels(self) -> list[Any]:
         """The kernels of constant SGD."""
-        return [state.kernel for state in self.states if isinstance(state, ConstantSgdState)]
+        kinds = AdaptiveState | ConstantSgdState
+        return [state.kernel for state in self.states if isinstance(state, kinds)]
 
     @functools.cached_property
     def langevin_biases(self) -> tuple[float | None, float | None]:
@@ -497,12 +499,12 @@ def _judge_timing(evidence: Evidence) -> list[str]:
     return [
         text
         for state in evidence.states
-        if isinstance(state, ConstantSgdState | MandtSgdState)
+        if isinstance(state, AdaptiveState | MandtSgdState)
         for text in _describe_timing(state, drawn)
     ]
 
 
-def _describe_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[str]:
+def _describe_timing(state: AdaptiveState | MandtSgdState, drawn: int) -> list[str]:
     """Return a warning if draws were taken before the sampler sampled, or while it was learning."""
     before = int(np.max(state.count)) - drawn
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
@@ -511,7 +513,7 @@ def _describe_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> lis
             "No step has sampled: all were burn-in, or the noise and the curvature are still unknown. "
             "Check that gradients are finite, and draw with a longer burn_in."
         ]
-    if isinstance(state, ConstantSgdState):
+    if isinstance(state, AdaptiveState):
         learning = int(np.max(state.freeze_after)) - before
         if learning > 0:
             return [
@@ -565,9 +567,9 @@ def describe_unchecked(evidence: Evidence) -> list[str]:
         found.append("All chains started at the same point, so R-hat may miss other modes.")
     if all(len(leaf) == 1 for leaf in _floating(samples.params)):
         found.append("Other modes: with one chain, R-hat compares only the halves of this chain.")
-    if any(map(is_given, states)):
+    if any(map(is_given, states)) and not samples.is_learned:
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
-        found.append(f"Whether the passed kernel matches the {what} of this loss on these data.")
+        found.append(f"Whether the kernel matches the {what} of this loss on these data.")
     if not states:
         found.append(
             "Whether the steps sample this posterior: the states of the sampler are missing."
@@ -687,7 +689,9 @@ def numbers_of_draws(state: Any, samples: Samples) -> tuple[np.ndarray, np.ndarr
 
 def is_given(state: Any) -> bool:
     """Return whether a state is of constant SGD with a kernel that was passed."""
-    return isinstance(state, ConstantSgdState) and not np.any(np.asarray(state.freeze_after))
+    if isinstance(state, AdaptiveState):
+        return not np.any(np.asarray(state.freeze_after))
+    return isinstance(state, ConstantSgdState)
 
 
 def measure_kernel_bias(states: list[Any], samples: Samples) -> float | None:
