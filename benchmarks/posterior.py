@@ -50,7 +50,6 @@ import numpy as np
 import optax
 import results
 import scipy.optimize
-import scoring
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, make_moons
 
 import optperm
@@ -988,11 +987,10 @@ def scores(draws: Any, examples: Any) -> Scores:
             ),
             examples["x"],
         ).mean
-        log = jnp.log(jnp.maximum(probabilities, 1e-30))
-        nll = optax.softmax_cross_entropy_with_integer_labels(log, examples["y"]).mean()
-        error = scoring.calibration_error(probabilities, examples["y"])
-        wrong = jnp.argmax(probabilities, axis=1) != examples["y"]
-        return nll, error, jnp.mean(wrong)
+        if not np.all(np.isfinite(probabilities)):  # the chains diverged
+            return np.inf, np.nan, np.nan
+        report = optperm.bayes.calibration_report(probabilities, examples["y"])
+        return report.log_loss, report.calibration_error, 1 - report.accuracy
 
     seeds = len(draws["w1"])
     rows = [of_seed(jax.tree.map(lambda leaf: leaf[seed], draws)) for seed in range(seeds)]  # noqa: B023

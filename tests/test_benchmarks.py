@@ -164,5 +164,5 @@ def test_scores_by_hand():
     wanted = np.mean(right), log_loss(labels, p), np.mean(distances), error
     np.testing.assert_allclose(scoring.classification(p, labels), wanted, rtol=1e-5)
     sure = np.tile(np.float32([0.9, 0.1]), (6, 1))
-    assert scoring.calibration_error(sure, np.ones(6, int)) == pytest.approx(0.9)
+    assert scoring.classification(sure, np.ones(6, int)).calibration_error == pytest.approx(0.9)
     assert scoring.auroc([0.1, 0.2], [0.2, 0.3]) == 0.875

@@ -12,7 +12,7 @@ import support
 
 import optperm
 from optperm.bayes import _batch_noise
-from optperm.bayes._biases import measure_kernel_bias
+from optperm.bayes._report import measure_kernel_bias
 from optperm.core import fresh_jit as compiling
 from optperm.core.states import find_state, replace_state
 

@@ -139,7 +139,7 @@ def test_entries_that_have_not_moved_are_warned_of():
     for index in range(3):
         figures = np.array([1.0, 900.0, 900.0, 0.1])
         figures[index] = np.nan
-        assert "are not known" in " ".join(_report._judge_mixing(draws, figures, 3))
+        assert "are not known" in " ".join(_report.describe_mixing(draws, figures, 3))
 
 
 def test_starts_are_told():
@@ -183,6 +183,26 @@ def test_what_a_state_of_constant_sgd_tells():
     assert report.unmoved == 1
     text, _ = report_of(samples_of(GOOD, (kernel_state(), kernel_state())))
     assert "The optimizer has 2 samplers for different params" in text
+
+
+def test_larger_batches_are_advised_if_their_noise_limits_the_slowest_steps():
+    """The noise and the curvature of the slowest direction ask for 40 times the batch, at most N; and
+    the steps of good draws, or of directions that the curvature limits, are not spoken of."""
+    draws = autoregressive(0.9, (4, 600, 3))
+    scale, limit = 2 * 10 / 1000, 0.2
+
+    def text_of(ratio, values=draws):
+        # r = Lambda (1 + 1 / rho) c / (s a), with rho = 10
+        noise = jnp.float32([1e-3, 1.0, 1e-3])
+        curvature = jnp.full(3, 1.1 * limit / (scale * ratio))
+        state = kernel_state(noise=noise, curvature=curvature, scale=scale, limit=limit)
+        return report_of(samples_of(values, state))[0]
+
+    assert "batches of about 400 examples instead of 10, these steps are 40 times" in text_of(39.99)
+    assert "batches of about 1000 examples instead of 10, these steps are 1e+02" in text_of(500)
+    assert "that means and quantiles need: draw more." in text_of(1.5)
+    assert "batches" not in text_of(1.5)
+    assert text_of(40, GOOD) == ""
 
 
 @pytest.mark.parametrize(
