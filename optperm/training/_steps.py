@@ -23,6 +23,7 @@ from optperm.core.states import (
 )
 from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
+from optperm.training import _processes as processes
 from optperm.training._history import COUNT, GOAL
 from optperm.training._layout import Layout, average_statistics, average_varying
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
