@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import as_arrays
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import is_key
 from optperm.core.shardings import take_rows
 from optperm.core.trees import is_function
@@ -183,7 +183,7 @@ def _draw_all(keys: jax.Array, size: int, num_data: int) -> jax.Array:
     def draw(key: jax.Array) -> jax.Array:
         return jax.random.randint(key, (size,), 0, num_data)
 
-    return jit_current(jax.vmap(jax.vmap(draw)))(keys)
+    return fresh_jit(jax.vmap(jax.vmap(draw)))(keys)
 
 
 def _read_function(

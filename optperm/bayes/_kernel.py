@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optperm.bayes._forms import FORMS, Form, Preconditioner
 from optperm.core import checks
@@ -102,6 +103,39 @@ class NoiseKernel(NamedTuple):
     num_data: Int32[Array, ""]
     batch_size: Int32[Array, ""]
     momentum: Float32[Array, ""]
+
+    @classmethod
+    def unknown(cls, params: Params, preconditioner: Preconditioner) -> NoiseKernel:
+        """Return a kernel without noise and of unknown, infinite curvature, which takes no steps.
+
+        It has the structure, shapes and dtypes of every kernel for these params, so it is a target with
+        which Orbax restores a kernel.
+
+        Args:
+          params: The params, a tree.
+          preconditioner: "full", "diagonal" or "scalar".
+        """
+        checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
+        form = FORMS[preconditioner].like(params)
+        zero, one = jnp.zeros([], jnp.float32), jnp.ones([], jnp.float32)
+        none = jnp.zeros([], jnp.int32)
+        return cls(
+            basis=form,
+            noise=form.zeros(params),
+            curvature=optax.tree.full_like(form.zeros(params), jnp.inf),
+            noise_ratio=one,
+            max_noise_ratio=one,
+            stability=zero,
+            max_stability=one,
+            excess=one,
+            drift=one,
+            correlation=jnp.ones(2, jnp.float32),
+            estimates=none,
+            is_ready=jnp.array(True),
+            num_data=none,
+            batch_size=none,
+            momentum=zero,
+        )
 
     def scale(self, temperature: jax.Array | float = 1.0) -> jax.Array:
         """Return s = 2 S T / N.
@@ -214,17 +248,7 @@ def check_kernel(
       TypeError: If `kernel` is not a `NoiseKernel`.
       ValueError: If the kernel has an axis of chains, is not ready, or differs.
     """
-    if not isinstance(kernel, NoiseKernel):
-        raise TypeError(
-            f"kernel must be a NoiseKernel, got {type(kernel).__name__}. To restore a kernel with "
-            "Orbax, pass a target, such as optperm.bayes.adapted_kernel(tx.init(params)) of a tx "
-            "without kernel=."
-        )
-    if jnp.ndim(kernel.is_ready):
-        raise ValueError(
-            f"kernel has an axis of chains (of length {len(kernel.is_ready)}), each with its own: pass "
-            "one of them, such as jax.tree.map(lambda a: a[0], kernel)."
-        )
+    check_is_kernel(kernel)
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
         form = type(kernel.basis).__name__.lower()
         raise ValueError(
@@ -253,4 +277,19 @@ def check_kernel(
         raise ValueError(
             "kernel is not ready: its warm-up has not measured the noise and the curvature yet. Take "
             "more steps of the warm-up first."
+        )
+
+
+def check_is_kernel(kernel: Any) -> None:
+    """Raise unless this is the kernel of a single chain."""
+    if not isinstance(kernel, NoiseKernel):
+        raise TypeError(
+            f"kernel must be a NoiseKernel, got {type(kernel).__name__}: learn a kernel with "
+            "optperm.bayes.learn_kernel. To restore a saved kernel with Orbax, pass the target "
+            "optperm.bayes.NoiseKernel.unknown(params, preconditioner)."
+        )
+    if jnp.ndim(kernel.stability):
+        raise ValueError(
+            f"kernel has an axis of chains (of length {len(kernel.stability)}), each with its own: pass "
+            "one of them, such as jax.tree.map(lambda a: a[0], kernel)."
         )

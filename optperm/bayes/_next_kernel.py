@@ -20,7 +20,7 @@ from optperm.bayes._correlation import (
     times_rows,
 )
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
-from optperm.bayes._forms import FORMS, Preconditioner, inner, update_mean
+from optperm.bayes._forms import Preconditioner, inner, update_mean
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._power_iteration import power_iteration
 from optperm.core.control import when
@@ -82,28 +82,15 @@ def first_kernel(
     max_noise_ratio: Any,
     max_stability: Any,
 ) -> NoiseKernel:
-    """Return a kernel without noise and of unknown, infinite curvature, which takes no steps."""
-    form = FORMS[preconditioner].like(params)
-
-    def number(value: Any, dtype: Any = jnp.float32) -> jax.Array:
-        return jnp.asarray(value, dtype)
-
-    return NoiseKernel(
-        basis=form,
-        noise=form.zeros(params),
-        curvature=optax.tree.full_like(form.zeros(params), jnp.inf),
-        noise_ratio=number(max_noise_ratio),
-        max_noise_ratio=number(max_noise_ratio),
-        stability=number(0),
-        max_stability=number(max_stability),
-        excess=number(1),
-        drift=number(1),
-        correlation=number([1, 1]),
-        estimates=number(0, jnp.int32),
-        is_ready=number(True, jnp.bool_),
-        num_data=number(num_data, jnp.int32),
-        batch_size=number(batch_size, jnp.int32),
-        momentum=number(momentum),
+    """Return the kernel of the first window, `NoiseKernel.unknown` with its numbers."""
+    ratio, most = (jnp.asarray(x, jnp.float32) for x in (max_noise_ratio, max_stability))
+    return NoiseKernel.unknown(params, preconditioner)._replace(
+        noise_ratio=ratio,
+        max_noise_ratio=ratio,
+        max_stability=most,
+        num_data=jnp.asarray(num_data, jnp.int32),
+        batch_size=jnp.asarray(batch_size, jnp.int32),
+        momentum=jnp.asarray(momentum, jnp.float32),
     )
 
 
