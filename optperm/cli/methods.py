@@ -216,6 +216,7 @@ def _dldr_phase(
 
 def _constant_sgd(
     *,
+    burn_in: int,
     burn_in_learning_rate: float,
     prior_precision: float,
     num_data: int,
@@ -223,8 +224,9 @@ def _constant_sgd(
     **options: Any,
 ) -> Transformation:
     del prior_precision  # the loss contains the prior
-    options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
-    return optperm.mandt_sgd(num_data, batch_size, **options)
+    first = optax.sgd(burn_in_learning_rate, 0.9)
+    sampler = optperm.mandt_sgd(num_data, batch_size, **options)
+    return optperm.switch_after(burn_in, first, sampler, track=True)
 
 
 def _read_rank(kind: Any, tokens: Sequence[Token]) -> float:
@@ -386,7 +388,9 @@ _ENTRIES = (
         _constant_sgd,
         (optperm.mandt_sgd,),
         {
-            "burn_in": Flag(150, "The number of steps that only estimate the gradients' noise."),
+            "burn_in": Flag(
+                150, "The number of steps of SGD, which estimate the gradients' noise."
+            ),
             "burn_in_learning_rate": Flag(0.1, "The step size of the burn-in, with momentum 0.9."),
             "learning_rate": Flag(1.0, "A factor that multiplies the steps; 1 for sampling."),
             "max_step": Flag(0.5, "The maximum eigenvalue of the matrix that scales a gradient."),
