@@ -152,7 +152,7 @@ def test_starts_are_told():
 def kernel_state(**changes):
     """A state of constant SGD after many steps, with a kernel in which something is amiss."""
     state = kernels.constant_sgd(batch_size=10).init(jnp.zeros(3))
-    sound = {"estimates": 500, "stability": 0.1, "count": 20_000}
+    sound = {"estimates": 500, "stability": 0.1, "count": 20_000, "noise_ratio": 10.0}
     return optax.tree.set(state, **{name: jnp.array(x) for name, x in (sound | changes).items()})
 
 
@@ -192,7 +192,6 @@ def test_larger_batches_are_advised_if_their_noise_limits_the_slowest_steps():
         curvature = jnp.full(3, 1.1 * limit / (scale * ratio))
         state = kernel_state(
             noise=noise, curvature=curvature, temperature=scale * 1000 / 20, limit=limit,
-            noise_ratio=10.0,
         )  # fmt: skip
         return report_of(samples_of(values, state))[0]
 
