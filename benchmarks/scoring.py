@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.metrics import roc_auc_score
 
+import optperm
+
 
 class Scores(NamedTuple):
     """Scores of a classifier, means over the examples.
@@ -24,28 +26,8 @@ class Scores(NamedTuple):
 
 def classification(probabilities: Any, labels: Any) -> Scores:
     """Return the scores of probabilities (n, classes) for labels (n,)."""
-    p, y = np.asarray(probabilities, np.float64), np.asarray(labels)
-    with np.errstate(divide="ignore"):
-        nll = -np.log(p[np.arange(len(y)), y]).mean()
-    return Scores(
-        accuracy=float(np.mean(p.argmax(axis=1) == y)),
-        nll=float(nll),
-        brier=float(np.mean(np.sum((p - np.eye(p.shape[1])[y]) ** 2, axis=1))),
-        calibration_error=calibration_error(probabilities, labels),
-    )
-
-
-def calibration_error(probabilities: Any, labels: Any, num_bins: int = 15) -> float:
-    """Return the expected calibration error of Guo et al., with bins of equal width.
-
-    A confidence on an edge, in the dtype of the probabilities, is in the bin below.
-    """
-    p, y = np.asarray(probabilities), np.asarray(labels)
-    confidences = p.max(axis=1)
-    edges = (np.arange(1, num_bins) / num_bins).astype(p.dtype)
-    bins = np.digitize(confidences, edges, right=True)
-    gaps = np.bincount(bins, (p.argmax(axis=1) == y) - confidences.astype(np.float64))
-    return float(np.abs(gaps).sum() / len(y))
+    report = optperm.bayes.calibration_report(probabilities, labels)
+    return Scores(report.accuracy, report.log_loss, report.brier, report.calibration_error)
 
 
 def auroc(scores: Any, other_scores: Any) -> float:

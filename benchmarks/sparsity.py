@@ -407,7 +407,7 @@ def predict(params: dict, x: jax.Array) -> jax.Array:
 def make_sweep(sets: list, p: np.ndarray, steps: list, hidden: int) -> Callable[[int], jax.Array]:
     """Return a function from a seed to accuracies (criteria, fractions, sets)."""
     (x, y), fractions = sets[0], jnp.asarray(p, jnp.float32)
-    sampler = optperm.mandt_sgd(len(x), SMALL, burn_in=0, max_step=0.25, freeze_after=steps[0])
+    sampler = optperm.mandt_sgd(len(x), SMALL, max_step=0.25, freeze_after=steps[0])
     tx = optax.chain(sampler, optperm.mask_elements())
 
     def loss_fn(params: dict, batch: tuple) -> jax.Array:

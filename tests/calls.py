@@ -121,6 +121,7 @@ FUNCTIONS = {
     "low_rank_adamw": {"learning_rate": 0.1, "rank": 1},
     "apollo_adamw": {"learning_rate": 0.1, "rank": 1},
     "fit_temperature": {"logits": jnp.array([[1.0, 0.0]] * 2), "labels": jnp.arange(2)},
+    "calibration_report": {"probabilities": jnp.array([[0.7, 0.3]] * 2), "labels": jnp.arange(2)},
     "sparsity_report": {"params": PARAMS},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
@@ -165,7 +166,15 @@ DECAY = SHARE | {"is_below": True}
 # limits, or None where it is of no kind, and what it refuses, if anything, stands in `REFUSED`.
 LIMITS = {
     **dict.fromkeys(("rank", "bits", "lower", "upper", "group_axes", "sampler", "eps")),
-    **dict.fromkeys(("mars.b1", "freeze.key", "prune.key", "pca_basis.num_snapshots")),
+    **dict.fromkeys(
+        (
+            "fit_temperature.ignore_label",
+            "mars.b1",
+            "freeze.key",
+            "prune.key",
+            "pca_basis.num_snapshots",
+        )
+    ),
     **dict.fromkeys(("stationary_covariance.preconditioner", "stationary_covariance.momentum")),
     # Optax checks none of its own.
     **{
@@ -301,6 +310,10 @@ REFUSED = {
             "opt_state", state(optperm.agn(sgd(), every=PLAN)), state(optperm.agn(optperm.sgperm()))
         ),
     ],
+    "calibration_report": [
+        *of("probabilities", jnp.ones((2, 2)), jnp.ones(2), jnp.ones((2, 2), int)),
+        *of("labels", jnp.array([0, 2]), jnp.array([-1, 0]), jnp.ones(2), jnp.arange(3)),
+    ],
     "init_center": of("params", {"w": "x"}, {"w": jnp.ones(2, int)}),
     "merge": [
         *of("center", PARAMS, CENTER._replace(params=jnp.ones(3))),
@@ -434,6 +447,10 @@ REFUSED = {
         *of("n_components", 4, snapshots=TABLE),
         *of("n_components", 3, snapshots=TABLE, num_snapshots=3),
         *of("snapshots", {"a": TABLE, "b": np.zeros(3, np.float32)}, {}, TABLE.astype(int)),
+    ],
+    "fit_temperature": [
+        *of("weights", -jnp.ones(2), jnp.zeros(2), jnp.ones(3), jnp.ones(2, bool)),
+        *of("ignore_label", 0.5, True, "0", labels=jnp.array([0, 0])),
     ],
     "posterior_predictive": [
         *of("samples", draws(2).params),

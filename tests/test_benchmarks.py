@@ -27,7 +27,7 @@ USUAL = {
         "RULES": ("mean",),
     },
     "constant_sgd.py --only steps --repetitions 3": {
-        "samplers": ("SGD", "diagonal, single_example", "sgld")
+        "samplers": ("SGD", "mandt_sgd, single_example", "sgld")
     },
     "training.py --only methods --methods sgd svrg --seeds 1 --epochs 1 --units 4": {},
     "compile.py --leaves 4,8 --shapes 2 --only agn ivon mask_elements": {},
@@ -164,5 +164,5 @@ def test_scores_by_hand():
     wanted = np.mean(right), log_loss(labels, p), np.mean(distances), error
     np.testing.assert_allclose(scoring.classification(p, labels), wanted, rtol=1e-5)
     sure = np.tile(np.float32([0.9, 0.1]), (6, 1))
-    assert scoring.calibration_error(sure, np.ones(6, int)) == pytest.approx(0.9)
+    assert scoring.classification(sure, np.ones(6, int)).calibration_error == pytest.approx(0.9)
     assert scoring.auroc([0.1, 0.2], [0.2, 0.3]) == 0.875

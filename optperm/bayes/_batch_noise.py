@@ -11,19 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._biases import is_given
-from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._batches import MOST_BYTES, Batches
+from optperm.bayes._chains import Samples
+from optperm.bayes._constant_sgd import ConstantSgdState as AdaptiveState
 from optperm.bayes._correlation import times_rows
 from optperm.bayes._covariance import BatchGradients, Outer, per_example
 from optperm.bayes._forms import Diagonal, Form, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._remainders import RemainderState
-from optperm.bayes._samples import Samples
-from optperm.core.current import jit_current
+from optperm.bayes._report import is_given
+from optperm.bayes._sampling_sgd import ConstantSgdState
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.noise import normal_like
-from optperm.core.shardings import take_rows
 from optperm.core.states import find_states
 from optperm.evaluation import evaluate
 
@@ -48,50 +49,73 @@ def _is_langevin_alone(opt_state: Any) -> bool:
 
 
 def measure_batch_noise(
-    covariance_fn: Callable[..., Any],
-    update_covariance_fn: Callable[..., Any],
+    tx: optax.GradientTransformationExtraArgs,
+    loss: Callable[[Any, Any], jax.Array],
+    batches: Batches,
     samples: Samples,
-    batch_size: int,
     key: jax.Array,
 ) -> Samples:
     """Return the samples, with the noise of the batches if a report needs it.
 
     Args:
-      covariance_fn: `batch_covariance` without its last three arguments.
-      update_covariance_fn: `update_covariance` without its last four arguments.
+      tx: The sampler.
+      loss: The mean loss over a batch.
+      batches: The batches.
       samples: The samples.
-      batch_size: S.
       key: A random key.
     """
     opt_state = samples.last_opt_state
+    if batches.batch_size < 2:
+        return samples
     if len(find_states(opt_state, (SgldState, SghmcState))) == 1:
-        draws, keys, chains = _choose_draws(samples.params, _LOOKS, key)
-        if not _is_langevin_alone(opt_state):
+        draws, keys, chains = _choose_draws(samples.params, _most_looks(batches, _LOOKS), key)
+        if _is_langevin_alone(opt_state):
+            covariance_fn = functools.partial(batch_covariance, loss, batches)
+            looked = _read_batches(batches, keys)
+        elif batches.rows is None:
+            return samples
+        else:
             like = jax.tree.map(lambda leaf: leaf[0], samples.last_params)
             last = samples.last_params, opt_state
-            states = jax.tree.map(lambda leaf: leaf[chains], last)
+            looked = jax.tree.map(lambda leaf: leaf[chains], last)
             draws = jax.tree.map(lambda draw, p: draw.astype(p.dtype), draws, like)
-            if not _covers(update_covariance_fn, draws, keys, states):
+            covariance_fn = functools.partial(update_covariance, tx, loss, batches)
+            if not _covers(covariance_fn, draws, keys, looked):
                 return samples
-            covariance_fn = functools.partial(update_covariance_fn, states=states)
         measure = functools.partial(_diagonal_and_maximum, covariance_fn)
-        diagonal, norm = jit_current(measure)(draws, keys)
+        diagonal, norm = fresh_jit(measure)(draws, keys, looked)
         return samples._replace(batch_noise=diagonal, batch_noise_norm=norm)
     kernel = _given_kernel(opt_state)
     if kernel is None:
         return samples
 
-    def in_basis(basis: Form, draws: Any, keys: jax.Array) -> Any:
-        return basis.variances(covariance_fn(draws, keys, basis.covariance))
+    def in_basis(basis: Form, draws: Any, keys: jax.Array, looked: Any) -> Any:
+        return basis.variances(
+            batch_covariance(loss, batches, draws, keys, looked, basis.covariance)
+        )
 
-    draws, keys, _ = _choose_draws(samples.params, max(_LOOKS, _EXAMPLES // batch_size), key)
-    return samples._replace(batch_noise=jit_current(in_basis)(kernel.basis, draws, keys))
+    most = _most_looks(batches, max(_LOOKS, _EXAMPLES // batches.batch_size))
+    draws, keys, _ = _choose_draws(samples.params, most, key)
+    found = fresh_jit(in_basis)(kernel.basis, draws, keys, _read_batches(batches, keys))
+    return samples._replace(batch_noise=found)
 
 
-def _covers(update_covariance_fn: Callable[..., Any], draws: Any, keys: Any, states: Any) -> bool:
+def _most_looks(batches: Batches, most: int) -> int:
+    """Return the maximum number of batches that may be in memory at once, at most `most`."""
+    return most if batches.read is None else max(1, min(most, MOST_BYTES // batches.num_bytes))
+
+
+def _read_batches(batches: Batches, keys: jax.Array) -> Any:
+    """Return a batch for each key, with a leading axis; None if batches are drawn on the device."""
+    if batches.read is None:
+        return None
+    return jax.tree.map(lambda x: x[:, 0], batches.read(keys[:, None]))
+
+
+def _covers(covariance_fn: Callable[..., Any], draws: Any, keys: Any, states: Any) -> bool:
     """Return whether the sampler has all params, none of which are masked."""
     found = jax.eval_shape(
-        functools.partial(update_covariance_fn, outer=Diagonal().outer), draws, keys, states=states
+        functools.partial(covariance_fn, outer=Diagonal().outer), draws, keys, states
     )
     structure: Any = jax.tree.structure(draws)
     return structure == jax.tree.structure(found)
@@ -100,13 +124,11 @@ def _covers(update_covariance_fn: Callable[..., Any], draws: Any, keys: Any, sta
 def update_covariance(
     tx: optax.GradientTransformationExtraArgs,
     loss: Callable[[Any, Any], jax.Array],
-    data: Any,
-    num_data: int,
-    batch_size: int,
+    batches: Batches,
     draws: Any,
     keys: jax.Array,
-    outer: Outer,
     states: Any,
+    outer: Outer,
 ) -> Any:
     """Return `outer`'s part of the covariance of the updates that a sampler gets after other methods.
 
@@ -116,11 +138,11 @@ def update_covariance(
     """
 
     def update(params: Any, state: Any, key: jax.Array) -> tuple[Any, Any]:
-        rows = jax.random.randint(key, (batch_size,), 0, num_data)
-        e = evaluate(loss, params, jax.tree.map(lambda leaf: take_rows(leaf, rows), data))
+        batch, _ = batches.split(batches.one(key))
+        e = evaluate(loss, params, batch)
         seen: list[Any] = []
         extras = e.extra_args | {
-            "full_grad_fn": jax.grad(lambda p: loss(p, data)),
+            "full_grad_fn": jax.grad(lambda p: loss(p, batches.rows)),
             "watch": seen.append,
         }
         _, state = tx.update(e.grad, state, params, **extras)
@@ -142,23 +164,25 @@ def update_covariance(
 
 def batch_covariance(
     loss: Callable[[Any, Any], jax.Array],
-    data: Any,
-    num_data: int,
-    batch_size: int,
+    batches: Batches,
     draws: Any,
     keys: jax.Array,
+    looked: Any,
     outer: Outer,
 ) -> Any:
     """Return `outer`'s part of R, a batch gradient's covariance: the mean over one batch per draw."""
 
-    def of_draw(params: Any, key: jax.Array) -> Any:
-        rows = jax.random.randint(key, (batch_size,), 0, num_data)
-        e = evaluate(loss, params, jax.tree.map(lambda leaf: take_rows(leaf, rows), data))
-        batch = BatchGradients(params, e.grad, e.extra_args, batch_size, None, None)
-        c_hat, _ = per_example(batch, outer)
-        return jax.tree.map(lambda c: c / batch_size, c_hat)
+    def of_draw(each: tuple[Any, jax.Array, Any]) -> Any:
+        params, key, read = each
+        rows = batches.one(key) if read is None else read
+        e = evaluate(loss, params, batches.split(rows)[0])
+        size = batches.batch_size
+        c_hat, _ = per_example(
+            BatchGradients(params, e.grad, e.extra_args, size, None, None), outer
+        )
+        return jax.tree.map(lambda c: c / size, c_hat)
 
-    found = jax.lax.map(lambda each: of_draw(*each), (draws, keys))
+    found = jax.lax.map(of_draw, (draws, keys, looked))
     return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
 
 
@@ -172,7 +196,7 @@ def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array
 
 
 def _diagonal_and_maximum(
-    covariance_fn: Callable[..., Any], draws: Any, keys: jax.Array
+    covariance_fn: Callable[..., Any], draws: Any, keys: jax.Array, looked: Any
 ) -> tuple[Any, jax.Array]:
     """Return the diagonal and the maximum eigenvalue of R.
 
@@ -182,7 +206,7 @@ def _diagonal_and_maximum(
 
     def step(v: Any, _: None) -> tuple[Any, jax.Array]:
         # v <- R v / |R v|, and |R v| tends to the maximum eigenvalue
-        product = covariance_fn(draws, keys, functools.partial(times_rows, v=v))
+        product = covariance_fn(draws, keys, looked, functools.partial(times_rows, v=v))
         norm = jnp.sqrt(inner(product, product))
         scale = jnp.where(norm > 0, norm, 1.0)
         return jax.tree.map(lambda x: x / scale.astype(x.dtype), product), norm
@@ -190,12 +214,12 @@ def _diagonal_and_maximum(
     one = jax.tree.map(lambda leaf: leaf[0].astype(accumulation_dtype(leaf)), draws)
     start = normal_like(jax.random.key_data(keys[0]), one)
     _, norms = jax.lax.scan(step, start, length=_PRODUCTS)
-    return covariance_fn(draws, keys, Diagonal().outer), norms[-1]
+    return covariance_fn(draws, keys, looked, Diagonal().outer), norms[-1]
 
 
 def _given_kernel(opt_state: Any) -> NoiseKernel | None:
     """Return the first chain's kernel if it was passed and covers all params, else None."""
-    states = find_states(opt_state, ConstantSgdState)
+    states: list[Any] = find_states(opt_state, (AdaptiveState, ConstantSgdState))
     if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
         return None
     return jax.tree.map(lambda leaf: leaf[0], states[0].kernel)

@@ -94,7 +94,9 @@ class ConstantSgdState(NamedTuple):
         Args:
           grads: g, a tree like the params.
         """
-        return self.kernel.precondition(grads, self.kernel.step_sizes(self.scale, self.limit))
+        return self.kernel.precondition(
+            grads, self.kernel.step_sizes(self.scale, self.limit / self.kernel.max_stability)
+        )
 
     def warnings(self, params: Any = None) -> list[str]:
         """Return reasons why draws may not follow the posterior, as far as Python can see them.
@@ -271,7 +273,9 @@ def constant_sgd(
     def init(params: Params) -> ConstantSgdState:
         window: Any = ()
         if kernel is None:
-            given, window = begin(params, form_of(params), noise_ratio=noise_ratio, **numbers)
+            given, window = begin(
+                params, form_of(params), noise_ratio=noise_ratio, stability=stability, **numbers
+            )
         else:
             check_kernel(kernel, params, preconditioner, **numbers)
             # The state may be donated, but the kernel belongs to the caller
@@ -313,7 +317,7 @@ def constant_sgd(
             is_sampling = (count >= schedule.burn_in) & kernel.is_ready
 
         # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
-        h = kernel.step_sizes(scale, c, rate)
+        h = kernel.step_sizes(scale, rate)
         b = kernel.injected(h, scale)
 
         # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optperm.bayes._forms import FORMS, Form, Preconditioner
 from optperm.core import checks
@@ -72,7 +73,9 @@ class NoiseKernel(NamedTuple):
       curvature: :math:`a`, of the same form: :math:`w_i^\top A w_i` corrected for momentum, for the
         spread of the batches' curvatures and for `excess`.
       noise_ratio: :math:`\rho`, the maximum ratio of the batches' noise to the injected noise.
+      max_noise_ratio: The maximum of :math:`\rho` that was asked for.
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, estimated from the last window.
+      max_stability: c, the maximum of `stability`.
       excess: The factor that multiplies the :math:`a_i` to bring `stability` down to c.
       drift: The ratio of the noise in the last window to the noise in the window before.
       correlation: Bounds on the extreme eigenvalues :math:`r_{\min}` and :math:`r_{\max}` of
@@ -89,7 +92,9 @@ class NoiseKernel(NamedTuple):
     noise: PyTree[Float[Array, "..."]]
     curvature: PyTree[Float[Array, "..."]]
     noise_ratio: Float32[Array, ""]
+    max_noise_ratio: Float32[Array, ""]
     stability: Float32[Array, ""]
+    max_stability: Float32[Array, ""]
     excess: Float32[Array, ""]
     drift: Float32[Array, ""]
     correlation: Float32[Array, "2"]
@@ -99,19 +104,61 @@ class NoiseKernel(NamedTuple):
     batch_size: Int32[Array, ""]
     momentum: Float32[Array, ""]
 
-    def step_sizes(self, scale: jax.Array, limit: jax.Array, rate: jax.Array | float = 1.0) -> Any:
+    @classmethod
+    def unknown(cls, params: Params, preconditioner: Preconditioner) -> NoiseKernel:
+        """Return a kernel without noise and of unknown, infinite curvature, which takes no steps.
+
+        It has the structure, shapes and dtypes of every kernel for these params, so it is a target with
+        which Orbax restores a kernel.
+
+        Args:
+          params: The params, a tree.
+          preconditioner: "full", "diagonal" or "scalar".
+        """
+        checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
+        form = FORMS[preconditioner].like(params)
+        zero, one = jnp.zeros([], jnp.float32), jnp.ones([], jnp.float32)
+        none = jnp.zeros([], jnp.int32)
+        return cls(
+            basis=form,
+            noise=form.zeros(params),
+            curvature=optax.tree.full_like(form.zeros(params), jnp.inf),
+            noise_ratio=one,
+            max_noise_ratio=one,
+            stability=zero,
+            max_stability=one,
+            excess=one,
+            drift=one,
+            correlation=jnp.ones(2, jnp.float32),
+            estimates=none,
+            is_ready=jnp.array(True),
+            num_data=none,
+            batch_size=none,
+            momentum=zero,
+        )
+
+    def scale(self, temperature: jax.Array | float = 1.0) -> jax.Array:
+        """Return s = 2 S T / N.
+
+        Args:
+          temperature: T.
+        """
+        size, n = (jnp.asarray(x, jnp.float32) for x in (self.batch_size, self.num_data))
+        return 2 * size / n * temperature
+
+    def step_sizes(self, scale: jax.Array, rate: jax.Array | float = 1.0) -> Any:
         """Return h, of the form of the noise; an entry without noise and curvature takes no step.
 
         Args:
           scale: s.
-          limit: c.
           rate: Factor on c and rho.
         """
 
         # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c)
         def of_entry(noise: jax.Array, curvature: jax.Array) -> jax.Array:
             s, c, rho = (
-                jnp.asarray(x, noise.dtype) for x in (scale, limit * rate, self.noise_ratio * rate)
+                jnp.asarray(x, noise.dtype)
+                for x in (scale, self.max_stability * rate, self.noise_ratio * rate)
             )
             h = s / jnp.maximum(noise * (1 + 1 / rho), s * curvature / c)
             return jnp.where(jnp.isfinite(h), h, 0.0)
@@ -186,7 +233,7 @@ def adapted_kernel(opt_state: Any) -> NoiseKernel:
 def check_kernel(
     kernel: NoiseKernel,
     params: Params,
-    preconditioner: Preconditioner | None,
+    preconditioner: Preconditioner | None = None,
     **numbers: Any,
 ) -> None:
     """Raise unless a kernel is ready and belongs to these params and numbers.
@@ -201,17 +248,7 @@ def check_kernel(
       TypeError: If `kernel` is not a `NoiseKernel`.
       ValueError: If the kernel has an axis of chains, is not ready, or differs.
     """
-    if not isinstance(kernel, NoiseKernel):
-        raise TypeError(
-            f"kernel must be a NoiseKernel, got {type(kernel).__name__}. To restore a kernel with "
-            "Orbax, pass a target, such as optperm.bayes.adapted_kernel(tx.init(params)) of a tx "
-            "without kernel=."
-        )
-    if jnp.ndim(kernel.is_ready):
-        raise ValueError(
-            f"kernel has an axis of chains (of length {len(kernel.is_ready)}), each with its own: pass "
-            "one of them, such as jax.tree.map(lambda a: a[0], kernel)."
-        )
+    check_is_kernel(kernel)
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
         form = type(kernel.basis).__name__.lower()
         raise ValueError(
@@ -231,8 +268,28 @@ def check_kernel(
             raise ValueError(
                 f"kernel is for {name}={found}, but {name} is {number}: learn a new kernel."
             )
+    leaves = jax.tree.leaves(kernel.curvature)
+    if all(map(can_be_seen, leaves)) and not all(np.all(np.isfinite(leaf)) for leaf in leaves):
+        raise ValueError(
+            "kernel has no finite curvature, which learn_kernel measures: learn a new kernel."
+        )
     if can_be_seen(kernel.is_ready) and not np.all(np.asarray(kernel.is_ready)):
         raise ValueError(
             "kernel is not ready: its warm-up has not measured the noise and the curvature yet. Take "
             "more steps of the warm-up first."
+        )
+
+
+def check_is_kernel(kernel: Any) -> None:
+    """Raise unless this is the kernel of a single chain."""
+    if not isinstance(kernel, NoiseKernel):
+        raise TypeError(
+            f"kernel must be a NoiseKernel, got {type(kernel).__name__}: learn a kernel with "
+            "optperm.bayes.learn_kernel. To restore a saved kernel with Orbax, pass the target "
+            "optperm.bayes.NoiseKernel.unknown(params, preconditioner)."
+        )
+    if jnp.ndim(kernel.stability):
+        raise ValueError(
+            f"kernel has an axis of chains (of length {len(kernel.stability)}), each with its own: pass "
+            "one of them, such as jax.tree.map(lambda a: a[0], kernel)."
         )

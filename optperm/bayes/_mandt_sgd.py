@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._burn_in import after_burn_in
 from optperm.bayes._covariance import (
     ESTIMATES,
     NEEDS,
@@ -41,8 +40,8 @@ from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
 _UNSTABLE = 2.0
-# lambda_max(H A) is estimated in every tenth step of a burn-in, or of the first hundred steps.
-_PROBE_EVERY, _PROBES = 10, 100
+# While C is updated, lambda_max(H A) is estimated in the first hundred steps, then in every hundredth.
+_PROBES = 100
 # After this many estimates with "per_example", every fourth step has an estimate.
 _DENSE, _ESTIMATE_EVERY = 1000, 4
 
@@ -136,9 +135,7 @@ def mandt_sgd(
     temperature: optax.ScalarOrSchedule = 1.0,
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
-    burn_in: int | jax.Array = 10,
     freeze_after: int | jax.Array | None = None,
-    burn_in_optimizer: optax.GradientTransformation | None = None,
     chunk_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -160,7 +157,9 @@ def mandt_sgd(
     eigenvalue must be well below 2, which `optperm.constant_sgd` ensures, but `mandt_sgd` does not. A
     diagonal H is not always better than a scalar H.
 
-    C is the mean of all estimates. There is one estimate per step; with "per_example" and a diagonal or
+    C is the mean of all estimates, and the first step only estimates C. To reach an optimum with another
+    optimizer first, use `optperm.switch_after`, with `track=True` for estimates from its steps. There is
+    one estimate per step; with "per_example" and a diagonal or
     scalar H, there is one per four steps after the first thousand steps. A step uses the C of the
     previous step. The full preconditioner decomposes C when the number of estimates is :math:`2^k` or
     :math:`3 \cdot 2^k`.
@@ -176,9 +175,7 @@ def mandt_sgd(
       max_step: The maximum eigenvalue of H; None for no limit. A limit changes the stationary
         distribution.
       damping: The minimum eigenvalue of C, in the units of C.
-      burn_in: The number of steps at the start that only estimate C. There is always at least one.
       freeze_after: The number of steps after which C is constant; None to always update C.
-      burn_in_optimizer: The optimizer of the burn-in; None to keep the params fixed.
       chunk_size: The number of per-example gradients held in memory at once. None for a million entries
         in total, but at least 8 gradients.
       axis_name: The mapped axis or axes over which each batch is spread. The gradients must already be
@@ -228,7 +225,6 @@ def mandt_sgd(
     checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)
     if max_step is not None:
         checks.check_positive("max_step", max_step)
-    checks.check_count("burn_in", burn_in, minimum=0)
     if freeze_after is not None:
         checks.check_count("freeze_after", freeze_after)
     is_full = preconditioner == "full"
@@ -274,11 +270,12 @@ def mandt_sgd(
         # H g = W diag(h) W^T g uses the C of the previous step, since this batch's C would bias the step
         h, basis = step_sizes(state.noise, count), state.basis
         h_g = basis.params_of(basis.times(h, basis.coordinates(g, h)), params)
-        is_due = (count >= burn_in) & _is_known(state, batch_size, damping)
+        is_due = _is_known(state, batch_size, damping)
         is_moving = is_due & (state.stability < _UNSTABLE)
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), h_g)
 
-        is_open: Any = True if freeze_after is None else count < freeze_after
+        is_learning: Any = jnp.array(True) if freeze_after is None else count < freeze_after
+        is_open = is_learning
         if estimator == "per_example" and not is_full:
             is_open &= (count < _DENSE) | (count % _ESTIMATE_EVERY == 0)
         following = when(
@@ -291,13 +288,12 @@ def mandt_sgd(
             rate = resolve_schedule("learning_rate", learning_rate, count)
             factor = rate * (1 - mu) / (1 + mu)
             scaled = jax.tree.map(lambda h: h * jnp.asarray(factor, h.dtype), h)
-            period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
-            is_probed = (count % period == 0) & (count < jnp.maximum(burn_in, _PROBES))
+            is_probed = is_learning & ((count < _PROBES) | (count % _PROBES == 0))
             stability, direction = when(
                 is_probed & _is_known(state, batch_size, damping),
                 lambda known: power_iteration(
                     *known, lambda s: precondition(basis, scaled, s), batch.curvature_product,
-                    count // period,
+                    jnp.minimum(count, _PROBES),
                 ),
                 (state.stability, state.direction),
             )  # fmt: skip
@@ -331,10 +327,8 @@ def mandt_sgd(
     # theta' = theta - eta (1 - mu) v', v' = mu v + H g
     velocity = optax.identity() if momentum is None else optax.trace(momentum)
     steps = [sampler, velocity, optax.scale_by_learning_rate(rate)]
-    if burn_in_optimizer is None:
-        chain = optax.with_extra_args_support(optax.chain(*steps))
-        return with_remainders(chain, method="mandt_sgd")
-    return after_burn_in(burn_in, burn_in_optimizer, *steps, method="mandt_sgd")
+    chain = optax.with_extra_args_support(optax.chain(*steps))
+    return with_remainders(chain, method="mandt_sgd")
 
 
 def _is_known(state: MandtSgdState, batch_size: Any, damping: Any) -> jax.Array:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes._samples import Samples, check_draws
-from optperm.core.current import jit_current
+from optperm.bayes._chains import Samples, check_draws
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.shapes import Array, Float, Shaped
 from optperm.core.shardings import can_be_seen, take
 from optperm.core.trees import without_variables
@@ -66,7 +66,7 @@ class Predictions(NamedTuple):
                 f"The last axis must have probabilities of at least two classes, got the shape {shape}."
             )
         if can_be_seen(self.mean):
-            _check_rows(self.mean)
+            check_rows("The mean predictions", self.mean)
         return _entropy(self.mean)
 
     def mutual_information(self) -> jax.Array:
@@ -81,16 +81,16 @@ class Predictions(NamedTuple):
         return jnp.maximum(self.entropy() - within, 0)  # rounding may make the difference negative
 
 
-def _check_rows(probabilities: jax.Array) -> None:
-    """Raise a ValueError unless mean class probabilities on the last axis sum to 1."""
+def check_rows(name: str, probabilities: Any) -> None:
+    """Raise a ValueError, which begins with `name`, unless class probabilities sum to 1."""
     values = np.asarray(probabilities, np.float64)
     values = values.reshape(-1, values.shape[-1])
     is_bad = ~((np.abs(values.sum(axis=1) - 1) <= _ROUNDING) & (values >= 0).all(axis=1))
     if is_bad.any():
         row = int(np.argmax(is_bad))
         raise ValueError(
-            "The mean predictions must be at least 0 and each row must sum to one, but row "
-            f"{row} begins with {values[row][:8]}. Logits need jax.nn.softmax in predict_fn."
+            f"{name} must be at least 0 and each row must sum to one, but row {row} begins with "
+            f"{values[row][:8]}. Logits need jax.nn.softmax."
         )
 
 
@@ -155,7 +155,7 @@ def posterior_predictive(
             )
         params = jax.tree.map(lambda leaf: leaf[None], params)
     check_draws(params)
-    draws = jit_current(functools.partial(_predict, predict_fn))(params, inputs)
+    draws = fresh_jit(functools.partial(_predict, predict_fn))(params, inputs)
     dtype = accumulation_dtype(draws)
     mean, deviation = (
         function(draws.astype(dtype), axis=(0, 1)) for function in (jnp.mean, jnp.std)

@@ -1,5 +1,8 @@
 """A prior as a term of the loss."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,6 +10,7 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.shapes import Params
+from optperm.evaluation import LossFn, checked_sum, evaluate, num_examples
 
 
 def normal_prior(
@@ -52,3 +56,45 @@ def normal_prior(
     dtype = accumulation_dtype(params)
     squares = optax.tree.norm(optax.tree.cast(params, dtype), squared=True)
     return jnp.asarray(precision, dtype) / (2 * jnp.asarray(num_data, dtype)) * squares
+
+
+def make_loss(
+    loss_fn: LossFn,
+    params: Params,
+    batch: Any,
+    *,
+    num_data: int,
+    log_prior: Callable[[Any], Any] | None,
+) -> Callable[[Any, Any], jax.Array]:
+    """Return the mean loss over the examples of a batch, with the prior; raise if the loss is no scalar.
+
+    A pair (sum, count) becomes its sum divided by the number of the batch's examples. N times this mean
+    is the negative log likelihood for any counts, such as of tokens or of a mask.
+
+    Args:
+      loss_fn: A function of params and a batch that returns a mean, or a sum and a count.
+      params: Params, for their shapes.
+      batch: A batch, for its shapes.
+      num_data: N.
+      log_prior: A function of params; None if `loss_fn` includes the prior.
+    """
+    pairs = list[bool]()
+
+    def mean(params: Any, batch: Any) -> jax.Array:
+        total, count, _ = checked_sum(loss_fn, params, batch, has_aux=False)
+        pairs.append(count is not None)
+        return total / num_examples(batch)
+
+    jax.eval_shape(mean, params, batch)
+    likelihood: Callable[[Any, Any], jax.Array] = mean if pairs[0] else loss_fn
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        log_p = 0.0 if log_prior is None else log_prior(params)
+        if isinstance(log_p, tuple | list | dict) or jnp.shape(log_p):
+            came = jax.tree.map(jax.typeof, log_p)
+            raise TypeError(f"log_prior must return a real scalar, got {came}.")
+        return likelihood(params, batch) - log_p / num_data
+
+    made = likelihood if log_prior is None else loss
+    jax.eval_shape(lambda p, b: evaluate(made, p, b).value, params, batch)
+    return made

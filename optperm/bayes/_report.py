@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm.bayes._biases import (
-    is_given,
-    judge_biases,
-    langevin_biases,
-    measure_kernel_bias,
-    numbers_of_draws,
-)
-from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._chains import SAMPLERS, Samples, check_samples
+from optperm.bayes._constant_sgd import ConstantSgdState as AdaptiveState
 from optperm.bayes._convergence import convergence, r_hat_limits, r_hats, split_r_hats
 from optperm.bayes._faults import COLD
+from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
-from optperm.bayes._samples import Samples, check_samples
+from optperm.bayes._sampling_sgd import ConstantSgdState
 from optperm.core.states import (
     SnapshotState,
     check_runs,
@@ -31,9 +29,6 @@ from optperm.core.states import (
 )
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
 
-# NOISY samplers have a key, and each chain needs its own key.
-NOISY = (ConstantSgdState, SgldState, SghmcState)
-SAMPLERS = (*NOISY, MandtSgdState)
 # The first two limits are from Vehtari et al., 2021; the third is for the split R-hat.
 _LARGEST_R_HAT, _LEAST_ESS, _NOT_MIXED = 1.01, 400, 1.1
 # With a larger R-hat, chains have not mixed, for any number of draws.
@@ -43,6 +38,16 @@ _FEWEST, _LEAST_DRAWS = 4, 40
 _MOST_ENTRIES = 20_000
 # A stationary chain does not become this many times wider in its second half, or this wide.
 _DIVERGES, _WILD, _LEAST_HALF = 1e3, 1e15, 20
+
+_LARGEST_BIAS = 0.05
+# A fifth, as for a kernel that was learned, plus a tenth for the errors of both estimates
+_LARGEST_KERNEL_BIAS = 0.3
+
+# Larger batches are advised if they make the slowest steps this many times as long.
+_WORTHWHILE = 2.0
+
+# A judge returns sentences about conditions that do not hold.
+Judge = Callable[["Evidence"], list[str]]
 
 DIVERGED = "The chains diverge: take smaller steps, or check that the loss is finite."
 
@@ -195,31 +200,18 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     Raises:
       ValueError: If steps were not taken because they would diverge.
     """
-    check_runs(samples.last_opt_state, SAMPLERS, method="The sampler")
-    states: list[Any] = find_running_states(samples.last_opt_state, SAMPLERS)
-    values = entries_of(samples.params)
-    slowest = _find_slowest(values, most_ranked)
-    figures = _measure(slowest)
-    is_moving = ~find_unmoved(values)
-    step_bias, batch_bias = langevin_biases(values, states, samples)
-    kernel_bias = measure_kernel_bias(states, samples)
-    kernels = [state.kernel for state in states if isinstance(state, ConstantSgdState)]
-    one = kernels[0] if len(kernels) == 1 else None
-    found = judge_chains(samples, values, states)
-    # If chains diverge, their mixing is not judged
-    if found[:1] != [DIVERGED]:
-        found += _judge_mixing(slowest, figures, values.shape[2])
-        has_snapshots = bool(find_states(samples.last_opt_state, SnapshotState))
-        found += judge_biases(step_bias, batch_bias, kernel_bias, has_snapshots=has_snapshots)
+    evidence = Evidence(samples, most_ranked)
+    found = list_warnings(evidence)
+    one = evidence.kernels[0] if len(evidence.kernels) == 1 else None
     return PosteriorReport(
-        *figures,
+        *evidence.figures,
         stability=None if one is None else float(np.max(one.stability)),
         noise_ratio=None if one is None else float(np.max(one.noise_ratio)),
         drift=None if one is None else float(np.mean(one.drift)),
-        step_bias=step_bias,
-        batch_bias=batch_bias,
-        unmoved=int(np.sum(~is_moving)) if values.shape[1] > 1 else 0,
-        not_checked=tuple(describe_unchecked(samples, states, step_bias, batch_bias)),
+        step_bias=evidence.langevin_biases[0],
+        batch_bias=evidence.langevin_biases[1],
+        unmoved=int(np.sum(evidence.unmoved)),
+        not_checked=tuple(describe_unchecked(evidence)),
         warnings=tuple(found),
     )
 
@@ -232,20 +224,94 @@ def warn_of_draws(samples: Samples) -> None:
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(samples)):
         return
-    states: list[Any] = find_running_states(samples.last_opt_state, SAMPLERS)
-    if states:
-        values = entries_of(samples.params)
-        found = judge_chains(samples, values, states)
-        if not found and values.shape[1] >= _LEAST_DRAWS:
-            largest = float(np.nanmax(split_r_hats(values), initial=0.0))
+    evidence = Evidence(samples, _MOST_ENTRIES)
+    if evidence.states:
+        found = list_warnings(evidence, is_quick=True)
+        if not found and evidence.values.shape[1] >= _LEAST_DRAWS:
+            largest = float(np.nanmax(split_r_hats(evidence.values), initial=0.0))
             if largest > _NOT_MIXED:
-                moving = values[..., ~find_unmoved(values)]
-                limits = r_hat_limits(moving, values.shape[2])
-                found = [_describe_r_hat(split_r_hats(moving), limits)]
+                moving = evidence.values[..., ~find_unmoved(evidence.values)]
+                limits = r_hat_limits(moving, evidence.values.shape[2])
+                found = [_describe_r_hat(split_r_hats(moving), limits, "")]
     else:
         found = [] if is_finite(samples.params) else [DIVERGED]
     for text in found:
         warnings.warn(text, stacklevel=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """The draws that are judged, and figures of the draws, which are computed when a judge needs them.
+
+    Attributes:
+      samples: The samples.
+      most_ranked: The maximum number of entries whose draws are ranked, for R-hat and the other figures
+        on mixing: the entries with the largest split R-hat without ranks.
+    """
+
+    samples: Samples
+    most_ranked: int
+
+    @functools.cached_property
+    def states(self) -> list[Any]:
+        """The states of samplers at the end.
+
+        Raises:
+          ValueError: If steps were not taken because they would diverge.
+        """
+        check_runs(self.samples.last_opt_state, SAMPLERS, method="The sampler")
+        return find_running_states(self.samples.last_opt_state, SAMPLERS)
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """The draws of the params, (chain, draw, entry)."""
+        return entries_of(self.samples.params)
+
+    @functools.cached_property
+    def unmoved(self) -> np.ndarray:
+        """Whether each entry is the same in all draws of each chain, (entry,)."""
+        return find_unmoved(self.values) & (self.values.shape[1] > 1)
+
+    @functools.cached_property
+    def slowest(self) -> np.ndarray:
+        """The draws of the entries that have mixed least, at most `most_ranked` entries."""
+        return _find_slowest(self.values, self.most_ranked)
+
+    @functools.cached_property
+    def figures(self) -> tuple[float, float, float, float]:
+        """The maximum R-hat, the minimum ESS of the bulk and the tail, and the maximum error."""
+        return _measure(self.slowest)
+
+    @functools.cached_property
+    def kernels(self) -> list[Any]:
+        """The kernels of constant SGD."""
+        kinds = AdaptiveState | ConstantSgdState
+        return [state.kernel for state in self.states if isinstance(state, kinds)]
+
+    @functools.cached_property
+    def langevin_biases(self) -> tuple[float | None, float | None]:
+        """The relative increases of variances by the steps and the batches of SGLD or SGHMC."""
+        return langevin_biases(self.values, self.states, self.samples)
+
+    @functools.cached_property
+    def kernel_bias(self) -> float | None:
+        """The mean relative increase of variances by noise that differs from the kernel's."""
+        return measure_kernel_bias(self.states, self.samples)
+
+
+def list_warnings(evidence: Evidence, *, is_quick: bool = False) -> list[str]:
+    """Return what the judges say.
+
+    Args:
+      evidence: The draws.
+      is_quick: Whether to leave out the judges of stationary chains, which take longer.
+    """
+    found = dict[str, list[str]]()
+    for name, judge in JUDGES:
+        is_left_out = is_quick or bool(found.get("divergence"))
+        if not (is_left_out and name in _OF_STATIONARY_CHAINS):
+            found[name] = judge(evidence)
+    return [text for texts in found.values() for text in texts]
 
 
 def _rounded(value: float) -> str:
@@ -276,10 +342,26 @@ def _find_slowest(values: np.ndarray, most: int) -> np.ndarray:
     return np.asarray(values[..., order[-most:]])
 
 
-def _judge_mixing(
-    values: np.ndarray, figures: tuple[float, float, float, float], entries: int
+def _judge_mixing(evidence: Evidence) -> list[str]:
+    """Judge R-hat and effective sample sizes."""
+    texts = _describe_larger_batches(evidence)
+    return describe_mixing(evidence.slowest, evidence.figures, evidence.values.shape[2], texts)
+
+
+def describe_mixing(
+    values: np.ndarray,
+    figures: tuple[float, float, float, float],
+    entries: int,
+    larger_batches: str = "",
 ) -> list[str]:
-    """Return warnings if chains have not mixed or have too few draws; `values` may omit entries."""
+    """Return warnings if chains have not mixed or have too few draws.
+
+    Args:
+      values: The draws of entries that have mixed least.
+      figures: Their maximum R-hat, minimum ESS of the bulk and the tail, and maximum error.
+      entries: The number of all entries.
+      larger_batches: What larger batches would gain, a sentence, or "".
+    """
     r_hat, bulk, tail, _ = figures
     if values.shape[1] < _FEWEST:
         return [
@@ -289,27 +371,59 @@ def _judge_mixing(
         return ["R-hat and effective sample sizes are not known: too few finite draws differ."]
     found = []
     if r_hat > _LARGEST_R_HAT:
-        found.append(_describe_r_hat(*r_hats(_sound(values), entries)))
+        found.append(_describe_r_hat(*r_hats(_sound(values), entries), larger_batches))
     if min(bulk, tail) < _LEAST_ESS:
         found.append(
             f"The minimum effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} "
-            "that means and quantiles need: draw more."
+            f"that means and quantiles need: draw more.{larger_batches}"
         )
     return found
 
 
-def _describe_r_hat(found: np.ndarray, limits: np.ndarray) -> str:
+def _describe_larger_batches(evidence: Evidence) -> str:
+    r"""Return what larger batches gain if the noise of the batches limits the slowest steps, or "".
+
+    In :math:`h_i = s / \max(\Lambda_i (1 + 1 / \rho), s a_i / c)`, s is proportional to S. In the
+    slowest direction, :math:`r_i = \Lambda_i (1 + 1 / \rho) c / (s a_i)` is maximal, and steps are as
+    long as their stability allows with batches of :math:`r_i S` examples.
+    """
+    if len(evidence.states) != 1 or not evidence.kernels:
+        return ""
+    kernel, _, scale, limit = _chain_of(evidence.states[0], evidence.samples)
+    noise, a = (
+        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+        for tree in (kernel.noise, kernel.curvature)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = noise * (1 + 1 / float(kernel.noise_ratio)) * limit / (scale * a)
+    # A flat direction has no limit of stability
+    factor = float(np.max(ratios[np.isfinite(ratios)], initial=0.0))
+    # The number of effective draws is proportional to S, and 400 are enough
+    _, bulk, tail, _ = evidence.figures
+    factor = min(factor, max(_WORTHWHILE, _LEAST_ESS / max(min(bulk, tail), 1.0)))
+    size = int(kernel.batch_size)
+    best = min(int(np.ceil(size * factor)), int(kernel.num_data))
+    if best < _WORTHWHILE * size:
+        return ""
+    return (
+        f" The noise of the batches limits the slowest steps: with batches of {best} examples instead "
+        f"of {size}, these steps are {best / size:.2g} times as long."
+    )
+
+
+def _describe_r_hat(found: np.ndarray, limits: np.ndarray, larger_batches: str) -> str:
     """Return the warning for too large R-hats of entries, which depends on the number of draws.
 
     Args:
       found: The R-hats, (entry,).
       limits: The limits that mixed chains seldom exceed, (entry,); infinite if draws are too few.
+      larger_batches: What larger batches would gain, a sentence, or "".
     """
     largest = float(np.nanmax(found))
     if largest <= _FAR_FROM_MIXED and not np.any(found > limits):
         return (
             f"The maximum split R-hat is {largest:.3g}: there are too few draws to tell whether the "
-            "chains have mixed. Run longer chains."
+            f"chains have mixed. Run longer chains.{larger_batches}"
         )
     return (
         f"The maximum split R-hat is {largest:.3g}, too large for chains that have mixed: the chains "
@@ -318,51 +432,30 @@ def _describe_r_hat(found: np.ndarray, limits: np.ndarray) -> str:
     )
 
 
-def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> list[str]:
-    """Return warnings about chains, from the states of their samplers and the spread of draws.
-
-    Args:
-      samples: The samples.
-      values: The draws of the samples, (chain, draw, entry).
-      states: The states of samplers at the end.
-
-    Raises:
-      ValueError: If steps were not taken because they would diverge.
-    """
-    is_wild = not is_finite(samples.params) or bool(np.any(np.abs(values) > _WILD))
-    found = [DIVERGED] if is_wild or _is_widening(values) else []
-    found += find_warnings(samples.last_opt_state, samples.last_params)
-    for state in states:
-        if isinstance(state, ConstantSgdState | MandtSgdState):
-            found += _judge_timing(state, values.shape[1] * int(samples.thinning))
-    for text, holds in ((NOT_MEAN, samples.is_mean), (NOT_GRADIENT, samples.is_gradient)):
-        found += [text] if holds is not None and not holds else []
-    found += _judge_temperatures(samples) if COLD not in found else []
-    if len(states) > 1:
-        found.append(
-            f"The optimizer has {len(states)} samplers for different params, and each ignores how its "
-            "noise correlates with the others': use one sampler."
-        )
-    left_out = max((int(np.max(state.left_out)) for state in states), default=0)
-    if left_out:
-        found.append(
-            f"In {left_out} of the steps of a chain, some entries of the gradients were not finite. "
-            "These entries were left out, so the draws do not follow the posterior."
-        )
-    unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
-    if np.any(unmoved) and COLD not in found:
-        found.append(
-            f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
-            "that their gradients are finite and not always 0, that sampling has begun, and that steps "
-            "are not lost to rounding, with which large params need a constant subtracted or float64."
-        )
-    return found + _judge_rounding(samples)
+def _judge_divergence(evidence: Evidence) -> list[str]:
+    """Judge the spread of the draws."""
+    draws, values = evidence.samples.params, evidence.values
+    is_wild = not is_finite(draws) or bool(np.any(np.abs(values) > _WILD))
+    return [DIVERGED] if is_wild or _is_widening(values) else []
 
 
-def _judge_temperatures(samples: Samples) -> list[str]:
-    """Return a warning if the temperature was 0 in the steps of some draws."""
-    cold = np.mean(np.asarray(samples.temperatures) == 0) if samples.temperatures is not None else 0
-    if not cold:
+def _judge_states(evidence: Evidence) -> list[str]:
+    """Return the warnings of the states, which include states before a sampler."""
+    return find_warnings(evidence.samples.last_opt_state, evidence.samples.last_params)
+
+
+def _judge_conditions(evidence: Evidence) -> list[str]:
+    """Return the conditions on the loss and on the gradient that did not hold before the first step."""
+    samples = evidence.samples
+    conditions = (NOT_MEAN, samples.is_mean), (NOT_GRADIENT, samples.is_gradient)
+    return [text for text, holds in conditions if holds is not None and not holds]
+
+
+def _judge_temperatures(evidence: Evidence) -> list[str]:
+    """Judge the temperatures of the draws, unless the state of a sampler is cold."""
+    temperatures = evidence.samples.temperatures
+    cold = 0.0 if temperatures is None else float(np.mean(np.asarray(temperatures) == 0))
+    if not cold or COLD in _judge_states(evidence):
         return []
     return [
         f"The temperature is 0 in a fraction {cold:.2g} of the draws, which do not follow the "
@@ -370,7 +463,51 @@ def _judge_temperatures(samples: Samples) -> list[str]:
     ]
 
 
-def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[str]:
+def _judge_number_of_samplers(evidence: Evidence) -> list[str]:
+    """Warn of several samplers."""
+    if len(evidence.states) <= 1:
+        return []
+    return [
+        f"The optimizer has {len(evidence.states)} samplers for different params, and each ignores how "
+        "its noise correlates with the others': use one sampler."
+    ]
+
+
+def _judge_gradients(evidence: Evidence) -> list[str]:
+    """Warn of entries with nonfinite gradients."""
+    left_out = max((int(np.max(state.left_out)) for state in evidence.states), default=0)
+    if not left_out:
+        return []
+    return [
+        f"In {left_out} of the steps of a chain, some entries of the gradients were not finite. "
+        "These entries were left out, so the draws do not follow the posterior."
+    ]
+
+
+def _judge_motion(evidence: Evidence) -> list[str]:
+    """Warn of entries that have not moved, unless the temperature explains it."""
+    unmoved = evidence.unmoved
+    if not np.any(unmoved) or COLD in _judge_states(evidence):
+        return []
+    return [
+        f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: check "
+        "that their gradients are finite and not always 0, that sampling has begun, and that steps "
+        "are not lost to rounding, with which large params need a constant subtracted or float64."
+    ]
+
+
+def _judge_timing(evidence: Evidence) -> list[str]:
+    """Judge whether all draws come from steps that sampled with a constant kernel."""
+    drawn = evidence.values.shape[1] * int(evidence.samples.thinning)
+    return [
+        text
+        for state in evidence.states
+        if isinstance(state, AdaptiveState | MandtSgdState)
+        for text in _describe_timing(state, drawn)
+    ]
+
+
+def _describe_timing(state: AdaptiveState | MandtSgdState, drawn: int) -> list[str]:
     """Return a warning if draws were taken before the sampler sampled, or while it was learning."""
     before = int(np.max(state.count)) - drawn
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
@@ -379,7 +516,7 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
             "No step has sampled: all were burn-in, or the noise and the curvature are still unknown. "
             "Check that gradients are finite, and draw with a longer burn_in."
         ]
-    if isinstance(state, ConstantSgdState):
+    if isinstance(state, AdaptiveState):
         learning = int(np.max(state.freeze_after)) - before
         if learning > 0:
             return [
@@ -394,8 +531,9 @@ def _judge_timing(state: ConstantSgdState | MandtSgdState, drawn: int) -> list[s
     return []
 
 
-def _judge_rounding(samples: Samples) -> list[str]:
+def _judge_rounding(evidence: Evidence) -> list[str]:
     """Return a warning if the spacing of the params is too coarse for the draws."""
+    samples = evidence.samples
     pairs = zip(_floating(samples.params), _floating(samples.last_params), strict=False)
     for draws, params in pairs:
         with np.errstate(invalid="ignore", over="ignore"):
@@ -423,19 +561,18 @@ def _finer(dtype: Any) -> str:
     return "keep the params in float32, and cast them in the loss."
 
 
-def describe_unchecked(
-    samples: Samples, states: list[Any], step_bias: float | None, batch_bias: float | None
-) -> list[str]:
+def describe_unchecked(evidence: Evidence) -> list[str]:
     """Return the conditions that neither draws nor states can show."""
-    found = []
+    samples, states, found = evidence.samples, evidence.states, []
+    step_bias, batch_bias = evidence.langevin_biases
     starts = [np.asarray(leaf, np.float64) for leaf in _floating(samples.starts)]
     if any(len(x) > 1 for x in starts) and all(np.all(x == x[:1]) for x in starts):
         found.append("All chains started at the same point, so R-hat may miss other modes.")
     if all(len(leaf) == 1 for leaf in _floating(samples.params)):
         found.append("Other modes: with one chain, R-hat compares only the halves of this chain.")
-    if any(map(is_given, states)):
+    if any(map(is_given, states)) and not samples.is_learned:
         what = "noise and curvature" if samples.batch_noise is None else "curvature"
-        found.append(f"Whether the passed kernel matches the {what} of this loss on these data.")
+        found.append(f"Whether the kernel matches the {what} of this loss on these data.")
     if not states:
         found.append(
             "Whether the steps sample this posterior: the states of the sampler are missing."
@@ -505,3 +642,156 @@ def _is_widening(values: np.ndarray) -> bool:
 
 def _floating(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+
+def langevin_biases(
+    values: np.ndarray, states: list[Any], samples: Samples
+) -> tuple[float | None, float | None]:
+    r"""Return relative increases of variances by steps and batches of SGLD or SGHMC, or None.
+
+    With the mean reach r of the steps, the posterior's variance :math:`V_0` becomes
+    :math:`V = V_0 / (1 - r / (2 V_0))`, so :math:`V_0 = \tfrac12 V (1 + \sqrt{1 - 2 r / V})`.
+
+    Args:
+      values: The draws, (chain, draw, entry).
+      states: The states of samplers at the end.
+      samples: The samples, for the steps of the draws and the noise of the batches.
+    """
+    langevin = [state for state in states if isinstance(state, SgldState | SghmcState)]
+    if len(langevin) != 1 or not np.all(np.isfinite(values)):
+        return None, None
+    (state,) = langevin
+    step_sizes, temperatures = numbers_of_draws(state, samples)
+    if not (np.all(temperatures > 0) and np.any(step_sizes > 0)):
+        return None, None
+    variances = values.var(axis=(0, 1))
+    variances = variances[variances > 0]
+    steps = batches = None
+    if variances.size:
+        # The correction is largest where the variance is smallest
+        v = float(np.min(variances))
+        r = float(np.mean(state.reach(step_sizes, temperatures)))
+        steps = 2 / (1 + np.sqrt(max(1 - 2 * r / v, 0.0))) - 1
+    if samples.batch_noise is not None:
+        # The injected noise has the variance 1 / gain, and R is the noise of a batch's gradient. Along
+        # any direction, R is at most its maximum eigenvalue, which is at most its trace
+        diagonal = (np.asarray(r, np.float64) for r in jax.tree.leaves(samples.batch_noise))
+        norm = samples.batch_noise_norm
+        largest = sum(float(r.sum()) for r in diagonal) if norm is None else float(norm)
+        batches = float(np.mean(state.gain(step_sizes, temperatures))) * largest
+    return steps, batches
+
+
+def numbers_of_draws(state: Any, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+    """Return the step size and the temperature of each draw; if not known, of the last step."""
+    known = samples.step_sizes, samples.temperatures
+    given = state.numbers() if known[0] is None or known[1] is None else known
+    step_sizes, temperatures = (np.asarray(x, np.float64) for x in given)
+    return step_sizes, temperatures
+
+
+def is_given(state: Any) -> bool:
+    """Return whether a state is of constant SGD with a kernel that was passed."""
+    if isinstance(state, AdaptiveState):
+        return not np.any(np.asarray(state.freeze_after))
+    return isinstance(state, ConstantSgdState)
+
+
+def measure_kernel_bias(states: list[Any], samples: Samples) -> float | None:
+    r"""Return the mean relative increase of variances by noise that differs from the kernel's.
+
+    This is the mean of :math:`h_i (C_{ii} - \Lambda_i) / s` over directions, because the noise of a
+    step has the covariance :math:`(2 T / N) H + H (C - \Lambda) H / S`. It is None if no kernel was
+    passed, C is not known or s is 0.
+
+    Args:
+      states: The states of samplers at the end.
+      samples: The samples, with the noise of the batches.
+    """
+    batch_noise = samples.batch_noise
+    if len(states) != 1 or not is_given(states[0]) or batch_noise is None:
+        return None
+    kernel, size, scale, limit = _chain_of(states[0], samples)
+    if not scale > 0:
+        return None
+    h = kernel.step_sizes(jnp.float32(scale), jnp.float32(limit) / kernel.max_stability)
+
+    def excess(h: Any, r: Any, noise: Any) -> np.ndarray:
+        h, r, noise = (np.asarray(x, np.float64) for x in (h, r, noise))
+        # h (C - Lambda) / s
+        return np.ravel(h * (size * r - noise) / scale)
+
+    found = jax.tree.leaves(jax.tree.map(excess, h, batch_noise, kernel.noise))
+    return float(np.mean(np.concatenate(found)))
+
+
+def _chain_of(state: Any, samples: Samples) -> tuple[NoiseKernel, float, float, float]:
+    """Return the kernel of the first chain of constant SGD, S, and the means of s and c over draws."""
+    kernel = state.kernel
+    if jnp.ndim(state.count):
+        kernel = jax.tree.map(lambda leaf: leaf[0], kernel)
+    limit, temperature = (float(np.mean(x)) for x in numbers_of_draws(state, samples))
+    size = float(kernel.batch_size)
+    # s = 2 S T / N
+    return kernel, size, 2 * size / float(kernel.num_data) * temperature, limit
+
+
+def _judge_kernel(evidence: Evidence) -> list[str]:
+    """Judge whether the noise of the batches is the kernel's."""
+    bias = evidence.kernel_bias
+    if bias is None or abs(bias) <= _LARGEST_KERNEL_BIAS:
+        return []
+    return [
+        "The noise of the batches differs from the kernel's, so variances are on average about "
+        f"{abs(bias):.0%} too {'large' if bias > 0 else 'small'}. The kernel seems to "
+        "belong to other data or another loss: learn a new kernel."
+    ]
+
+
+def _judge_steps(evidence: Evidence) -> list[str]:
+    """Judge the increase of variances by the steps of SGLD or SGHMC."""
+    bias, _ = evidence.langevin_biases
+    if bias is None or bias <= _LARGEST_BIAS:
+        return []
+    return [
+        f"The length of the steps makes the variance of at least one parameter about {bias:.1%} "
+        "too large, and can increase the variance in other directions even more: lower step_size, "
+        "and draw longer chains."
+    ]
+
+
+def _judge_batches(evidence: Evidence) -> list[str]:
+    """Judge the increase of variances by the batches of SGLD or SGHMC, proportional to 1 / S."""
+    _, bias = evidence.langevin_biases
+    if bias is None or bias <= _LARGEST_BIAS:
+        return []
+    has_snapshots = bool(find_states(evidence.samples.last_opt_state, SnapshotState))
+    variate = (
+        "take a snapshot closer to the mode"
+        if has_snapshots
+        else "put optperm.svrg before the sampler"
+    )
+    return [
+        "The noise of the batches may make the variance of a linear function of the params up to "
+        f"{bias:.1%} too large: lower step_size, take batches {bias / _LARGEST_BIAS:.2g} times as "
+        f"large, or {variate}."
+    ]
+
+
+# The judges in the order of their warnings. If chains diverge, the last four are not asked.
+JUDGES: list[tuple[str, Judge]] = [
+    ("divergence", _judge_divergence),
+    ("states", _judge_states),
+    ("timing", _judge_timing),
+    ("conditions", _judge_conditions),
+    ("temperatures", _judge_temperatures),
+    ("number of samplers", _judge_number_of_samplers),
+    ("gradients", _judge_gradients),
+    ("motion", _judge_motion),
+    ("rounding", _judge_rounding),
+    ("mixing", _judge_mixing),
+    ("kernel", _judge_kernel),
+    ("steps", _judge_steps),
+    ("batches", _judge_batches),
+]
+_OF_STATIONARY_CHAINS = {"mixing", "kernel", "steps", "batches"}

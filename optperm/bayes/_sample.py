@@ -1,9 +1,8 @@
-"""Sample a posterior with one call, including batches, starts and burn-in."""
+"""Sample a posterior with one call: optima, kernels, chains and a report."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,55 +12,58 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._batch_noise import batch_covariance, measure_batch_noise, update_covariance
+from optperm.bayes._batch_noise import measure_batch_noise
+from optperm.bayes._batches import Batches, make_batches
+from optperm.bayes._chains import (
+    SAMPLERS,
+    Samples,
+    check_has_params,
+    make_fed_runner,
+    make_runner,
+    numbers_of,
+)
 from optperm.bayes._conditions import sees_gradient
-from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
-from optperm.bayes._kernel import NoiseKernel
-from optperm.bayes._report import SAMPLERS, judge
-from optperm.bayes._samples import Samples, check_has_params
-from optperm.bayes._sampling import make_runner, steps_to_learn
+from optperm.bayes._forms import FORMS, Preconditioner
+from optperm.bayes._kernel import NoiseKernel, check_kernel
+from optperm.bayes._learn_kernel import check_learned, choose_form, learn_kernels
+from optperm.bayes._next_kernel import first_kernel
+from optperm.bayes._prior import make_loss
+from optperm.bayes._remainders import wide_params
+from optperm.bayes._report import judge
+from optperm.bayes._resume import Progress, fingerprint
+from optperm.bayes._sampling_sgd import constant_sgd
 from optperm.bayes._starts import first_starts, search_starts
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
 from optperm.core.shapes import Params
-from optperm.core.shardings import explicit_mesh, take_rows
-from optperm.core.states import (
-    SnapshotState,
-    check_runs,
-    find_states,
-    replace_state,
-    take_snapshots,
-)
-from optperm.core.trees import without_variables
-from optperm.evaluation import (
-    NOT_GRADIENT,
-    NOT_MEAN,
-    LossFn,
-    checked_sum,
-    evaluate,
-    is_mean,
-    num_examples,
-)
+from optperm.core.shardings import explicit_mesh
+from optperm.core.states import SnapshotState, check_runs, find_states, take_snapshots
+from optperm.core.trees import is_function, without_variables
+from optperm.evaluation import NOT_GRADIENT, NOT_MEAN, evaluate, is_mean
 from optperm.exact import apply_updates
 
 # The number of parts of the draws; `on_draws` is called after each part.
 _PARTS = 10
-_BURN_IN = 1000
+# The default numbers of examples in a batch, and of steps before the draws.
+_BATCH_SIZE, _BURN_IN = 32, 1000
 # The maximum number of entries whose draws are ranked; 4,000 draws take 5 ms per entry.
 _MOST_RANKED = 200
-_UNSEEN = (
-    "In a fraction {:.2g} of the steps, the loss or the log prior was infinite or NaN, as outside the "
-    "bounds of a prior, but the gradient was finite: the draws ignore such bounds. Transform the "
-    "parameter (m = exp(u)) and add the log of the Jacobian (u) to log_prior."
+# The maximum number of draws at which the loss is checked.
+_MOST_CHECKED = 2000
+_OUTSIDE = (
+    "At a fraction {:.2g} of the draws, the loss or the log prior is infinite or NaN, as outside the "
+    "bounds of a prior: the chains ignore such bounds. Transform the parameter (m = exp(u)) and add the "
+    "log of the Jacobian (u) to log_prior."
 )
 
 # The fields of `Samples` whose conditions are checked before the first step.
 _CONDITIONS = {"is_mean": NOT_MEAN, "is_gradient": NOT_GRADIENT}
 
-Sampler = Callable[..., optax.GradientTransformation]
+Loss = Callable[[Any, Any], jax.Array]
+Sampler = Callable[[int, int], optax.GradientTransformation]
 
 
 def sample(
@@ -71,8 +73,12 @@ def sample(
     key: int | jax.Array,
     *,
     log_prior: Callable[[Any], jax.Array] | None = None,
-    batch_size: int = 32,
-    sampler: Sampler = constant_sgd,
+    batch_size: int | None = None,
+    num_data: int | None = None,
+    sampler: Sampler | None = None,
+    preconditioner: Preconditioner | None = None,
+    kernel: NoiseKernel | None = None,
+    resume: Any = None,
     num_chains: int = 4,
     num_draws: int = 1000,
     thinning: int = 20,
@@ -86,12 +92,17 @@ def sample(
       p(\theta | x) \propto p(\theta) \prod_{n = 1}^{N} p(x_n | \theta), \qquad
       L(\theta) = -\frac{1}{N} \sum_n \log p(x_n | \theta) - \frac{1}{N} \log p(\theta)
 
-    Batches are drawn from the data with replacement. With up to 4,096 params, the chains begin in pairs
-    on either side of `params`, about 2 away in each entry, and L-BFGS on all examples moves each chain
-    to an optimum. After the burn-in, each chain makes a tenth of `num_draws` draws, rounded up. The
-    chain is then displaced at random, by about twice the standard deviation of these draws. It makes and
-    discards the same number of draws again. R-hat therefore compares chains that began too far apart
-    rather than too close together. With up to 10 draws, there is no displacement.
+    This function makes four steps, and issues the warnings of the last step:
+
+    1. Optima: with up to 4,096 params, the chains begin in pairs on either side of `params`, about 2
+       away in each entry, and L-BFGS on all examples moves each chain to an optimum.
+    2. Kernels: `optperm.bayes.learn_kernel` learns the noise and the curvature near each optimum.
+    3. Chains: `optperm.constant_sgd` with these kernels, or another `sampler`. Each chain makes a tenth
+       of `num_draws` draws, rounded up, and is displaced at random, by about twice the standard
+       deviation of these draws. It makes and discards the same number of draws again. R-hat therefore
+       compares chains that began too far apart rather than too close together.
+    4. Report: `optperm.bayes.posterior_report` diagnoses the draws. With more than 200 entries, it ranks
+       the draws of only the 200 entries that have mixed least.
 
     Before the first step, this function compares the loss of a batch with the losses of its halves, and
     the updates that the sampler gets with the gradient of the loss. A control variate before the
@@ -99,36 +110,41 @@ def sample(
     the start of each chain, and another at the mean of its first tenth of the draws, which are
     discarded; `svrg` with `every` or `probability` takes further snapshots.
 
-    This function issues the warnings of `optperm.bayes.posterior_report`. With more than 200 entries, it
-    ranks the draws of only the 200 entries that have mixed least.
-
     Args:
       loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
         examples of a batch, with or without the prior. Of a pair `(sum, count)`, the sum alone matters:
         it is divided by the number of examples.
-      data: A tree of arrays with a leading axis of N examples.
+      data: A tree of arrays with a leading axis of N examples, of which each batch draws S rows with
+        replacement; a tree of NumPy memory maps, or of other arrays that are read by `leaf[rows]`, whose
+        rows are read on the host; or a function `data(key)` that returns a batch of S examples, drawn
+        with replacement. Without arrays in memory, there is no L-BFGS.
       params: A point near the posterior, a tree.
       key: A random key, or an int.
       log_prior: A function `log_prior(params)`, the number :math:`\log p(\theta)` up to a constant; None
         if `loss_fn` includes the prior. The prior must be smooth and finite everywhere: instead of a
         parameter :math:`m > 0`, sample :math:`u = \log m` with the log prior :math:`\log p(m) + u`,
         where :math:`e^u` is the Jacobian.
-      batch_size: S. With 1, pass a sampler with `estimator="single_example"`.
-      sampler: A function `sampler(N, S)` that returns the sampling transformation:
-        `optperm.constant_sgd`, `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
-        `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument `full_grad_fn`,
-        the gradient over all examples. A function that accepts `kernel=` is called again after the
-        warm-up, and the draws are then made in a second, smaller program.
+      batch_size: S; None for the kernel's S, or for 32.
+      num_data: N; None for the number of rows, or for the kernel's N. Required if `data` is a function.
+      sampler: None for constant SGD, or a function `sampler(N, S)` that returns another sampling
+        transformation, as `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument
+        `full_grad_fn`, the gradient over all examples, if `data` are arrays in memory.
+      preconditioner: The preconditioner of constant SGD; see `optperm.bayes.learn_kernel`.
+      kernel: A kernel of `optperm.bayes.learn_kernel` for all chains, which then learn none.
+      resume: A folder in which this function keeps the results of each step and of each tenth of the
+        draws, as NumPy files. After the process was killed, the same call resumes there, and returns the
+        same bits as an undisturbed run. None to keep nothing.
       num_chains: The number of chains.
       num_draws: The number of draws of each chain.
       thinning: The number of steps from one draw to the next.
-      burn_in: The number of steps of each chain before the draws. None for the steps in which the
-        sampler learns, or for 1,000 if it does not learn.
+      burn_in: The number of steps of each chain before the draws. None for 1,000, or for 0 if the chains
+        learn kernels.
       starts: Params with a leading axis of chains, or a function from a key to params. The chains begin
         there, without a search and without a displacement.
       on_draws: A function to show progress or to write draws to disk. It is called after each tenth of
         the draws (rounded up, so at most ten times), with the number of draws so far and a tree of the
-        new draws as NumPy arrays `(chain, draw, ...)`.
+        new draws as NumPy arrays `(chain, draw, ...)`. With `resume`, it also gets the draws that the
+        folder contains.
 
     Returns:
       `Samples`, whose `params` have leaves `(chain, draw, ...)`, for
@@ -138,11 +154,8 @@ def sample(
       >>> import jax, jax.numpy as jnp, optperm
       >>> x = 3.0 + jax.random.normal(jax.random.key(0), (500,))  # the posterior: N(mean of x, 1/500)
       >>> loss_fn = lambda mean, batch: jnp.mean((batch - mean) ** 2) / 2
-      >>> starts = jnp.linspace(1.0, 5.0, 4)  # one per chain; by default a search finds them
       >>> key, counts = jax.random.key(1), {"num_draws": 500, "thinning": 10}
-      >>> samples = optperm.bayes.sample(
-      ...     loss_fn, x, jnp.zeros(()), key, batch_size=16, starts=starts, **counts
-      ... )
+      >>> samples = optperm.bayes.sample(loss_fn, x, jnp.zeros(()), key, batch_size=16, **counts)
       >>> bool(abs(samples.params.mean() - x.mean()) < 0.01), samples.params.shape
       (True, (4, 500))
       >>> bool(abs(500 * samples.params.var() - 1) < 0.15)
@@ -162,148 +175,337 @@ def sample(
       (True, True)
 
     Notes:
-      If each step can use all examples, NUTS (NumPyro, BlackJAX) samples the exact posterior. Each leaf
-      of `data` is indexed on the device in each step. Each call traces its functions, and compiles a
-      program only if it differs from earlier programs. Another key needs no new program, unless a leaf
-      of `data` has more than 2**18 entries.
+      If each step can use all examples, NUTS (NumPyro, BlackJAX) samples the exact posterior.
+
+      With `resume`, the arguments are compared with the arguments of the earlier call. Functions cannot
+      be compared, so the loss of a batch at `params` is compared, and the batch of a function `data`. Of
+      arrays on disk, 1,000 rows are compared.
+
+      Each call traces its functions, and compiles a program only if it differs from earlier programs.
+      Another key needs no new program, unless a leaf of `data` has more than 2**18 entries.
 
     Raises:
       TypeError: If an argument has the wrong type.
       ValueError: If a count is below 1, params contain no arrays, leaves of the data differ in length,
-        `batch_size` exceeds the number of examples, starts do not match the params, or params are
-        sharded over explicit axes of a mesh and `starts` is None.
+        `batch_size` exceeds the number of examples, starts do not match the params, `kernel` belongs to
+        another model, N or S, params are sharded over explicit axes of a mesh and `starts` is None, or
+        the folder `resume` contains a run with other arguments or a damaged file.
 
     Warns:
-      UserWarning: With the warnings of `optperm.bayes.posterior_report`. If the loss is not a mean over
-        examples, or a transformation changes the gradient before the sampler, the warning comes before
-        the first step.
+      UserWarning: With the warnings of `optperm.bayes.learn_kernel` and of
+        `optperm.bayes.posterior_report`. If the loss is not a mean over examples, or a transformation
+        changes the gradient before the sampler, the warning comes before the first step.
     """
-    _check_arguments(key, burn_in, batch_size, num_chains, num_draws, thinning, sampler)
+    counts = {"num_chains": num_chains, "num_draws": num_draws, "thinning": thinning}
+    _check_arguments(key, burn_in, batch_size, num_data, counts, sampler, preconditioner, kernel)
     params = without_variables(params)
     check_has_params(params)
-    data = jax.tree.map(jnp.asarray, data)
-    num_data = checks.count_examples("data", data)
-    if num_data < batch_size:
-        raise ValueError(
-            f"batch_size must be at most the number of examples, {num_data}, got {batch_size}."
-        )
+    if kernel is not None:
+        check_kernel(kernel, params, preconditioner)
+        batch_size = int(kernel.batch_size) if batch_size is None else batch_size
+        num_data = int(kernel.num_data) if num_data is None else num_data
+    size = _BATCH_SIZE if batch_size is None else batch_size
     with explicit_mesh(data, params, starts):
-        tx = _make_sampler(sampler, num_data, batch_size)
-        jax.eval_shape(tx.init, params)  # raises, before the search, if params cannot be sampled
+        # An estimate of the noise from batches of one example needs another example
+        num_apart = int(not is_function(data) or size == 1)
+        batches = make_batches(data, num_data, size, num_apart=num_apart)
+        if kernel is not None:
+            check_kernel(kernel, params, batch_size=size, num_data=batches.num_data)
+        tx = _make_sampler(sampler, batches.num_data, size, params)
+        batch, _ = batches.split(batches.one(jax.random.key(0)))
+        loss = make_loss(loss_fn, params, batch, num_data=batches.num_data, log_prior=log_prior)
+        keys = jax.random.split(make_key(key), 4)
+        problem = _Problem(loss, batches, num_chains, -(-num_draws // _PARTS), thinning, keys)
+        facts: dict[str, Any] = {}
+        if resume is not None:
+            facts = {
+                **counts,
+                "batch_size": size,
+                "num_data": batches.num_data,
+                "burn_in": burn_in,
+                "key": np.asarray(jax.random.key_data(keys[0])).tolist(),
+                "sampler": None if sampler is None else "a function",
+                "preconditioner": preconditioner,
+                "kernel": fingerprint(kernel),
+                "params": fingerprint(params),
+                "starts": "a function" if is_function(starts) else fingerprint(starts),
+                "data": fingerprint(batch if is_function(data) else data),
+                "loss of a batch": f"{float(fresh_jit(loss)(params, batch)):.4g}",
+            }
+        progress = Progress(resume, facts)
 
-        loss = _mean_over_rows(loss_fn, params, data)
-        loss = loss if log_prior is None else _add_prior(loss, log_prior, num_data)
-        jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # rejects a bad loss
-
-        keys = jax.random.split(make_key(key), 3)
-        first = first_starts(params, keys[0], num_chains, starts)
-        begun = first if starts is not None else search_starts(lambda p: loss(p, data), first)
-        conditions = _check_conditions(tx, loss, begun, data, num_data, batch_size, keys[2])
+        # Optima
+        first, begun = _find_optima(problem, params, starts, progress, searches=tx is None)
+        conditions = _check_conditions(problem, tx, begun)
+        conditions["is_learned"] = sampler is None and kernel is None
         # The report also contains these warnings
         said = [text for name, text in _CONDITIONS.items() if conditions[name] is False]
-        for text in said:
-            warnings.warn(text, stacklevel=2)
-        part = -(-num_draws // _PARTS)
+        _warn(said)
 
-        def chains_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Samples]:
-            step = _make_step(loss, tx, data, num_data, batch_size)
-            run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
+        # Kernels, and the samplers of the chains
+        if tx is not None:
+            opt_state = fresh_jit(jax.vmap(tx.init))(begun)
+            check_runs(opt_state, SAMPLERS, method="The sampler")
+        else:
+            kernels = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_chains), kernel)
+            if kernel is None:
+                kernels, begun, texts = _learn(problem, begun, preconditioner, progress)
+                _warn(texts)
+                check_learned(kernels)
+            tx = constant_sgd(jax.tree.map(lambda leaf: leaf[0], kernels))
+            opt_state = fresh_jit(jax.vmap(_init_constant_sgd))(kernels, begun)
 
-            def draw(params: Any, watched: Any, first_step: Any, burn_in: int = 0) -> Samples:
-                counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
-                return run(params, watched, keys[1], **counts)
+        # Chains
+        default = 0 if conditions["is_learned"] else _BURN_IN
+        steps = default if burn_in is None else burn_in
+        chains = _Chains(problem, tx)
+        begin = functools.partial(chains.begin, begun, opt_state, steps, starts is None)
+        samples = _collect(
+            chains, begin, chains.like(begun, opt_state), num_draws, on_draws, progress
+        )
 
-            return draw
-
-        drawn, tx, draw = _burn_in(chains_of, sampler, tx, loss, data, batch_size, begun, burn_in)
-        has_snapshots = bool(find_states(drawn.last_opt_state, SnapshotState))
-        if starts is None or has_snapshots:
-            # Discard as many steps again, which R-hat would otherwise count as draws. The draws before a
-            # snapshot have more noise
-            at = drawn.last_params if starts is not None else _displace(drawn, keys[2])
-            drawn = draw(at, drawn.last_opt_state, drawn.next_step)
-            watched = drawn.last_opt_state._replace(unseen=jnp.zeros(num_chains, jnp.int32))
-            drawn = draw(drawn.last_params, watched, drawn.next_step)
-        samples = _collect(draw, drawn, num_draws, on_draws)
-        opt_state, _, unseen = samples.last_opt_state
-        samples = samples._replace(starts=first, last_opt_state=opt_state, **conditions)
-        if batch_size > 1:
-            problem = loss, data, num_data, batch_size
-            samples = measure_batch_noise(
-                functools.partial(batch_covariance, *problem),
-                functools.partial(update_covariance, tx, *problem),
-                samples,
-                batch_size,
-                keys[0],
-            )
-        found = [x for x in judge(samples, most_ranked=_MOST_RANKED).warnings if x not in said]
-        if np.any(unseen):
-            steps = -(-num_draws // part) * part * thinning
-            found.append(_UNSEEN.format(np.mean(unseen) / steps))
-        for text in found:
-            warnings.warn(text, stacklevel=2)
+        # Report
+        samples = samples._replace(starts=first, **conditions)
+        if not samples.is_learned:
+            samples = measure_batch_noise(tx, loss, batches, samples, keys[0])
+        found = judge(samples, most_ranked=_MOST_RANKED).warnings
+        _warn([text for text in found if text not in said] + _judge_bounds(problem, samples))
         return samples
+
+
+def _warn(texts: list[str]) -> None:
+    for text in texts:
+        warnings.warn(text, stacklevel=3)
+
+
+class _Problem(NamedTuple):
+    """What all chains have in common.
+
+    Attributes:
+      loss: The mean loss over a batch, with the prior.
+      batches: The batches.
+      num_chains: The number of chains.
+      part: The number of draws in a tenth.
+      thinning: The number of steps from one draw to the next.
+      keys: Keys for the starts, the batches of the chains, the checks, and the kernels.
+    """
+
+    loss: Loss
+    batches: Batches
+    num_chains: int
+    part: int
+    thinning: int
+    keys: jax.Array
 
 
 def _check_arguments(
     key: Any,
     burn_in: Any,
     batch_size: Any,
-    num_chains: Any,
-    num_draws: Any,
-    thinning: Any,
+    num_data: Any,
+    counts: dict[str, Any],
     sampler: Any,
+    preconditioner: Any,
+    kernel: Any,
 ) -> None:
     checks.check_key("key", key)
     if burn_in is not None:
         checks.check_count("burn_in", burn_in, minimum=0)
-    sizes = {"batch_size": batch_size, "num_chains": num_chains, "num_draws": num_draws}
-    for name, count in (sizes | {"thinning": thinning}).items():
+    for name, count in counts.items():
         checks.check_static_count(name, count)
+    for name, count in (("batch_size", batch_size), ("num_data", num_data)):
+        if count is not None:
+            checks.check_static_count(name, count)
+    if preconditioner is not None:
+        checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
+    if sampler is None:
+        return
     checks.check_function(
         "sampler", sampler, "(num_data, batch_size) that returns a transformation"
     )
+    for name, value in (("kernel", kernel), ("preconditioner", preconditioner)):
+        if value is not None:
+            raise ValueError(f"{name} is for sampler=None: pass it to your sampler instead.")
 
 
 def _make_sampler(
-    sampler: Sampler, num_data: int, batch_size: int, **options: Any
-) -> optax.GradientTransformationExtraArgs:
+    sampler: Sampler | None, num_data: int, batch_size: int, params: Params
+) -> optax.GradientTransformationExtraArgs | None:
+    """Return the sampler for N and S; raise, before the search, if it cannot sample the params."""
+    if sampler is None:
+        return None
     with warnings.catch_warnings():
         # This warning is wrong here: N examples drawn with replacement have noise
         warnings.filterwarnings("ignore", "batch_size is num_data")
-        return optax.with_extra_args_support(sampler(num_data, batch_size, **options))
+        tx = optax.with_extra_args_support(sampler(num_data, batch_size))
+    jax.eval_shape(tx.init, params)
+    return tx
+
+
+def _find_optima(
+    problem: _Problem, params: Params, starts: Any, progress: Progress, *, searches: bool
+) -> tuple[Any, Any]:
+    """Return the first points of the chains, and the optima that L-BFGS finds from there.
+
+    Args:
+      problem: What all chains have in common.
+      params: The params.
+      starts: The user's starts; None for points around the params.
+      progress: The folder.
+      searches: Whether chains search an optimum later if L-BFGS cannot, without data in memory.
+    """
+    loss, rows = problem.loss, problem.batches.rows
+    given = starts
+    if starts is None and rows is None and not searches:
+        given = jax.tree.map(lambda p: jnp.stack([p] * problem.num_chains), params)
+    first = first_starts(params, problem.keys[0], problem.num_chains, given)
+    if starts is not None or rows is None:
+        return first, first
+
+    def search() -> tuple[Any, list[str]]:
+        return search_starts(lambda p: loss(p, rows), first), []
+
+    return first, progress.phase("optima", search, lambda: first)[0]
 
 
 def _check_conditions(
-    tx: optax.GradientTransformationExtraArgs,
-    loss: Callable[[Any, Any], jax.Array],
-    starts: Any,
-    data: Any,
-    num_data: int,
-    batch_size: int,
-    key: jax.Array,
+    problem: _Problem, tx: optax.GradientTransformationExtraArgs | None, starts: Any
 ) -> dict[str, Any]:
-    """Return the fields of `Samples` for the conditions that can be checked on a batch."""
-    params = jax.tree.map(lambda leaf: leaf[0], starts)
-    rows = jax.random.randint(key, (max(batch_size, 2),), 0, num_data)
-    batch = jax.tree.map(lambda leaf: take_rows(leaf, rows), data)
-    of_size = jax.tree.map(lambda leaf: leaf[:batch_size], batch)
+    """Return the fields of `Samples` for the conditions that can be checked on a batch.
+
+    Args:
+      problem: What all chains have in common.
+      tx: The sampler; None for constant SGD, which gets the gradient.
+      starts: The starts of the chains.
+    """
+    params, loss, key = jax.tree.map(lambda leaf: leaf[0], starts), problem.loss, problem.keys[2]
+    rows = problem.batches.one(key)
+    batch, _ = problem.batches.split(rows)
     return {
-        "is_mean": is_mean(loss, params, batch),
-        "is_gradient": sees_gradient(tx, loss, params, of_size, key),
+        # A mean is seen with at least two examples
+        "is_mean": is_mean(loss, params, batch if problem.batches.batch_size > 1 else rows),
+        "is_gradient": True if tx is None else sees_gradient(tx, loss, params, batch, key),
     }
 
 
-def _take_snapshots(
-    loss: Callable[[Any, Any], jax.Array], data: Any, opt_state: Any, params: Any
-) -> Any:
-    """Return the states of chains with snapshots at the params of the chains."""
+def _init_constant_sgd(kernel: NoiseKernel, params: Params) -> Any:
+    return constant_sgd(kernel).init(params)
 
-    def take(opt_state: Any, params: Any, data: Any) -> Any:
-        full_grads = jax.lax.map(jax.grad(lambda p: loss(p, data)), params)
-        return jax.vmap(take_snapshots)(opt_state, params, full_grads)
 
-    return jit_current(take)(opt_state, params, data)
+def _learn(
+    problem: _Problem, starts: Any, preconditioner: Preconditioner | None, progress: Progress
+) -> tuple[NoiseKernel, Any, list[str]]:
+    """Return a kernel for each chain, the params at which the chains begin, and warnings."""
+    batches = problem.batches
+    one = jax.tree.map(lambda leaf: leaf[0], starts)
+    form = choose_form(preconditioner, one)
+
+    def learn() -> tuple[Any, list[str]]:
+        found = learn_kernels(
+            problem.loss, batches, starts, jax.random.split(problem.keys[3], problem.num_chains),
+            preconditioner=form,
+            estimator="single_example" if batches.batch_size == 1 else "per_example",
+        )  # fmt: skip
+        return (found.kernels, found.params), found.warnings
+
+    def like() -> Any:
+        begin = functools.partial(
+            first_kernel, preconditioner=form, num_data=batches.num_data,
+            batch_size=batches.batch_size, momentum=0.0, max_noise_ratio=1.0, max_stability=1.0,
+        )  # fmt: skip
+        return jax.eval_shape(jax.vmap(begin), starts), starts
+
+    (kernels, params), texts = progress.phase("kernels", learn, like)
+    return kernels, params, texts
+
+
+class _Chains:
+    """The chains of a sampler."""
+
+    def __init__(self, problem: _Problem, tx: optax.GradientTransformationExtraArgs) -> None:
+        self.problem = problem
+        batches, loss = problem.batches, problem.loss
+        whole = {}
+        if batches.rows is not None:
+            whole["full_grad_fn"] = jax.grad(lambda p: loss(p, batches.rows))
+
+        def take_step(params: Any, opt_state: Any, rows: Any) -> tuple[Any, Any]:
+            batch, other = batches.split(rows)
+            e = evaluate(loss, params, batch, example=other)
+            updates, opt_state = tx.update(e.grad, opt_state, params, **whole, **e.extra_args)
+            return apply_updates(params, updates, opt_state), opt_state
+
+        def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
+            return take_step(params, opt_state, batches.one(key))
+
+        sizes = {"num_chains": problem.num_chains, "num_draws": problem.part}
+        self._run = (
+            make_fed_runner(take_step, batches.parts, **sizes)
+            if batches.rows is None
+            else make_runner(step, **sizes, stacked=True)
+        )
+
+    def draw(self, params: Any, opt_state: Any, first_step: Any, burn_in: int = 0) -> Samples:
+        """Return a tenth of the draws of each chain, after a burn-in."""
+        thinning, key = self.problem.thinning, self.problem.keys[1]
+        return self._run(
+            params, opt_state, key, thinning=thinning, burn_in=burn_in, first_step=first_step
+        )
+
+    def begin(self, params: Any, opt_state: Any, burn_in: int, is_displaced: bool) -> Samples:
+        """Return the first tenth of the draws.
+
+        Args:
+          params: The params of the chains.
+          opt_state: The states of the chains.
+          burn_in: The number of steps before the draws.
+          is_displaced: Whether to displace the chains after a tenth of the draws.
+        """
+        has_snapshots = bool(find_states(opt_state, SnapshotState))
+        if has_snapshots:
+            opt_state = self._take_snapshots(opt_state, params)
+        drawn = self.draw(params, opt_state, 0, burn_in)
+        if not (is_displaced or has_snapshots):
+            return drawn
+        opt_state = drawn.last_opt_state
+        if has_snapshots:
+            # Near the mode, the snapshot leaves hardly any noise of the batches
+            opt_state = self._take_snapshots(opt_state, _center(drawn))
+        # Discard as many steps again, which R-hat would otherwise count as draws. The draws before a
+        # snapshot have more noise
+        at = _displace(drawn, self.problem.keys[2]) if is_displaced else drawn.last_params
+        drawn = self.draw(at, opt_state, drawn.next_step)
+        return self.draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
+
+    def _take_snapshots(self, opt_state: Any, params: Any) -> Any:
+        """Return the states of chains with snapshots at the params of the chains."""
+        loss, rows = self.problem.loss, self.problem.batches.rows
+        if rows is None:
+            raise ValueError(
+                "A control variate needs the gradient of all examples at snapshots: pass data as "
+                "arrays in memory."
+            )
+
+        def take(opt_state: Any, params: Any) -> Any:
+            full_grads = jax.lax.map(jax.grad(lambda p: loss(p, rows)), params)
+            return jax.vmap(take_snapshots)(opt_state, params, full_grads)
+
+        return fresh_jit(take)(opt_state, params)
+
+    def like(self, params: Any, opt_state: Any) -> Samples:
+        """Return the shapes and dtypes of a tenth of the draws."""
+
+        def one(params: Any, opt_state: Any) -> Any:
+            draw = wide_params(params, opt_state), numbers_of(opt_state)
+            return jax.tree.map(lambda x: jnp.stack([x] * self.problem.part), draw)
+
+        draws, numbers = jax.eval_shape(jax.vmap(one), params, opt_state)
+        step_sizes, temperatures = numbers or (None, None)
+        count: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        return Samples(
+            draws, params, opt_state, count, count, params,
+            step_sizes=step_sizes, temperatures=temperatures,
+        )  # fmt: skip
 
 
 def _center(drawn: Samples) -> Any:
@@ -311,74 +513,6 @@ def _center(drawn: Samples) -> Any:
     return jax.tree.map(
         lambda draws, p: jnp.mean(draws, axis=1).astype(p.dtype), drawn.params, drawn.last_params
     )
-
-
-def _burn_in(
-    chains_of: Callable[..., Callable[..., Samples]],
-    sampler: Sampler,
-    tx: optax.GradientTransformationExtraArgs,
-    loss: Callable[[Any, Any], jax.Array],
-    data: Any,
-    batch_size: int,
-    starts: Any,
-    burn_in: int | None,
-) -> tuple[Samples, optax.GradientTransformationExtraArgs, Callable[..., Samples]]:
-    """Return the first part of the draws, the transformation of the next part, and its `chains_of`.
-
-    Args:
-      chains_of: The function that returns the draws of a transformation.
-      sampler: The sampler.
-      tx: Its transformation.
-      loss: The mean loss over a batch.
-      data: All examples.
-      batch_size: S.
-      starts: The params at which the chains begin.
-      burn_in: The number of steps of the burn-in; None for the steps in which the sampler learns.
-    """
-    opt_state = jit_current(jax.vmap(tx.init))(starts)
-    check_runs(opt_state, SAMPLERS, method="The sampler, which has its own burn_in_optimizer,")
-    has_snapshots = bool(find_states(opt_state, SnapshotState))
-    if has_snapshots:
-        opt_state = _take_snapshots(loss, data, opt_state, starts)
-    if burn_in is None:
-        burn_in = steps_to_learn(opt_state) or _BURN_IN
-    none = jnp.zeros(len(jax.tree.leaves(starts)[0]), jnp.int32)
-    draw = chains_of(tx)
-    drawn = draw(starts, _Watched(opt_state, none + burn_in, none), 0, burn_in)
-    opt_state = drawn.last_opt_state.opt_state
-    size = checks.count_examples("data", data)
-    handed_over = _hand_over(sampler, size, batch_size, drawn.last_params, opt_state)
-    if handed_over is not None:
-        tx, opt_state = handed_over
-        draw = chains_of(tx)
-    if has_snapshots:
-        # Near the mode, the snapshot leaves hardly any noise of the batches
-        opt_state = _take_snapshots(loss, data, opt_state, _center(drawn))
-    watched = drawn.last_opt_state._replace(opt_state=opt_state)
-    return drawn._replace(last_opt_state=watched), tx, draw
-
-
-def _collect(
-    draw: Callable[..., Samples],
-    drawn: Samples,
-    num_draws: int,
-    on_draws: Callable[[int, Any], None] | None,
-) -> Samples:
-    """Return all draws, given the first part."""
-    part = -(-num_draws // _PARTS)
-    parts: list[Any] = []
-    for end in range(part, num_draws + part, part):
-        if parts:
-            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
-        here = min(part, num_draws - end + part)
-        new = drawn.params, drawn.step_sizes, drawn.temperatures
-        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], new))
-        if on_draws is not None:
-            on_draws(min(end, num_draws), parts[-1][0])
-    params, step_sizes, temperatures = jax.tree.map(
-        lambda *x: jnp.asarray(np.concatenate(x, axis=1)), *parts
-    )
-    return drawn._replace(params=params, step_sizes=step_sizes, temperatures=temperatures)
 
 
 def _displace(drawn: Samples, key: jax.Array) -> Any:
@@ -391,105 +525,75 @@ def _displace(drawn: Samples, key: jax.Array) -> Any:
     )
 
 
-class _Watched(NamedTuple):
-    """An optimizer state with two counters.
+def _collect(
+    chains: _Chains,
+    begin: Callable[[], Samples],
+    like: Samples,
+    num_draws: int,
+    on_draws: Callable[[int, Any], None] | None,
+    progress: Progress,
+) -> Samples:
+    """Return all draws.
 
-    Attributes:
-      opt_state: The state.
-      until_draws: The number of burn-in steps that are left.
-      unseen: The number of steps after the burn-in with a nonfinite loss but a finite gradient.
+    Args:
+      chains: The chains.
+      begin: A function that returns the first part of the draws.
+      like: The shapes and dtypes of a part.
+      num_draws: The number of draws of each chain.
+      on_draws: The user's function.
+      progress: The folder, which may contain the first parts.
     """
-
-    opt_state: Any
-    until_draws: jax.Array
-    unseen: jax.Array
-
-
-def _make_step(
-    loss: Callable[[Any, Any], jax.Array],
-    tx: optax.GradientTransformationExtraArgs,
-    data: Any,
-    num_data: int,
-    batch_size: int,
-) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
-    """Return a step for `make_runner`, on a batch of the data."""
-
-    def full_grad_fn(params: Any) -> Any:
-        return jax.grad(lambda p: loss(p, data))(params)
-
-    def step(params: Any, watched: Any, key: jax.Array) -> tuple[Any, Any]:
-        rows = jax.random.randint(key, (batch_size,), 0, num_data)
-        other = jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, num_data)
-        batch, example = (
-            jax.tree.map(lambda leaf, at=at: take_rows(leaf, at), data) for at in (rows, other)
-        )
-        e = evaluate(loss, params, batch, example=example)
-        updates, opt_state = tx.update(
-            e.grad, watched.opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args
-        )
-        # A sampler notices the bounds of a prior only in the gradient
-        is_unseen = (watched.until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
-        return apply_updates(params, updates, opt_state), _Watched(
-            opt_state,
-            jnp.maximum(watched.until_draws - 1, 0),
-            watched.unseen + is_unseen.astype(jnp.int32),
-        )
-
-    return step
-
-
-def _hand_over(
-    sampler: Sampler, num_data: int, batch_size: int, params: Any, opt_state: Any
-) -> tuple[optax.GradientTransformationExtraArgs, Any] | None:
-    """Return a sampler with the kernels of the chains, and its states.
-
-    Return None if `sampler` does not accept `kernel=`, or if a chain has not learned a kernel.
-    """
-    states = find_states(opt_state, ConstantSgdState)
-    if len(states) != 1 or "kernel" not in inspect.signature(sampler).parameters:
-        return None
-    state = states[0]
-    is_learned = np.all(state.kernel.is_ready) and np.all(state.count >= state.freeze_after)
-    if not (is_learned and jax.tree.leaves(state.window)):
-        return None
-
-    def make(kernel: NoiseKernel) -> optax.GradientTransformationExtraArgs:
-        return _make_sampler(sampler, num_data, batch_size, kernel=kernel)
-
-    begun = jit_current(jax.vmap(lambda kernel, params: make(kernel).init(params)))(
-        state.kernel, params
+    part, parts = chains.problem.part, list[Any]()
+    of_draws, of_chains = _split_draws(like)
+    # The states of the chains are kept only at the end of the last part
+    known = progress.load("chains", (jax.ShapeDtypeStruct((), jnp.int32), of_chains))
+    done, last = (0, None) if known is None else (int(known[0]), known[1])
+    for number, end in enumerate(range(part, num_draws + part, part), start=1):
+        name = f"draws-{number:02}"
+        if number <= done:
+            new = progress.load(name, of_draws)
+            if new is None:
+                raise ValueError(
+                    f"{progress.folder}/{name}.npz is missing: pass another folder as resume=."
+                )
+        else:
+            drawn = (
+                begin()
+                if last is None
+                else chains.draw(last.last_params, last.last_opt_state, last.next_step)
+            )
+            new, last = _split_draws(drawn)
+            progress.save(name, new)
+            progress.save("chains", (jnp.int32(number), last))
+        here = min(part, num_draws - end + part)
+        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], new))
+        if on_draws is not None:
+            on_draws(min(end, num_draws), parts[-1][0])
+    params, step_sizes, temperatures = jax.tree.map(
+        lambda *x: jnp.asarray(np.concatenate(x, axis=1)), *parts
     )
-    tx = make(jax.tree.map(lambda leaf: leaf[0], state.kernel))
-    learned = state._replace(window=())
-    return tx, replace_state(begun, ConstantSgdState, learned, method="constant_sgd")
+    assert last is not None
+    return last._replace(params=params, step_sizes=step_sizes, temperatures=temperatures)
 
 
-def _mean_over_rows(loss_fn: LossFn, params: Params, data: Any) -> Callable[[Any, Any], jax.Array]:
-    """Return the loss, or the sum of a pair divided by the number of the batch's examples.
-
-    N times this mean is the negative log likelihood for any counts, such as of tokens or of a mask.
-    """
-    pairs = list[bool]()
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        total, count, _ = checked_sum(loss_fn, params, batch, has_aux=False)
-        pairs.append(count is not None)
-        return total / num_examples(batch)
-
-    jax.eval_shape(lambda p: loss(p, data), params)
-    return loss if pairs[0] else loss_fn
+def _split_draws(drawn: Samples) -> tuple[tuple[Any, Any, Any], Samples]:
+    """Return the draws with their step sizes and temperatures, and the rest of the samples."""
+    rest = drawn._replace(params=(), step_sizes=None, temperatures=None)
+    return (drawn.params, drawn.step_sizes, drawn.temperatures), rest
 
 
-def _add_prior(
-    loss_fn: Callable[[Any, Any], jax.Array], log_prior: Callable[[Any], Any], num_data: int
-) -> Callable[[Any, Any], jax.Array]:
-    """Return the loss of a batch minus the log prior divided by the number of examples."""
+def _judge_bounds(problem: _Problem, samples: Samples) -> list[str]:
+    """Return a warning if the loss is not finite at some draws; samplers see only the gradient."""
+    size = problem.num_chains * jax.tree.leaves(samples.params)[0].shape[1]
+    chosen = np.linspace(0, size - 1, min(size, _MOST_CHECKED)).astype(np.int32)
+    draws = jax.tree.map(lambda x: x.reshape(size, *x.shape[2:])[chosen], samples.params)
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        log_p = log_prior(params)
-        if isinstance(log_p, tuple | list | dict) or jnp.shape(log_p):
-            came = jax.tree.map(jax.typeof, log_p)
-            raise TypeError(f"log_prior must return a real scalar, got {came}.")
-        return loss_fn(params, batch) - log_p / num_data
+    def are_outside(draws: Any, batch: Any) -> jax.Array:
+        def is_outside(params: Any) -> jax.Array:
+            return all_finite(params) & ~jnp.isfinite(problem.loss(params, batch))
 
-    return loss
+        return jnp.mean(jax.lax.map(is_outside, draws))
+
+    batch, _ = problem.batches.split(problem.batches.one(problem.keys[2]))
+    fraction = float(fresh_jit(are_outside)(draws, batch))
+    return [_OUTSIDE.format(fraction)] if fraction else []

@@ -47,7 +47,9 @@ def begin(
         noise=form.zeros(params),
         curvature=form.zeros(params),
         noise_ratio=number(numbers["noise_ratio"]),
+        max_noise_ratio=number(numbers["noise_ratio"]),
         stability=number(0),
+        max_stability=number(numbers["stability"]),
         excess=number(1),
         drift=number(1),
         correlation=number([1, 1]),
@@ -104,7 +106,7 @@ def warm_up(
 
     def learn_and_hand_over(known: Any) -> Any:
         kernel, seen, uneven = known
-        h = probing_steps(seen, kernel, kernel.step_sizes(scale, limit, rate))
+        h = probing_steps(seen, kernel, kernel.step_sizes(scale, rate))
 
         def learn_more(known: Any) -> Any:
             seen, uneven = known
@@ -164,7 +166,7 @@ def hand_over(
     )
     is_sound = (seen.estimates > 0) & all_finite((noise, basis, curvature))
     new = optax.tree.where(is_sound, new, kernel)
-    typical, longest = probe_lengths(new, new.step_sizes(scale, limit, rate))
+    typical, longest = probe_lengths(new, new.step_sizes(scale, rate))
     fresh = optax.tree.zeros_like(seen)._replace(
         direction=seen.direction,
         typical=typical,

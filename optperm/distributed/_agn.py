@@ -238,7 +238,7 @@ def agn(
         `axis_name` is not bound, gradients are already summed over this axis, trees do not match, or the
         state was made (seen only where it is not traced) with other fragments, `fragment_of`, `compress`
         or `center_dtype`; if the local optimizer stores params that a pull would not move
-        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `katyusha`); or, without
+        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`); or, without
         `outer`, if `inner` has a schedule, or chooses which params are zero (`optperm.rigl`).
 
     References:

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.fingerprints import list_fingerprints
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.states import (
     GoalState,
     LoopState,
@@ -293,7 +293,7 @@ class Run:
             batches = self.given.feed.all_batches(self.at.epoch, self.interrupt)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
-            begin = jit_current(change, out_shardings=there)
+            begin = fresh_jit(change, out_shardings=there)
             opt_state = begin(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.tree_util import Partial
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import as_key, is_key, key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.states import (
@@ -23,6 +23,7 @@ from optperm.core.states import (
 )
 from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
+from optperm.training import _processes as processes
 from optperm.training._history import COUNT, GOAL
 from optperm.training._layout import Layout, average_statistics, average_varying
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
@@ -160,11 +161,12 @@ def _compile(
 ) -> Callable[..., Any]:
     """Compile a mapped function whose new carry has the same placement as `carry`."""
     placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
-    return jit_current(
+    program = fresh_jit(
         function,
         donate_argnums=(0,) if donate else (),
         out_shardings=None if placed is None else (placed, None),
     )
+    return processes.compare_programs(program)
 
 
 def evaluate_step(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from optperm.core import checks
-from optperm.core.current import jit_current
+from optperm.core.fresh_jit import fresh_jit
 from optperm.training import _data as datas
 from optperm.training._callbacks import Mode
 from optperm.training._layout import Layout
@@ -91,7 +91,7 @@ class Evaluator:
         def compute(state: TrainState, batch: Any) -> dict[str, Any]:
             return self.model.compute_metrics(state, batch, self.given.fn)
 
-        return jit_current(compute)
+        return fresh_jit(compute)
 
     def _read(self, epoch: int, interrupt: Interrupt | None = None) -> Iterator[Any]:
         size = self.given.batch_size or self.batch_size

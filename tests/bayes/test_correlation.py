@@ -13,7 +13,7 @@ from optperm.bayes._warmup import begin, hand_over
 from optperm.bayes._window import learn
 
 N, S = 2000, 32
-NUMBERS = {"noise_ratio": 10.0, "num_data": N, "batch_size": S, "momentum": 0.0}
+NUMBERS = {"noise_ratio": 10.0, "stability": 1e9, "num_data": N, "batch_size": S, "momentum": 0.0}
 
 
 def random_covariance(size, seed, correlation=0.8):
@@ -42,7 +42,7 @@ def kernel_of(form, noise, fraction):
 def exact_ratios(kernel, noise, hessian):
     """Eigenvalues, ascending, of the exact stationary covariance over that of the posterior."""
     scale = jnp.float32(2 * S / N)
-    h = np.broadcast_to(np.float64(kernel.step_sizes(scale, jnp.float32(1e9))), len(noise))
+    h = np.broadcast_to(np.float64(kernel.step_sizes(scale)), len(noise))
     b = np.broadcast_to(np.float64(kernel.injected(jnp.float32(h), scale)), len(noise))
     # Small steps, of the same law: the bound is of the limit
     found = optperm.bayes.stationary_covariance(

@@ -12,8 +12,8 @@ import support
 
 import optperm
 from optperm.bayes import _batch_noise
-from optperm.bayes._biases import measure_kernel_bias
-from optperm.core import current
+from optperm.bayes._report import measure_kernel_bias
+from optperm.core import fresh_jit as compiling
 from optperm.core.states import find_state, replace_state
 
 # Draws that are few enough for tests are too few for figures
@@ -179,7 +179,7 @@ def test_kernel_of_other_data_is_warned_of():
 def test_sample_takes_a_second_program_and_none_for_another_key(monkeypatch):
     """Where the sampler takes `kernel=`; the report of its draws speaks of the whole warm-up."""
     programs = {}
-    monkeypatch.setattr(current, "_PROGRAMS", programs)
+    monkeypatch.setattr(compiling, "_PROGRAMS", programs)
     sampler = functools.partial(optperm.constant_sgd, **ARGUMENTS)
     samples = draw(sampler)
     state = find_state(samples.last_opt_state, STATE, method="constant_sgd")

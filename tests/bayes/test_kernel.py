@@ -23,7 +23,13 @@ def decomposed(c):
 
 def kernel_of(form, c, curvature, noise_ratio=2.0):
     """A kernel of a covariance, with a curvature for each direction."""
-    numbers = {"noise_ratio": noise_ratio, "num_data": N, "batch_size": S, "momentum": 0.0}
+    numbers = {
+        "noise_ratio": noise_ratio,
+        "stability": 0.2,
+        "num_data": N,
+        "batch_size": S,
+        "momentum": 0.0,
+    }
     kernel, _ = begin(jnp.zeros(D), form, **numbers)
     noise = jnp.float32(np.diag(c))
     if form == "full":
@@ -39,7 +45,7 @@ def test_the_noise_of_a_step_is_what_its_size_asks_for(form):
     """H (C + W^-T diag(b) W^-1) H / S = (2 T / N) H for the C that the kernel has, whatever limits h:
     the share of the batches in some directions, the curvature in others."""
     kernel = kernel_of(form, C, CURVATURE)
-    h = kernel.step_sizes(SCALE, jnp.float32(0.2))
+    h = kernel.step_sizes(SCALE)
     b = kernel.injected(h, SCALE)
     w = np.eye(D) if form != "full" else np.asarray(kernel.basis.w, np.float64)
     lam, size, extra = (np.broadcast_to(np.asarray(x, np.float64), D) for x in (kernel.noise, h, b))
@@ -61,7 +67,7 @@ def test_the_noise_of_a_step_is_what_its_size_asks_for(form):
 def test_shorter_steps_keep_the_law():
     """A learning rate divides c and rho, and b makes up for it; both limits halve."""
     kernel = kernel_of("full", C, CURVATURE, noise_ratio=1e-3)
-    whole, half = (kernel.step_sizes(SCALE, jnp.float32(0.2), rate) for rate in (1.0, 0.5))
+    whole, half = (kernel.step_sizes(SCALE, rate) for rate in (1.0, 0.5))
     np.testing.assert_allclose(half, whole / 2, rtol=2e-3)
     lacking = SCALE / half - kernel.injected(half, SCALE)
     np.testing.assert_allclose(lacking, kernel.noise, rtol=0.05)
@@ -109,7 +115,7 @@ def test_a_second_look_in_the_coordinates_of_the_first_is_precise():
 
 def test_what_has_neither_noise_nor_curvature_takes_no_step():
     kernel = kernel_of("diagonal", np.diag([1.0, 0.0, 2.0, 0.0]), np.array([1.0, 0.0, 1.0, 4.0]))
-    h = np.asarray(kernel.step_sizes(SCALE, jnp.float32(0.2)))
+    h = np.asarray(kernel.step_sizes(SCALE))
     assert h[1] == 0
     assert h[3] == pytest.approx(0.05)
     assert np.all(np.isfinite(kernel.injected(jnp.float32(h), SCALE)))
@@ -137,7 +143,7 @@ def test_steps_are_the_preconditioned_gradient_and_noise_of_the_kernel_drawn_ane
     for _ in range(9):
         move, state = step(0 * g, state)
         moves.append(move)
-    h = kernel.step_sizes(sampler.scale, sampler.limit)
+    h = kernel.step_sizes(sampler.scale)
     deviations = np.asarray(h * jnp.sqrt(kernel.injected(h, sampler.scale) / S))
     basis = np.asarray(kernel.basis.w) if form == "full" else np.eye(D)
     moves = np.stack(moves)

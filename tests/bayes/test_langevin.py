@@ -11,7 +11,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes._biases import langevin_biases
+from optperm.bayes._report import langevin_biases
 
 N = 100
 HESSIAN = np.array([[1.0, 0.4], [0.4, 0.5]])

@@ -39,7 +39,7 @@ def run(tx, *batches, grad=None, grad_fn=None):
 
 
 def mandt(form="diagonal", **options):
-    return optperm.mandt_sgd(N, S, preconditioner=form, **{"burn_in": 1} | options)
+    return optperm.mandt_sgd(N, S, preconditioner=form, **options)
 
 
 def expected_matrix(covariance, form):
@@ -67,7 +67,7 @@ def test_chains_have_the_known_stationary_distribution(form, momentum):
         rows = (jnp.float32(hessian) @ params)[None] + jax.random.normal(key, (S, D)) @ root.T
         return jnp.mean(rows, axis=0), {"per_example_grad_fn": lambda params: rows}
 
-    tx, w = mandt(form, momentum=momentum, burn_in=200, freeze_after=500), jnp.zeros(D)
+    tx, w = mandt(form, momentum=momentum, freeze_after=500), jnp.zeros(D)
     counts = {"num_chains": 256, "num_draws": 30, "thinning": 90, "burn_in": 1000}
     step = loops.make_step(tx, evaluate)
     samples = optperm.bayes.draw_samples(step, w, tx.init(w), 0, **counts)
@@ -85,18 +85,18 @@ def test_chains_have_the_known_stationary_distribution(form, momentum):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_updates_are_the_preconditioned_gradient(form):
-    """By the plain mean of the estimates of the steps before, zero in the burn-in; after `freeze_after`
-    by what was known then."""
+    """By the plain mean of the estimates of the steps before, zero without an estimate; after
+    `freeze_after` by what was known then."""
     batches = [batch_gradients(step) for step in range(6)]
-    trail = run(mandt(form, burn_in=2, freeze_after=4), *batches)
+    trail = run(mandt(form, freeze_after=4), *batches)
     covariances = [np.cov(rows.T) for rows in batches]
     for step, (rows, (updates, state)) in enumerate(zip(batches, trail, strict=True)):
-        if step < 2:
+        if step < 1:
             assert not np.any(updates)
         else:
             h = expected_matrix(np.mean(covariances[: min(step, 4)], axis=0), form)
             np.testing.assert_allclose(updates, -h @ rows.mean(axis=0), rtol=2e-4)
-        assert int(state.steps) == max(0, step - 1)
+        assert int(state.steps) == step
     support.assert_same_bits(trail[4][1].noise, trail[5][1].noise)
 
 
@@ -180,9 +180,14 @@ def test_momentum_temperature_and_rate_are_factors():
     later = run(mandt(temperature=lambda t: jnp.where(t >= 4, 4.0, 1.0)), *rows)
     np.testing.assert_allclose(later[4][0], 4 * plain[4], rtol=1e-6)
     np.testing.assert_allclose(later[3][0], plain[3], rtol=1e-6)
-    burnt = run(mandt(burn_in=3, burn_in_optimizer=optax.sgd(0.1)), *rows)
-    np.testing.assert_allclose(burnt[2][0], -0.1 * rows[2].mean(0), rtol=1e-6)
-    np.testing.assert_allclose(burnt[3][0], plain[3], rtol=1e-5)
+    tx = optperm.switch_after(3, optax.sgd(0.1), mandt(), track=True)
+    state, burnt = tx.init(jnp.zeros(D)), []
+    for each in rows:
+        extras = {"per_example_grad_fn": lambda w, each=each: jnp.asarray(each)}
+        updates, state = tx.update(each.mean(axis=0), state, jnp.zeros(D), **extras)
+        burnt.append(updates)
+    np.testing.assert_allclose(burnt[2], -0.1 * rows[2].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(burnt[3], plain[3], rtol=1e-5)
 
 
 def test_full_waits_for_enough_estimates():
@@ -205,7 +210,7 @@ def test_rows_of_weight_zero_are_no_examples():
 
 
 def test_steps_that_would_diverge_are_not_taken():
-    """lambda_max(H A) is found in the burn-in, of the steps as they are with momentum; at 2 no step is
+    """lambda_max(H A) is found in the first steps, as they are with momentum; at 2 no step is
     taken, and a report is an error."""
     a = jnp.array([40.0, 1.0, 1.0])
     batches = [batch_gradients(0)] * 30
@@ -213,7 +218,7 @@ def test_steps_that_would_diverge_are_not_taken():
     # Beyond stability without momentum, and within it by momentum.
     rate = 3 / float(np.max(h * np.asarray(a)))
     for momentum, is_stable in ((0.5, True), (0.0, False)):
-        tx = mandt(burn_in=25, momentum=momentum, learning_rate=rate)
+        tx = mandt(momentum=momentum, learning_rate=rate)
         updates, state = run(tx, *batches, grad_fn=lambda w: a * w)[-1]
         exact = rate * np.max(h * np.asarray(a)) * (1 - momentum) / (1 + momentum)
         assert float(state.stability) == pytest.approx(exact, rel=0.05)

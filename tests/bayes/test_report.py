@@ -139,7 +139,7 @@ def test_entries_that_have_not_moved_are_warned_of():
     for index in range(3):
         figures = np.array([1.0, 900.0, 900.0, 0.1])
         figures[index] = np.nan
-        assert "are not known" in " ".join(_report._judge_mixing(draws, figures, 3))
+        assert "are not known" in " ".join(_report.describe_mixing(draws, figures, 3))
 
 
 def test_starts_are_told():
@@ -183,6 +183,36 @@ def test_what_a_state_of_constant_sgd_tells():
     assert report.unmoved == 1
     text, _ = report_of(samples_of(GOOD, (kernel_state(), kernel_state())))
     assert "The optimizer has 2 samplers for different params" in text
+
+
+def test_larger_batches_are_advised_if_their_noise_limits_the_slowest_steps():
+    """The noise and the curvature of the slowest direction allow steps 40 times as long: as long as 400
+    effective draws need, at most N. Good draws, and directions that the curvature limits, need none."""
+    scale, limit = 2 * 10 / 1000, 0.2
+
+    def text_of(ratio, values, **changes):
+        # r = Lambda (1 + 1 / rho) c / (s a), with rho = 10
+        noise = jnp.float32([1e-3, 1.0, 1e-3])
+        curvature = jnp.full(3, 1.1 * limit / (scale * ratio))
+        state = kernel_state(noise=noise, curvature=curvature, scale=scale, limit=limit, **changes)
+        return report_of(samples_of(values, state))
+
+    slow = autoregressive(0.9, (4, 600, 3))
+    text, report = text_of(39.99, slow)
+    most = np.ceil(10 * 400 / min(report.ess_bulk, report.ess_tail))
+    assert 20 < most < 400
+    assert (
+        f"batches of {most:.0f} examples instead of 10, these steps are {most / 10:.2g} times"
+        in text
+    )
+    assert (
+        "batches of 400 examples instead of 10, these steps are 40 times"
+        in text_of(39.99, autoregressive(0.99, (4, 600, 3)))[0]
+    )
+    slowest = autoregressive(0.99, (4, 600, 3))
+    assert "batches of 300 examples" in text_of(39.99, slowest, num_data=300)[0]
+    assert "batches" not in text_of(1.5, slow)[0]
+    assert text_of(40, GOOD)[0] == ""
 
 
 @pytest.mark.parametrize(

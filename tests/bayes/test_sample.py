@@ -12,7 +12,8 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes._sample import _add_prior
+from optperm.bayes._prior import make_loss
+from optperm.core.states import find_states
 
 # Draws that are few enough for tests are too few for figures
 pytestmark = pytest.mark.filterwarnings(
@@ -115,7 +116,6 @@ def texts_of(run):
 LANGEVIN = {
     "sgld": lambda n: optperm.sgld(1e-4, n),
     "sghmc": lambda n: optperm.sghmc(1e-5, n, 0.1),
-    "constant_sgd": lambda n: optperm.constant_sgd(n, 32, burn_in=20, freeze_after=60),
     "mandt_sgd": lambda n: optperm.mandt_sgd(n, 32, burn_in=20),
 }
 BEFORE = {
@@ -130,7 +130,7 @@ BEFORE = {
 }
 # Steps between the loss and the methods that warn in each step are tried with these methods alone
 PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]
-PAIRS += [("constant_sgd", "nothing"), ("constant_sgd", "clipping"), ("mandt_sgd", "weight decay")]
+PAIRS += [("mandt_sgd", "weight decay")]
 QUICK_PAIRS = {("sgld", "svrg"), ("sgld", "clipping")}
 
 
@@ -155,6 +155,11 @@ def test_transformation_that_changes_the_gradient_is_named_before_the_first_step
     assert not any("gradient of the loss" in line for line in report.not_checked)
 
 
+def sampler_of(name):
+    """A sampler for `sample`; None for constant SGD, whose kernels `sample` learns."""
+    return None if name == "constant_sgd" else lambda n, s: LANGEVIN[name](n)
+
+
 @pytest.mark.parametrize(
     "name", ["sgld", "sghmc", pytest.param("constant_sgd", marks=pytest.mark.slow)]
 )
@@ -162,7 +167,7 @@ def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     samples, texts = texts_of(
         lambda: draw(
             loss_fn=lambda m, y: 1e-3 * jnp.sum((y - m) ** 2),
-            sampler=lambda n, s: LANGEVIN[name](n),
+            sampler=sampler_of(name),
         )
     )
     assert texts[0].startswith("The loss of a batch is not the mean of the losses of its halves")
@@ -266,7 +271,7 @@ def test_data_on_a_mesh_with_explicit_axes_are_sampled(name):
     """With and without jax.set_mesh, from given starts and from a search: as on one device."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     y = jax.device_put(Y, jax.NamedSharding(mesh, jax.P("d")))
-    run = functools.partial(draw, sampler=lambda n, s: LANGEVIN[name](n), burn_in=None)
+    run = functools.partial(draw, sampler=sampler_of(name), burn_in=None)
     wanted = run().params
     np.testing.assert_allclose(run(data=y).params, wanted, rtol=1e-3)
     with jax.set_mesh(mesh):
@@ -289,18 +294,18 @@ def test_params_whose_spacing_is_too_coarse_are_named():
         assert any(says in text and "float64" in text for text in texts), texts
 
 
-def steps_outside(recwarn):
+def draws_outside(recwarn):
     """What is said of a log prior that was infinite."""
     texts = [str(warning.message) for warning in recwarn]
-    return [text for text in texts if "log prior was infinite" in text]
+    return [text for text in texts if "log prior is infinite" in text]
 
 
 def test_prior_with_bounds_is_warned_of_with_the_transform(recwarn):
     """Its gradient is zero on both sides, so that draws go through it."""
     samples = draw(log_prior=lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf))
-    (says,) = steps_outside(recwarn)
-    share = float(says.split(" of the steps")[0].split()[-1])
-    assert share == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.1)
+    (says,) = draws_outside(recwarn)
+    fraction = float(says.split(" of the draws")[0].split()[-1])
+    assert fraction == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.01)
     assert "m = exp(u)" in says
 
 
@@ -309,20 +314,16 @@ def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
     """From -1 the wall at 0 lies on the way to 3."""
     wall = lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf)  # noqa: E731
     draw(log_prior=wall, starts=jnp.array([-1.0, 2.0]), burn_in=200)
-    assert not steps_outside(recwarn)
+    assert not draws_outside(recwarn)
 
 
 @pytest.mark.slow
 def test_batches_of_one_example_are_sampled_with_another_example():
-    """`sample` draws the example that "single_example" compares with each batch."""
-    options = {"estimator": "single_example", "burn_in": 0, "freeze_after": 500}
-    samples = draw(
-        batch_size=1, burn_in=None, sampler=functools.partial(optperm.constant_sgd, **options)
-    )
-    kernel = optperm.bayes.adapted_kernel(samples.last_opt_state)
-    assert np.all(np.asarray(kernel.is_ready))
+    """The noise of each batch is seen with an example that is drawn apart from it."""
+    samples = draw(batch_size=1, burn_in=None, sampler=None)
+    (state,) = find_states(samples.last_opt_state, optperm.bayes.NoiseKernel)
     # C = 1, and W^T C W = 1
-    np.testing.assert_allclose(np.square(np.asarray(kernel.basis.w).ravel()), 1, rtol=0.3)
+    np.testing.assert_allclose(np.square(np.asarray(state.basis.w).ravel()), 1, rtol=0.3)
 
 
 def test_arguments_that_do_not_fit_are_refused():
@@ -338,22 +339,28 @@ def test_arguments_that_do_not_fit_are_refused():
         ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
         ({"params": on_mesh}, ValueError, "explicit axes of a mesh"),
         ({"params": {}}, ValueError, "params must contain arrays to sample, got {}"),
+        (
+            {"preconditioner": "diagonal", "sampler": sgld},
+            ValueError,
+            "preconditioner is for sampler",
+        ),
+        ({"preconditioner": "whole"}, ValueError, "preconditioner"),
+        ({"data": lambda key: Y[:32]}, ValueError, "num_data must be given"),
+        ({"data": lambda key: Y[:31], "num_data": N}, ValueError, "batch_size=32 examples, got 31"),
     ):
         with pytest.raises(error, match=message):
-            draw(**{"sampler": optperm.constant_sgd, "starts": None} | change)
+            draw(**{"sampler": None, "starts": None} | change)
 
 
 @pytest.mark.slow
 def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    options = {"preconditioner": "diagonal", "burn_in": 20, "freeze_after": 40}
     x = support.normal((N, 8))
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.zeros(8), jax.NamedSharding(mesh, jax.P("d")))
         samples = draw(
             loss_fn=lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, data=x, params=w,
-            sampler=functools.partial(optperm.constant_sgd, **options), starts=jnp.stack([w, w]),
-            burn_in=None,
+            sampler=None, preconditioner="diagonal", starts=jnp.stack([w, w]), burn_in=None,
         )  # fmt: skip
     draws = np.asarray(samples.params)
     assert np.abs(draws - np.mean(np.asarray(x), axis=0)).max() < 5 / np.sqrt(N)
@@ -366,7 +373,6 @@ def test_equal_examples_are_sampled_with_injected_noise_alone():
     samples = optperm.bayes.sample(
         lambda t, k: jnp.mean(jax.nn.softplus(t) - k * t), jnp.ones(10), jnp.zeros(()),
         jax.random.key(0), log_prior=lambda t: -(t**2) / 2, batch_size=10, num_draws=300,
-        sampler=functools.partial(optperm.constant_sgd, burn_in=500),
     )  # fmt: skip
     grid = np.linspace(-4, 9, 5000)
     weights = np.exp(-10 * np.log1p(np.exp(-grid)) - grid**2 / 2)
@@ -384,7 +390,6 @@ def test_both_modes_are_found_and_said():
     samples = optperm.bayes.sample(
         lambda w, y: loss_fn(w**2, y), 1 + support.normal((200,)), jnp.float32(0.5), 1, batch_size=16,
         num_draws=100, log_prior=lambda w: -(w**2) / 2,
-        sampler=functools.partial(optperm.constant_sgd, burn_in=500),
     )  # fmt: skip
     means = np.asarray(samples.params).mean(axis=1)
     assert set(np.sign(means)) == {-1, 1}
@@ -428,5 +433,84 @@ def test_normal_prior_is_the_fraction_of_one_example():
 
 def test_log_prior_counts_once_among_all_examples():
     """N times the loss over all examples is the sum of their losses less the log prior."""
-    total = 5 * _add_prior(loss_fn, lambda w: -3.0 * w, 5)(jnp.float32(2.0), jnp.arange(5.0))
+    loss = make_loss(
+        loss_fn, jnp.zeros(()), jnp.arange(5.0), num_data=5, log_prior=lambda w: -3.0 * w
+    )
+    total = 5 * loss(jnp.float32(2.0), jnp.arange(5.0))
     np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) / 2 + 6.0, rtol=1e-6)
+
+
+def test_rows_on_disk_and_of_a_function_give_the_same_draws(tmp_path):
+    """SGLD from given starts: the rows of a memory map are those that a function draws with its key, and
+    a part of a burn-in with a number of steps of its own changes nothing."""
+    np.save(tmp_path / "y.npy", np.asarray(Y))
+    on_disk = np.load(tmp_path / "y.npy", mmap_mode="r")
+
+    def read(key):
+        return on_disk[np.asarray(jax.random.randint(key, (8 + 1,), 0, N))[:8]]
+
+    run = functools.partial(draw, batch_size=8, burn_in=75)
+    disk, function = run(data=on_disk), run(data=read, num_data=N)
+    support.assert_same_bits(disk.params, function.params)
+    support.assert_same_bits(disk.step_sizes, function.step_sizes)
+    assert disk.params.shape == (2, 20)
+    assert int(disk.next_step) == 75 + 40
+    report = optperm.bayes.posterior_report(disk)
+    memory = optperm.bayes.posterior_report(run())
+    assert report.batch_bias == pytest.approx(memory.batch_bias, rel=0.3)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.filterwarnings("ignore:R-hat and effective")
+def test_draws_are_the_params_after_the_burn_in_and_each_thinning(in_memory):
+    """Of steps of 1 from 0 and from 5, in one part and in parts."""
+    samples = draw(
+        data=Y if in_memory else lambda key: np.asarray(Y)[:8], num_data=N, batch_size=8, burn_in=75,
+        starts=jnp.array([0.0, 5.0]), thinning=3,
+        sampler=lambda n, s: optax.stateless(lambda g, p: jax.tree.map(jnp.ones_like, p)),
+    )  # fmt: skip
+    wanted = np.array([[0.0], [5.0]]) + 75 + 3 * np.arange(1, 21)
+    np.testing.assert_array_equal(samples.params, wanted)
+    assert int(samples.next_step) == 75 + 60
+
+
+@pytest.mark.slow
+def test_rows_on_disk_are_sampled_as_rows_in_memory(tmp_path):
+    """The variance of the mean of normal data is 1 / N; chunks of a function are named."""
+    np.save(tmp_path / "y.npy", np.asarray(Y))
+    on_disk = np.load(tmp_path / "y.npy", mmap_mode="r")
+    run = functools.partial(
+        optperm.bayes.sample, loss_fn, params=jnp.zeros(()), key=1, batch_size=8, num_draws=400
+    )
+    for data in (np.asarray(Y), on_disk):
+        samples = run(data=data)
+        assert float(samples.params.mean()) == pytest.approx(float(Y.mean()), abs=0.02)
+        assert N * float(samples.params.var()) == pytest.approx(1, abs=0.15)
+    position = [0]
+
+    def chunk(key):
+        del key
+        position[0] = (position[0] + 8) % (N - 8)
+        return np.sort(np.asarray(Y))[position[0] : position[0] + 8]
+
+    with pytest.warns(UserWarning, match="Successive batches are alike"):
+        run(data=chunk, num_data=N, num_draws=20)
+
+
+@pytest.mark.slow
+def test_a_kernel_of_an_earlier_call_is_not_learned_again(monkeypatch):
+    """Its N and S are taken, its noise is compared with that of the batches, and others are refused."""
+    kernel, w = optperm.bayes.learn_kernel(loss_fn, Y, jnp.zeros(()), 0, batch_size=8)
+    monkeypatch.setattr("optperm.bayes._sample.learn_kernels", None)
+    run = functools.partial(
+        optperm.bayes.sample, loss_fn, Y, w, 1, kernel=kernel, num_draws=400, num_chains=4
+    )
+    samples, texts = texts_of(run)
+    assert not any("differs from the kernel's" in text for text in texts)
+    assert N * float(samples.params.var()) == pytest.approx(1, abs=0.15)
+    with pytest.raises(ValueError, match="batch_size"):
+        run(batch_size=16)
+    with pytest.raises(ValueError, match="kernel is for sampler=None"):
+        run(sampler=sgld)
+    _, texts = texts_of(lambda: run(loss_fn=lambda m, y: 4 * loss_fn(m, y), num_draws=40))
+    assert any("differs from the kernel's" in text for text in texts)

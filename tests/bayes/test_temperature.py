@@ -157,3 +157,66 @@ def test_probabilities_and_single_logits_are_refused():
         optperm.bayes.fit_temperature(z, labels) for z in (np.log(probabilities), logits)
     )
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_weights_are_counts_of_equal_examples():
+    """In units of any size, as integers too; and a label to ignore leaves out examples, NaN and all."""
+    logits, labels = sample()
+    counts = np.random.default_rng(2).integers(0, 4, len(labels))
+    wanted = optperm.bayes.fit_temperature(
+        jnp.float32(np.repeat(logits, counts, axis=0)), np.repeat(labels, counts)
+    )
+    for weights in (counts, np.float32(1e36 * counts), jnp.bfloat16(counts / 64)):
+        found = optperm.bayes.fit_temperature(jnp.float32(logits), labels, weights=weights)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert abs(float(wanted) - float(optperm.bayes.fit_temperature(logits, labels))) > 1e-3
+    ignored = np.where(counts == 0, -100, labels)
+    logits[counts == 0] = np.nan
+    some = np.float32(logits)
+    fit = optperm.bayes.fit_temperature
+    wanted = fit(some[counts > 0], labels[counts > 0])
+    for found in (
+        fit(some, ignored, ignore_label=-100),
+        fit(some, np.uint8(np.where(counts == 0, 255, labels)), ignore_label=255),
+        fit(some, labels, weights=np.float32(counts > 0)),
+        jax.jit(lambda z, y: fit(z, y, ignore_label=-100))(some, ignored),
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_gradient_of_weights_is_that_of_finite_differences():
+    logits, labels = sample(3.0)
+    rng = np.random.default_rng(1)
+    weights, direction = rng.random(len(labels)), rng.normal(size=len(labels))
+    with jax.enable_x64(True):
+
+        @jax.jit
+        def fit(t):
+            w = jnp.asarray(weights + t * direction)
+            return optperm.bayes.fit_temperature(jnp.asarray(logits), labels, weights=w)
+
+        wanted = float(fit(1e-5) - fit(-1e-5)) / 2e-5
+        got = float(jax.grad(fit)(0.0))
+    assert abs(wanted) > 1e-3
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_weights_that_leave_nothing_or_are_no_weights_are_refused():
+    logits, labels = sample(n=40)
+    fit, z = optperm.bayes.fit_temperature, jnp.float32(logits)
+    for options, error, says in (
+        ({"weights": -np.ones(40)}, ValueError, "weights must be finite and at least 0"),
+        ({"weights": np.full(40, np.nan)}, ValueError, "weights must be finite and at least 0"),
+        ({"weights": np.zeros(40)}, ValueError, "No example is left"),
+        ({"weights": np.ones(39)}, ValueError, r"weights must have the shape \(40,\), got \(39,\)"),
+        ({"weights": np.ones(40, bool)}, TypeError, "weights must be real numbers"),
+        ({"ignore_label": 1.0}, TypeError, "ignore_label"),
+    ):
+        with pytest.raises(error, match=says):
+            fit(z, labels, **options)
+    with pytest.raises(ValueError, match="No example is left"):
+        fit(z, 0 * labels - 1, ignore_label=-1)
+    with pytest.raises(ValueError, match=r"got -1\. To leave out .* ignore_label"):
+        fit(z, np.where(labels == 0, -1, labels))
+    for weights in (-np.ones(40), np.full(40, np.nan), np.zeros(40)):
+        assert np.isnan(jax.jit(lambda w: fit(z, labels, weights=w))(np.float32(weights)))

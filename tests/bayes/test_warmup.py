@@ -20,7 +20,7 @@ from optperm.core.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")
 N, S, D = 500, 8, 3
-NUMBERS = {"noise_ratio": 10.0, "num_data": N, "batch_size": S, "momentum": 0.0}
+NUMBERS = {"noise_ratio": 10.0, "stability": 0.2, "num_data": N, "batch_size": S, "momentum": 0.0}
 HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
 NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
 # What a warm-up hands over of a window: from a kernel, the window, steps, their scale and the rate.

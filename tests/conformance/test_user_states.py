@@ -79,7 +79,7 @@ def run(tx):
 )
 def test_fields_with_the_names_of_methods_change_nothing(ours, lenient):
     """Before and after each method, and in the place of each optimizer that it takes."""
-    assert {"exact", "points", "draw", "phases", "warnings"} <= {*NAMES}
+    assert {"exact", "draw", "phases", "warnings"} <= {*NAMES}
     makers = {
         "before": lambda user: optax.chain(user, ours.factory(**ours.arguments)),
         "after": lambda user: optax.chain(ours.factory(**ours.arguments), user),

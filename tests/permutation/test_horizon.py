@@ -15,7 +15,7 @@ import support
 import optperm
 from optperm import training
 from optperm.permutation import falling
-from optperm.permutation._standstill import judge_movement
+from optperm.permutation._permute_by_cycles import judge_movement
 
 # Lengths of a run, None where nobody knows it, with what is left of the aggressiveness in step t from 1.
 FALLS = ((3, lambda t: 100.0 ** -np.minimum(t / 3, 1.0)), (None, lambda t: 1 / (1 + t / 100)))

@@ -1,0 +1,229 @@
+"""Batches for chains: rows of arrays on the device, rows of arrays on disk, or results of a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.core import checks
+from optperm.core.dtypes import as_arrays
+from optperm.core.fresh_jit import fresh_jit
+from optperm.core.keys import is_key
+from optperm.core.shardings import take_rows
+from optperm.core.trees import is_function
+
+# The bytes of batches that are in memory at once, if batches are made on the host.
+MOST_BYTES = 64 * 2**20
+
+
+class Batches(NamedTuple):
+    """Batches of `batch_size` examples for several chains, in parts that a compiled loop can read.
+
+    Attributes:
+      num_data: N.
+      batch_size: S.
+      num_apart: The number of further examples that are drawn with each batch, apart from it.
+      rows: All examples, a tree of arrays on the device; None if batches are made on the host.
+      read: A function from the keys (step, chain) to a tree with leaves (step, chain, ...); None with
+        `rows`.
+      num_bytes: The bytes of a batch.
+      is_function: Whether a user's function returns the batches.
+    """
+
+    num_data: int
+    batch_size: int
+    num_apart: int
+    rows: Any
+    read: Callable[[jax.Array], Any] | None
+    num_bytes: int
+    is_function: bool = False
+
+    def parts(self, keys: jax.Array, length: int, most: int) -> Iterator[tuple[int, int, Any]]:
+        """Yield the first step of each part, its number of steps, and the argument of `batch`.
+
+        Args:
+          keys: A key for each chain, (chain,).
+          length: The number of steps.
+          most: The maximum number of steps of a part. All parts have arrays of the same shapes.
+        """
+        if self.read is None:
+            yield 0, length, self.rows
+            return
+        size = max(1, min(most, MOST_BYTES // (self.num_bytes * len(keys))))
+        for first in range(0, length, size):
+            steps = jnp.arange(first, first + size)
+            here = min(size, length - first)
+            read = self.read(_fold_steps(keys, steps[:here]))
+            # Further steps are never read
+            yield first, here, jax.tree.map(lambda x: _extend(x, size), read)
+
+    def batch(self, part: Any, keys: jax.Array, first: jax.Array, step: jax.Array) -> Any:
+        """Return the batches of all chains, a tree with leaves (chain, example, ...).
+
+        Args:
+          part: The arrays of a part.
+          keys: A key for each chain.
+          first: The first step of the part.
+          step: The step.
+        """
+        if self.read is not None:
+            return jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, step - first, keepdims=False), part
+            )
+
+        def draw(key: jax.Array) -> Any:
+            return jax.tree.map(lambda leaf: take_rows(leaf, self.draw_rows(key)), part)
+
+        return jax.vmap(draw)(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step))
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Return the examples of a batch, and the examples apart from it; None if there are none."""
+        if not self.num_apart:
+            return batch, None
+        size = self.batch_size
+        here, apart = (
+            jax.tree.map(lambda x, s=s: x[s] if jnp.ndim(x) else x, batch)
+            for s in (slice(size), slice(size, None))
+        )
+        return here, apart
+
+    def draw_rows(self, key: jax.Array) -> jax.Array:
+        """Return the numbers of the rows of a batch, drawn with replacement."""
+        return jax.random.randint(key, (self.batch_size + self.num_apart,), 0, self.num_data)
+
+    def one(self, key: jax.Array) -> Any:
+        """Return one batch, for checks before the first step."""
+        if self.read is None:
+            rows = self.draw_rows(key)
+            return jax.tree.map(lambda leaf: take_rows(leaf, rows), self.rows)
+        return jax.tree.map(lambda x: jnp.asarray(x[0, 0]), self.read(key[None, None]))
+
+
+def make_batches(
+    data: Any, num_data: int | None, batch_size: int, *, num_apart: int = 0
+) -> Batches:
+    """Return the batches of a user's data.
+
+    Args:
+      data: A tree of arrays; a tree with NumPy memory maps, or other arrays that are read by
+        `leaf[rows]`; or a function `key -> batch`.
+      num_data: N; None for the number of rows.
+      batch_size: S.
+      num_apart: The number of further examples that are drawn with each batch.
+
+    Raises:
+      TypeError: If a leaf is not an array of numbers.
+      ValueError: If leaves differ in length, if there are fewer examples than `batch_size`, or if
+        `num_data` is missing or is not the number of rows.
+    """
+    size = batch_size + num_apart
+    if is_function(data):
+        if num_data is None:
+            raise ValueError(
+                "num_data must be given if data is a function, because the function does not show the "
+                "number of training examples."
+            )
+        _check_enough(num_data, batch_size)
+        read = _read_function(data, batch_size, num_apart)
+        shapes = read(jax.random.key(0)[None, None])
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(shapes))
+        return Batches(num_data, batch_size, num_apart, None, read, max(num_bytes, 1), True)
+    checks.check_arrays("data", data)
+    found = checks.count_examples("data", data)
+    if num_data not in (None, found):
+        raise ValueError(f"num_data must be the number of rows of data, {found}, got {num_data}.")
+    _check_enough(found, batch_size)
+    leaves = jax.tree.leaves(data)
+    if not any(map(_is_on_host, leaves)):
+        rows = jax.tree.map(jnp.asarray, data)
+        return Batches(found, batch_size, num_apart, rows, None, 0)
+    num_bytes = size * sum(_dtype_of(x).itemsize * math.prod(x.shape[1:]) for x in leaves)
+
+    def read_rows(keys: jax.Array) -> Any:
+        rows = np.asarray(_draw_all(keys, size, found))
+        shape = rows.shape
+        return jax.tree.map(
+            lambda x: np.asarray(x[rows.ravel()], _dtype_of(x)).reshape(*shape, *x.shape[1:]), data
+        )
+
+    return Batches(found, batch_size, num_apart, None, read_rows, max(num_bytes, 1))
+
+
+def _is_on_host(leaf: Any) -> bool:
+    """Return whether rows of a leaf are read on the host, because it may exceed the memory."""
+    return not isinstance(leaf, jax.Array) and type(leaf) is not np.ndarray
+
+
+def _dtype_of(leaf: Any) -> Any:
+    """Return the dtype of a leaf's rows on the device."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def _check_enough(num_data: int, batch_size: int) -> None:
+    if num_data < batch_size:
+        raise ValueError(
+            f"batch_size must be at most the number of examples, {num_data}, got {batch_size}."
+        )
+
+
+def _fold_steps(keys: jax.Array, steps: jax.Array) -> jax.Array:
+    """Return a key for each step and each chain."""
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    return jax.vmap(fold, in_axes=(None, 0))(keys, steps)
+
+
+def _draw_all(keys: jax.Array, size: int, num_data: int) -> jax.Array:
+    """Return the rows of the batches of all steps and chains."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.random.randint(key, (size,), 0, num_data)
+
+    return fresh_jit(jax.vmap(jax.vmap(draw)))(keys)
+
+
+def _read_function(
+    function: Callable[[jax.Array], Any], batch_size: int, num_apart: int
+) -> Callable[[jax.Array], Any]:
+    """Return a function from keys (step, chain) to stacked batches of a user's function."""
+
+    def one(key: jax.Array) -> Any:
+        batch = as_arrays(function(key))
+        size = checks.count_examples("the batch that data returns", batch, has_scalars=True)
+        if size != batch_size:
+            raise ValueError(
+                f"data must return batches of batch_size={batch_size} examples, got {size}."
+            )
+        if not num_apart:
+            return batch
+        other = as_arrays(function(jax.random.fold_in(key, 1)))
+        return jax.tree.map(
+            lambda x, y: np.concatenate([x, y[:num_apart]]) if np.ndim(x) else x, batch, other
+        )
+
+    def read(keys: jax.Array) -> Any:
+        batches = [one(key) for key in keys.ravel()]
+        for batch in batches[1:]:
+            checks.check_same_tree(
+                "the batch that data returns", batch, batches[0], source="its first batch"
+            )
+        return jax.tree.map(lambda *x: _stack(x).reshape(*keys.shape, *jnp.shape(x[0])), *batches)
+
+    return read
+
+
+def _stack(leaves: tuple[Any, ...]) -> Any:
+    return jnp.stack(leaves) if is_key(leaves[0]) else np.stack([np.asarray(x) for x in leaves])
+
+
+def _extend(leaf: Any, size: int) -> Any:
+    """Return an array whose leading axis is extended to a length."""
+    missing = size - len(leaf)
+    if not missing:
+        return leaf
+    extend = jnp.concatenate if is_key(leaf) else np.concatenate
+    return extend([leaf, leaf[[0] * missing]])

@@ -1,0 +1,448 @@
+"""Learn the kernel of constant SGD: the noise of its gradients and the curvature near an optimum."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order, project
+from optperm.bayes._batches import Batches, make_batches
+from optperm.bayes._chains import check_has_params
+from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
+from optperm.bayes._diagonal_newton import diagonal_newton
+from optperm.bayes._faults import judge_kernel, judge_stability
+from optperm.bayes._forms import FORMS, Preconditioner
+from optperm.bayes._kernel import NoiseKernel
+from optperm.bayes._next_kernel import (
+    Window,
+    first_kernel,
+    first_window,
+    next_kernel,
+    next_window,
+    observe,
+    probing_steps,
+)
+from optperm.bayes._prior import make_loss
+from optperm.bayes._remainders import with_remainders
+from optperm.bayes._sampling_sgd import constant_sgd
+from optperm.bayes._starts import search_starts
+from optperm.core import checks
+from optperm.core.control import when
+from optperm.core.dtypes import cast_like
+from optperm.core.fresh_jit import fresh_jit
+from optperm.core.keys import key_data, make_key
+from optperm.core.noise import fold
+from optperm.core.shapes import Params
+from optperm.core.shardings import explicit_mesh, explicit_sharding, is_spread
+from optperm.core.trees import without_variables
+from optperm.evaluation import NOT_MEAN, evaluate, is_mean
+from optperm.exact import apply_updates
+
+_LARGEST_FULL = 4096
+# The search takes six sixteenths of the steps, and each window a number of sixteenths. The chain stands
+# still in the first two windows, whose kernels do not know the curvature yet.
+_PARTS, _SEARCH, _WINDOWS = 16, 6, (1, 1, 2, 2, 4)
+# If each estimate uses the gradients of many examples, an eighth of the estimates is enough.
+_ESTIMATE_EVERY, _ENOUGH = 8, 1000
+# A function's batches are compared at rest over this many epochs, but in at most half of the steps.
+_EPOCHS = 16
+
+_NEWTON = with_remainders(diagonal_newton(), method="learn_kernel")
+
+Loss = Callable[[Any, Any], jax.Array]
+# The gradients of a batch at params: the gradient that the chain takes, whose noise is measured.
+GradientsFn = Callable[[Any, Any], BatchGradients]
+
+
+class Learned(NamedTuple):
+    """The kernels of chains.
+
+    Attributes:
+      kernels: A `NoiseKernel` whose leaves have an axis of chains.
+      params: The last params of the chains.
+      warnings: What the batches show, apart from what the kernels show.
+    """
+
+    kernels: NoiseKernel
+    params: Params
+    warnings: list[str]
+
+
+def learn_kernel(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    data: Any,
+    params: Params,
+    key: int | jax.Array,
+    *,
+    batch_size: int,
+    num_data: int | None = None,
+    log_prior: Callable[[Any], jax.Array] | None = None,
+    preconditioner: Preconditioner | None = None,
+    estimator: Estimator = "per_example",
+    momentum: float | None = None,
+    stability: float = 0.2,
+    noise_ratio: float = 10.0,
+    steps: int = 8000,
+    chunk_size: int | None = None,
+) -> tuple[NoiseKernel, Params]:
+    r"""Learn the kernel with which `optperm.constant_sgd` samples a posterior.
+
+    .. math::
+      W^\top C W = \operatorname{diag}(\Lambda), \qquad a_i \ge w_i^\top A w_i
+
+    where C is the covariance of one example's gradient and A is the Hessian of the mean loss with the
+    prior, both near an optimum. With up to 4,096 params and `data` in memory, L-BFGS on all examples
+    moves the params to an optimum first. Then steps scaled by each parameter's curvature
+    search on batches, in three eighths of `steps`. Five windows follow, each with the kernel of the
+    window before. In the first two windows, the params stand still; in the others, they move as the
+    draws will. Each window estimates :math:`C`, :math:`a_i` (Hutchinson's estimator in the coordinates
+    of :math:`H^{1/2}`) and the spread of the batches' curvatures. Two further estimates may lower
+    :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation of
+    the noise. See `optperm.bayes.NoiseKernel`.
+
+    Args:
+      loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
+        examples of a batch, with or without the prior, as for `optperm.bayes.sample`.
+      data: A tree of arrays with a leading axis of N examples. Rows are drawn at random, with
+        replacement. NumPy memory maps, and other arrays that are read by `leaf[rows]`, stay on disk: at
+        most 64 MB of their rows are in memory at once. Or a function `key -> batch`, which is called on
+        the host, and returns S examples, drawn with replacement with the key.
+      params: A point near the posterior, a tree.
+      key: A random key, or an int.
+      batch_size: S.
+      num_data: N. Needed if `data` is a function; None for the number of rows.
+      log_prior: A function `log_prior(params)`, the number :math:`\log p(\theta)` up to a constant; None
+        if `loss_fn` includes the prior.
+      preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h). None for "full" up to 4,096
+        params, and for "diagonal" above.
+      estimator: The estimator of C: "per_example", from the gradients of the batch's examples;
+        "single_example", from one further example; or "two_batches", from the two halves of a batch, for
+        losses that mix examples.
+      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. At the same
+        stability, momentum makes steps :math:`(1 + \mu) / (1 - \mu)` times as long.
+      stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
+        too large by a fraction of up to about c / 2.
+      noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
+      steps: The number of steps of the search on batches and of the windows, at least 16.
+      chunk_size: The number of per-example gradients held in memory at once. None for a million entries
+        in total, but at least 8 gradients.
+
+    Returns:
+      The `NoiseKernel`, a tree of arrays that Orbax and pickle can save, and the params at which
+      sampling may start, a tree like `params`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
+      >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
+      >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
+      >>> kernel, w = optperm.bayes.learn_kernel(
+      ...     loss_fn, (x, y), jnp.zeros(2), key=0, batch_size=10, steps=2000
+      ... )
+      >>> W = kernel.basis.w  # the full preconditioner: W^T C W = I
+      >>> C = jnp.cov((x * (x @ w - y)[:, None]).T)
+      >>> bool(jnp.allclose(W.T @ C @ W, jnp.eye(2), atol=0.2))
+      True
+
+    Notes:
+      The loss must be a mean over examples. A loss that sums examples, or mixes them as BatchNorm does,
+      has different noise. Before the first step, the loss of a batch is compared with the losses of its
+      halves. A function's batches are compared with each other at fixed params: chunks of
+      the data make draws too wide, and shuffled epochs make draws too narrow.
+
+      The diagonal and scalar preconditioners take shorter steps if the noise is more correlated. They
+      keep all variances within a fifth of the posterior's, or warn. With correlated features, they need
+      many steps. With D params, the full preconditioner needs two D x D matrices and, at the end of each
+      window, two decompositions.
+
+    Raises:
+      TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
+      ValueError: If an argument is out of range, if there are fewer examples than `batch_size`, if
+        `num_data` is missing or wrong, or if no batch has shown finite gradients and a curvature.
+
+    Warns:
+      UserWarning: If the loss is not a mean over examples, if the order of a function's batches changes
+        their noise, or if draws with this kernel would not follow the posterior.
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+    """
+    check_learning(
+        key,
+        batch_size,
+        preconditioner,
+        estimator,
+        momentum,
+        stability,
+        noise_ratio,
+        steps,
+        chunk_size,
+    )
+    params = without_variables(params)
+    check_has_params(params)
+    typed = make_key(key)
+    with explicit_mesh(data, params):
+        num_apart = 1 if estimator == "single_example" else 0
+        batches = make_batches(data, num_data, batch_size, num_apart=num_apart)
+        first, _ = batches.split(batches.one(typed))
+        loss = make_loss(loss_fn, params, first, num_data=batches.num_data, log_prior=log_prior)
+        if not is_mean(loss, params, first):
+            warnings.warn(NOT_MEAN, stacklevel=2)
+        stacked = jax.tree.map(lambda p: jnp.asarray(p)[None], params)
+        if batches.rows is not None:
+            stacked = search_starts(lambda p: loss(p, batches.rows), stacked)
+        found = learn_kernels(
+            loss, batches, stacked, typed[None], preconditioner=preconditioner, estimator=estimator,
+            momentum=momentum, stability=stability, noise_ratio=noise_ratio, steps=steps,
+            chunk_size=chunk_size,
+        )  # fmt: skip
+    kernel, last = jax.tree.map(lambda leaf: leaf[0], (found.kernels, found.params))
+    check_learned(kernel)
+    said = judge_stability(kernel.stability, 1, "stability") + judge_kernel(kernel)
+    for text in found.warnings + said:
+        warnings.warn(text, stacklevel=2)
+    return kernel, last
+
+
+def choose_form(preconditioner: Preconditioner | None, params: Params) -> Preconditioner:
+    """Return the preconditioner; for None, choose it by the number of params."""
+    is_small = optax.tree.size(params) <= _LARGEST_FULL
+    return preconditioner or ("full" if is_small else "diagonal")
+
+
+def check_learned(kernel: NoiseKernel) -> None:
+    """Raise a ValueError unless the curvature of all kernels is known."""
+    if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(kernel.curvature)):
+        raise ValueError(
+            "No kernel was learned, because no batch has shown finite gradients and a curvature: check "
+            "that the loss and its gradient at the params are finite, and that the loss is not linear."
+        )
+
+
+def check_learning(
+    key: Any,
+    batch_size: Any,
+    preconditioner: Any,
+    estimator: Any,
+    momentum: Any,
+    stability: Any,
+    noise_ratio: Any,
+    steps: Any,
+    chunk_size: Any,
+) -> None:
+    """Raise unless the arguments of `learn_kernel` are valid."""
+    checks.check_key("key", key)
+    checks.check_static_count("batch_size", batch_size)
+    checks.check_static_count("steps", steps, minimum=_PARTS)
+    checks.check_choice("estimator", estimator, tuple(ESTIMATES))
+    checks.check_positive("stability", stability, 2.0)
+    checks.check_positive("noise_ratio", noise_ratio)
+    if preconditioner is not None:
+        checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
+    if momentum is not None:
+        checks.check_decay("momentum", momentum)
+    if chunk_size is not None:
+        checks.check_static_count("chunk_size", chunk_size)
+
+
+def learn_kernels(
+    loss: Loss,
+    batches: Batches,
+    params: Params,
+    keys: jax.Array,
+    *,
+    preconditioner: Preconditioner | None = None,
+    estimator: Estimator = "per_example",
+    momentum: float | None = None,
+    stability: float = 0.2,
+    noise_ratio: float = 10.0,
+    steps: int = 8000,
+    chunk_size: int | None = None,
+) -> Learned:
+    """Return a kernel for each chain, and the points at which the chains may begin to sample.
+
+    Args:
+      loss: The mean loss over a batch, with the prior.
+      batches: The batches.
+      params: The starts of the chains, near optima, with a leading axis of chains.
+      keys: A key for each chain, (chain,).
+      preconditioner: As for `learn_kernel`, as are the other arguments.
+      estimator: The estimator of C.
+      momentum: The momentum.
+      stability: c.
+      noise_ratio: The maximum ratio of noises.
+      steps: The number of steps.
+      chunk_size: The number of per-example gradients in memory at once.
+    """
+    size, unit = batches.batch_size, steps // _PARTS
+    form = choose_form(preconditioner, jax.tree.map(lambda leaf: leaf[0], params))
+    mu = min(0.9, (size - 1) / (size + 1)) if momentum is None else momentum
+    begin = functools.partial(
+        first_kernel, preconditioner=form, num_data=batches.num_data, batch_size=size, momentum=mu,
+        max_noise_ratio=noise_ratio, max_stability=stability,
+    )  # fmt: skip
+    every = _steps_per_estimate(size, estimator, form, steps)
+    params, split = _join(params)
+
+    def gradients(params: Any, batch: Any) -> BatchGradients:
+        here, apart = batches.split(batch)
+        e = evaluate(lambda p, batch: loss(split(p), batch), params, here, example=apart)
+        return BatchGradients(params, e.grad, e.extra_args, size, chunk_size, None)
+
+    descend, move, stand = (
+        fresh_jit(functools.partial(_run_part, functools.partial(step, gradients), batches))
+        for step in (_descend, functools.partial(_move, estimator, every), _stand)
+    )
+
+    def run(program: Any, carry: Any, kernels: Any, phase: int, length: int) -> Any:
+        own = _fold(keys, phase)
+        for first, count, part in batches.parts(own, length, unit):
+            places = jnp.int32(first), jnp.int32(count)
+            carry = program(carry, kernels, own, part, *places)
+        return carry
+
+    states = fresh_jit(jax.vmap(_NEWTON.init))(params)
+    params, _ = run(descend, (params, states), (), 0, _SEARCH * unit)
+    kernels = fresh_jit(jax.vmap(begin))(params)
+    seen = fresh_jit(jax.vmap(first_window))(kernels, params)
+    restart, end = fresh_jit(jax.vmap(_restart)), fresh_jit(jax.vmap(_end_window))
+    said: list[str] = []
+    for number, length in enumerate(_WINDOWS, start=1):
+        carry = restart(kernels, params, seen, _fold(keys, number))
+        params, _, seen = run(move, carry, kernels, number, length * unit)
+        kernels, seen = end(kernels, seen)
+        if number == 1 and batches.is_function:
+            at_rest = min(max(_EPOCHS * batches.num_data // size, unit), steps // 2)
+            rows = jnp.zeros((len(keys), at_rest, NUM_PROJECTIONS))
+            _, rows = run(stand, (params, rows), kernels, len(_WINDOWS) + 1, at_rest)
+            said = judge_order(rows.swapaxes(0, 1), jax.vmap(count_noisy)(kernels, params))
+    params, every_split = jax.vmap(split)(params), jax.vmap(split)
+    if form == "diagonal":
+        noise, curvature = every_split(kernels.noise), every_split(kernels.curvature)
+        kernels = kernels._replace(noise=noise, curvature=curvature)
+    return Learned(kernels, params, said)
+
+
+def _join(params: Params) -> tuple[Any, Callable[[Any], Any]]:
+    """Return params as one array (chain, D), and the function that returns one chain's tree.
+
+    One array compiles in a fraction of the time of many leaves. Leaves of several dtypes, or on several
+    devices, are not joined.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    is_placed = any(explicit_sharding(leaf) is not None or is_spread(leaf) for leaf in leaves)
+    if is_placed or len({leaf.dtype for leaf in leaves}) > 1:
+        return params, lambda one: one
+    shapes = [leaf.shape[1:] for leaf in leaves]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+
+    def split(one: jax.Array) -> Any:
+        parts = jnp.split(one, ends)
+        return jax.tree.unflatten(
+            structure, [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        )
+
+    return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1), split
+
+
+def _descend(
+    gradients: GradientsFn, carry: Any, kernel: Any, batch: Any, key: jax.Array, number: jax.Array
+) -> Any:
+    """Take a step of the search."""
+    del kernel, key, number
+    params, opt_state = carry
+    found = gradients(params, batch)
+    updates, opt_state = _NEWTON.update(found.grad, opt_state, params, **found.extras)
+    return apply_updates(params, updates, opt_state), opt_state
+
+
+def _move(
+    estimator: Estimator,
+    every: int,
+    gradients: GradientsFn,
+    carry: Any,
+    kernel: NoiseKernel,
+    batch: Any,
+    key: jax.Array,
+    number: jax.Array,
+) -> Any:
+    """Take a step of a window, in which every so many batches are observed."""
+    params, opt_state, seen = carry
+    found = gradients(params, batch)
+
+    def look(seen: Window) -> Window:
+        h, noise_key = probing_steps(kernel), fold(key_data(key), number)
+        return observe(seen, kernel, found, estimator, h, noise_key, number // every)
+
+    # The number of the step is the same in all chains, so vmap keeps the conditional
+    seen = when(number % every == 0, look, seen)
+    updates, opt_state = constant_sgd(kernel).update(found.grad, opt_state, params)
+    return apply_updates(params, updates, opt_state), opt_state, seen
+
+
+def _stand(
+    gradients: GradientsFn,
+    carry: Any,
+    kernel: NoiseKernel,
+    batch: Any,
+    key: jax.Array,
+    number: jax.Array,
+) -> Any:
+    """Project the gradient of a batch at fixed params."""
+    del key
+    params, rows = carry
+    row = project(kernel, gradients(params, batch).grad)
+    return params, jax.lax.dynamic_update_index_in_dim(rows, row, number, 0)
+
+
+def _restart(kernel: NoiseKernel, params: Params, seen: Window, key: jax.Array) -> Any:
+    """Return the params, the sampler's state and the statistics at the start of a window."""
+    return params, constant_sgd(kernel, key=key).init(params), seen
+
+
+def _end_window(kernel: NoiseKernel, seen: Window) -> tuple[NoiseKernel, Window]:
+    """Return the next kernel, and the start of its window."""
+    new = next_kernel(kernel, seen)
+    return new, next_window(new, seen)
+
+
+def _run_part(
+    step: Callable[..., Any],
+    batches: Batches,
+    carry: Any,
+    kernels: Any,
+    keys: jax.Array,
+    part: Any,
+    first: jax.Array,
+    count: jax.Array,
+) -> Any:
+    """Run all chains for a part of a window, whose number of steps is no constant of the program."""
+
+    def take_step(number: jax.Array, carry: Any) -> Any:
+        batch = batches.batch(part, keys, first, number)
+        new = jax.vmap(step, in_axes=(0, 0, 0, 0, None))(carry, kernels, batch, keys, number)
+        return cast_like(new, carry)
+
+    return jax.lax.fori_loop(first, first + count, take_step, carry)
+
+
+def _fold(keys: jax.Array, number: int) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+
+
+def _steps_per_estimate(
+    batch_size: int, estimator: Estimator, form: Preconditioner, steps: int
+) -> int:
+    """Return the number of steps from one estimate to the next."""
+    if estimator != "per_example" or form == "full":
+        return 1
+    return max(1, min(batch_size // 2, steps // _ENOUGH, _ESTIMATE_EVERY))

@@ -1,0 +1,184 @@
+"""The statistics of a window, and the kernel that follows from them, against figures by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optperm.bayes._covariance import BatchGradients
+from optperm.bayes._next_kernel import (
+    curvature_bound,
+    first_kernel,
+    first_window,
+    next_kernel,
+    next_window,
+    observe,
+    probing_steps,
+)
+
+N, S, D = 500, 8, 3
+NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
+
+
+def begin(form, **numbers):
+    """The first kernel and the start of its window; c = 0.2, rho up to 10, no momentum."""
+    given = {"num_data": N, "batch_size": S, "momentum": 0.0, "max_noise_ratio": 10.0}
+    kernel = first_kernel(jnp.zeros(D), form, **given | {"max_stability": 0.2} | numbers)
+    return kernel, first_window(kernel, jnp.zeros(D))
+
+
+def known(kernel, curvature=0.0, **values):
+    """The kernel after an earlier window, with a noise of 1."""
+    one = jnp.ones_like(kernel.noise)
+    return kernel._replace(**{"noise": one, "curvature": curvature * one} | values)
+
+
+def test_first_kernel_takes_no_steps_and_has_no_probes():
+    """Without an estimate nothing is known, so h is 0, and curvature cannot be measured."""
+    for form in ("scalar", "diagonal", "full"):
+        kernel, _ = begin(form)
+        np.testing.assert_array_equal(kernel.step_sizes(kernel.scale()), 0)
+        np.testing.assert_array_equal(probing_steps(kernel), 0)
+
+
+def test_unknown_curvature_stops_the_chain_but_not_the_probes():
+    """After the first window, h is 0 for steps and s / (Lambda (1 + 1 / rho)) for probes."""
+    kernel, _ = begin("diagonal")
+    noise = jnp.float32([1.0, 2.0, 4.0])
+    kernel = kernel._replace(noise=noise, estimates=jnp.int32(9))
+    np.testing.assert_array_equal(kernel.step_sizes(kernel.scale()), 0)
+    np.testing.assert_allclose(probing_steps(kernel), 2 * S / N / (1.1 * noise), rtol=1e-5)
+
+
+def test_probe_of_an_entry_without_noise_has_the_geometric_mean_of_the_lengths():
+    """So it is neither lost among the others nor hides them, in any units."""
+    kernel, _ = begin("diagonal", max_noise_ratio=1e9)
+    s = 2 * S / N
+    for h, probes in (([4e-20, 0.0, 9e-20], [4e-20, 6e-20, 9e-20]), ([0.0] * D, [1.0] * D)):
+        noise = jnp.float32([s / size if size else 0.0 for size in h])
+        kernel = kernel._replace(noise=noise, estimates=jnp.int32(9))
+        np.testing.assert_allclose(probing_steps(kernel), probes, rtol=1e-5)
+
+
+def test_statistics_of_a_window_are_means_over_its_batches():
+    """The deviations of batch t are t times those of the first, so C^ grows as t^2.
+
+    Products of the noise of two successive batches are 4 and 36 times the square of the first, and
+    their mean, over two pairs, is weighted with C h.
+    """
+    rows, a = np.random.default_rng(0).normal(size=(S, D)), jnp.float32([4.0, 2.0, 0.5])
+    w, h = jnp.zeros(D), jnp.float32([0.1, 0.2, 0.4])
+    kernel, seen = begin("diagonal")
+    kernel = known(kernel, noise=jnp.float32([1.0, 2.0, 3.0]))
+
+    @jax.jit
+    def step(seen, rows, number):
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: a * w}
+        batch = BatchGradients(w, rows.mean(0), extras, S, None, None)
+        return observe(seen, kernel, batch, "per_example", h, jnp.zeros(2, jnp.uint32), number)
+
+    for t in range(3):
+        seen = step(seen, jnp.float32((t + 1) * rows), jnp.int32(t))
+    c, share = rows.var(axis=0, ddof=1), np.asarray(h / kernel.scale())
+    np.testing.assert_allclose(seen.covariance, 14 / 3 * c, rtol=1e-5)
+    weighted = np.average(20 * (c * share) ** 2, weights=np.asarray(kernel.noise) * share)
+    assert float(seen.repeated) == pytest.approx(weighted, rel=1e-5)
+    np.testing.assert_allclose(seen.curvature, h * a, rtol=1e-5)
+
+
+def test_curvature_is_that_of_the_new_directions():
+    """In the coordinates of W it is the diagonal of W^T A W, for a diagonal A and steps h."""
+    a = np.array([4.0, 2.0, 0.5])
+    kernel, seen = begin("full")
+    kernel = known(kernel, noise=jnp.float32([2.0, 1.0, 0.5]))
+    h = np.asarray(probing_steps(kernel))
+    seen = seen._replace(
+        estimates=jnp.int32(9), covariance=(jnp.float32(NOISE), jnp.float32(np.diag(NOISE))),
+        curvature=jnp.float32(h * a), root_square=jnp.float32(h * a),
+    )  # fmt: skip
+    new = jax.jit(next_kernel)(kernel, seen)
+    w = np.asarray(new.basis.w, np.float64)
+    np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=1e-5)
+    np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
+
+
+def test_curvature_includes_the_spread_of_the_batches_curvatures():
+    """With E q = -3, a deviation of 4 and 16 estimates h a = (3 + 2) / 2 + 16 / (2 * 5)."""
+    _, seen = begin("diagonal")
+    mean, root, h = jnp.full(D, -3.0), jnp.full(D, 5.0), jnp.float32([1.0, 0.1, 0.0])
+    seen = seen._replace(estimates=jnp.int32(16), curvature=mean, root_square=root)
+    found = curvature_bound(seen, h, jnp.float32(0.5))
+    np.testing.assert_allclose(found, [4.1, 41.0, 0.0], rtol=1e-5)
+
+
+def test_steps_are_shortened_until_their_stability_is_the_maximum():
+    """All curvatures are multiplied by 0.8 / 0.1, where 0.8 is what the window saw."""
+    kernel, seen = begin("diagonal", max_stability=0.1)
+    kernel, one = known(kernel), jnp.ones(D)
+    h = probing_steps(kernel)
+    seen = seen._replace(
+        estimates=jnp.int32(9), covariance=one, curvature=h, root_square=h,
+        stability=jnp.float32(0.8),
+    )  # fmt: skip
+    new = jax.jit(next_kernel)(kernel, seen)
+    np.testing.assert_allclose([new.excess, new.stability], [8.0, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(new.curvature, 8.0, rtol=1e-5)
+
+
+def test_variance_of_the_noise_over_places_lowers_its_fraction():
+    """rho / (1 + rho) is a tenth of the old fraction over the standard deviation, here 1 / 2.
+
+    With h = s / 1.1, products of w^T C w h / s have a mean of 1.25 / 1.1^2, and a level of 1 / 1.1^2.
+    """
+    kernel, seen = begin("diagonal")
+    kernel, one = known(kernel), jnp.ones(D)
+    seen = seen._replace(
+        estimates=jnp.int32(9), covariance=one, repeated=jnp.float32(1.25 / 1.1**2), curvature=one,
+        root_square=one,
+    )  # fmt: skip
+    new = jax.jit(next_kernel)(kernel, seen)
+    fraction = new.noise_ratio / (1 + new.noise_ratio)
+    np.testing.assert_allclose(fraction, 10 / 11 * 0.1 / (0.5 / 1.1), rtol=1e-5)
+    np.testing.assert_allclose(new.drift, 1.0, rtol=1e-6)
+
+
+def test_drift_is_the_ratio_of_the_noise_to_the_noise_of_the_window_before():
+    kernel, seen = begin("diagonal")
+    kernel, one = known(kernel), jnp.ones(D)
+    seen = seen._replace(
+        estimates=jnp.int32(9), covariance=0.6 * one, curvature=one, root_square=one
+    )
+    np.testing.assert_allclose(jax.jit(next_kernel)(kernel, seen).drift, 0.6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_kernel_is_kept_after_a_window_without_sound_estimates(value):
+    """Without an estimate, and with curvature that is not finite."""
+    kernel, seen = begin("diagonal")
+    kernel, one = known(kernel, curvature=3.0), jnp.ones(D)
+    seen = seen._replace(
+        estimates=jnp.int32(9 if value else 0), covariance=one, curvature=value * one,
+        root_square=one,
+    )  # fmt: skip
+    new = jax.jit(next_kernel)(kernel, seen)
+    for old, found in zip(*map(jax.tree.leaves, (kernel, new)), strict=True):
+        np.testing.assert_array_equal(found, old)
+
+
+def test_next_window_keeps_the_directions_and_nothing_else():
+    kernel, seen = begin("diagonal")
+    direction = jnp.float32([1.0, 2.0, 3.0])
+    seen = seen._replace(
+        estimates=jnp.int32(9),
+        covariance=jnp.ones(D),
+        stability=jnp.float32(3),
+        direction=direction,
+    )
+    new = next_window(known(kernel), seen)
+    np.testing.assert_array_equal(new.direction, direction)
+    assert not np.any(new.covariance)
+    assert not int(new.estimates)
+    assert not float(new.stability)
+    for x, old in zip(new.extremes.probes, seen.extremes.probes, strict=True):
+        np.testing.assert_allclose(np.linalg.norm(x), 1, rtol=1e-6)
+        np.testing.assert_allclose(x, old / np.linalg.norm(old), rtol=1e-5)
