@@ -23,16 +23,16 @@ from optperm.bayes._chains import (
     numbers_of,
 )
 from optperm.bayes._conditions import sees_gradient
+from optperm.bayes._constant_sgd import constant_sgd
 from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._learn_kernel import check_learned, choose_form, learn_kernels
 from optperm.bayes._next_kernel import first_kernel
+from optperm.bayes._optima import first_starts, search_starts
 from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import wide_params
 from optperm.bayes._report import judge
 from optperm.bayes._resume import Progress, fingerprint
-from optperm.bayes._sampling_sgd import constant_sgd
-from optperm.bayes._starts import first_starts, search_starts
 from optperm.core import checks
 from optperm.core.dtypes import all_finite
 from optperm.core.fresh_jit import fresh_jit
