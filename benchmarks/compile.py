@@ -19,6 +19,7 @@ import itertools
 import pathlib
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -85,8 +86,6 @@ METHODS: dict[str, Callable[[], Any]] = {
     "recursive_gradient": lambda: followed(optperm.recursive_gradient(0.1, every=10)),
     "mars": lambda: optax.chain(optperm.mars(), optax.adam(1e-3)),
     "proximal": lambda: optax.chain(optax.sgd(0.1), optperm.proximal(0.1, l1=0.01)),
-    "constant_sgd": lambda: optperm.constant_sgd(1000, 8),
-    "constant_sgd, diagonal": lambda: optperm.constant_sgd(1000, 8, preconditioner="diagonal"),
     "mandt_sgd": lambda: optperm.mandt_sgd(1000, 8),
     "sgld": lambda: optperm.sgld(1e-5, 1000),
     "sghmc": lambda: optperm.sghmc(1e-5, 1000, 0.1),
@@ -101,6 +100,10 @@ METHODS: dict[str, Callable[[], Any]] = {
     "rigl, random": lambda: optperm.rigl(optax.adam(1e-3), 0.9, end=30, every=5, grow="random"),
     "switch_after": lambda: optperm.switch_after(3, optax.sgd(0.1), optax.adam(1e-3)),
 }
+
+
+# The preconditioner of constant SGD, whose kernel is learned for the params.
+KERNELS: dict[str, Any] = {"constant_sgd, diagonal": "diagonal", "constant_sgd, scalar": "scalar"}
 
 
 class Cost(NamedTuple):
@@ -147,9 +150,27 @@ def make_step(name: str, tx: Any) -> Callable[..., Any]:
     return step
 
 
+def make_constant_sgd(preconditioner: Any, params: Any) -> Any:
+    """Constant SGD with a kernel that was learned in a few steps, whose numbers do not matter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kernel, _ = optperm.bayes.learn_kernel(
+            loss_fn,
+            (jax.random.normal(jax.random.key(0), (1000, 2)),),
+            jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params),
+            key=0,
+            batch_size=8,
+            preconditioner=preconditioner,
+            steps=16,
+        )
+    return optperm.constant_sgd(kernel)
+
+
 def make_program(name: str, num_leaves: int, num_shapes: int) -> tuple[Any, tuple[Any, ...]]:
     """A step that is not traced yet, and the shapes of its arguments."""
-    tx, params = METHODS[name](), make_params(num_leaves, num_shapes)
+    params = make_params(num_leaves, num_shapes)
+    is_given = name in KERNELS
+    tx = make_constant_sgd(KERNELS[name], params) if is_given else METHODS[name]()
     step, init = make_step(name, tx), tx.init
     batch = (jax.ShapeDtypeStruct((8, 2), jnp.float32),)
     if name.startswith(("agn", "diloco")):
@@ -242,7 +263,9 @@ def table(
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*METHODS], metavar="NAME", default=[*METHODS])
+    parser.add_argument(
+        "--only", nargs="+", choices=[*METHODS, *KERNELS], metavar="NAME", default=[*METHODS]
+    )
     parser.add_argument("--leaves", default="16,64,256", help="numbers of leaves")
     parser.add_argument("--shapes", type=int, nargs="+", choices=[*SIDES], default=[*SIDES])
     parser.add_argument("--resume", action="store_true", help="keep the rows in the file of --json")

@@ -307,16 +307,19 @@ def run_lbfgs(problem: Problem) -> Callable[[int], Any]:
 def repeat(
     fit: Callable[[int], Any], objective: Callable[[Any], float], goal: float, limit: float
 ) -> tuple[float, int, float]:
-    """Return the seconds, iterations and objective of the first run that reaches the goal."""
-    iterations = 1
+    """Return the seconds, iterations and objective of the first run that reaches the goal.
+
+    A run above the limit is the last one, and so is one that ends where the run before it ended.
+    """
+    iterations, last = 1, float("nan")
     while True:
         start = time.perf_counter()
         w = fit(iterations)
         seconds = time.perf_counter() - start
         value = objective(w)
-        if value <= goal or seconds > limit:
+        if value <= goal or seconds > limit or value == last:
             return seconds, iterations, value
-        iterations *= 2
+        iterations, last = 2 * iterations, value
 
 
 def compare(problem: Problem, tol: float, limit: float, max_passes: float, clock: Any) -> None:

@@ -51,6 +51,20 @@ def load(path: pathlib.Path | None, examples: int | None = None) -> tuple[str, D
     return path.stem if path else "digits", train, part("test", np.s_[:])
 
 
+def standardized_digits() -> tuple[Data, Data]:
+    """Return scikit-learn's digits as training and test images, float32 (n, 8, 8), with labels.
+
+    Each pixel is standardized by the mean and deviation of the training images.
+    """
+    x, y = load_digits(return_X_y=True)
+    x = x.reshape(-1, 8, 8)
+    test, train = np.split(np.random.RandomState(42).permutation(len(x)), [540])
+    mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
+    deviation[deviation == 0] = 1  # pixels that are blank in every image
+    x, y = ((x - mean) / deviation).astype(np.float32), y.astype(np.int32)
+    return (x[train], y[train]), (x[test], y[test])
+
+
 def weight_shapes(
     image: Sequence[int],
     hidden: Sequence[int] | None = (256,),

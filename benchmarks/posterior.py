@@ -525,16 +525,20 @@ def timed(run: Callable[[], np.ndarray], name: str) -> Found:
     return compared(draws, name, time.perf_counter() - start, says)
 
 
-def filled(
-    problem: Problem, batch_size: int, preconditioner: str, steps: int, **options: Any
-) -> Any:
-    """Constant SGD with its defaults; a shorter burn-in where there are fewer steps."""
-    if steps != STEPS:
-        options["burn_in"] = steps * START // STEPS // 2
-    if batch_size == 1:
-        options["estimator"] = "single_example"
-    return optperm.constant_sgd(
-        problem.num_data, batch_size, preconditioner=preconditioner, **options
+def sample_by_defaults(
+    problem: Problem, batch_size: int, preconditioner: str, seed: int, steps: int
+) -> optperm.bayes.Samples:
+    """The samples of `optperm.bayes.sample` with constant SGD, as many draws as of other samplers."""
+    return optperm.bayes.sample(
+        problem.loss_fn,
+        problem.data,
+        jnp.zeros(problem.size),
+        jax.random.key(seed),
+        batch_size=batch_size,
+        preconditioner=preconditioner,
+        num_chains=CHAINS,
+        num_draws=(steps - steps * START // STEPS) // THINNING,
+        thinning=THINNING,
     )
 
 
@@ -589,8 +593,8 @@ def rows_of(
 ) -> Iterator[tuple[str, Found]]:
     """Each sampler's name and what it came to."""
     for kind in ("full", "diagonal"):
-        tx = filled(problem, batch_size, kind, steps)
-        found = timed(lambda tx=tx: draw(problem, tx, batch_size, seed, steps), problem.name)
+        run = functools.partial(sample_by_defaults, problem, batch_size, kind, seed, steps)
+        found = timed(lambda run=run: np.asarray(run().params), problem.name)
         yield f"constant_sgd {kind}", found
     if seed > 0:
         return
@@ -632,9 +636,7 @@ def rows_of(
     )
     for kind in ("diagonal", "full"):
         more = {"estimator": "single_example"} if batch_size == 1 else {}
-        tx = optperm.mandt_sgd(
-            n, batch_size, preconditioner=kind, burn_in=1000, freeze_after=4000, **more
-        )
+        tx = optperm.mandt_sgd(n, batch_size, preconditioner=kind, freeze_after=4000, **more)
         yield (
             f"Mandt {kind}",
             timed(
@@ -670,23 +672,19 @@ class Verdict(NamedTuple):
 def by_defaults(
     problem: Problem, batch_size: int, form: str, seeds: int, steps: int
 ) -> tuple[list[Verdict], float]:
-    """A verdict for the chains of each seed, which run side by side, and the processor's seconds."""
-    begin = time.process_time()
-    tx = filled(problem, batch_size, form, steps)
-    samples = samples_of(problem, tx, batch_size, 0, steps, chains=CHAINS * seeds)
-    jax.block_until_ready(samples)
-    seconds, verdicts = time.process_time() - begin, []
+    """A verdict for the chains of each seed, and the processor's seconds of all calls."""
+    seconds, verdicts = 0.0, []
     for seed in range(seeds):
-        chains = slice(CHAINS * seed, CHAINS * (seed + 1))
-        mine = samples._replace(
-            **{
-                part: jax.tree.map(lambda x, chains=chains: x[chains], getattr(samples, part))
-                for part in ("params", "last_params", "last_opt_state", "starts")
-            }
-        )
-        report = optperm.bayes.posterior_report(mine)
-        found = compared(np.asarray(mine.params), problem.name, seconds / seeds)
-        verdicts.append(Verdict(found, report.ess_bulk, report.warnings))
+        begin = time.process_time()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            samples = sample_by_defaults(problem, batch_size, form, seed, steps)
+        taken = time.process_time() - begin
+        seconds += taken
+        report = optperm.bayes.posterior_report(samples)
+        found = compared(np.asarray(samples.params), problem.name, taken)
+        said = tuple(dict.fromkeys(str(each.message) for each in caught))
+        verdicts.append(Verdict(found, report.ess_bulk, said))
     return verdicts, seconds
 
 
@@ -850,6 +848,7 @@ class Method(NamedTuple):
       build: The optimizer of one of them, for so many steps.
       keeps: What is predicted with: the "last" iterate, the "mean" of the second half, or "draws" of it.
       members: How many networks are predicted with together.
+      form: The preconditioner of constant SGD, whose kernels are learned first; None for others.
     """
 
     parameter: str
@@ -857,6 +856,7 @@ class Method(NamedTuple):
     build: Callable[[float, int], Any]
     keeps: str = "draws"
     members: int = 1
+    form: str | None = None
 
 
 def _decayed(build: Callable[[Any], Any]) -> Callable[[float, int], Any]:
@@ -864,16 +864,27 @@ def _decayed(build: Callable[[Any], Any]) -> Callable[[float, int], Any]:
     return lambda rate, steps: build(optax.cosine_decay_schedule(rate, steps))
 
 
-def _constant(preconditioner: str) -> Callable[[float, int], Any]:
-    """By its defaults, but for a burn-in that is a fifth of the steps."""
-    return lambda temperature, steps: optperm.constant_sgd(
-        TRAINED,
-        MLP_BATCH,
-        preconditioner=preconditioner,
-        temperature=temperature,
-        burn_in=steps // 5,
-        freeze_after=2 * (steps // 5),
-    )
+def _constant(temperature: float, _: int) -> Any:
+    """Return constant SGD at a temperature, for the kernel of a network."""
+    return functools.partial(optperm.constant_sgd, temperature=temperature)
+
+
+@functools.cache
+def mlp_kernels(preconditioner: str, number: int) -> tuple[Any, Any]:
+    """The kernels of networks, and the params at which their chains start, by defaults."""
+    starts = initial_networks(number, 0)
+    found = [
+        optperm.bayes.learn_kernel(
+            mlp_loss,
+            splits()[0],
+            jax.tree.map(lambda leaf, i=i: leaf[i], starts),
+            jax.random.key(i),
+            batch_size=MLP_BATCH,
+            preconditioner=preconditioner,
+        )
+        for i in range(number)
+    ]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
 
 def _mandt(limit: float, steps: int) -> Any:
@@ -894,8 +905,8 @@ METHODS = {
     "Adam": Method("learning rate", RATES, _decayed(optax.adam), "last"),
     "SWA of SGD": Method("learning rate", (0.03, 0.1, 0.3), lambda r, _: optax.sgd(r), "mean"),
     "ensemble of 5, Adam": Method("learning rate", RATES, _decayed(optax.adam), "last", MEMBERS),
-    "constant_sgd scalar": Method("T", TEMPERATURES, _constant("scalar")),
-    "constant_sgd diagonal": Method("T", TEMPERATURES, _constant("diagonal")),
+    "constant_sgd scalar": Method("T", TEMPERATURES, _constant, form="scalar"),
+    "constant_sgd diagonal": Method("T", TEMPERATURES, _constant, form="diagonal"),
     "Mandt diagonal, T = 1": Method("max_step", LENGTHS, _mandt),
     "sgld, T = 1": Method("epsilon N / 2", LENGTHS, _sgld(1.0)),
     "sgld, T = 0.1": Method("epsilon N / 2", LENGTHS, _sgld(0.1)),
@@ -937,8 +948,15 @@ def initial_networks(number: int, seed: int) -> Any:
 
 def mlp_draws(method: Method, value: float, steps: int, seeds: int) -> Any:
     """What is predicted with: for each seed members and draws, (seed, draw, ...)."""
-    tx = optax.with_extra_args_support(method.build(value, steps))
     train, number = splits()[0], seeds * method.members
+    start, built = initial_networks(number, 0), method.build(value, steps)
+    if method.form is None:
+        tx = optax.with_extra_args_support(built)
+        opt_state = jax.vmap(tx.init)(start)
+    else:
+        kernels, start = mlp_kernels(method.form, number)
+        tx = built(jax.tree.map(lambda leaf: leaf[0], kernels))
+        opt_state = jax.vmap(lambda kernel, params: built(kernel).init(params))(kernels, start)
 
     def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (MLP_BATCH,), 0, TRAINED)
@@ -946,12 +964,12 @@ def mlp_draws(method: Method, value: float, steps: int, seeds: int) -> Any:
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
         return optax.apply_updates(params, updates), opt_state
 
-    start, half = initial_networks(number, 0), steps // 2
+    half = steps // 2
     draws = MLP_DRAWS if method.keeps in ("draws", "mean") else 1
     samples = optperm.bayes.draw_samples(
         step,
         start,
-        jax.vmap(tx.init)(start),
+        opt_state,
         jax.random.key(1),
         num_chains=number,
         num_draws=min(draws, half),

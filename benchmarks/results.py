@@ -1,6 +1,7 @@
 """The results of a benchmark, as tables in a JSON file, from which the site is made."""
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -9,8 +10,12 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import matplotlib.figure
+import matplotlib.style
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +122,14 @@ def join(parts: list[pathlib.Path], path: pathlib.Path, order: dict[str, list[st
         "tables": tables,
     }
     path.write_text(_as_text(found), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
+    """Yield a figure in the style of the package, and save it."""
+    with matplotlib.style.context("optperm.pictures"):
+        yield (figure := matplotlib.figure.Figure(**options))
+        figure.savefig(path)
 
 
 def _as_text(found: dict[str, object]) -> str:

@@ -34,11 +34,10 @@ import library_bytes
 import numpy as np
 import optax
 import results
+from results import picture
 from timing import take_turns
 
 import optperm
-from optperm.cli import datasets
-from optperm.cli.report import picture
 from optperm.sparsity import freeze, prune
 
 RESULTS = results.Results()
@@ -408,7 +407,7 @@ def predict(params: dict, x: jax.Array) -> jax.Array:
 def make_sweep(sets: list, p: np.ndarray, steps: list, hidden: int) -> Callable[[int], jax.Array]:
     """Return a function from a seed to accuracies (criteria, fractions, sets)."""
     (x, y), fractions = sets[0], jnp.asarray(p, jnp.float32)
-    sampler = optperm.mandt_sgd(len(x), SMALL, burn_in=0, max_step=0.25, freeze_after=steps[0])
+    sampler = optperm.mandt_sgd(len(x), SMALL, max_step=0.25, freeze_after=steps[0])
     tx = optax.chain(sampler, optperm.mask_elements())
 
     def loss_fn(params: dict, batch: tuple) -> jax.Array:
@@ -454,12 +453,9 @@ def make_sweep(sets: list, p: np.ndarray, steps: list, hidden: int) -> Callable[
 
 def compare_fractions(options: argparse.Namespace) -> np.ndarray:
     """Show and draw; return accuracies (seeds, criteria, fractions, train or test)."""
-    p, data = np.linspace(0, 1, options.fractions), datasets.load("digits")
-    used = np.ptp(data.x_train, axis=0) > 0
-    sets = [
-        (jnp.asarray(x[:, used]), jnp.asarray(y))
-        for x, y in ((data.x_train, data.y_train), (data.x_test, data.y_test))
-    ]
+    p, data = np.linspace(0, 1, options.fractions), images.standardized_digits()
+    used = np.ptp(data[0][0], axis=0) > 0
+    sets = [(jnp.asarray(x[:, used]), jnp.asarray(y)) for x, y in data]
     run = make_sweep(sets, p, options.sweep_steps, options.hidden)
     found = np.stack([run(seed) for seed in range(options.seeds)])
     shown = sorted({int(np.abs(p - q).argmin()) for q in (0, 0.4, 0.6, 0.8, 0.9, 0.96, 1)})

@@ -1,4 +1,4 @@
-"""Training by `fit` and by the command.
+"""Training by `fit`.
 
 - cost: the time of a step of `optperm.training.fit` over that of the same step in a loop by hand: one
   jitted `jax.lax.scan` over 100 steps at a time for arrays, a jitted step for each batch of an iterable.
@@ -6,15 +6,16 @@
 - kills: SIGKILL ends a program that trains with `fit`, within a step, during a checkpoint or while it
   starts, and it starts again with `resume=True`. At the end its params, optimizer state and losses must
   equal those of an uninterrupted run, bit for bit, and its checkpoints must be whole;
-- methods: the accuracy and the cost of all methods of the command with their defaults, as means over
+- methods: the accuracy and the cost of all methods with their defaults on the digits, as means over
   seeds. With `--picture` it draws the training loss over the epochs, and each seed's test accuracy.
 
     python benchmarks/training.py [--only PART ...] [--json FILE]
 """
 
 import argparse
-import dataclasses
+import functools
 import itertools
+import math
 import pathlib
 import random
 import statistics
@@ -23,23 +24,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.linen as nn
+import images
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import orbax.checkpoint as ocp
 import results
+from results import picture
 from timing import seconds, take_turns
 
 import optperm
-from optperm.cli import datasets
-from optperm.cli.flags import Run
-from optperm.cli.methods import METHODS
-from optperm.cli.report import picture
-from optperm.cli.training import Training
-from optperm.training import TrainState, fit, shuffled
+from optperm.training import Checkpoints, TrainState, fit, shuffled
 
 EXAMPLES, FEATURES, CLASSES, BATCH = 12800, 64, 10, 128
 STEPS = EXAMPLES // BATCH  # an epoch, and a call by hand
@@ -126,8 +126,14 @@ def compare_costs(sizes: list[int], repetitions: int, least: float) -> None:
 
         peers = {
             "arrays": (arrays, of_arrays),
-            "arrays, every={100: f}": (arrays, lambda n, f=of_arrays: f(n, every={100: _ignore})),
-            "arrays, every={1: f}": (arrays, lambda n, f=of_arrays: f(n, every={1: _ignore})),
+            "arrays, callbacks={100: f}": (
+                arrays,
+                lambda n, f=of_arrays: f(n, callbacks={100: _ignore}),
+            ),
+            "arrays, callbacks={1: f}": (
+                arrays,
+                lambda n, f=of_arrays: f(n, callbacks={1: _ignore}),
+            ),
             "iterable": (iterable, of_batches),
         }
         for name, (hand, fitted) in peers.items():
@@ -174,12 +180,11 @@ def train_on(folder: pathlib.Path, devices: int, epochs: int, pause: float) -> N
         epochs=epochs,
         batch_size=8,
         mesh=jax.make_mesh((devices,), ("replica",)) if devices > 1 else None,
-        epoch_start=optperm.variance.take_snapshot,
-        every={5: lambda event: time.sleep(pause) if pause else None},
-        checkpoints=folder / "kept",
-        checkpoint_every=7,
-        checkpoint_keep=3,
-        resume=True,
+        callbacks={
+            "epoch_start": optperm.variance.take_snapshot,
+            5: lambda event: time.sleep(pause) if pause else None,
+        },
+        checkpoints=Checkpoints(folder / "kept", every=7, keep=3, resume=True),
     )
     assert result.state is not None
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(result.state.replace(rng=None))]
@@ -231,33 +236,128 @@ def compare_killed(chosen: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-# All methods of the command.
-def outcome(run: Training, epochs: int) -> dict[str, Any]:
-    """Train, and return the figures of one run."""
-    result: Any = run.run(epochs)
-    if result.ended != "finished":
-        raise SystemExit(128 + result.signal)
-    times = [record["seconds"] for record in run.records[1:]]
+# All methods.
+class Task(NamedTuple):
+    """What a method may have to know of its run."""
+
+    steps: int
+    seed: int
+    num_data: int
+    batch_size: int
+
+
+def by_rate(direction: optax.GradientTransformation, rate: float) -> Any:
+    """Return an optimizer that takes steps along a direction."""
+    return optax.chain(direction, optax.scale_by_learning_rate(rate))
+
+
+# Each with its default hyperparameters, and with rates that suit this task.
+METHODS: dict[str, Callable[[Task], Any]] = {
+    "sgperm": lambda task: optperm.sgperm(num_steps=task.steps, key=task.seed),
+    "laperm": lambda task: optperm.laperm(optax.adam(1e-3), every=58),
+    "sgd": lambda task: optax.sgd(0.1, 0.9),
+    "adam": lambda task: optax.adam(1e-3),
+    "muon": lambda task: optax.contrib.muon(0.02),
+    "svrg": lambda task: optax.chain(optperm.svrg(), optax.sgd(0.1, 0.0)),
+    "agn": lambda task: optperm.agn(optax.sgd(0.5, 0.5), every=10),
+    "diloco": lambda task: optperm.diloco(
+        optax.adamw(3e-3), optax.sgd(0.8, 0.5, nesterov=True), every=20
+    ),
+    "dldr": lambda task: optperm.dldr(
+        optax.sgd(0.1, 0.0),
+        optperm.dim_reduce(n_components=10, alpha=0.01, max_search_steps=10),
+        every=5,
+        num_snapshots=16,
+    ),
+    "low-rank": lambda task: by_rate(
+        optperm.low_rank(optax.scale_by_adam(), rank=0.25, residual="scaled", key=task.seed), 3e-3
+    ),
+    "apollo": lambda task: by_rate(optperm.apollo(rank=0.25, key=task.seed), 3e-3),
+    "constant-sgd": lambda task: optperm.mandt_sgd(
+        task.num_data,
+        task.batch_size,
+        burn_in=150,
+        burn_in_optimizer=optax.sgd(0.1, 0.9),
+        max_step=0.5,
+    ),
+}
+# Per-example gradients of a step, of those that take more than one, and what is added to their loss.
+GRADIENTS = {"svrg": 2, "constant-sgd": 2}
+INIT = 0x494E_4954  # far from the step counts that a method may fold into the same key
+SNAPSHOTS = 2  # epochs from one snapshot of SVRG to the next
+
+
+class Network(nn.Module):
+    """An MLP with a hidden layer, whose biases are drawn like its kernels."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map (batch, 8, 8) to logits."""
+        x = x.reshape(len(x), -1)
+        for index, units in enumerate((self.hidden, CLASSES)):
+            bound = math.sqrt(6 / x.shape[-1])
+            ends = {"minval": -bound, "maxval": bound}
+            draw_bias = functools.partial(jax.random.uniform, **ends)
+            init = {"kernel_init": nn.initializers.he_uniform(), "bias_init": draw_bias}
+            x = nn.Dense(units, **init)(x)
+            x = x if index else nn.relu(x)
+        return x
+
+
+def train_by(name: str, seed: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Train by a method, and return the figures of the run."""
+    (x, y), (x_test, y_test) = images.standardized_digits()
+    epochs, model = chosen.epochs or 20, Network(chosen.units)
+    per_epoch = len(x) // chosen.batch_size
+    task = Task(epochs * per_epoch, seed, len(x), chosen.batch_size)
+    key, tx = jax.random.fold_in(jax.random.key(seed), INIT), METHODS[name](task)
+    params = jax.jit(model.init)(key, x[:1])
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        logits = model.apply(params, batch["x"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        prior = optperm.bayes.normal_prior(params, 1.0, len(x)) if name == "constant-sgd" else 0.0
+        return losses.mean() + prior
+
+    def snapshot(epoch: int) -> Any:
+        return optperm.variance.take_snapshot if (epoch - 1) % SNAPSHOTS == 0 else None
+
+    state = TrainState.create(
+        apply_fn=None, params=params, tx=tx, opt_state=jax.jit(tx.init)(params)
+    )
+    result: Any = fit(
+        jax.device_put(state, jax.devices()[0]),  # one device by choice
+        loss_fn,
+        {"x": x, "y": y},
+        epochs=epochs,
+        batch_size=chosen.batch_size,
+        key=seed,
+        callbacks={"epoch_start": snapshot} if name == "svrg" else None,
+    )
+    rows, trained = result.history.epochs, result.state
+    if name in ("sgperm", "laperm"):
+        trained = trained.replace(
+            params=optperm.permutation.permuted_params(trained.opt_state, trained.params)
+        )
+    right = model.apply(trained.params, x_test).argmax(axis=1) == y_test
+    full = len(x) * -(-epochs // SNAPSHOTS) if name == "svrg" else 0
     return {
-        "seconds_per_step": statistics.median(times) / run.steps_per_epoch,
-        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(result.state.opt_state)),
-        "gradients": run.gradient_evaluations(result.step),
-        "losses": [record["train_loss"] for record in run.records[1:]],
-        "accuracy": run.test(run.params),
+        "seconds_per_step": statistics.median(rows["seconds"]) / per_epoch,
+        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(trained.opt_state)),
+        "gradients": GRADIENTS.get(name, 1) * result.step * chosen.batch_size + full,
+        "losses": rows["loss"],
+        "accuracy": float(right.mean()),
     }
 
 
 def compare_methods(chosen: argparse.Namespace) -> None:
     """Train by all methods from all seeds; show and draw what came of it."""
-    flags = {"hidden": chosen.units, "batch_size": chosen.batch_size, "data": chosen.data}
-    flags |= {"epochs": chosen.epochs or 20}
-    data, groups = datasets.load(chosen.data), dict[str, list[dict[str, Any]]]()
+    groups = dict[str, list[dict[str, Any]]]()
     for name in chosen.methods:
-        for seed in range(chosen.seeds):
-            given = METHODS[name].defaults(), dataclasses.replace(Run(**flags), seed=seed), data
-            of = outcome(Training(METHODS[name], *given), chosen.epochs or 20)
-            groups.setdefault(name, []).append(of)
-        runs = groups[name]
+        runs = [train_by(name, seed, chosen) for seed in range(chosen.seeds)]
+        groups[name] = runs
         ends = [run["accuracy"] for run in runs]
         spread = f" ± {statistics.stdev(ends):.4f}" if len(ends) > 1 else ""
         RESULTS.show(
@@ -304,7 +404,6 @@ def main() -> None:
     add("--seeds", type=int, default=3, help="for methods")
     add("--units", type=int, default=256, help="of the hidden layer, for methods")
     add("--batch-size", type=int, default=50, help="for methods")
-    add("--data", default="digits", help="for methods")
     add("--picture", type=pathlib.Path, help="a file for the picture of methods")
     add("--train", type=pathlib.Path, help=argparse.SUPPRESS)
     add("--pause", type=float, default=0.0, help=argparse.SUPPRESS)

@@ -67,22 +67,11 @@ def make_swag(number: Any, steps: int, size: int) -> Any:
 
 
 def make_constant_sgd(number: Any, steps: int, size: int) -> Any:
-    """Return Adam for half of the steps, and draws at a temperature in the last quarter."""
-    (temperature, factor), rate = number
-    burn_in, freeze_after = max(steps // 2, 1), 3 * steps // 4
-    sampler = optperm.constant_sgd(
-        size,
-        BATCH,
-        preconditioner="diagonal",
-        estimator="two_batches",
-        learning_rate=factor,
-        temperature=temperature,
-        burn_in=burn_in,
-        freeze_after=freeze_after,
-        burn_in_optimizer=optax.adam(optax.cosine_decay_schedule(rate, burn_in)),
-    )
-    record = optperm.record_trajectory(max((steps - freeze_after) // DRAWS, 1), DRAWS)
-    return optax.chain(sampler, record)
+    """Return constant SGD with a kernel, at a temperature, and a record of the draws."""
+    del size
+    kernel, temperature, factor = number
+    sampler = optperm.constant_sgd(kernel, temperature=temperature, learning_rate=factor)
+    return optax.chain(sampler, optperm.record_trajectory(max(steps // DRAWS, 1), DRAWS))
 
 
 def make_ivon(number: Any, steps: int, size: int) -> Any:
@@ -222,11 +211,28 @@ def ivon(number: tuple[float, ...], setting: Setting) -> Ways:
 
 
 def constant_sgd(number: tuple[float, float], setting: Setting) -> Ways:
-    """Draw all params by constant SGD at a temperature, with batches drawn with replacement."""
-    size = len(setting.data[0])
+    """Draw all params by constant SGD at a temperature, with batches drawn with replacement.
+
+    Adam takes half of the steps, a quarter learns the kernel, and a quarter samples.
+    """
+    (temperature, factor), size = number, len(setting.data[0])
     params, indices, data = setting.start()
     indices = jax.random.randint(jax.random.key(setting.seed), indices.shape, 0, size)
-    _, state = train(make_constant_sgd, (number, setting.rate), params, indices, data, 1.0)
+    half = max(len(indices) // 2, 1)
+    params, _ = train(make_adam, setting.rate, params, indices[:half], data, 1.0)
+    kernel, params = optperm.bayes.learn_kernel(
+        functools.partial(loss_with_prior, precision=1.0, size=size),
+        data,
+        params,
+        jax.random.key(setting.seed),
+        batch_size=BATCH,
+        preconditioner="diagonal",
+        estimator="two_batches",
+        steps=max(len(indices) // 4, 16),
+    )
+    given = kernel, temperature, factor
+    rest = indices[half + len(indices) // 4 :]
+    _, state = train(make_constant_sgd, given, params, rest, data, 1.0)
     return {f"Constant SGD, {DRAWS} draws": optperm.subspace.trajectory(state)[0]}
 
 

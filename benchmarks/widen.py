@@ -7,6 +7,8 @@ The script prints:
   as they are stored, and bytes per parameter for params, gradients and state. Another table has the
   differences from float32, seed by seed, with their standard error;
 - small: the same with a small rate, where params in bfloat16 lose most of their updates;
+- rounding: three optimizers whose second moments are stored in 8 bits, rounded at random and to the
+  nearest code;
 - update: the processor time of an update alone, over AdamW's in float32;
 - memory: the bytes per parameter of a compiled update of 98 million params, whose largest leaf is a
   twentieth of them, on this machine, or ahead of time on an H100 or a TPU v5e (which need what
@@ -15,9 +17,10 @@ The script prints:
 All seeds of a method train at once, in one program. With `--resume`, a command that was stopped goes on
 after the last row in the file.
 
-    python benchmarks/widen.py [--only train|small|update|memory] [--text FILE] [--seeds 10] [--few 3]
-        [--steps 600] [--long 3000] [--rate 3e-3] [--small_rate 3e-4] [--methods NAME ...]
-        [--repetitions 30] [--device cpu|gpu|tpu] [--json FILE] [--resume]
+    python benchmarks/widen.py [--only train|small|rounding|update|memory] [--text FILE]
+        [--seeds 10] [--few 3] [--steps 600] [--long 3000] [--rate 3e-3] [--small_rate 3e-4]
+        [--rounding_rate 1e-3] [--methods NAME ...] [--repetitions 30]
+        [--device cpu|gpu|tpu] [--json FILE] [--resume]
 """
 
 import argparse
@@ -25,6 +28,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import accelerator_programs
 import jax
@@ -38,6 +42,7 @@ import timing
 from accelerator_programs import DEVICES
 
 import optperm
+from optperm.memory import _blocks, _quantize_state
 
 Tx = optax.GradientTransformation
 RESULTS = results.Results()
@@ -85,6 +90,26 @@ def widen(bits: int, *, small: bool = False) -> Callable[[Tx, jax.Array], Tx]:
     return wrap
 
 
+def code_moments(tx: Tx, key: jax.Array) -> Tx:
+    """Store moments in 8 bits, rounded at random."""
+    return optperm.quantize_state(tx, min_size=1024, key=key)
+
+
+def code_to_nearest(tx: Tx, key: jax.Array) -> Tx:
+    """Store moments in 8 bits, where second moments are rounded to the nearest code."""
+    tx, find = code_moments(tx, key), _quantize_state._find_form
+
+    def find_nearest(moment: Any, bits: int) -> Any:
+        form = find(moment, bits)
+        return _blocks.Largest if form is _blocks.Root else form
+
+    def init(params: Any) -> Any:
+        with mock.patch.object(_quantize_state, "_find_form", find_nearest):
+            return tx.init(params)
+
+    return optax.GradientTransformation(init, tx.update)
+
+
 # The dtype of params, an optimizer, what is wrapped around it, and the method to compare with
 Method = tuple[Any, Callable[[Any], Tx], Callable[[Tx, jax.Array], Tx], str]
 METHODS: dict[str, Method] = {
@@ -104,6 +129,18 @@ METHODS: dict[str, Method] = {
     "low rank, float32": (jnp.float32, low_rank, plain, ""),
     "low rank, 8 bits more": (jnp.bfloat16, low_rank, widen(8), "low rank, float32"),
 }
+# Optimizers with second moments
+SQUARES: dict[str, Callable[[Any], Tx]] = {
+    "AdamW": adamw,
+    "NAdamW": lambda rate: optax.nadamw(rate, weight_decay=DECAY),
+    "RMSProp": lambda rate: optax.rmsprop(rate, decay=0.99, bias_correction=True),
+}
+ROUNDED: dict[str, Method] = {}
+for _name, _optimizer in SQUARES.items():
+    ROUNDED[f"{_name}, float32"] = (jnp.float32, _optimizer, plain, "")
+    _base = f"{_name}, at random"
+    ROUNDED[_base] = (jnp.float32, _optimizer, code_moments, f"{_name}, float32")
+    ROUNDED[f"{_name}, to the nearest"] = (jnp.float32, _optimizer, code_to_nearest, _base)
 MANY = tuple(METHODS)[:4]
 LONG = tuple(METHODS)[:5]
 
@@ -118,7 +155,7 @@ class Task:
 
     def run(self, name: str, rate: float, steps: int, seeds: int) -> tuple[list[float], float]:
         """Return the nats per byte of trainings from several seeds, and bytes per parameter."""
-        dtype, optimizer, wrap, _ = METHODS[name]
+        dtype, optimizer, wrap, _ = (METHODS | ROUNDED)[name]
 
         def loss_fn(params: Any, ids: jax.Array) -> jax.Array:
             return library_bytes.loss_fn(optax.tree.cast(params, jnp.float32), ids)
@@ -173,7 +210,7 @@ def compare(
             nats=f"{np.mean(nats):.4f}",
             each_seed=" ".join(f"{x:.4f}" for x in nats),
         )
-        base = METHODS[name][3]
+        base = (METHODS | ROUNDED)[name][3]
         if base in found and (number := min(len(nats), len(found[base]))) > 1:
             each = found[name][:number] - found[base][:number]
             error = np.std(each, ddof=1) / number**0.5
@@ -290,17 +327,18 @@ def memory(device: str, count: int, shape: tuple[int, ...]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("train", "small", "update", "memory"))
+    parser.add_argument("--only", choices=("train", "small", "rounding", "update", "memory"))
     parser.add_argument("--text", type=pathlib.Path, help="a text, in the place of the library")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="of `train` and `small`")
+    parser.add_argument("--methods", nargs="+", choices=METHODS | ROUNDED, help="of the trainings")
     parser.add_argument("--seeds", type=int, default=10, help="of the first four methods")
     parser.add_argument(
         "--few", type=int, default=3, help="seeds of the other methods, and of `small`"
     )
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--long", type=int, default=3000, help="steps of `small`")
+    parser.add_argument("--long", type=int, default=3000, help="steps of `small` and `rounding`")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--small_rate", type=float, default=3e-4)
+    parser.add_argument("--rounding_rate", type=float, default=1e-3)
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="of `memory`")
     parser.add_argument("--smallest", action="store_true", help="update and memory, in seconds")
@@ -323,9 +361,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         rate, steps = options.small_rate, options.long
         compare(title, task, methods, rate, steps, lambda _: few, options.json)
 
+    def rounding() -> None:
+        rate, steps = options.rounding_rate, options.long
+        title = f"{task.title}: second moments in 8 bits, {steps} steps, rate {rate:g}"
+        methods = options.methods or list(ROUNDED)
+        compare(title, task, methods, rate, steps, lambda _: few, options.json)
+
     parts = {
         "train": train,
         "small": small,
+        "rounding": rounding,
         "memory": lambda: memory(
             options.device, *((2, (2, 8, 512)) if options.smallest else (20, (10, 512, 960)))
         ),

@@ -1,4 +1,4 @@
-"""Draw the pictures of the tutorials that show results on MNIST, CIFAR-10 and tinyshakespeare.
+"""Draw the pictures of README and the tutorials that show results on real data.
 
 Each panel has the figures of one column of a table in `benchmarks/results`, with their standard
 deviations.
@@ -168,12 +168,39 @@ def draw(panels: list[Panel], out: pathlib.Path) -> None:
     figure.savefig(out)
 
 
+@matplotlib.style.context("optperm.pictures")
+def draw_first_screen(out: pathlib.Path) -> None:
+    """Draw the picture of README: bytes and loss of AdamW, and of AdamW in 8 bits."""
+    names = {"AdamW": "optax.adamw", "AdamW, 8 bits": "quantize_state(optax.adamw)"}
+    figure = Figure(figsize=(6.2, 1.5))
+    columns = {
+        "words per param": (4, "bytes of state per weight"),
+        "nats": (1, "loss in nats per byte"),
+    }
+    every = figure.subplots(1, 2, sharey=True)
+    for axes, (column, (factor, label)) in zip(every, columns.items(), strict=True):
+        found = Panel("", "", "lower", "memory_text", column, 1).figures()
+        heights = [factor * found[name][0] for name in names]
+        bars = axes.barh(list(names.values()), heights, color=["0.5", "C0"], height=0.6)
+        axes.bar_label(
+            bars, [f"{height:.{1 if factor > 1 else 2}f}" for height in heights], padding=3
+        )
+        axes.set(xlabel=label, xlim=(0, 1.2 * max(heights)))
+        axes.spines[["top", "right"]].set_visible(False)
+    every[0].invert_yaxis()
+    figure.savefig(out)
+
+
 def main() -> None:
     """Draw the pictures that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PICTURES)}")
-    for name in parser.parse_args().names or PICTURES:
-        draw(PICTURES[name], DOCS / "tutorials" / f"{name}-results.png")
+    names = ["first_screen", *PICTURES]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}")
+    for name in parser.parse_args().names or names:
+        if name == "first_screen":
+            draw_first_screen(DOCS / "first_screen.png")
+        else:
+            draw(PICTURES[name], DOCS / "tutorials" / f"{name}-results.png")
 
 
 if __name__ == "__main__":

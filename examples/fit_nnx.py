@@ -8,7 +8,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import optperm
-from optperm.training import fit
+from optperm.training import Checkpoints, fit
 
 x, y = load_digits(return_X_y=True)
 x, y = np.float32(x / 16), np.int32(y)
@@ -39,8 +39,7 @@ with tempfile.TemporaryDirectory() as folder:
             optimizer=optimizer,
             epochs=epochs,
             batch_size=64,
-            checkpoints=folder,
-            resume=True,
+            checkpoints=Checkpoints(folder, resume=True),
         )
         loss = result.history.epochs["loss"][-1]
         print(f"epoch {result.epoch}: training loss {loss:.4f}")

@@ -6,17 +6,20 @@ determines exact entries of the params, the method `exact()` of its state return
 """
 
 import collections
-import warnings
+import functools
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import stack_scalars
 from optperm.core.shapes import Params, Updates
-from optperm.core.states import PhasedState, find_states, has_protocol
+from optperm.core.shardings import can_be_seen
+from optperm.core.states import find_states, has_protocol
 from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part, without_variables
 
 # Wrappers that average, interpolate or scale the params of the method inside.
@@ -25,11 +28,8 @@ _MOVING_WRAPPERS = {
     "optax.contrib.mechanize": optax.contrib.MechanicState,
     "optax.lookahead": optax.LookaheadState,
 }
-_OVERRIDDEN = (
-    "In an optax.chain, a transformation follows a method that sets exact params, so the changes that "
-    "the transformation makes to the updates are not applied. Put the transformation before the method, "
-    "or give it other params (optax.partition)."
-)
+# An optimizer that adds updates to params misses a target by a few rounding errors of the target.
+_ROUNDINGS = 16
 _STATE = (
     "the optimizer state (optax.flatten and split_real_and_imaginary around a method that sets exact "
     "params need optax.apply_updates)"
@@ -59,21 +59,19 @@ class Exact(NamedTuple):
         """
         return self._replace(where=jax.tree.map(lambda w: _both(flag, w), self.where))
 
-    def put(self, moved: Any, before: Any, updates: Any, is_trusted: bool = True) -> Any:
-        """Return moved params with the exact values.
+    def put(self, moved: Any, before: Any, updates: Any) -> Any:
+        """Return moved params with the exact values, of targets only where the updates lead to them.
 
         Args:
           moved: The params plus the updates.
           before: The params before the step, with the same tree structure.
           updates: The updates.
-          is_trusted: Whether all targets are known to be from this step. If not, only the targets to
-            which the updates lead are applied.
         """
 
         def put_leaf(where: Any, value: Any, leaf: Any, start: Any, update: Any) -> Any:
             if is_masked(where):
                 return leaf
-            if self.is_target and not is_trusted:
+            if self.is_target:
                 return _put_target(where, value, leaf, start, update)
             value = jnp.asarray(value, jnp.result_type(leaf))
             return jnp.where(_align(where, leaf), value, leaf)
@@ -141,38 +139,13 @@ def only_commits(new: Any, old: Any) -> Any:
     )
 
 
-class LastState(Protocol):
-    """A state of a method whose updates must not be changed."""
-
-    def if_followed(self) -> str:
-        """Return a warning for a transformation that changes the updates after this method."""
-        ...
-
-
-class AnchoredState(Protocol):
-    """A state whose updates lead to points in the state, not to a step from the params."""
-
-    def points(self) -> list[Any]:
-        """Return the points, trees like params."""
-        ...
-
-
-# States whose updates lead to params in the state, not to a step from the current params.
+# States of Optax whose updates lead to params in the state, not to a step from the current params.
 OWN_POINTS: tuple[Any, ...] = (
     optax.contrib.ScheduleFreeState,
     optax.contrib.MechanicState,
     optax.contrib.MadgradState,
     optax.contrib.COCOBState,
-    AnchoredState,
 )
-
-
-class WatchingState(Protocol):
-    """A state of a transformation that may report that it does not change updates."""
-
-    def changes_updates(self) -> bool:
-        """Return whether the transformation ever changes updates."""
-        ...
 
 
 def exact_entries(opt_state: Any) -> list[Exact]:
@@ -232,14 +205,11 @@ def apply_updates(params: Params, updates: Updates, opt_state: Any) -> Params:
       [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
 
     Notes:
-      A method that sets exact weights must come last in its chain; only `optperm.mask_elements`,
-      `optperm.record_trajectory` and `optperm.swag` may follow. Any other transformation would
-      change the updates, but not the targets; this function then issues a `UserWarning`. It also warns
-      about a transformation after `optperm.dim_reduce` or `optperm.katyusha`, whose states belong to
-      their own steps. (Optax does not show which leaves `optax.masked` covers, so there is no warning
-      if the method leaves out some leaves.) Between the updates of the method, a wrapper such as
-      `optax.contrib.sam` returns its own updates. Therefore a target is applied only if the update
-      leads to it, up to rounding.
+      A target is applied if and only if the update leads to the target, up to rounding. Between the
+      updates of the method, a wrapper such as `optax.contrib.sam` returns its own updates, which are
+      applied as they are. The same holds if a transformation after the method changes the updates. The
+      params are then not at the targets: `mismatches` in the state of `optperm.sgperm`,
+      `optperm.laperm` or `optperm.dldr` counts this, and `optperm.training.fit` warns.
 
     Raises:
       TypeError: If a leaf is not an array.
@@ -255,19 +225,65 @@ def apply_updates(params: Params, updates: Updates, opt_state: Any) -> Params:
     entries = exact_entries(opt_state)
     _check_wrappers(opt_state)
     _check_disjoint(opt_state)
-    is_followed = _warn_of_followers(opt_state)
-    # A wrapper such as SAM returns its own updates in most steps. If a transformation after a method
-    # changes the updates, the updates cannot show whether they lead to the targets.
-    is_trusted = is_followed and not find_states(opt_state, optax.contrib.SAMState)
     moved = without_variables(optax.apply_updates(params, updates))
     for each in entries:
         like = each.values if each.is_target else each.where
         checks.check_same_tree(
             "params", mask_like(before, each.where), like, source=_STATE, dtypes=False
         )
-        moved = each.put(moved, before, moves, is_trusted)
+        moved = each.put(moved, before, moves)
     moved = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(moved))
     return moved if params is whole else fill_masked(moved, whole)
+
+
+def count_mismatches(count: jax.Array, params: Params, targets: Params) -> jax.Array:
+    """Return the count, plus one if the params are not at the targets of the last step.
+
+    Args:
+      count: The number of such steps so far.
+      params: The params at the start of a step. Scalars do not count.
+      targets: The values that the last step gave them.
+    """
+    return jnp.where(_are_elsewhere(params, targets), optax.safe_increment(count), count)
+
+
+def mismatch_warnings(method: str, count: Any) -> list[str]:
+    """Return a sentence if steps began at params that a method had not set.
+
+    The sentence has no number, so that a loop that says each sentence once says it once.
+    """
+    if not can_be_seen(count) or not np.any(np.asarray(count)):
+        return []
+    return [
+        f"Steps began at params that {method} had not set (mismatches in its state counts them): a "
+        "transformation after it or a wrapper changed its updates, or the params were reset without "
+        f"the state. Put {method} last in its chain, or give the other transformation other params "
+        "(optax.partition)."
+    ]
+
+
+def _are_elsewhere(params: Params, targets: Params) -> jax.Array:
+    """Return whether params differ from targets by more than the rounding of a step."""
+    measured = collections.defaultdict[Any, list[tuple[jax.Array, jax.Array]]](list)
+    for p, q in zip(jax.tree.leaves(params), jax.tree.leaves(targets), strict=True):
+        if jnp.ndim(q):
+            measured[jnp.result_type(q)].append(_measure(p, q))
+    found = []
+    # The numbers of all leaves are compared at once, since each leaf's own comparison is a kernel.
+    for dtype, pairs in measured.items():
+        largest, distance = (stack_scalars(column) for column in zip(*pairs, strict=True))
+        # Leaves with infinite or NaN targets are not checked, since distances from them are NaN.
+        is_near = distance <= _ROUNDINGS * jnp.finfo(dtype).eps.astype(largest.dtype) * largest
+        found.append(jnp.any(jnp.isfinite(largest) & ~is_near))
+    return functools.reduce(jnp.logical_or, found, jnp.zeros([], jnp.bool_))
+
+
+@jax.jit  # Leaves of the same shape are traced once.
+def _measure(p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return max |q| and max |p - q|."""
+    wide = accumulation_dtype(q)
+    largest = jnp.max(jnp.abs(q), initial=0.0).astype(wide)
+    return largest, jnp.max(jnp.abs(p.astype(wide) - q.astype(wide)), initial=0.0)
 
 
 def check_no_averages(opt_state: Any, method: str) -> None:
@@ -301,68 +317,6 @@ def _check_disjoint(opt_state: Any) -> None:
                 "Two methods set the same parameter: give them different params with optax.partition."
             )
         taken |= own
-
-
-def _find_followers(opt_state: Any) -> list[tuple[Any, list[Any]]]:
-    """Return each state in a chain, in any nesting, that is not last, with the states that follow it.
-
-    The state of `optax.chain` is a tuple, and the state of `optax.named_chain` an ordered dictionary.
-    """
-    found: list[tuple[Any, list[Any]]] = []
-
-    def visit(node: Any) -> bool:
-        if type(node) is tuple or isinstance(node, collections.OrderedDict):
-            states = list(node.values() if isinstance(node, dict) else node)
-            found.extend((state, states[index + 1 :]) for index, state in enumerate(states))
-        return False
-
-    jax.tree.leaves(opt_state, is_leaf=visit)
-    return [(state, others) for state, others in found if others]
-
-
-def _warn_of_followers(opt_state: Any) -> bool:
-    """Warn about transformations after a method that must be last; return whether there is any.
-
-    Optax does not show which transformations change updates, or which leaves a mask covers. If a method
-    does not set all leaves, a transformation after it may be for the other leaves.
-    """
-    is_followed = False
-    for state, others in _find_followers(opt_state):
-        lasts = [(last.if_followed(), False) for last in find_states(state, LastState)]
-        lasts += [(_OVERRIDDEN, True)] if placing_states(state) else []
-        for message, places in lasts:
-            after = [each for other in others for each in _changing(other, may_hold=places)]
-            is_followed |= places and bool(after)
-            if not all(_is_partial(state) and _is_partial(each) for each in after):
-                warnings.warn(message, UserWarning, stacklevel=3)
-    return is_followed
-
-
-def _is_partial(state: Any) -> bool:
-    """Return whether the method of a state leaves out some leaves of the params, or may do so."""
-    trees = state, [each.where for each in exact_entries(state)]
-    has_masked = any(map(is_masked, jax.tree.leaves(trees, is_leaf=is_masked)))
-    return has_masked or isinstance(state, optax.MaskedState)
-
-
-def _changing(state: Any, *, may_hold: bool) -> list[Any]:
-    """Return the parts of the state of a transformation that may change updates.
-
-    With `may_hold`, a state that fixes entries does not count, because its entries override others.
-    """
-    if type(state) is tuple:
-        return [part for each in state for part in _changing(each, may_hold=may_hold)]
-    if has_protocol(state, WatchingState) and not state.changes_updates():
-        return []
-    return [] if may_hold and _only_holds(state) else [state]
-
-
-def _only_holds(state: Any) -> bool:
-    """Return whether a state belongs to a transformation that only fixes entries."""
-    if not has_protocol(state, ExactState) or has_protocol(state, PhasedState):
-        return False
-    entries = state.exact()
-    return bool(entries) and all(each.values is None for each in entries)
 
 
 def _select_updated(params: Any, updates: Any) -> Any:

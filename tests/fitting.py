@@ -167,6 +167,29 @@ def on(devices, *, mapped=False):
     return {"mesh": mesh, "axis_name": "replica"} if mapped else {"mesh": mesh}
 
 
+def arguments(options):
+    """Gather flat options in the values and the dict that `fit` takes."""
+    options = {name: value for name, value in options.items() if value is not None}
+
+    own, values = dict(options), {}
+    words = {"eval_fn": "fn", "eval_data": "data", "eval_batch_size": "batch_size"}
+    words |= {"eval_every": "every", "keep_best": "keep_best"}
+    given = {word: own.pop(name) for name, word in words.items() if name in own}
+    if given:
+        values["validation"] = training.Validation(**given)
+    words = {"checkpoints": "folder", "checkpoint_every": "every", "checkpoint_keep": "keep"}
+    words |= {"resume": "resume", "on_signal": "on_signal"}
+    given = {word: own.pop(name) for name, word in words.items() if name in own}
+    if given:
+        values["checkpoints"] = training.Checkpoints(**given)
+    callbacks = dict(own.pop("every", {}))
+    if "steps_per_call" in own:
+        callbacks.setdefault(own.pop("steps_per_call"), lambda event: None)
+    words = {"on_epoch_end": "epoch", "epoch_start": "epoch_start"}
+    callbacks |= {word: own.pop(name) for name, word in words.items() if name in own}
+    return own | values | ({"callbacks": callbacks} if callbacks else {})
+
+
 def fit(kind, name, *, loss_fn=None, train_data=DATA, devices=None, **options):
     """`training.fit` of a model by a method, from the start."""
     mapped = devices is not None and name in MAPPED
@@ -174,7 +197,9 @@ def fit(kind, name, *, loss_fn=None, train_data=DATA, devices=None, **options):
     keywords |= {"batch_size": BATCH if train_data is DATA else None}
     keywords |= {"epoch_start": every_second if name == "svrg" else None, **options}
     where = on(devices, mapped=mapped)
-    return training.fit(*positional, loss_fn or LOSS[kind], train_data, **where, **keywords)
+    return training.fit(
+        *positional, loss_fn or LOSS[kind], train_data, **where, **arguments(keywords)
+    )
 
 
 @contextlib.contextmanager
@@ -227,4 +252,4 @@ def linear_fit(loss_fn=linear_loss, train_data=DATA, tx=None, params=None, **opt
     start = {name: options.pop(name) for name in parts}
     state = training.TrainState.create(apply_fn=None, params=params, tx=tx, **start)
     options = {"batch_size": BATCH if train_data is DATA else None, **options}
-    return training.fit(state, loss_fn, train_data, **options)
+    return training.fit(state, loss_fn, train_data, **arguments(options))

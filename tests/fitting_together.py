@@ -44,7 +44,8 @@ def main(index, folder):
     stopped = fit("agn", every=stop)
     assert (stopped.ended, stopped.step) == ("stopped", 2)
     end = {4: lambda event: signal.raise_signal(signal.SIGTERM) if index == "1" else None}
-    ended = fit("agn", on_signal="return", every=end)
+    where = {"checkpoints": folder / "ended", "on_signal": "return"}
+    ended = fit("agn", every=end, **where)
     assert (ended.ended, ended.step) == ("interrupted", 4)
     refuse_what_differs(index)
     refuse_folders_that_are_not_shared(index, folder)
@@ -55,7 +56,7 @@ def main(index, folder):
 def refuses(error, says, state, data, **options):
     """Assert that `fit` refuses something, and what it says."""
     with pytest.raises(error, match=re.escape(says)):
-        training.fit(state, fitting.linen_loss, data, **options)
+        training.fit(state, fitting.linen_loss, data, **fitting.arguments(options))
 
 
 def refuse_what_differs(index):
@@ -68,7 +69,7 @@ def refuse_what_differs(index):
     for name, start, data, options in [
         ("key", state, fitting.DATA, {"key": shift}),
         ("the digest of params", state.replace(params=params), fitting.DATA, {}),
-        ("the digest of train_data", state, moved, {}),
+        ("the digest of data", state, moved, {}),
         ("batch_size", state, fitting.DATA, {"batch_size": 8 + 4 * shift}),
     ]:
         says = f"not the same in all processes: {name}"
@@ -116,10 +117,12 @@ def refuse_folders_that_are_not_shared(index, folder):
         refuses(training.CheckpointError, says, state, part, checkpoints=own, **options)
     assert not list(own.iterdir())
     is_one = index == "1"
-    for name, given in {
-        "resume": {"checkpoints": folder / "shared", "resume": is_one},
-        "checkpoints, in any folder,": {"checkpoints": folder / "shared" if is_one else None},
-    }.items():
+    for given in (
+        {"checkpoints": folder / "shared", "resume": is_one},
+        {"checkpoints": folder / "shared" if is_one else None},
+        {"every": {2 + is_one: print}},
+    ):
+        name = "callbacks" if "every" in given else "checkpoints"
         refuses(ValueError, f"in all processes: {name}", state, part, **given, **options)
 
 
@@ -154,7 +157,8 @@ def resume_after_an_error_in_one_of_them(index, folder):
     options = {"checkpoints": folder / "failed", "epochs": 1, "axis_name": "replica"}
     own, other = (OSError, "no such file"), (RuntimeError, "Another process could not load")
     refuses(*(own if index == "1" else other), state, failing, **options)
-    gone_on = training.fit(state, fitting.linen_loss, part, resume=True, **options)
+    given = fitting.arguments(options | {"resume": True})
+    gone_on = training.fit(state, fitting.linen_loss, part, **given)
     on_mesh = fitting.on(2, mapped=True)
     whole = training.fit(state, fitting.linen_loss, part, epochs=1, **on_mesh)
     support.assert_same_bits(fitting.arrays(gone_on), fitting.arrays(whole))

@@ -21,7 +21,7 @@ import time
 import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("optperm", "optperm_command", "tests", "benchmarks", "docs", "examples")
+FOLDERS = ("optperm", "tests", "benchmarks", "docs", "examples")
 # The finder of an editable installation would import the package that is not mutated.
 PYTEST = (
     "import sys; "

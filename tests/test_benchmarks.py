@@ -27,7 +27,7 @@ USUAL = {
         "RULES": ("mean",),
     },
     "constant_sgd.py --only steps --repetitions 3": {
-        "samplers": ("SGD", "diagonal, single_example", "sgld")
+        "samplers": ("SGD", "mandt_sgd, single_example", "sgld")
     },
     "training.py --only methods --methods sgd svrg --seeds 1 --epochs 1 --units 4": {},
     "compile.py --leaves 4,8 --shapes 2 --only agn ivon mask_elements": {},

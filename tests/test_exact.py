@@ -1,5 +1,6 @@
 """`apply_updates`: exact where a method sets exact params, Optax's own elsewhere."""
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import support
 
 import optperm
+from optperm.core.states import find_warnings
 from optperm.exact import Exact
 
 
@@ -86,54 +88,82 @@ def test_entries_of_states_are_exact_and_all_others_move():
 
 DECAY, SGD = optax.add_decayed_weights(0.1), optax.sgd(0.1)
 KERNEL = {"kernel": jnp.float32([[0.3, -0.1], [0.2, 0.4], [-0.6, 0.5]])}
-DIM_REDUCE, PHASES = optperm.dim_reduce(n_components=1), {"every": 1, "num_snapshots": 2}
-PLACES = "follows a method that sets exact params.*not applied"
-CURVATURE = "follows dim_reduce.*curvature"
-FOLLOWED = [
-    (optax.chain(optperm.sgperm(), DECAY), PLACES),
-    (optax.chain(optperm.sgperm(), optax.chain(optax.clip(1.0), DECAY)), PLACES),
-    (optax.masked(optax.chain(optperm.sgperm(), DECAY), {"kernel": True}), PLACES),
-    (optax.chain(optperm.laperm(SGD, 1), DECAY), PLACES),
-    (optax.chain(optperm.sgperm(), optperm.proximal(0.1, l1=0.1)), PLACES),
-    (optax.named_chain(("z", optax.clip(1.0)), ("perm", optperm.sgperm()), ("end", DECAY)), PLACES),
-    (optax.chain(optperm.sgperm(), optax.masked(DECAY, {"kernel": True})), PLACES),
-    (optax.chain(optperm.sgperm(), optperm.switch_after(9, SGD, SGD)), PLACES),
-    (optax.chain(DIM_REDUCE, optax.scale(0.1)), CURVATURE),
-    (optax.chain(optperm.dldr(SGD, DIM_REDUCE, **PHASES), optax.scale(0.1)), CURVATURE),
-]
-# What comes before, only watches, holds, or changes other params.
-SOUND = [
-    optax.chain(DECAY, optperm.sgperm()),
-    optax.chain(optperm.sgperm(), optperm.mask_elements()),
-    optax.chain(optperm.sgperm(), optperm.record_trajectory(1, 2)),
-    optax.chain(
-        optax.masked(optperm.sgperm(), {"kernel": True, "bias": False}),
-        optax.masked(DECAY, {"kernel": False, "bias": True}),
-    ),
-    optax.chain(optax.trace(0.9), DECAY),
-    optax.chain(optax.clip(1.0), DIM_REDUCE),
-    optax.chain(optperm.dldr(SGD, optperm.twa(SGD, n_components=1), **PHASES), optax.clip(1.0)),
-]
+RESTARTED = {"every": 1, "num_snapshots": 2, "restart": "first"}
+# What sets exact params, each with the number of steps of six that set them and are not the last.
+SETTING = {
+    "sgperm": (optperm.sgperm(1.0), 5),
+    "laperm": (optperm.laperm(SGD, 2), 2),
+    "dldr": (optperm.dldr(SGD, optperm.project(SGD, n_components=1), **RESTARTED), 1),
+    "katyusha": (optperm.katyusha(0.1, 0.1, 0.5), 5),
+}
+AFTER = {
+    "chain": lambda tx: optax.chain(tx, DECAY),
+    "chain in a chain": lambda tx: optax.chain(tx, optax.chain(optax.clip(1.0), DECAY)),
+    "masked chain": lambda tx: optax.masked(optax.chain(tx, DECAY), {"kernel": True}),
+    "masked in a chain": lambda tx: optax.chain(tx, optax.masked(DECAY, {"kernel": True})),
+    "named": lambda tx: optax.named_chain(("z", optax.clip(1.0)), ("a", tx), ("end", DECAY)),
+}
+# What comes before, only watches, changes nothing or holds.
+SOUND = {
+    "before": lambda tx: optax.chain(DECAY, tx),
+    "watches": lambda tx: optax.chain(tx, optperm.record_trajectory(1, 2), optperm.swag(1)),
+    "changes nothing": lambda tx: optax.chain(tx, optax.add_decayed_weights(0.0), optax.clip(99.0)),
+    "holds": lambda tx: optax.chain(tx, optperm.mask_elements()),
+    "pulls": lambda tx: optperm.agn(tx, every=2),
+}
 
 
-def test_what_follows_a_method_that_must_be_last_is_warned_of():
-    """Its changes to the updates are lost, or make the method's curvature that of other steps."""
-    for tx, says in FOLLOWED:
-        state = tx.init(KERNEL)
-        with pytest.warns(UserWarning, match=says):
-            optperm.apply_updates(KERNEL, KERNEL, state)
-        with pytest.warns(UserWarning, match=says):
-            jax.eval_shape(optperm.apply_updates, KERNEL, KERNEL, state)
-    with pytest.warns(UserWarning, match=PLACES):
-        after = optperm.apply_updates(KERNEL, KERNEL, FOLLOWED[0][0].init(KERNEL))
-    support.assert_same_bits(after, KERNEL)  # The target is exact all the same.
+def pull(w, _):
+    """A loss with an own gradient at each entry."""
+    return 0.5 * jnp.sum((w["kernel"] - jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)) ** 2)
 
 
-def test_what_may_follow_is_not_warned_of():
-    """Warnings are errors here."""
-    params = KERNEL | {"bias": support.bias(2)}
-    for tx in SOUND:
-        optperm.apply_updates(params, params, tx.init(params))
+def take_steps(tx, apply=optperm.apply_updates):
+    """Return the params and the states after each of six steps, and the updates to them."""
+
+    @jax.jit
+    def step(params, opt_state):
+        e = optperm.evaluate(pull, params, jnp.ones(1))
+        extras = e.extra_args | {"full_grad_fn": e.extra_args["grad_fn"]}
+        updates, opt_state = tx.update(e.grad, opt_state, params, **extras)
+        return apply(params, updates, opt_state), opt_state, updates
+
+    params, opt_state, trail = KERNEL, tx.init(KERNEL), []
+    for _ in range(6):
+        params, opt_state, updates = step(params, opt_state)
+        trail.append((params, opt_state, updates))
+    return trail
+
+
+# One method in each chain, and each method in one chain.
+CHANGED = [("sgperm", after) for after in AFTER] + [(name, "chain") for name in [*SETTING][1:]]
+
+
+@pytest.mark.parametrize(("name", "after"), CHANGED)
+def test_what_changes_updates_to_exact_params_is_applied_counted_and_said(name, after):
+    """A target is applied if and only if the update leads to it; the next step sees where it begins."""
+    method, number = SETTING[name]
+    before, said, counts = KERNEL, [], []
+    for params, opt_state, updates in take_steps(AFTER[after](method)):
+        support.assert_close(params, optax.apply_updates(before, updates), rtol=1e-6)
+        before = params
+        said.append(find_warnings(opt_state, params, is_over=False))
+        counts.append(int(optax.tree.get(opt_state, "mismatches")))
+    assert counts[-1] == number
+    assert [len(each) for each in said] == [min(count, 1) for count in counts]
+    assert said[-1][0].startswith(f"Steps began at params that {name} had not set")
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [pair for pair in itertools.product(SETTING, SOUND) if pair != ("katyusha", "pulls")],
+)
+def test_what_changes_no_update_to_exact_params_is_not_said(name, before):
+    """Also with `optax.apply_updates`, which rounds."""
+    tx = SOUND[before](SETTING[name][0])
+    for apply in (optperm.apply_updates, loops.by_addition):
+        for params, opt_state, _ in take_steps(tx, apply):
+            assert find_warnings(opt_state, params) == []
 
 
 @pytest.mark.usefixtures("lenient")
@@ -190,9 +220,8 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
         else:
             np.testing.assert_array_equal(np.sort(placed[1::2]), [np.sort(start)] * 4)
     # A transformation that follows does not make its ascents placements.
-    with pytest.warns(UserWarning, match="follows a method that sets exact params"):
-        followed, _ = descend(optax.chain(tx, optax.identity()))
-    np.testing.assert_allclose(followed, placed, atol=1e-6)
+    followed, _ = descend(optax.chain(tx, optax.identity()))
+    support.assert_same_bits(followed, placed)
 
 
 def test_wrappers_that_move_params_elsewhere_are_refused_by_name():

@@ -24,7 +24,6 @@ FLOORS = (
     {"evaluation", "exact", "switching", "_leaf_axes", "_with_loss"},
     set(support.ROOMS),
     {"training"},
-    {"cli"},
 )
 
 

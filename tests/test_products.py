@@ -120,7 +120,6 @@ WRAPPERS = {
         3,
     ),
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.3, b1=0.9),
-    "followed": lambda tx: optax.chain(tx, optax.add_decayed_weights(0.1), optax.trace(0.9)),
 }
 # Placed, held or zero entries that a wrapper would move: an error when it is built, at init, or at the
 # first step. The pull to a center places params too; a center of AGN would choose zeros of its own.
@@ -136,7 +135,7 @@ REFUSED = [
 EXACT = [pair for pair in itertools.product(METHODS, WRAPPERS) if pair not in REFUSED]
 # Each wrapper and each method at least once: a covering array. CI runs the other products.
 USUAL = [
-    *(("sgperm", "then"), ("sgperm", "masked"), ("laperm", "MultiSteps"), ("laperm", "followed")),
+    *(("sgperm", "then"), ("sgperm", "masked"), ("laperm", "MultiSteps")),
     *(("mask_elements", "first-of-same"), ("mask_elements", "agn-other-center")),
     *(("prune_gradually", "first"), ("prune_gradually", "then-tracked"), ("agn", "partition")),
 ]
@@ -169,7 +168,6 @@ def test_products_whose_entries_could_not_be_exact_are_refused():
 @pytest.mark.parametrize(
     ("name", "wrapper"), support.every_night(EXACT, USUAL, mark=pytest.mark.entries)
 )
-@pytest.mark.filterwarnings("ignore:In an optax.chain, a transformation follows")
 def test_every_entry_of_a_product_is_exact(name, wrapper):
     """By the promises of the method that runs, bit for bit, and nobody else's."""
     method, state_type, find = METHODS[name]

@@ -5,7 +5,6 @@ import re
 import runpy
 import tomllib
 
-import jax.numpy as jnp
 import pytest
 from support import PUBLIC
 
@@ -22,65 +21,46 @@ def number(result, row, column, table=0):
     return float(re.match(r"[\d,]*\.?\d+", found)[0].replace(",", ""))
 
 
-# The figures in the order of README, and the cells that they round.
-TEXT, PER_PARAM = "memory_text", "words per param"
+# The figures in the order of README, the cells that they round, and the factor of their unit.
+STATE, WIDE, LINKS, MNIST = "memory_text", "widen_text", "byte_transformer", "uncertainty_mnist"
+WORDS, BYTES, NATS = "words per param", "bytes per param", "nats per byte"
 FIGURES = [
-    ("AdamW 2.00 words", TEXT, "AdamW", PER_PARAM, 1),
-    ("words, 2.31 nats", TEXT, "AdamW", "nats", 1),
-    ("`quantize_state` 0.53", TEXT, "AdamW, 8 bits", PER_PARAM, 1),
-    ("2.31; `apollo`", TEXT, "AdamW, 8 bits", "nats", 1),
-    ("`apollo` 0.64", TEXT, "apollo", PER_PARAM, 1),
-    ("2.27; `low_rank`", TEXT, "apollo", "nats", 1),
-    ("`low_rank` 0.71", TEXT, "random, carried, residual", PER_PARAM, 1),
-    ("2.22; `quantize_state(", TEXT, "random, carried, residual", "nats", 1),
-    ("`quantize_state(low_rank(...))` 0.25", TEXT, "low rank, 8 bits", PER_PARAM, 1),
-    ("2.23. The rank", TEXT, "low rank, 8 bits", "nats", 1),
-    ("1.06 times", "low_rank_step", "AdamW, 8 bits", "ratio with a gradient of 512 tokens", 0),
-    ("1.14 times", "low_rank_step", "low_rank, random", "ratio with a gradient of 512 tokens", 0),
-    ("1.83 (`diloco`)", "byte_transformer", "diloco", "nats per byte", 0),
-    ("1.94 (`agn`)", "byte_transformer", "agn", "nats per byte", 0),
-    ("`diloco` reaches 1.83", "byte_transformer", "diloco, 4 bits", "nats per byte", 0),
-    ("training reaches 1.73", "byte_transformer", "in step", "nats per byte", 0),
-    ("alone 2.07", "byte_transformer", "alone", "nats per byte", 0),
-    ("`fit_temperature` 0.051", "uncertainty_mnist", "Adam, temperature", "NLL", 0),
-    ("`swag` 0.054", "uncertainty_mnist", "SWAG, 8 draws", "NLL", 0),
-    ("tuned `ivon` 0.059", "uncertainty_mnist", "IVON, 8 draws", "NLL", 0),
-    ("Adam alone 0.066", "uncertainty_mnist", "Adam", "NLL", 0),
-    ("SGD 0.059", "uncertainty_mnist", "SGD, momentum", "NLL", 0),
-    ("networks 0.046", "uncertainty_mnist", "Ensemble of 5", "NLL", 0),
-    ("0.966 and", "sparse_mnist_tuned", "gradual magnitude, ERK", "98%", 0),
-    ("0.956 with", "sparse_mnist_tuned", "RigL, ERK", "98%", 0),
-    ("has 0.983", "sparse_mnist_tuned", "dense", "0%", 0),
-    ("0.967 and", "permutation_mnist", "SGPerm", "test accuracy", 0),
-    ("0.963 with", "permutation_mnist", "LaPerm", "test accuracy", 0),
-    ("(Adam 0.972)", "permutation_mnist", "Adam", "test accuracy", 0),
+    ("| 2.1 bytes per weight", STATE, "AdamW, 8 bits", WORDS, 1, 4),
+    ("instead of 8.0", STATE, "AdamW", WORDS, 1, 4),
+    ("1.06 times", "low_rank_step", "AdamW, 8 bits", "ratio with a gradient of 512 tokens", 0, 1),
+    ("7.1 bytes", WIDE, "AdamW, 8 bits more, 8-bit state", BYTES, 0, 1),
+    ("instead of 16.0", WIDE, "AdamW, float32", BYTES, 0, 1),
+    ("6.2 bytes", WIDE, "Muon, 8 bits more, 8-bit state", BYTES, 0, 1),
+    ("instead of 12.3", WIDE, "Muon, float32", BYTES, 0, 1),
+    ("Loss 1.83", LINKS, "diloco, 4 bits", NATS, 0, 1),
+    ("every step 1.73", LINKS, "in step", NATS, 0, 1),
+    ("alone 2.07", LINKS, "alone", NATS, 0, 1),
+    ("loss 0.051", MNIST, "Adam, temperature", "NLL", 0, 1),
+    ("instead of 0.066", MNIST, "Adam", "NLL", 0, 1),
 ]
 
 
-@pytest.mark.parametrize(("text", "result", "row", "column", "table"), FIGURES)
-def test_readme_figure_equals_its_kept_cell(text, result, row, column, table):
+@pytest.mark.parametrize(("text", "result", "row", "column", "table", "factor"), FIGURES)
+def test_readme_figure_equals_its_kept_cell(text, result, row, column, table, factor):
     """Each rounds its cell to the last digit that README shows."""
     assert text in README
     shown = re.search(r"\d+\.(\d+)", text)
-    error = abs(float(shown[0]) - number(result, row, column, table))
+    error = abs(float(shown[0]) - factor * number(result, row, column, table))
     assert error <= 0.5001 * 10.0 ** -len(shown[1])
 
 
 def test_readme_ratios_follow_from_kept_cells():
-    """Traffic and steps are ratios of two cells; seconds stand behind the passes."""
+    """Traffic, losses and seconds are ratios of two cells."""
     sent = [
-        number("byte_transformer", row, "bytes per step")
-        for row in ("in step", "diloco", "agn", "diloco, 4 bits")
+        number("byte_transformer", row, "bytes per step") for row in ("in step", "diloco, 4 bits")
     ]
-    assert round(sent[0] / sent[1]) == round(sent[0] / sent[2]) == 10
-    assert "at every tenth step send a tenth of the bytes" in README
-    assert f"at every tenth step (1/{sent[0] / sent[3]:.0f} of the bytes), `diloco`" in README
-    steps = [number("compare", row, "ms per step") for row in ("sgperm", "sgd")]
-    assert f"{steps[0] / steps[1]:.1f} times as long as SGD's" in README
-    methods = ("katyusha, batches of 16, rate 0.193, seed 0", "optax.lbfgs")
-    cells = [RESULTS["cell"]("svrg_convex_60000_n", row, "to 1e-06") for row in methods]
-    seconds = [float(re.search(r"([\d.]+) s", each)[1]) for each in cells]
-    assert f"in {seconds[0]:.0f} s (`optax.lbfgs` {seconds[1]:.0f} s)" in README
+    assert f"| 1/{sent[0] / sent[1]:.0f} of the bytes |" in README
+    muon = [
+        number(WIDE, row, "nats") for row in ("Muon, 8 bits more, 8-bit state", "Muon, float32")
+    ]
+    assert f"The loss was {100 * (muon[0] / muon[1] - 1):.1f}% higher" in README
+    saga = number("convex", "saga: logistic, L2 1/n", "over minimize")
+    assert f"{saga:.0f} times as fast as SAGA" in README
 
 
 def test_readme_posteriors_are_those_of_the_table():
@@ -91,7 +71,7 @@ def test_readme_posteriors_are_those_of_the_table():
     near = [all(abs(float(ratio) - 1) < 0.0801 for ratio in ratios) for ratios, _ in rows]
     assert (sum(near), len(near)) == (10, 12)
     assert [warning == "nothing" for _, warning in rows] == near
-    assert "within 8% of the exact ones on ten of twelve posteriors" in README
+    assert "Within 8% on 10 of 12 posteriors" in README
 
 
 @pytest.mark.usefixtures("lenient")
@@ -99,9 +79,6 @@ def test_readme_program_prints_what_stands_below_it(capsys):
     ((program, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.S)
     exec(compile(program, "README.md", "exec"), {"__name__": "program"})
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
-    low_rank = optperm.memory.low_rank_adamw(3e-3, rank=1 / 8)
-    report = optperm.memory.state_report(low_rank, {"up": jnp.ones((64, 256))})
-    assert f"stores {report.words_per_param:.2f} words per weight" in README
 
 
 def test_readme_is_at_most_120_lines_and_links_to_files_that_exist():
@@ -109,6 +86,11 @@ def test_readme_is_at_most_120_lines_and_links_to_files_that_exist():
     linked = re.findall(r"^\[\w+\]: (\S+)$|\]\(([^)]+)\)", README, re.MULTILINE)
     paths = {path for path in map("".join, linked) if not path.startswith("https://")}
     assert {path for path in paths if not (ROOT / path.partition("#")[0]).exists()} == set()
+
+
+def test_readme_clones_from_the_address_in_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"git clone {project['urls']['Repository']} && cd optperm" in README
 
 
 def test_release_files_name_one_version_date_and_address():

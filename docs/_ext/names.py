@@ -24,7 +24,7 @@ _ARRAY = re.compile(r"(\w+)\[Array, '\s*([^']*)'\]")
 _METHODS = {
     "optperm.training.TrainState": ("create", "step_rng", "evaluate", "apply_gradients"),
     "optperm.training.Optimizer": ("evaluate", "update"),
-    "optperm.training.History": ("steps", "epochs", "last"),
+    "optperm.training.History": ("steps", "epochs", "last", "plot"),
     "optperm.training.Event": ("state", "evaluate"),
 }
 

@@ -21,8 +21,8 @@ from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._remainders import RemainderState
 from optperm.bayes._report import is_given
-from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.noise import normal_like
 from optperm.core.states import find_states
 from optperm.evaluation import evaluate
@@ -82,7 +82,7 @@ def measure_batch_noise(
             if not _covers(covariance_fn, draws, keys, looked):
                 return samples
         measure = functools.partial(_diagonal_and_maximum, covariance_fn)
-        diagonal, norm = jit_current(measure)(draws, keys, looked)
+        diagonal, norm = fresh_jit(measure)(draws, keys, looked)
         return samples._replace(batch_noise=diagonal, batch_noise_norm=norm)
     kernel = _given_kernel(opt_state)
     if kernel is None:
@@ -95,7 +95,7 @@ def measure_batch_noise(
 
     most = _most_looks(batches, max(_LOOKS, _EXAMPLES // batches.batch_size))
     draws, keys, _ = _choose_draws(samples.params, most, key)
-    found = jit_current(in_basis)(kernel.basis, draws, keys, _read_batches(batches, keys))
+    found = fresh_jit(in_basis)(kernel.basis, draws, keys, _read_batches(batches, keys))
     return samples._replace(batch_noise=found)
 
 

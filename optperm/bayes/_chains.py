@@ -16,8 +16,8 @@ from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._remainders import wide_params
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
+from optperm.core.fresh_jit import fresh_jit, fresh_jit_once
 from optperm.core.keys import is_key
 from optperm.core.noise import fold
 from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, Shaped
@@ -157,7 +157,7 @@ def make_runner(
             is_shared = (True,) * len(jax.tree.leaves(opt_state))
         if is_shared not in programs:
             static = num_chains, num_draws, stacked, is_shared
-            programs[is_shared] = jit_current(functools.partial(_run_chains, step, *static))
+            programs[is_shared] = fresh_jit_once(functools.partial(_run_chains, step, *static))
         numbers = {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()}
         return programs[is_shared](params, opt_state, key, numbers)
 
@@ -272,7 +272,7 @@ def make_fed_runner(
 
     @functools.cache
     def program(flags: tuple[bool, ...]) -> Callable[..., Any]:
-        return jit_current(functools.partial(take_steps, flags))
+        return fresh_jit(functools.partial(take_steps, flags))
 
     def begin(params: Params, opt_state: Any, key: jax.Array, first_step: jax.Array) -> Any:
         chain_keys = _keys_of_chains(key, num_chains)
@@ -285,7 +285,7 @@ def make_fed_runner(
         keys = jax.vmap(lambda key: jax.random.fold_in(key, first_step))(chain_keys)
         return keys, opt_state, jax.vmap(repeat)(params, opt_state)
 
-    start = jit_current(begin)
+    start = fresh_jit(begin)
 
     def run(params: Params, opt_state: Any, key: jax.Array, **counts: Any) -> Samples:
         thinning, burn_in, first_step = (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.core.current import jit_current
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.noise import normal_like
 from optperm.core.shapes import Params
 from optperm.evaluation import evaluate, gets_gradient
@@ -70,7 +70,7 @@ def sees_gradient(
         return found
 
     z = normal_like(jax.random.key_data(key), params)
-    return bool(jit_current(compare)(params, batch, z))
+    return bool(fresh_jit(compare)(params, batch, z))
 
 
 def _scale(loss: Loss, factor: jax.Array, params: Any, batch: Any) -> jax.Array:

@@ -36,8 +36,8 @@ from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
 from optperm.core.control import when
-from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
+from optperm.core.fresh_jit import fresh_jit, fresh_jit_once
 from optperm.core.keys import key_data, make_key
 from optperm.core.noise import fold
 from optperm.core.shapes import Params
@@ -305,7 +305,7 @@ def learn_kernels(
         return BatchGradients(params, e.grad, e.extra_args, size, chunk_size, None)
 
     descend, move, stand = (
-        jit_current(functools.partial(_run_part, functools.partial(step, gradients), batches))
+        fresh_jit_once(functools.partial(_run_part, functools.partial(step, gradients), batches))
         for step in (_descend, functools.partial(_move, estimator, every), _stand)
     )
 
@@ -316,11 +316,11 @@ def learn_kernels(
             carry = program(carry, kernels, own, part, *places)
         return carry
 
-    states = jit_current(jax.vmap(_NEWTON.init))(params)
+    states = fresh_jit(jax.vmap(_NEWTON.init))(params)
     params, _ = run(descend, (params, states), (), 0, _SEARCH * unit)
-    kernels = jit_current(jax.vmap(begin))(params)
-    seen = jit_current(jax.vmap(first_window))(kernels, params)
-    restart, end = jit_current(jax.vmap(_restart)), jit_current(jax.vmap(_end_window))
+    kernels = fresh_jit(jax.vmap(begin))(params)
+    seen = fresh_jit(jax.vmap(first_window))(kernels, params)
+    restart, end = fresh_jit(jax.vmap(_restart)), fresh_jit_once(jax.vmap(_end_window))
     said: list[str] = []
     for number, length in enumerate(_WINDOWS, start=1):
         carry = restart(kernels, params, seen, _fold(keys, number))

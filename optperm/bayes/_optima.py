@@ -12,8 +12,8 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like, place_like
+from optperm.core.fresh_jit import fresh_jit_once
 from optperm.core.noise import normal_like
 from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_sharding, unshard
@@ -49,7 +49,7 @@ def search_starts(loss: Callable[[Any], jax.Array], starts: Any) -> Any:
     # A choice between sharded arrays needs a scalar condition, so the chains take turns
     is_explicit = any(map(explicit_sharding, jax.tree.leaves(starts)))
     every = functools.partial(jax.lax.map, search) if is_explicit else jax.vmap(search)
-    return jit_current(every)(starts)
+    return fresh_jit_once(every)(starts)
 
 
 def _spread(params: Params, key: jax.Array, num_chains: int) -> Any:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.bayes._chains import Samples, check_draws
-from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.shapes import Array, Float, Shaped
 from optperm.core.shardings import can_be_seen, take
 from optperm.core.trees import without_variables
@@ -155,7 +155,7 @@ def posterior_predictive(
             )
         params = jax.tree.map(lambda leaf: leaf[None], params)
     check_draws(params)
-    draws = jit_current(functools.partial(_predict, predict_fn))(params, inputs)
+    draws = fresh_jit(functools.partial(_predict, predict_fn))(params, inputs)
     dtype = accumulation_dtype(draws)
     mean, deviation = (
         function(draws.astype(dtype), axis=(0, 1)) for function in (jnp.mean, jnp.std)

@@ -381,9 +381,9 @@ def describe_mixing(
 def _describe_larger_batches(evidence: Evidence) -> str:
     r"""Return what larger batches gain if the noise of the batches limits the slowest steps, or "".
 
-    In :math:`h_i = s / \max(\Lambda_i (1 + 1 / \rho), s a_i / c)`, s is proportional to S. The slowest
-    direction has the maximum :math:`r_i = \Lambda_i (1 + 1 / \rho) c / (s a_i)`, and its steps are
-    :math:`r_i` times as long with batches of :math:`r_i S` examples.
+    In :math:`h_i = s / \max(\Lambda_i (1 + 1 / \rho), s a_i / c)`, s is proportional to S. In the
+    slowest direction, :math:`r_i = \Lambda_i (1 + 1 / \rho) c / (s a_i)` is maximal, and steps are as
+    long as their stability allows with batches of :math:`r_i S` examples.
     """
     if len(evidence.states) != 1 or not evidence.kernels:
         return ""
@@ -396,13 +396,16 @@ def _describe_larger_batches(evidence: Evidence) -> str:
         ratios = noise * (1 + 1 / float(kernel.noise_ratio)) * limit / (scale * a)
     # A flat direction has no limit of stability
     factor = float(np.max(ratios[np.isfinite(ratios)], initial=0.0))
+    # The number of effective draws is proportional to S, and 400 are enough
+    _, bulk, tail, _ = evidence.figures
+    factor = min(factor, max(_WORTHWHILE, _LEAST_ESS / max(min(bulk, tail), 1.0)))
     size = int(kernel.batch_size)
     best = min(int(np.ceil(size * factor)), int(kernel.num_data))
     if best < _WORTHWHILE * size:
         return ""
     return (
-        f" The noise of the batches limits the slowest steps: with batches of about {best} examples "
-        f"instead of {size}, these steps are {best / size:.2g} times as long, so take larger batches."
+        f" The noise of the batches limits the slowest steps: with batches of {best} examples instead "
+        f"of {size}, these steps are {best / size:.2g} times as long."
     )
 
 

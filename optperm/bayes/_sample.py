@@ -34,8 +34,8 @@ from optperm.bayes._remainders import wide_params
 from optperm.bayes._report import judge
 from optperm.bayes._resume import Progress, fingerprint
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import all_finite
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import make_key
 from optperm.core.noise import normal_like
 from optperm.core.shapes import Params
@@ -230,7 +230,7 @@ def sample(
                 "params": fingerprint(params),
                 "starts": "a function" if is_function(starts) else fingerprint(starts),
                 "data": fingerprint(batch if is_function(data) else data),
-                "loss of a batch": f"{float(jit_current(loss)(params, batch)):.4g}",
+                "loss of a batch": f"{float(fresh_jit(loss)(params, batch)):.4g}",
             }
         progress = Progress(resume, facts)
 
@@ -244,7 +244,7 @@ def sample(
 
         # Kernels, and the samplers of the chains
         if tx is not None:
-            opt_state = jit_current(jax.vmap(tx.init))(begun)
+            opt_state = fresh_jit(jax.vmap(tx.init))(begun)
             check_runs(opt_state, SAMPLERS, method="The sampler")
         else:
             kernels = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_chains), kernel)
@@ -253,7 +253,7 @@ def sample(
                 _warn(texts)
                 check_learned(kernels)
             tx = constant_sgd(jax.tree.map(lambda leaf: leaf[0], kernels))
-            opt_state = jit_current(jax.vmap(_init_constant_sgd))(kernels, begun)
+            opt_state = fresh_jit(jax.vmap(_init_constant_sgd))(kernels, begun)
 
         # Chains
         default = 0 if conditions["is_learned"] else _BURN_IN
@@ -490,7 +490,7 @@ class _Chains:
             full_grads = jax.lax.map(jax.grad(lambda p: loss(p, rows)), params)
             return jax.vmap(take_snapshots)(opt_state, params, full_grads)
 
-        return jit_current(take)(opt_state, params)
+        return fresh_jit(take)(opt_state, params)
 
     def like(self, params: Any, opt_state: Any) -> Samples:
         """Return the shapes and dtypes of a tenth of the draws."""
@@ -595,5 +595,5 @@ def _judge_bounds(problem: _Problem, samples: Samples) -> list[str]:
         return jnp.mean(jax.lax.map(is_outside, draws))
 
     batch, _ = problem.batches.split(problem.batches.one(problem.keys[2]))
-    fraction = float(jit_current(are_outside)(draws, batch))
+    fraction = float(fresh_jit(are_outside)(draws, batch))
     return [_OUTSIDE.format(fraction)] if fraction else []

@@ -39,10 +39,6 @@ class SwagState(NamedTuple):
     squares: PyTree[Float[Array, "?*shape"], "Params"]
     deviations: PyTree[Float[Array, "rank ?*shape"], "Params"]
 
-    def changes_updates(self) -> bool:
-        """Return False, because the updates pass through unchanged."""
-        return False
-
 
 def swag(
     every: int | jax.Array, *, rank: int = 20, start: int | jax.Array = 0

@@ -5,7 +5,7 @@ In other mappings (`jax.pmap`, `jax.vmap`, the unchecked mode), arrays need no m
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -42,6 +42,13 @@ def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
 def varying_zeros(like: Any, dtype: Any, shape: tuple[int, ...] = ()) -> jax.Array:
     """Return zeros, or a single zero, that vary over each axis over which a leaf of `like` varies."""
     return mark_varying(jnp.zeros(shape, dtype), varying_axes(like))
+
+
+def stack_scalars(scalars: Sequence[jax.Array]) -> jax.Array:
+    """Return scalars as one vector, which varies over all axes over which a scalar varies."""
+    if not scalars:
+        return jnp.zeros(0, jnp.float32)
+    return jnp.stack(mark_varying(list(scalars), varying_axes(scalars)))
 
 
 def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:

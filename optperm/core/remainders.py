@@ -13,6 +13,7 @@ The subnormal numbers of float16 are evenly spaced too, as the numbers of the bi
 so |w| + 2^-14 takes the place of |w| there.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optperm.core.dtypes import computed_once
 from optperm.core.mapped_axes import varying_zeros
 from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import shard_like
@@ -90,6 +92,14 @@ def split(
     Returns:
       The param, rounded to `dtype`, and its remainder. Without bits, the remainder is zero.
     """
+    param, r = _split(wide, dtype, bits, words)
+    return param, r.astype(_DTYPES[bits])
+
+
+def _split(
+    wide: jax.Array, dtype: Any, bits: int, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of `split`, with the remainder in int32."""
     missing, cut = _MISSING[jnp.dtype(dtype)], _cut(dtype, bits)
     sign, size = _read(wide)
     is_finite = size < _INFINITY
@@ -107,8 +117,7 @@ def split(
     too_large = size_of_param > np.float32(jnp.finfo(dtype).max).view(np.int32)
     size_of_param = jnp.where(too_large, _INFINITY, size_of_param)
     size_of_param = jnp.where(is_finite, size_of_param, size)
-    remainder = jnp.where(_is_regular(size_of_param), r, 0).astype(_DTYPES[bits])
-    return _make(sign, size_of_param), remainder
+    return _make(sign, size_of_param), jnp.where(_is_regular(size_of_param), r, 0)
 
 
 def step_to(
@@ -132,17 +141,52 @@ def step_to(
     Returns:
       The update, in the dtype of the param, and the remainder of the param after the step.
     """
-    target, remainder = split(wide, param.dtype, bits, words)
+    update, r = _step(wide, param, bits, words)
+    return update.astype(param.dtype), r.astype(_DTYPES[bits])
+
+
+def _step(
+    wide: jax.Array, param: jax.Array, bits: int, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of `step_to`, with the update in float32 and the remainder in int32."""
+    target, r = _split(wide, param.dtype, bits, words)
     start = param.astype(jnp.float32)
     # The difference of equal infinite numbers would be NaN.
     update = round_like(jnp.where(target == start, 0.0, target - start), param)
     reached = round_like(start + update, param)
-    remainder = jnp.where(reached == target, remainder, jnp.zeros_like(remainder))
-    return update.astype(param.dtype), remainder
+    return update, jnp.where(reached == target, r, 0)
+
+
+def _step_on_cpu(
+    wide: jax.Array, param: jax.Array, bits: int, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of `step_to` for a bfloat16 param, from one array of 32 bits.
+
+    XLA's loops for CPUs have one result each. So it would compute all that leads to an update twice:
+    once for the update, and once for the remainder. The last 16 bits of the update are 0.
+    """
+    update, r = _step(computed_once(wide), param, bits, words)
+    high = jax.lax.bitcast_convert_type(update, jnp.uint32)
+    both = computed_once(high | r.astype(jnp.uint32) & 0xFFFF)
+    update = jax.lax.bitcast_convert_type((both >> 16).astype(jnp.uint16), param.dtype)
+    return update, both.astype(_DTYPES[bits])
 
 
 # With jit, this function is traced once for all leaves of the same shape.
-_step_to = jax.jit(step_to, static_argnums=2)
+@functools.partial(jax.jit, static_argnums=2)
+def _step_to(
+    wide: jax.Array, param: jax.Array, bits: int, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of `step_to`."""
+    if not bits or param.dtype != jnp.bfloat16:
+        return step_to(wide, param, bits, words)
+    return jax.lax.platform_dependent(
+        wide,
+        param,
+        words,
+        cpu=lambda w, p, x: _step_on_cpu(w, p, bits, x),
+        default=lambda w, p, x: step_to(w, p, bits, x),
+    )
 
 
 def join_params(params: Params, remainder: Any) -> Params:

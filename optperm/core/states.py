@@ -74,10 +74,12 @@ class DrawingState(Protocol):
 
 
 class WarningState(Protocol):
-    """A state that can warn. The state of a wrapper also warns for the states inside it."""
+    """A state that can warn."""
 
     def warnings(self, params: Any) -> list[str]:
         """Return sentences about problems, as far as Python can see them.
+
+        They are about this state alone, and do not repeat the warnings of states inside it.
 
         Args:
           params: The params after the last step, or before the first step.
@@ -190,15 +192,23 @@ def find_warnings(opt_state: Any, params: Any, *, is_over: bool = True) -> list[
     """Return the warnings of all running states, in any nesting.
 
     While training is not over, a state with a goal does not warn, because it may still reach its goal.
-    The states inside it do.
+    States inside it do.
     """
     found = list[str]()
     for state in find_running_states(opt_state, WarningState):
         if is_over or not has_protocol(state, GoalState):
             found += state.warnings(params)
-        else:
-            found += find_warnings(_children(state), params, is_over=False)
+        found += find_warnings(_find_inside(state), params, is_over=is_over)
     return found
+
+
+def _find_inside(state: Any) -> list[Any]:
+    """Return the running states that warn, inside a state that warns itself."""
+    if not has_protocol(state, PhasedState):
+        return _children(state)
+    # A flag is read only if it matters, since it may be traced.
+    phases = [each for each in state.phases() if find_states(each[0], WarningState)]
+    return [part for part, flag in phases if _is_running(flag)]
 
 
 def reached_goal(opt_state: Any) -> jax.Array:

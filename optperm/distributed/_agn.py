@@ -161,6 +161,8 @@ def agn(
       - `weight=`: The weight :math:`w_i \ge 0` of this replica. The mean is
         :math:`\sum w_i n^i / \sum w_i`. For `"sum"` and `"sequential"`, each :math:`n^i` is multiplied
         by :math:`w_i`.
+      - `replica_axes=`: All mapped axes along which replicas lie, which `optperm.training.fit` passes.
+        An axis that `axis_name` lacks is an error, since replicas along this axis would never commit.
 
       Apply the updates with `optperm.apply_updates`. After a commit, the params of all replicas then
       equal `optperm.distributed.center_params(opt_state)` bit for bit.
@@ -236,7 +238,7 @@ def agn(
         `axis_name` is not bound, gradients are already summed over this axis, trees do not match, or the
         state was made (seen only where it is not traced) with other fragments, `fragment_of`, `compress`
         or `center_dtype`; if the local optimizer stores params that a pull would not move
-        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `katyusha`); or, without
+        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`); or, without
         `outer`, if `inner` has a schedule, or chooses which params are zero (`optperm.rigl`).
 
     References:

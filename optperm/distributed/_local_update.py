@@ -203,6 +203,7 @@ class LocalUpdate:
         """Check the inputs of an update, and find what is due."""
         has_step = not is_commit_only(commit)
         given = grads if has_step else None
+        self.replicas.check_axes(extra_args.get("replica_axes"), self.method)
         self.replicas.check_are_local(given, params, self.method)
         if weight is not None:
             check_weight(weight)

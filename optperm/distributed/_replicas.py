@@ -43,6 +43,17 @@ class Replicas:
                 f"jax.shard_map sums gradients over it unless params vary over it. Use {cast}."
             )
 
+    def check_axes(self, replica_axes: AxisName | None, method: str) -> None:
+        """Raise if replicas lie along an axis over which the method does not commit."""
+        left = [n for n in axis_names(replica_axes) if n not in axis_names(self.axis_name)]
+        if left:
+            names = axis_names(replica_axes)
+            name = repr(names[0] if len(names) == 1 else names)
+            raise ValueError(
+                f"The replicas vary over the axis {left[0]!r}, over which {method} would never commit: "
+                f"pass axis_name={name} to the method as well as to fit."
+            )
+
     def agree(self, flag: jax.Array, tree: Updates) -> jax.Array:
         """Return whether a flag is True on all shards of one replica's tree."""
         checks.check_axis_is_bound(self.shard_axes, name="shard_axes")

@@ -28,7 +28,6 @@ import numpy as np
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
 from optperm.permutation import _cycles_numpy as cycles_numpy
-from optperm.permutation._exact_floats import move_bits, narrow, widen
 from optperm.permutation._host_calls import call_python
 from optperm.permutation._library import (
     PERMUTE_TARGET,
@@ -42,6 +41,7 @@ from optperm.permutation._row_calls import Results, Signature, batch_calls, call
 # Recommendation, weights, ranks, seeds, aggressiveness, partition size; the results replace three.
 PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5), True)
 REORDER = Signature(("matrix", "matrix"), (1, 1))
+_LEAST = 2.0**-149  # the smallest positive float32
 
 
 def permute_rows(
@@ -73,8 +73,8 @@ def permute_rows(
     dtype = jnp.dtype(np.float64 if is_double else np.float32)
     batch, _, *rows = weights.shape
     operands = (
-        widen(recommendation, dtype),
-        widen(weights, dtype),
+        _widen(recommendation, dtype),
+        _widen(weights, dtype),
         ranks,
         seeds,
         jnp.broadcast_to(aggressiveness, (batch, *rows)),
@@ -84,7 +84,7 @@ def permute_rows(
     new_weights, new_ranks, moved = _batch_calls(choose_kernel(), drop_remainder)(*operands)
     if dtype != weights.dtype:
         # The wider dtype of the kernel may change the bits of NaNs, so entries that stay are restored.
-        new_weights = jnp.where(new_ranks == ranks, weights, narrow(new_weights, weights.dtype))
+        new_weights = jnp.where(new_ranks == ranks, weights, _narrow(new_weights, weights.dtype))
     return new_weights, new_ranks, moved
 
 
@@ -192,3 +192,45 @@ def _reorder_by_target(
     new_ranks, sources = batch_calls(REORDER, call)(*operands)
     new_weights = move_bits(lambda bits: jnp.take_along_axis(bits, sources, axis=1), weights)
     return new_weights, new_ranks
+
+
+def move_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return `move(x)` for a function that only moves entries, by moving the bits of real numbers.
+
+    In a gather across devices, XLA adds zeros from all devices but one, so -0.0 becomes 0.0.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return move(x)
+    integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, integers)), x.dtype)
+
+
+def _widen(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return the same numbers in float32 or float64; all finite numbers keep every bit.
+
+    A plain conversion may treat subnormal numbers as zero, as XLA's threads on the CPU and some
+    accelerators do.
+    """
+    if x.dtype == jnp.bfloat16:  # the upper half of a float32
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        x = jax.lax.bitcast_convert_type(upper << 16, jnp.float32)
+    if x.dtype != np.float32 or dtype != np.float64:
+        return x.astype(dtype)
+    # As an integer, the bits of a subnormal float32 are its multiple of the smallest positive float32.
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    subnormal = jnp.copysign(magnitude.astype(dtype) * _LEAST, bits.astype(dtype))
+    return jnp.where(magnitude < 0x00800000, subnormal, x.astype(dtype))
+
+
+def _narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """Undo `_widen` for finite numbers."""
+    if x.dtype == np.float64 and dtype != np.float16:
+        magnitude = (jnp.abs(x) / _LEAST).astype(jnp.int32)
+        subnormal = jnp.where(jnp.signbit(x), magnitude | jnp.int32(-(2**31)), magnitude)
+        subnormal = jax.lax.bitcast_convert_type(subnormal, jnp.float32)
+        x = jnp.where(jnp.abs(x) < 2.0**-126, subnormal, x.astype(jnp.float32))
+    if dtype == jnp.bfloat16:
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
+        return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    return x.astype(dtype)

@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optperm.core import checks
 from optperm.core.fingerprints import check_fingerprint, check_not_stacked
 from optperm.core.shapes import Params
-from optperm.core.shardings import can_be_seen, shard_like, unshard
+from optperm.core.shardings import shard_like, unshard
 from optperm.core.states import find_state
 from optperm.core.trees import fill_masked, in_variables, is_masked, mask_like, without_variables
-from optperm.permutation._exact_floats import move_bits
+from optperm.permutation._cycles import move_bits
 from optperm.permutation._laperm import LapermState, synchronize_params
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 from optperm.permutation._weight_vectors import (
@@ -183,15 +182,8 @@ def apply_permutation(initial_params: Params, permutation: Any) -> Params:
 
 def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermState:
     state: Any = find_state(opt_state, PERMUTED_STATES, method="sgperm or optperm.laperm")
-    count = getattr(state, "mismatches", None)
-    if count is not None and can_be_seen(count) and (most := int(np.max(count))):
-        warnings.warn(
-            f"{most} step{'s' if most > 1 else ''} began at params that sgperm had not set, so the "
-            "params may not be a permutation: a wrapper or a later transformation moved them, or they "
-            "were reset without the state.",
-            UserWarning,
-            stacklevel=3,
-        )
+    for text in state.warnings(state.weights):
+        warnings.warn(text, UserWarning, stacklevel=3)
     return state
 
 

@@ -20,12 +20,19 @@ from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like, compute_in_order, zero_if_not_finite
 from optperm.core.fingerprints import UNSET
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.states import find_states
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like
-from optperm.exact import OWN_POINTS, Exact, exact_entries
+from optperm.exact import (
+    OWN_POINTS,
+    Exact,
+    count_mismatches,
+    exact_entries,
+    mismatch_warnings,
+)
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (
     Vectors,
@@ -58,6 +65,8 @@ class LapermState(NamedTuple):
       ranks: The rank of each of these weights in its weight vector.
       synchronized: Whether the last step ended with a synchronization, after which the params are
         `weights`.
+      mismatches: Number of steps after a synchronization whose params differed from `weights` by more
+        than rounding, because something else had moved them.
       fingerprint: A number for each of the arguments `shaped_by()`.
     """
 
@@ -66,6 +75,7 @@ class LapermState(NamedTuple):
     weights: PyTree[Float[Array, "?*shape"], "Params"]
     ranks: PyTree[Int32[Array, "?*shape"], "Params"]
     synchronized: Bool[Array, ""]
+    mismatches: Int32[Array, ""]
     fingerprint: UInt32[Array, "arguments"] = UNSET
 
     def shaped_by(self) -> tuple[str, ...]:
@@ -82,13 +92,27 @@ class LapermState(NamedTuple):
         )
         return [Exact(mask_like(self.weights, where), where, is_target=True)]
 
+    def warnings(self, params: Any) -> list[str]:
+        """Return a sentence if something other than `laperm` has changed synchronized params.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        return mismatch_warnings("laperm", self.mismatches)
+
     def replace_targets(self, other: "LapermState") -> "LapermState":
-        """Return this state with the weights and ranks of another state.
+        """Return this state with the weights, ranks and mismatches of another state.
 
         Args:
           other: A state whose weights are a permutation of the same values.
         """
-        return self._replace(weights=other.weights, ranks=other.ranks)
+        return self._replace(
+            weights=other.weights,
+            ranks=other.ranks,
+            synchronized=other.synchronized,
+            mismatches=other.mismatches,
+        )
 
 
 def laperm(
@@ -112,8 +136,7 @@ def laperm(
     Args:
       inner: The optimizer that moves the weights. Optimizers that set exact params (`optperm.sgperm`,
         `optperm.mask_elements`, `optperm.rigl`) or keep their own params
-        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, and `optperm.katyusha`) are not
-        allowed.
+        (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`) are not allowed.
       every: :math:`k \ge 1`, the number of steps from one synchronization to the next, or a schedule of
         t.
       axes: What each leaf is, as in `optperm.permute_by_cycles`.
@@ -151,9 +174,10 @@ def laperm(
       the vector returns to its last synchronized order. The sort runs only in steps that synchronize.
       Under `jax.vmap`, a step sorts all mapped params if any of them synchronize.
 
-      LaPerm must come last in its chain: a transformation after it would change the updates, but not the
-      exact weights in the state. At a synchronization, `optperm.apply_updates` sets these weights bit
-      for bit, and `optax.apply_updates` sets them up to one rounding error, which never accumulates.
+      LaPerm must come last in its chain: after a transformation that changes its updates, the params of
+      a synchronization are not the exact weights in the state. `mismatches` in the state counts this,
+      and `optperm.training.fit` warns. At a synchronization, `optperm.apply_updates` sets these weights
+      bit for bit, and `optax.apply_updates` sets them up to one rounding error, which never accumulates.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -190,6 +214,7 @@ def laperm(
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, vectors),
             synchronized=jnp.zeros([], jnp.bool_),
+            mismatches=varying_zeros(params, jnp.int32),
         )
 
     def update(
@@ -213,7 +238,16 @@ def laperm(
             before = state._replace(weights=at[0], ranks=at[1])
             return synchronize_params(before, moved, vectors)
 
-        weights, ranks = when(is_due, synchronize, (state.weights, state.ranks))
+        # The weights are compared before a synchronization overwrites them.
+        mismatches, weights = compute_in_order(
+            when(
+                jnp.asarray(state.synchronized, jnp.bool_),
+                lambda count: count_mismatches(count, params, state.weights),
+                state.mismatches,
+            ),
+            state.weights,
+        )
+        weights, ranks = when(is_due, synchronize, (weights, state.ranks))
         # The loop must read these arrays before the step overwrites them.
         (weights, ranks), (p, inner_state) = compute_in_order(
             (weights, ranks), (params, state.inner_state)
@@ -226,6 +260,7 @@ def laperm(
             weights=weights,
             ranks=ranks,
             synchronized=is_due,
+            mismatches=mismatches,
         )
 
     return transformation(

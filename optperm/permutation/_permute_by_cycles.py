@@ -9,11 +9,12 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.export import register_namedtuple_serialization
 
@@ -22,15 +23,14 @@ from optperm.core import checks, noise
 from optperm.core.dtypes import accumulation_dtype, compute_in_order
 from optperm.core.fingerprints import UNSET
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import mark_varying, varying_axes, varying_zeros
+from optperm.core.mapped_axes import stack_scalars, varying_zeros
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 from optperm.core.trees import mask_like, unstack
-from optperm.exact import Exact
+from optperm.exact import Exact, count_mismatches, mismatch_warnings
 from optperm.permutation import _cycles as cycles
-from optperm.permutation._standstill import judge_movement
 from optperm.permutation._weight_vectors import (
     Vectors,
     find_vectors,
@@ -41,6 +41,8 @@ from optperm.permutation._weight_vectors import (
 
 # The shape (batch, *rows) of the weight vectors of each leaf, by the leaf's number.
 Shapes = dict[int, tuple[int, ...]]
+# Weights stand still if the last 50 steps move at most a tenth of the fraction moved by the first 5.
+_WINDOW, _FIRST, _STILL = 50, 5, 0.1
 
 
 @functools.partial(
@@ -83,6 +85,15 @@ class PermuteByCyclesState(NamedTuple):
     def for_loop(self) -> ForLoop:
         """Return the fraction that the last step moved, and a function to judge all such fractions."""
         return ForLoop({"fraction_moved": self.fraction_moved}, judge_movement)
+
+    def warnings(self, params: Any) -> list[str]:
+        """Return a sentence if something other than `sgperm` has changed the params.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        return mismatch_warnings("sgperm", self.mismatches)
 
     def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
         """Return this state with the weights, ranks and mismatches of another state.
@@ -225,19 +236,18 @@ def permute_by_cycles(
             return w, ranks
 
         # The weights are compared before the kernel overwrites them.
-        is_mismatch, weights = compute_in_order(
-            _are_elsewhere(params, state.weights), state.weights
+        mismatches, weights = compute_in_order(
+            count_mismatches(state.mismatches, params, state.weights), state.weights
         )
         weights, ranks = permute_vectors(permute, vectors, weights, state.ranks, m)
         pairs = zip(jax.tree.leaves(weights), vectors, strict=True)
         size = sum(leaf.size for leaf, own in pairs if own is not None)
-        is_counted = is_mismatch & (state.mismatches < jnp.iinfo(jnp.int32).max)
         new_state = state._replace(
             count=optax.safe_increment(state.count),
             weights=weights,
             ranks=ranks,
             fraction_moved=jnp.sum(stack_scalars(moved)) / max(size, 1),
-            mismatches=state.mismatches + is_counted.astype(jnp.int32),
+            mismatches=mismatches,
         )
         # Updates are computed from the targets, so the next step undoes rounding errors in the params.
         return optax.tree.sub(weights, params), new_state
@@ -252,32 +262,6 @@ def permute_by_cycles(
     )
 
 
-def _are_elsewhere(params: Params, weights: Params) -> jax.Array:
-    """Return whether params differ from weights by more than the rounding of a step."""
-    measured = collections.defaultdict[Any, list[tuple[jax.Array, jax.Array]]](list)
-    for p, w in zip(jax.tree.leaves(params), jax.tree.leaves(weights), strict=True):
-        # Another transformation may move scalars.
-        if w.ndim:
-            measured[w.dtype].append(_measure(p, w))
-    found = []
-    # The numbers of all leaves are compared at once, since each leaf's own comparison is a kernel.
-    for dtype, pairs in measured.items():
-        largest, distance = (stack_scalars(column) for column in zip(*pairs, strict=True))
-        # Leaves with infinite or NaN weights are not checked, since distances from them are NaN
-        is_near = distance <= 4 * jnp.finfo(dtype).eps.astype(largest.dtype) * largest
-        found.append(jnp.any(jnp.isfinite(largest) & ~is_near))
-    return functools.reduce(jnp.logical_or, found, jnp.zeros([], jnp.bool_))
-
-
-# Leaves of the same shape are traced once.
-@jax.jit
-def _measure(p: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return max |w| and max |p - w|."""
-    wide = accumulation_dtype(w)
-    largest = jnp.max(jnp.abs(w), initial=0.0).astype(wide)
-    return largest, jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
-
-
 def _find_shapes(weights: Params, vectors: Sequence[Vectors | None]) -> Shapes:
     found: Shapes = {}
     for index, (leaf, own) in enumerate(zip(jax.tree.leaves(weights), vectors, strict=True)):
@@ -285,13 +269,6 @@ def _find_shapes(weights: Params, vectors: Sequence[Vectors | None]) -> Shapes:
             batch, _, *rows = own.shape(leaf)
             found[index] = (batch, *rows)
     return found
-
-
-def stack_scalars(scalars: Sequence[jax.Array]) -> jax.Array:
-    """Return scalars as one vector, which varies over all axes over which a scalar varies."""
-    if not scalars:
-        return jnp.zeros(0, jnp.float32)
-    return jnp.stack(mark_varying(list(scalars), varying_axes(scalars)))
 
 
 def _draw_seeds(data: jax.Array, shapes: Shapes) -> dict[int, jax.Array]:
@@ -336,3 +313,21 @@ def _compute_partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) 
     # In float32, the product with a ratio of 1 may differ from n if n is above 2^24
     size = jnp.where(ratio < 1, jnp.floor(ratio * n).astype(jnp.int32), n)
     return jnp.clip(size, jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n)
+
+
+def judge_movement(columns: Mapping[str, np.ndarray]) -> list[str]:
+    """Return a sentence if weights do not move, or hardly anymore, from the fractions of all steps."""
+    moved = columns["fraction_moved"]
+    if len(moved) >= _FIRST and not np.any(moved):
+        says = f"No weight has moved in {len(moved)} steps: take a larger aggressiveness."
+        return [f"{says} Weights with few values need sgperm(aggressiveness=1.0)."]
+    if len(moved) < 2 * _WINDOW:
+        return []
+    first, last = np.mean(moved[:_FIRST]), np.mean(moved[-_WINDOW:])
+    if not last <= _STILL * first:
+        return []
+    return [
+        f"After step {len(moved)}, weights hardly change positions: {last:.1%} of them moved per step "
+        f"in the last {_WINDOW} steps, but {first:.1%} in the first {_FIRST}. Pass sgperm num_steps, "
+        "the length of the run, or an aggressiveness that falls more slowly."
+    ]

@@ -12,7 +12,7 @@ from optperm.core.dtypes import place_like
 from optperm.core.fingerprints import UNSET
 from optperm.core.shapes import Array, Bool, Float32, Int32, PyTree, UInt32
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import find_warnings, local_values
+from optperm.core.states import local_values
 from optperm.core.trees import is_masked, leaf_paths, without_variables
 from optperm.exact import Exact, exact_entries, placing_states
 from optperm.sparsity._choice import Include, find_axes, resolve_include
@@ -88,14 +88,14 @@ class SparseState(NamedTuple):
         Args:
           params: Not used.
         """
-        inner = find_warnings(self.inner_state, params)
+        del params
         state = without_variables(self)
         seen = state.count, state.mask, state.zeros, state.unmoved
         if not all(map(can_be_seen, jax.tree.leaves(seen))) or not np.any(
             local_values(state.count)
         ):
-            return inner
-        return [*inner, *(_judge_mask(state) if state.zeros is None else _judge_zeros(state))]
+            return []
+        return _judge_mask(state) if state.zeros is None else _judge_zeros(state)
 
 
 def _judge_mask(state: SparseState) -> list[str]:

@@ -59,14 +59,6 @@ class DimReduceState(NamedTuple):
     num_trials: Int32[Array, ""]
     inner_state: Any
 
-    def if_followed(self) -> str:
-        """Return a warning for a transformation that changes the updates after this method."""
-        return (
-            "In an optax.chain, a transformation follows dim_reduce. If this transformation changes "
-            "steps or fixes entries, the curvature is wrong. Pass it as `inner`, with a basis that is "
-            "zero at fixed entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
-        )
-
 
 def dim_reduce(
     inner: optax.GradientTransformation | None = None,
@@ -151,6 +143,9 @@ def dim_reduce(
       curvatures in the subspace differ by a factor of 1e4 or more, `dim_reduce` takes several times as
       many steps as BFGS in SciPy. A residual :math:`g - P^\top g_k` as small as its own rounding counts
       as zero.
+
+      No transformation after this method may change its updates, because the curvature belongs to its
+      own steps: pass the transformation in `inner`, as in `optax.chain(optax.sgd(0.1), ...)`.
 
       If `optperm.mask_elements` fixes entries inside or before this method, these entries must be zero
       in the basis, as in the basis of a trajectory under the same mask. With another basis, the search

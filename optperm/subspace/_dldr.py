@@ -13,14 +13,21 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.control import cond
+from optperm.core.control import cond, when
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.fingerprints import UNSET, describe_difference
+from optperm.core.mapped_axes import varying_zeros
 from optperm.core.shapes import Array, Bool, Float, Int32, Params, PyTree, UInt32, Updates
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
 from optperm.core.trees import one_row
-from optperm.exact import Exact, exact_entries, placing_states
+from optperm.exact import (
+    Exact,
+    count_mismatches,
+    exact_entries,
+    mismatch_warnings,
+    placing_states,
+)
 from optperm.subspace._pca import principal_rows
 from optperm.subspace._subspace import Subspace, mean_over_replicas, step_where
 from optperm.subspace._trajectory import write_row
@@ -42,6 +49,8 @@ class DldrState(NamedTuple):
       restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
         far, in float32 or float64. With `restart="last"`, it has no leaves.
       is_restarted: Whether the last step set the params to the restart point.
+      mismatches: 1 if the step after the restart did not begin at the restart point, up to rounding,
+        because something else had moved the params; otherwise 0.
       fingerprint: The arguments `num_snapshots` and `restart` with which the state was made.
     """
 
@@ -52,6 +61,7 @@ class DldrState(NamedTuple):
     second: Any
     restart_point: Any
     is_restarted: Bool[Array, ""]
+    mismatches: Int32[Array, ""]
     fingerprint: UInt32[Array, "2"] = UNSET
 
     def shaped_by(self) -> tuple[str, ...]:
@@ -76,13 +86,26 @@ class DldrState(NamedTuple):
             *([Exact(self.restart_point, where, True)] if jax.tree.leaves(where) else []),
         ]
 
+    def warnings(self, params: Any) -> list[str]:
+        """Return a sentence if something other than `dldr` has moved the start of the second phase.
+
+        Args:
+          params: Not used.
+        """
+        del params
+        return mismatch_warnings("dldr", self.mismatches)
+
     def replace_targets(self, other: DldrState) -> DldrState:
-        """Return this state with the restart point of another state.
+        """Return this state with the restart point of another state, and whether it is in use.
 
         Args:
           other: The other state.
         """
-        return self._replace(restart_point=other.restart_point)
+        return self._replace(
+            restart_point=other.restart_point,
+            is_restarted=other.is_restarted,
+            mismatches=other.mismatches,
+        )
 
 
 def dldr(
@@ -215,12 +238,21 @@ def dldr(
             second=second,
             restart_point=point,
             is_restarted=is_restarted,
+            mismatches=varying_zeros(params, jnp.int32),
         )
 
     def update(
         updates: Updates, state: DldrState, params: Params, **extra_args: Any
     ) -> tuple[Updates, DldrState]:
         _check_same_snapshots(state, num_snapshots)
+
+        def count_mismatch(count: jax.Array) -> jax.Array:
+            return count_mismatches(count, params, cast_like(state.restart_point, params))
+
+        mismatches = state.mismatches
+        if restart != "last":  # else there is no restart point
+            was_restarted = jnp.asarray(state.is_restarted, jnp.bool_)
+            mismatches = when(was_restarted, count_mismatch, mismatches)
         # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T; the rows of P store the first snapshots
         recorded = _record(state, params, start, every, num_snapshots, restart)
         subspace, further, point, num_recorded = recorded
@@ -268,6 +300,7 @@ def dldr(
             second=_replace_subspace(second, subspace),
             restart_point=point,
             is_restarted=is_restarted,
+            mismatches=mismatches,
             fingerprint=state.fingerprint,
         )
 

@@ -32,10 +32,6 @@ class TrajectoryState(NamedTuple):
     num_recorded: Int32[Array, ""]
     snapshots: PyTree[Float[Array, "num_snapshots ?*shape"], "Params"]
 
-    def changes_updates(self) -> bool:
-        """Return False, because the updates pass through unchanged."""
-        return False
-
 
 def record_trajectory(
     every: int | jax.Array, num_snapshots: int, *, dtype: Any = None

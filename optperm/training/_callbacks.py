@@ -26,8 +26,8 @@ class Event:
       epoch: The epoch of the last step, from 1.
       step: The number of steps taken.
       history: The history so far.
-      is_row: True for a row of `history.epochs`, False for a call by `every`.
-      metrics: The row without `epoch` and `step`; with `every={n: f}`, the means over the last n steps.
+      is_row: True for a row of `history.epochs`, False for a call after a number of steps.
+      metrics: The row without `epoch` and `step`; after n steps, the means over these n steps.
     """
 
     epoch: int
@@ -53,7 +53,7 @@ class Event:
         return self._trained()
 
     def evaluate(self) -> dict[str, float]:
-        """Return the current metrics of `eval_fn` on `eval_data`. All processes must call `evaluate`."""
+        """Return the current metrics of the `Validation`. All processes must call `evaluate`."""
         return self._evaluate()
 
 
@@ -65,7 +65,7 @@ Names = Iterable[str]
 class EarlyStopping:
     """Stop training when a metric has not improved for several rows of the history.
 
-    Each epoch has a row. With `eval_every`, each evaluation within an epoch also has a row. Rows before
+    Each epoch has a row, and so has each evaluation within an epoch (`Validation.every`). Rows before
     the optimizer reaches its goal (`reached_goal` is 0) do not count. The decision depends only on the
     rows, so a resumed run stops where the uninterrupted run would have stopped.
 
@@ -77,7 +77,7 @@ class EarlyStopping:
 
     Example:
       >>> from optperm.training import EarlyStopping, fit
-      >>> stop = EarlyStopping("eval_loss", patience=3)  # fit(..., on_epoch_end=stop)
+      >>> stop = EarlyStopping("eval_loss", patience=3)  # fit(..., callbacks={"epoch": stop})
     """
 
     monitor: str
@@ -140,12 +140,12 @@ class MetricsWriter:
 
 
 def metrics_writer(writer: Any) -> MetricsWriter:
-    """Make a callback for `every` and `on_epoch_end` that writes metrics, in process 0 only.
+    """Make a callback that writes metrics, in process 0 only.
 
-    With `every={n: write}`, the metrics are means over the last n steps, under their own names (such as
-    `loss`, and `learning_rate` of `optax.inject_hyperparams`). With `on_epoch_end`, the means of a
-    row of `history.epochs` have names such as `epoch_loss`, and evaluated metrics have names such as
-    `eval_loss`.
+    With `callbacks={n: write}`, the metrics are means over the last n steps, under their own names (such
+    as `loss`, and `learning_rate` of `optax.inject_hyperparams`). With `callbacks={"epoch": write}`, the
+    means of a row of `history.epochs` have names such as `epoch_loss`, and evaluated metrics have names
+    such as `eval_loss`.
 
     Args:
       writer: An object with `write_scalars(step, scalars)`, such as clu's, or with
@@ -156,12 +156,12 @@ def metrics_writer(writer: Any) -> MetricsWriter:
       >>> class Printer:
       ...     def write_scalars(self, step, scalars):
       ...         print(step, scalars)
-      >>> write = metrics_writer(Printer())  # fit(..., every={100: write}, on_epoch_end=write)
+      >>> write = metrics_writer(Printer())  # fit(..., callbacks={100: write, "epoch": write})
     """
     return MetricsWriter(writer)
 
 
-# Callbacks of `on_epoch_end` that are also called at rows within epochs.
+# Callbacks of epochs that are also called at rows within epochs.
 OF_ROWS = EarlyStopping, MetricsWriter
 
 

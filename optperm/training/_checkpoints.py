@@ -14,11 +14,12 @@ import operator
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from optperm.core import checks
 from optperm.core.fingerprints import compare_fingerprints
 from optperm.core.optional import import_optional
 from optperm.training import _processes as processes
@@ -41,6 +42,54 @@ class CheckpointError(RuntimeError):
 
     result: Any = None
     unread: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """The folder for the checkpoints of one run of `fit`, and what happens at a signal.
+
+    `fit` also writes a checkpoint when training ends, even if a callback, the data or the loss function
+    raises an error, but not after a second Ctrl-C. At each step, `fit` first adds the row, then calls
+    the callbacks, then writes the checkpoint. A resumed run first does the tasks that a signal cut off.
+    On the same devices, it ends with the same bits as an uninterrupted run. With another number of
+    replicas, the replicas take the saved states in turn.
+
+    Attributes:
+      folder: The folder, in which checkpoints are named by their steps, on any file system that
+        `etils.epath` supports, such as `gs://`. All processes need the same folder.
+      every: The number of steps between checkpoints.
+      keep: The number of newest checkpoints to keep; None keeps all.
+      resume: If True, resume from the newest checkpoint, if there is one. A number resumes from the
+        checkpoint of this step, and the next checkpoint replaces all later ones. Pass a new iterator as
+        data: `fit` drops the used batches, or restores the state of an iterator that has a state. `fit`
+        compares the arrays, and the arguments that shape the optimizer state, with the earlier run, but
+        not loss functions and other hyperparameters. Hyperparameters in the state come from the earlier
+        run (`optax.inject_hyperparams`), and all others from this run.
+      on_signal: The reaction to Ctrl-C or SIGTERM, after the last checkpoint. `"raise"` prints a line to
+        stderr and sends the signal again, which ends a program that does not handle the signal.
+        `"return"` returns the result, for a program that checks `result.ended`.
+
+    Example:
+      >>> from optperm.training import Checkpoints
+      >>> checkpoints = Checkpoints("runs/1", every=1000, keep=2, resume=True)
+      >>> # fit(..., checkpoints=checkpoints)
+    """
+
+    folder: Any
+    _: dataclasses.KW_ONLY
+    every: int | None = None
+    keep: int | None = None
+    resume: bool | int = False
+    on_signal: Literal["raise", "return"] = "raise"
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            if getattr(self, name) is not None:
+                checks.check_count(f"Checkpoints.{name}", getattr(self, name))
+        if not isinstance(self.resume, bool):
+            name = "Checkpoints.resume, unless True or False,"
+            checks.check_count(name, self.resume, minimum=0)
+        checks.check_choice("Checkpoints.on_signal", self.on_signal, ("raise", "return"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +125,17 @@ class Shapes:
             )
 
 
-class Checkpoints:
+class Folder:
     """The checkpoints of one run in a folder."""
 
-    def __init__(self, where: Any, keep: int | None) -> None:
+    def __init__(self, given: Checkpoints) -> None:
+        where = given.folder
         what: Any = {"needed_by": "A checkpoint", "install": "optperm[training]"}
         self._ocp = ocp = import_optional("orbax.checkpoint", **what)
         if set(str(where)) & {*"*?[]"}:  # Orbax would read a pattern, and lose checkpoints
-            raise ValueError(f"checkpoints must be a folder without *, ?, [ or ], got {where}.")
+            raise ValueError(
+                f"Checkpoints.folder must be a folder without *, ?, [ or ], got {where}."
+            )
         self._last_kept = math.inf
         self._written: int | None = (
             None  # the step of the last checkpoint, which may still be written
@@ -104,7 +156,7 @@ class Checkpoints:
                 trial.unlink()
         with processes.together(), _errors(cannot):
             # Orbax renames a checkpoint before deleting it, so no checkpoint is ever partly deleted.
-            options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
+            options = ocp.CheckpointManagerOptions(max_to_keep=given.keep, todelete_subdir=_DROPPED)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def _check_is_shared(self, names: list[str]) -> None:

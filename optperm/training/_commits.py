@@ -11,10 +11,9 @@ import optax
 
 from optperm.core.dtypes import cast_like
 from optperm.core.mapped_axes import mark_varying
-from optperm.core.states import find_running_states, find_states, has_protocol, local_values
+from optperm.core.states import find_running_states, find_states, local_values, match_params
 from optperm.core.transformation import known_extra_args
-from optperm.core.trees import fill_masked
-from optperm.evaluation import evaluate
+from optperm.core.trees import fill_masked, leaf_paths
 from optperm.exact import CommittingState, only_commits
 from optperm.training._layout import Layout, average_statistics
 from optperm.training._steps import compile_on_replicas, evaluate_step, unwrap_keys, wrap_keys
@@ -22,13 +21,39 @@ from optperm.training._train_state import Model, TrainState
 
 # The number of calls after which `optax.MultiSteps` has made a step, if it makes any.
 _MOST_CALLS = 1000
-_FAR = 2**30  # a number of steps since a commit above any period
+_MOST_NAMED = 5  # params in a message
 
 
 def steps_since_commit(opt_state: Any) -> int:
     """Return the maximum number of steps not in the center of a running phase; 0 without a center."""
     found = _running_centers(opt_state)
     return max((int(local_values(state.since_commit).max()) for state in found), default=0)
+
+
+def _find_apart(carry: TrainState, layout: Layout) -> list[str]:
+    """Return the paths of the params that no center contains, and that differ between replicas."""
+    centers = [state.center for state in _running_centers(carry.opt_state)]
+    if not (centers and layout.own):
+        return []
+    committed = {match.place for center in centers for match in match_params(center, carry.params)}
+    paths = leaf_paths(carry.params)
+    left = {path: leaf for at, (path, leaf) in enumerate(paths) if at not in committed}
+    with layout.context():
+        differ = jax.device_get(_differ(left, layout)) if left else {}
+    return [path for path, is_apart in differ.items() if is_apart]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _differ(stacked: Any, layout: Layout) -> Any:
+    """Return whether the rows of each leaf differ, for all processes."""
+    found = jax.tree.map(lambda leaf: jnp.any(leaf != leaf[:1]), stacked)
+    return jax.lax.with_sharding_constraint(found, layout.sharding())
+
+
+def count_commits(opt_state: Any) -> int:
+    """Return the number of commits of running phases; 0 without a center."""
+    found = _running_centers(opt_state)
+    return max((int(local_values(state.commits).max()) for state in found), default=0)
 
 
 def _running_centers(opt_state: Any) -> list[Any]:
@@ -139,50 +164,21 @@ def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, wh
             "optimizer"
         )
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
+    if named := _find_apart(carry, layout):
+        says = (
+            f"Replicas have trained {len(named)} of their params apart, because no commit reaches "
+        )
+        says += ", ".join(map(repr, named[:_MOST_NAMED])) + ", ..." * (len(named) > _MOST_NAMED)
+        advice = (
+            "put agn or diloco around optax.partition and optax.masked, with all optimizers inside"
+        )
+        warnings.warn(f"{says}: {advice}. fit returns the mean.", stacklevel=where)
     if _are_apart(carry, layout) and not _running_centers(carry.opt_state):
         says = "The phase of switch_after in which training ended has no commits"
         advice = "fit returns the mean of the params of its replicas, which train apart"
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
 
 
-def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
-    """Return True if a number of further steps ends before the first commit, without taking a step.
-
-    Plans of exchanges do not depend on the steps since a commit, so the result for plans is False.
-    """
-    found = _running_centers(carry.opt_state)
-    if not found or any(local_values(state.commits).max() for state in found):
-        return False
-    done = steps_since_commit(carry.opt_state)
-
-    def count(state: TrainState, last: jax.Array, _: Any) -> tuple[Any, Any]:
-        """Return the steps since a commit after the step that follows `last`; XLA removes the rest."""
-
-        def begin(node: Any) -> Any:
-            is_local: bool = has_protocol(node, CommittingState)
-            if not is_local:
-                return node
-            return node._replace(since_commit=cast_like(last, node.since_commit))
-
-        at = jax.tree.map(
-            begin, state.opt_state, is_leaf=lambda x: has_protocol(x, CommittingState)
-        )
-        zero = optax.tree.sub(state.params, state.params)
-
-        def loss_fn(params: Any, _: Any) -> jax.Array:
-            total: Any = sum(jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params))
-            return jnp.asarray(total)
-
-        e = evaluate(loss_fn, state.params, jnp.zeros(1))
-        after = state.tx.update(zero, at, state.params, **known_extra_args(state.tx, e.extra_args))
-        states = list[Any](find_states(after[1], CommittingState))
-        return state, [each.since_commit for each in states]
-
-    ends = jax.jit(lambda *given: layout.map_replicas(count, 0)(*given)[1])
-    lasts = [jnp.int32(min(n, _FAR)) for n in (done + steps - 1, _FAR)]
-    try:
-        with layout.context():
-            at_end, far = ([int(x) for x in jax.device_get(ends(carry, n, ()))] for n in lasts)
-    except Exception:  # a method may reject this loss, which is not the user's loss
-        return False
-    return any(late and not early for late, early in zip(at_end, far, strict=True))
+def has_no_commit(opt_state: Any) -> bool:
+    """Return True if a running phase has taken local steps, and has never committed."""
+    return bool(steps_since_commit(opt_state)) and not count_commits(opt_state)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from optperm.core.current import jit_current
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import key_data
 from optperm.core.noise import normal_like
 from optperm.core.remainders import is_narrow
@@ -178,6 +178,6 @@ def _scale(e: Evaluation, factor: jax.Array) -> Evaluation:
 
 def _run(function: Any, carry: TrainState, batch: Any, layout: Layout) -> Any:
     mapped = layout.map_replicas(function, 0)
-    run = jit_current(lambda *given: mapped(*given)[1], out_shardings=layout.sharding())
+    run = fresh_jit(lambda *given: mapped(*given)[1], out_shardings=layout.sharding())
     with layout.context():
         return jax.device_get(run(carry, (), batch))

@@ -1,10 +1,11 @@
 """Feed the batches of an epoch, from arrays or a stream, to the compiled steps."""
 
 import inspect
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +23,15 @@ from optperm.training._terminal import Interrupt, wait_for
 # This number is far from the step counts that a method may fold into the same key.
 _SHUFFLE_STREAM = 0x5348_5546
 END = object()
-# The minimum number of rows of metrics from a call, so that one program fits most call lengths.
+# The number of rows of metrics from a call, at least `MOST_TOGETHER`: one program fits all lengths.
 _ROWS = 1024
 _GRADIENT_CHUNK = 1000  # the number of examples on a device at once, for a full gradient
 _SOON = 0.05  # seconds
 # The maximum number of calls in a device's queue; for single batches, twice this number.
 AHEAD = 8
-_READ_AHEAD = 2**28  # the bytes of batches that a process reads before it compares them with others
+# With several processes, the maximum number of steps of a call, and the bytes of batches that a process
+# reads for a call before it compares them with the others.
+MOST_TOGETHER, _READ_AHEAD = 1000, 2**28
 _OVER, _FAILED = 0, -1  # in place of the number of examples, if a process has no further batch
 
 
@@ -113,12 +116,26 @@ def _read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout
             part = jax.tree.map(lambda leaf, low=low: leaf[low : low + step], data)
             yield layout.put_batch(part, local=False)
         return
-    batches, count = pull(name, open_stream(name, data, epoch), math.inf), 0
-    while (batch := next(batches)) is not END:
+    count = 0
+    for batch in _read_stream(name, open_stream(name, data, epoch)):
         count += 1
         yield layout.put_batch(batch, local=True)
     if not count:
         raise no_batch(name, epoch)
+
+
+def _read_stream(name: str, iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield all batches; several processes read some batches ahead, and then compare them."""
+    if jax.process_count() == 1:
+        yield from (_as_batch(name, batch) for batch in iterator)
+        return
+    end, ahead = None, AHEAD
+    while end is not END:
+        _, (batches, end, largest) = meet(0, _read_some(name, lambda: iterator, ahead))
+        ahead = _count_ahead(largest)
+        yield from batches
+        if isinstance(end, Exception):
+            raise end
 
 
 def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
@@ -134,69 +151,97 @@ def no_batch(name: str, epoch: int) -> ValueError:
     return ValueError(f"{name} gives no batch in epoch {epoch}: {advice}")
 
 
-def pull(name: str, iterator: Iterator[Any], limit: float) -> Iterator[Any]:
-    """Yield at most `limit` batches, then `END` if no process has another.
+class Read(NamedTuple):
+    """The batches that a process has read for a call, before the processes meet.
 
-    With several processes, each process reads some batches ahead. The processes then compare in one
-    exchange what they have, so that they wait for each other rarely. All processes must call this.
+    Attributes:
+      name: The name of the data in messages.
+      batches: The batches.
+      limit: The maximum number of batches.
+      sizes: The number of examples of each batch, then `_OVER`, or `_FAILED` after an error, int64. The
+        length is the same in all processes, even after an error; without entries, nothing is compared.
+      largest: The bytes of the largest batch.
+      failure: The error.
     """
-    count, ahead = 0, AHEAD
-    while count < limit and jax.process_count() == 1:
-        batch = next(iterator, END)
-        yield batch if batch is END else _as_batch(name, batch)
-        count += 1
-        if batch is END:
-            return
-    while count < limit:
-        batches, end, size = _pull_together(name, iterator, int(min(ahead, limit - count)))
-        yield from batches
-        count, ahead = count + len(batches), max(AHEAD, _READ_AHEAD // max(size, 1))
-        if isinstance(end, Exception):
-            raise end
-        if end is END:
-            yield END
-            return
+
+    name: str = "data"
+    batches: Sequence[Any] = ()
+    limit: int = 0
+    sizes: Sequence[int] | np.ndarray = ()
+    largest: int = 0
+    failure: Exception | None = None
 
 
-def _pull_together(name: str, iterator: Iterator[Any], limit: int) -> tuple[list[Any], Any, int]:
-    """Return batches that all processes have, what follows, and the bytes of the largest batch.
+class Common(NamedTuple):
+    """The batches that all processes have, and what follows.
 
-    After the batches follows `END`, the error of this or another process, or None if more may follow.
+    Attributes:
+      batches: The batches.
+      end: `END`, the error of this or another process, or None if more batches may follow.
+      largest: The bytes of the largest batch of all processes.
     """
-    batches, failure = list[Any](), None
-    # The number of examples of each batch; then _OVER, or _FAILED after an error.
-    sizes, largest = np.full(limit + 1, _OVER, np.int64), 0
+
+    batches: Sequence[Any] = ()
+    end: Any = None
+    largest: int = 0
+
+
+def _read_some(name: str, begin: Callable[[], Iterator[Any]], limit: int) -> Read:
+    """Read at most `limit` batches of this process; the result holds an error instead of raising it."""
+    batches, sizes, largest = list[Any](), np.full(MOST_TOGETHER, _OVER, np.int64), 0
+    failure: Exception | None = None
     try:
+        iterator = begin()
         while len(batches) < limit and (batch := next(iterator, END)) is not END:
             arrays = _as_batch(name, batch)
-            sizes[len(batches)] = checks.count_examples(
-                f"A batch of {name}", arrays, has_scalars=True
-            )
+            size = checks.count_examples(f"A batch of {name}", arrays, has_scalars=True)
+            sizes[len(batches)] = size
             batches.append(arrays)
             largest = max(largest, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
     except Exception as error:
         sizes[len(batches)], failure = _FAILED, error
-    found = processes.gather(np.append(sizes, largest))
-    largest, found = int(found[:, -1].max()), found[:, :-1]
+    return Read(name, batches, limit, sizes, min(largest, _READ_AHEAD), failure)
+
+
+def _count_ahead(largest: int) -> int:
+    """Return the number of batches to read at once, from the bytes of the largest batch so far."""
+    return min(max(AHEAD, _READ_AHEAD // max(largest, 1)), MOST_TOGETHER)
+
+
+def meet(code: int, read: Read) -> tuple[int, Common]:
+    """Return the maximum code of all processes, and the batches that all processes have.
+
+    All processes must call this before each call of steps. Nothing else is exchanged for the call.
+    """
+    found = processes.gather(np.array([code, read.largest, *read.sizes], np.int64))
+    code, largest = (int(column.max()) for column in found[:, :2].T)
+    if code or not len(read.sizes):
+        return code, Common()
+    return code, _compare(read, found[:, 2:])._replace(largest=largest)
+
+
+def _compare(read: Read, sizes: np.ndarray) -> Common:
     # If parts had different sizes, the mean over processes would not be the mean over examples.
-    agree = (found == found[:1]).all(axis=0) & (found[0] > 0)
-    count = int(np.argmin(agree))
-    column = found[:, count]
+    agree = (sizes == sizes[:1]).all(axis=0) & (sizes[0] > 0)
+    count = int(np.argmin(agree)) if not agree.all() else len(agree)
+    if count == read.limit:
+        return Common(read.batches)
+    column, batches = sizes[:, count], read.batches[:count]
     end: Any = None
-    if failure is not None and len(batches) == count:
-        end = failure
+    if read.failure is not None and len(read.batches) == count:
+        end = read.failure
     elif column.min() == _FAILED:
-        end = RuntimeError(f"Another process could not load a batch of {name}: see its error.")
+        end = RuntimeError(f"Another process could not load a batch of {read.name}: see its error.")
     elif column.max() == _OVER:
-        end = END if count < limit else None
+        end = END
     elif column.min() == _OVER:
         without = np.flatnonzero(column == _OVER).tolist()
-        says = f"{name} has no more batches in the processes {without}, but one in the others"
+        says = f"{read.name} has no more batches in the processes {without}, but one in the others"
         end = ValueError(f"{says}: all need the same number of batches per epoch.")
-    elif column.max() > 0:
-        says = f"A batch of {name} has {column.tolist()} examples in the processes"
+    else:
+        says = f"A batch of {read.name} has {column.tolist()} examples in the processes"
         end = ValueError(f"{says}: all need the same number.")
-    return batches[:count], end, largest
+    return Common(batches, end)
 
 
 def _as_batch(name: str, batch: Any) -> Any:
@@ -224,22 +269,20 @@ class Fed(NamedTuple):
 
 
 def make_feed(
-    data: Any, batch_size: Any, key: Any, layout: Layout, most: int, carry: Any
+    data: Any, batch_size: Any, key: Any, layout: Layout, carry: Any
 ) -> "ArrayFeed | StreamFeed":
-    """Return the feed of `train_data`, for calls of at most a given number of steps on a carry."""
-    if not is_arrays("train_data", data):
+    """Return the feed of `data`, for steps of a carry."""
+    if not is_arrays("data", data):
         return StreamFeed(data, batch_size, layout)
     asked = [state.for_loop() for state in find_states(carry.opt_state, LoopState)]
-    size = checks.count_examples("train_data", data)
+    size = checks.count_examples("data", data)
     # Each replica has its own number; a process reads the numbers on its devices.
     made_for = [jnp.asarray(each.num_data) for each in asked if each.num_data is not None]
     shards = [np.ravel(shard.data) for n in made_for for shard in n.addressable_shards]
     if wrong := [int(n) for numbers in shards for n in numbers if n != size]:
-        raise ValueError(
-            f"The optimizer has num_data={wrong[0]}, but train_data has {size} examples."
-        )
+        raise ValueError(f"The optimizer has num_data={wrong[0]}, but data has {size} examples.")
     replace = any(each.draws_examples for each in asked)
-    return ArrayFeed(data, batch_size, key, layout, most, replace)
+    return ArrayFeed(data, batch_size, key, layout, replace)
 
 
 class ArrayFeed:
@@ -251,10 +294,8 @@ class ArrayFeed:
       look: A function that is called with a batch before the first step.
     """
 
-    def __init__(
-        self, data: Any, batch_size: Any, key: Any, layout: Layout, most: int, replace: bool
-    ) -> None:
-        size, parts = checks.count_examples("train_data", data), layout.parts
+    def __init__(self, data: Any, batch_size: Any, key: Any, layout: Layout, replace: bool) -> None:
+        size, parts = checks.count_examples("data", data), layout.parts
         checks.check_count("batch_size", batch_size)
         if batch_size > size:
             raise ValueError(
@@ -267,7 +308,7 @@ class ArrayFeed:
         self._key = key
         self._replace = replace
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
-        self.rows = min(max(_ROWS, most), self.steps_per_epoch)
+        self.rows = min(_ROWS, self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
         self.look: Callable[[Any], None] | None = None
         self._calls: list[tuple[dict[str, Any], int]] = []  # calls that may still be running
@@ -277,11 +318,17 @@ class ArrayFeed:
         """Return the facts that identify the batches."""
         forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
         facts = {"key": jax.device_get(key_data(self._key)).tolist()}
-        facts |= {"batch_size": self._batch_size, "train_data": str(forms)}
+        facts |= {"batch_size": self._batch_size, "data": str(forms)}
         facts |= {"batches": "drawn with replacement"} if self._replace else {}
-        return facts | {"the digest of train_data": processes.digest(self._data)}
+        return facts | {"the digest of data": processes.digest(self._data)}
 
-    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
+    def read(self, at: Position, limit: int) -> Read:
+        """Return nothing to compare: all processes have the same arrays."""
+        return Read()
+
+    def run(
+        self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt, _: Common
+    ) -> Fed:
         """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
         if at.epoch != self._epoch:
             order = np.asarray(shuffled(self._key, at.epoch, self._size, self._replace))
@@ -314,14 +361,14 @@ class ArrayFeed:
     def all_batches(self, epoch: int, interrupt: Interrupt | None = None) -> Iterator[Any]:
         """Yield all examples, placed on the devices, including the last ones that fill no batch."""
         size = _GRADIENT_CHUNK * self._layout.parts
-        return read_all("train_data", self._data, epoch, size, self._layout, interrupt)
+        return read_all("data", self._data, epoch, size, self._layout, interrupt)
 
 
 class StreamFeed:
     """Batches from an iterable, or from a callable that returns an iterable for each epoch.
 
     A batch is requested only for its step, so the remaining batches stay in the iterator. Several
-    processes read some batches ahead within a call.
+    processes read all batches of a call before they meet.
 
     Attributes:
       look: A function that is called with the first batch before its step.
@@ -332,24 +379,27 @@ class StreamFeed:
     def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
         if batch_size is not None:
             raise ValueError(
-                "batch_size is for arrays, but train_data yields batches: leave batch_size out."
+                "batch_size is for arrays, but data yields batches: leave batch_size out."
             )
         self._source, self._layout = source, layout
         self.look: Callable[[Any], None] | None = None
         self._iterator: Any = None
         self._last: Any = None  # the batch of the last step
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
+        self._ahead = AHEAD  # the number of batches that several processes read for a call
+        self._unused: Read | None = None  # the batches that are read, but not trained on yet
+        self._state: Any = None  # the state of the iterator before these batches
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that identify the batches; a stream has only its kind."""
-        return {"train_data": "an iterable of batches"}
+        return {"data": "an iterable of batches"}
 
     def go_to(self, at: Position, states: list[str] | None = None) -> None:
         """Move the iterator to a step of an epoch with a state from `states`, or by dropping batches."""
         epoch, offset = at.epoch, at.offset
         if self._at == (epoch, offset):
             return
-        self._iterator = open_stream("train_data", self._source, epoch)
+        self._iterator = open_stream("data", self._source, epoch)
         self._at = epoch, offset
         if states is not None:
             state = json.loads(states[jax.process_index()])
@@ -357,27 +407,58 @@ class StreamFeed:
             return
         for index in range(offset):
             if next(self._iterator, END) is END:
-                says = f"train_data ended after {index} of {offset} batches of epoch {epoch}"
+                says = f"data ended after {index} of {offset} batches of epoch {epoch}"
                 raise ValueError(f"{says}: to resume, pass a new iterator of the same batches.")
 
-    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
+    def read(self, at: Position, limit: int) -> Read:
+        """Read what several processes compare; a single process reads within `run`."""
+        if jax.process_count() == 1:
+            return Read()
+        if self._unused is None and limit:
+
+            def begin() -> Iterator[Any]:
+                self.go_to(at)
+                self._state = self._get_state()
+                return self._iterator
+
+            self._unused = _read_some("data", begin, min(limit, self._ahead))
+        return self._unused or _read_some("data", lambda: iter(()), 0)
+
+    def run(
+        self,
+        steps: Any,
+        carry: Any,
+        at: Position,
+        limit: int,
+        interrupt: Interrupt,
+        common: Common,
+    ) -> Fed:
         """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
-        self.go_to(at)
+        is_alone = jax.process_count() == 1  # several processes stop together, between calls
+        if is_alone:
+            self.go_to(at)
+            batches = itertools.chain(self._iterator, [END])
+        else:
+            limit, self._ahead = len(common.batches) + 1, _count_ahead(common.largest)
+            batches = itertools.chain(common.batches, [common.end])
         self._at = None  # unknown until these steps are done, or if they fail
         rows: list[dict[str, jax.Array]] = []
         epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
-        is_alone = jax.process_count() == 1  # several processes stop together, between calls
-        batches = pull("train_data", self._iterator, limit)
         with self._layout.context():
             while len(rows) < limit and not is_over and not (is_alone and interrupt.number):
                 try:
                     batch = next(batches)
                     if is_over := batch is END:
                         break
-                    self._layout.check_shares("A batch of train_data", batch)
+                    if batch is None:  # more batches follow in the next call
+                        break
+                    if isinstance(batch, Exception):
+                        raise batch
+                    batch = _as_batch("data", batch) if is_alone else batch
+                    self._layout.check_shares("A batch of data", batch)
                     if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
-                        raise ValueError("A batch of train_data contains no examples.")
+                        raise ValueError("A batch of data contains no examples.")
                     self._last = batch = self._layout.put_batch(batch, local=True)
                     look, self.look = self.look, None
                     if look is not None:
@@ -394,8 +475,9 @@ class StreamFeed:
                 if len(rows) > AHEAD and len(rows) % AHEAD == 0:
                     rows[-1 - AHEAD]["loss"].block_until_ready()
         if is_over and not offset + len(rows):
-            raise no_batch("train_data", epoch)
+            raise no_batch("data", epoch)
         self._at = None if failure else (epoch, offset + len(rows))
+        self._unused = self._state = None
         with self._layout.context():
             host = jax.device_get(self._layout.average_rows(rows))
         names = dict.fromkeys(name for row in host for name in row)
@@ -406,16 +488,21 @@ class StreamFeed:
         """Return the last batch, placed on the devices; None if a resumed run has taken none."""
         return self._last
 
+    def _get_state(self) -> Any:
+        has_state = hasattr(self._iterator, "set_state")
+        return self._iterator.get_state() if has_state else None
+
     def all_batches(self, epoch: int, interrupt: Interrupt | None = None) -> Iterator[Any]:
         """Yield all batches of an epoch, placed on the devices and read again from the source."""
-        return read_all("train_data", self._source, epoch, None, self._layout, interrupt)
+        return read_all("data", self._source, epoch, None, self._layout, interrupt)
 
     def states(self) -> list[str] | None:
         """Return each process's state of an iterator that has one, such as Grain's, as JSON."""
-        state = None
+        # If training ended before the steps of the batches that were read, the state is the one before.
         # After a failed step, the iterator is ahead of training, so its state would skip a batch.
-        if self._at is not None and hasattr(self._iterator, "set_state"):
-            state = self._iterator.get_state()
+        state = self._state
+        if state is None and self._at is not None:
+            state = self._get_state()
         state = state.decode("latin-1") if isinstance(state, bytes) else state
         texts = processes.gather_texts(json.dumps(state, default=int))
         return None if "null" in texts else texts

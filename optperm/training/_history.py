@@ -5,11 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from optperm.core.optional import import_optional
+
 Columns = dict[str, np.ndarray]
 # The column of rows that says whether the optimizer had reached its goal.
 GOAL = "reached_goal"
 # The column with the count of each step, if the loss is a sum and a count.
 COUNT = "loss_count"
+# The columns that `History.plot` does not draw.
+_NOT_DRAWN = {"epoch", "step", "seconds", COUNT, GOAL}
 
 
 def find_divergence(history: "History") -> int | None:
@@ -103,6 +107,50 @@ class History:
         """The last row of `epochs`; empty before the first row."""
         return dict(self.epoch_rows[-1]) if self.epoch_rows else {}
 
+    def plot(self, figure: Any = None, *, label: str = "") -> Any:
+        """Draw the loss, the metrics, and the columns of a method, such as `fraction_moved`.
+
+        Each column has axes of its own: a thin line over the steps, dots for the means of the rows, and
+        a dashed line for the evaluations.
+
+        Args:
+          figure: The figure that `plot` of another history returned, to draw this history into its axes.
+          label: The name of this history in the legend.
+
+        Returns:
+          A `matplotlib.figure.Figure`.
+
+        Raises:
+          ImportError: If Matplotlib is missing.
+          ValueError: If there are no rows yet.
+
+        Example:
+          >>> import numpy as np
+          >>> from optperm.training import History
+          >>> history = History({"loss": np.array([3.0, 1.0], np.float32)})
+          >>> figure = history.plot(label="Adam")
+          >>> figure.savefig("losses.png")  # doctest: +SKIP
+        """
+        steps, rows = self.steps, self.epochs
+        found = dict.fromkeys(name.removeprefix("eval_") for name in (*steps, *rows))
+        names = sorted(found.keys() - _NOT_DRAWN, key=lambda name: (name != "loss", name))
+        if not names:
+            raise ValueError("There is nothing to draw: the history has no rows yet.")
+        what: Any = {"needed_by": "History.plot", "install": "optperm[training]"}
+        with import_optional("matplotlib.style", **what).context("optperm.pictures"):
+            if figure is None:
+                # pyplot would look for a display.
+                size = 6, 0.6 + 2 * len(names)
+                figure = import_optional("matplotlib.figure", **what).Figure(figsize=size)
+                for axes, name in zip(
+                    figure.subplots(len(names), sharex=True, squeeze=False).flat, names, strict=True
+                ):
+                    axes.set(ylabel=name.replace("_", " "))
+                axes.set(xlabel="step")
+            for axes in figure.axes:
+                _draw(axes, axes.get_ylabel().replace(" ", "_"), steps, rows, label)
+        return figure
+
     def add_steps(self, columns: Mapping[str, Any], count: int | None = None) -> None:
         """Add rows of steps: all rows, or the first `count` rows."""
         if columns:
@@ -141,3 +189,19 @@ class History:
         row |= {} if reached_goal is None else {GOAL: float(reached_goal)}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})
+
+
+def _draw(axes: Any, name: str, steps: Columns, rows: Columns, label: str) -> None:
+    """Draw a column of the steps, its means in the rows, and its evaluations, in the next color."""
+    color = axes.plot([], [])[0].get_color()
+    if name in steps:
+        thin = {"linewidth": 0.6, "alpha": 0.4, "label": "" if name in rows else label}
+        axes.plot(np.arange(1, len(steps[name]) + 1), steps[name], "-", color=color, **thin)
+    evaluated = f"{label} evaluated".strip()
+    styles = {name: (".-", label or "training"), f"eval_{name}": (".--", evaluated)}
+    for column, (style, text) in styles.items():
+        if column in rows:
+            at = np.isfinite(rows[column])
+            axes.plot(rows["step"][at], rows[column][at], style, color=color, label=text)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

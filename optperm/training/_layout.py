@@ -341,10 +341,3 @@ def _trace_init(tx: Any, state: Any, layout: Layout) -> tuple[bool, bool]:
         with layout.context():
             jax.eval_shape(layout.map_replicas(init, 0), (), params, ())
     return found[-1]
-
-
-def count_idle_devices(state: Any) -> int:
-    """Return the number of devices that stay idle without a mesh, unless the user chose a device."""
-    is_chosen = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
-    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
-    return 0 if is_chosen or default is not None else jax.local_device_count() - 1

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -66,6 +66,32 @@ def check_same(facts: Mapping[str, Any]) -> None:
         raise ValueError(
             f"The arguments of fit are not the same in all processes: {which}. {advice}."
         )
+
+
+def compare_programs(program: Any) -> Callable[..., Any]:
+    """Make a jitted function that raises in all processes if their programs differ.
+
+    The exchanges of one program would wait forever for the exchanges of another program.
+    """
+    if jax.process_count() == 1:
+        return program
+    compared = set[Any]()
+
+    def call(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        form = structure, tuple(map(jax.typeof, leaves))
+        if form not in compared:
+            hashed = hashlib.sha256(program.lower(*args).as_text().encode())
+            own = np.frombuffer(hashed.digest(), np.uint8)
+            if (multihost_utils.process_allgather(own) != own).any():
+                advice = "the same functions, periods (such as every), rates and other numbers"
+                raise ValueError(
+                    f"The processes compiled different programs: pass {advice} in each process."
+                )
+            compared.add(form)
+        return program(*args)
+
+    return call
 
 
 def digest(tree: Any) -> str:

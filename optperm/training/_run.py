@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.fingerprints import list_fingerprints
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.states import (
     GoalState,
     LoopState,
@@ -27,16 +27,24 @@ from optperm.core.states import (
 from optperm.training import _callbacks as callbacks
 from optperm.training import _commits as commits
 from optperm.training import _conditions as conditions
-from optperm.training import _processes as processes
 from optperm.training import _steps as programs
 from optperm.training._callbacks import Event
-from optperm.training._checkpoints import CheckpointError, Checkpoints, Shapes
-from optperm.training._data import ArrayFeed, Fed, Position, StreamFeed, takes_epoch
-from optperm.training._history import GOAL, History, find_divergence
+from optperm.training._checkpoints import CheckpointError, Folder, Shapes
+from optperm.training._data import (
+    MOST_TOGETHER,
+    ArrayFeed,
+    Fed,
+    Position,
+    StreamFeed,
+    meet,
+    takes_epoch,
+)
+from optperm.training._history import COUNT, GOAL, History, find_divergence
 from optperm.training._layout import Layout
-from optperm.training._schedule import Due, Schedule
+from optperm.training._schedule import MOST_STEPS, Schedule, Task
 from optperm.training._terminal import Interrupt, Interrupted
 from optperm.training._train_state import Model, TrainState
+from optperm.training._validation import Evaluator
 from optperm.variance._full_gradient import full_gradient
 
 # The reason why training ended.
@@ -92,10 +100,9 @@ class Setup:
     feed: ArrayFeed | StreamFeed
     key: int | jax.Array
     schedule: Schedule
-    evaluate: programs.Evaluator | None
-    epoch_start: Callable[..., Any] | None
+    evaluate: Evaluator | None
     keep_best: tuple[str, str] | None  # a column of the history, and its mode
-    checkpoints: Checkpoints | None
+    folder: Folder | None
     facts: Mapping[str, Any]  # values that identify the run, by name
 
 
@@ -104,44 +111,50 @@ class Run:
 
     show: Callable[[int], None] | None = None  # shows the progress
     is_warned = False
-    is_suspect = False
+    is_counted = False  # whether the count of the loss is known to be a count
     commit: Callable[..., Any] | None = None
     interrupt: Interrupt | None = None
 
     def __init__(self, given: Setup) -> None:
         """Begin a run before its first step."""
         self.given, self.layout, self.carry = given, given.layout, given.carry
-        self.at, self.due, self.history = Position(), Due(), History()
+        self.at, self.history = Position(), History()
+        self.due = list[
+            Task
+        ]()  # the tasks after the last step that are not done yet, in their order
         self.best = dict[str, Any]()  # the value, step and state of the best row
         self.said = set[str]()  # warnings of the optimizer state
         self.is_narrow = conditions.has_narrow_params(given.carry)
         self.lost_since: int | None = None  # the first of the last steps that lost their updates
         self.looked_at = 0  # the last step whose updates were looked at
         # An `epoch_start` may change the state later, even if it has not changed anything yet.
-        self.is_judged = given.epoch_start is None
-        if given.epoch_start is not None or conditions.samples(given.carry.opt_state):
+        self.is_judged = given.schedule.epoch_start is None
+        if not self.is_judged or conditions.samples(given.carry.opt_state):
             given.feed.look = self._check_conditions
         self.monitored = [each.monitor for each in given.schedule.find_early_stopping()]
         self.monitored += [given.keep_best[0]] if given.keep_best else []
+        # With local steps of several processes: the step and the number of the last commit, and the
+        # number of steps from one commit to the next, as far as the run has seen it.
+        self.last_commit, self.commits, self.period = 0, 0, 0
 
     def resume(self, resume: bool | int) -> None:
         """If `resume` is not False, resume from a checkpoint of a run with the same facts."""
-        checkpoints, feed, layout = self.given.checkpoints, self.given.feed, self.layout
-        if checkpoints is None or (chosen := checkpoints.choose(resume)) is None:
+        folder, feed, layout = self.given.folder, self.given.feed, self.layout
+        if folder is None or (chosen := folder.choose(resume)) is None:
             return
         arrays = programs.unwrap_keys(self.carry)
-        run = checkpoints.read(chosen, self.facts, self.shapes)
+        run = folder.read(chosen, self.facts, self.shapes)
         is_dealt = layout.own and run["replicas"] != layout.replicas
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
             whole = commits.merge_replicas(self.carry, layout)
             trees["best"] = programs.unwrap_keys(whole)
-        held, rows = checkpoints.read_arrays(chosen, trees)
+        held, rows = folder.read_arrays(chosen, trees)
         if run["best"]:
             self.best = {**run["best"], "state": programs.wrap_keys(held["best"], whole)}
         arrays = layout.deal(held["state"]) if is_dealt else held["state"]
         self.carry = programs.copy_arrays(programs.wrap_keys(arrays, self.carry))
-        self.at, self.due = Position(*run["position"]), Due(**run["due"])
+        self.at, self.due = Position(*run["position"]), run["due"]
         self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
         if isinstance(feed, StreamFeed):
             feed.go_to(self.at, run["iterator"])
@@ -169,7 +182,7 @@ class Run:
 
     def train(self, interrupt: Interrupt) -> Ended:
         """Train until the schedule is over, or until the run ends early."""
-        self.interrupt = interrupt
+        self.interrupt, self.began = interrupt, self.at
         given, schedule = self.given, self.given.schedule
         self._since = time.perf_counter()
         error: BaseException | None = None
@@ -181,28 +194,29 @@ class Run:
         with contextlib.suppress(Interrupted):
             stop = self._do_what_is_due() or self._was_stopped()
         compiled = programs.compile_steps(
-            *(given.model, self.layout, self.carry, given.feed.rows, given.key), self._suspect_count
+            given.model, self.layout, self.carry, given.feed.rows, given.key
         )
         while True:
             # The maximum code decides, so all processes leave the loop at the same step.
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
-            code = int(processes.gather(np.int32(code)).max())
-            if code or schedule.is_over(self.at):
+            is_over, count = schedule.is_over(self.at), self._count_steps()
+            read = given.feed.read(self.at, 0 if code or is_over else count)
+            code, common = meet(code, read)
+            if code or is_over:
                 break
             try:
                 if not self.at.offset:
                     self._start_epoch()
-                count = schedule.count_steps(self.at)
-                fed = given.feed.run(compiled, self.carry, self.at, count, interrupt)
+                fed = given.feed.run(compiled, self.carry, self.at, count, interrupt, common)
                 self._record(fed)
-                self._check_count()
+                self._check_count(fed)
                 error = fed.error
                 stop = self._do_what_is_due()
             except Interrupted:
                 continue  # all processes see the number of the signal
             except (Exception, SystemExit) as raised:
                 error = raised
-        if code != _FAILED and schedule.is_over(self.at) and self.due == Due():
+        if code != _FAILED and schedule.is_over(self.at) and not self.due:
             code = 0  # a stop or a signal in the last step changes nothing
         if not code and self.at.offset and not self._has_row:
             try:
@@ -220,7 +234,11 @@ class Run:
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
     def _save_after(self, error: BaseException) -> None:
-        """Save the trained state, unless a call that failed on the devices deleted its carry."""
+        """Save the trained state, unless a call that failed on the devices deleted its carry.
+
+        A resumed run continues with the next step, not with the tasks that the error prevented.
+        """
+        self.due = []
         if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             self.result("stopped", error)
 
@@ -229,26 +247,22 @@ class Run:
 
         The checkpoint does not have this row, because a resumed run adds a row at the end of the epoch.
         """
-        if self.given.checkpoints is not None:
-            self._save(self.given.checkpoints)
-        self.due = Due(row=True, on_row=True, on_epoch_end=True)
+        self._save()
+        self.due = ["row", "epoch"]
         self._do_what_is_due()
 
     def _check_conditions(self, batch: Any) -> None:
         """Warn if the loss is not a mean, or if its gradient does not reach a sampler."""
-        given = self.given
+        given, self.is_counted = self.given, True
         args = self.carry, batch, given.model, self.layout, given.key
         for text in conditions.find_broken_conditions(*args):
             warnings.warn(text, stacklevel=5)  # where fit is called
 
-    def _suspect_count(self) -> None:
-        self.is_suspect = True
-
-    def _check_count(self) -> None:
-        """Warn if a count that depends on the params is no count, after the first steps."""
-        if not self.is_suspect:
+    def _check_count(self, fed: Fed) -> None:
+        """Warn after the first steps if the loss is a pair whose second value is no count."""
+        if self.is_counted or COUNT not in fed.columns:
             return
-        self.is_suspect, given = False, self.given
+        self.is_counted, given = True, self.given
         if not conditions.is_count(self.carry, given.feed.example(), given.model, self.layout):
             warnings.warn(conditions.NOT_COUNT, stacklevel=4)  # where fit is called
 
@@ -268,7 +282,7 @@ class Run:
 
     def _start_epoch(self) -> None:
         self._judge_steps()
-        change, carry, layout = self.given.epoch_start, self.carry, self.layout
+        change, carry, layout = self.given.schedule.epoch_start, self.carry, self.layout
         if change is not None and takes_epoch(change):  # or `epoch_start` is the change
             change = change(self.at.epoch)
         if change is None:
@@ -279,7 +293,7 @@ class Run:
             batches = self.given.feed.all_batches(self.at.epoch, self.interrupt)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
-            begin = jit_current(change, out_shardings=there)
+            begin = fresh_jit(change, out_shardings=there)
             opt_state = begin(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
@@ -312,42 +326,56 @@ class Run:
             callbacks.check_columns(self.monitored, None, columns)
         if self.show is not None:
             self.show(self.at.step)
+        if jax.process_count() > 1 and self.layout.own:
+            self._find_period()
+
+    def _find_period(self) -> None:
+        """Note the number of steps between the last commits."""
+        found = commits.count_commits(self.carry.opt_state)
+        last = self.at.step - commits.steps_since_commit(self.carry.opt_state)
+        if found > self.commits:
+            self.period = (last - self.last_commit) // (found - self.commits)
+            self.commits, self.last_commit = found, last
+
+    def _count_steps(self) -> int:
+        """Return the number of steps of the next call, after which the processes meet.
+
+        With local steps, a call ends with a commit, at which replicas wait for each other anyway.
+        """
+        most = MOST_STEPS
+        if self.period:
+            first = self.period - (self.at.step - self.last_commit) % self.period
+            most = first + max(MOST_STEPS - first, 0) // self.period * self.period
+        return self.given.schedule.count_steps(self.at, min(most, MOST_TOGETHER))
 
     def _do_what_is_due(self) -> bool:
         """Do the tasks that are due after the last step; return True if a callback stops the run.
 
-        A row is due until it is added, but a callback is no longer due as soon as it is called, unless
-        a signal interrupts it.
+        A task stays due until it is done, so after a signal, the resumed run does it again.
         """
-        schedule, history, stop = self.given.schedule, self.history, False
-        if self.due.row:
-            self._add_row()
-        self.due = self.due._replace(row=False)
-        for n in self.due.every:
-            with self._task(every=self.due.every[1:]):
-                event = self._event(functools.partial(history.means, n, history.num_steps))
-                stop |= callbacks.wants_to_stop(f"every[{n}]", schedule.every.get(n, ()), event)
-        if self.due.on_row or self.due.on_epoch_end:
-            called = schedule.find_readers(self.due)
-            with self._task(on_row=False, on_epoch_end=False):
-                metrics = {k: v for k, v in history.last.items() if k not in ("epoch", "step")}
-                event = self._event(lambda: metrics, True)
-                stop |= callbacks.wants_to_stop("on_epoch_end", called, event)
-            self._since = time.perf_counter()
-        checkpoint, self.due = self.due.checkpoint, Due()
-        if checkpoint and self.given.checkpoints is not None:
-            self._save(self.given.checkpoints)
+        stop = False
+        while self.due:
+            task, *rest = self.due
+            if task == "row":
+                self._add_row()
+            elif task == "checkpoint":
+                self.due = rest
+                self._save()
+            else:
+                stop |= callbacks.wants_to_stop(*self._find_called(task))
+                if not isinstance(task, int):
+                    self._since = time.perf_counter()
+            self.due = rest
         return stop
 
-    @contextlib.contextmanager
-    def _task(self, **done: Any) -> Iterator[None]:
-        """Take a task from the list of due tasks, and put it back if a signal interrupts it."""
-        before, self.due = self.due, self.due._replace(**done)
-        try:
-            yield
-        except Interrupted:
-            self.due = before
-            raise
+    def _find_called(self, task: Task) -> tuple[str, tuple[callbacks.Callback, ...], Event]:
+        """Return the name and the callbacks of a task, and their event."""
+        history, called = self.history, self.given.schedule.find_callbacks(task)
+        if isinstance(task, int):
+            means = functools.partial(history.means, task, history.num_steps)
+            return *called, self._event(means)
+        metrics = {k: v for k, v in history.last.items() if k not in ("epoch", "step")}
+        return *called, self._event(lambda: metrics, True)
 
     def _was_stopped(self) -> bool:
         """Return True if callbacks that depend only on rows stopped an earlier run at this step."""
@@ -398,7 +426,9 @@ class Run:
 
     def _evaluate(self) -> dict[str, float]:
         if self.given.evaluate is None:
-            raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
+            raise ValueError(
+                "There is nothing to evaluate: pass validation=Validation(...) to fit."
+            )
         return self.given.evaluate(self._merge(), self._epoch, self.interrupt)
 
     def _merge(self) -> TrainState:
@@ -413,9 +443,10 @@ class Run:
     def _bring_home(self, state: TrainState) -> Any:
         return self.given.model.unwrap(self.layout.bring_home(state))
 
-    def _save(self, checkpoints: Checkpoints) -> None:
-        if not self.at.step:
-            return  # there is nothing to resume, and Orbax cannot write arrays without entries
+    def _save(self) -> None:
+        folder = self.given.folder
+        if folder is None or not self.at.step:
+            return  # there is nothing to resume yet, and Orbax cannot write arrays without entries
         feed, best = self.given.feed, dict(self.best)
         trees = {"state": programs.unwrap_keys(self.carry)}
         if best:
@@ -424,7 +455,7 @@ class Run:
             "facts": self.facts,
             "shapes": dataclasses.asdict(self.shapes),
             "position": list(self.at),
-            "due": self.due._asdict(),
+            "due": self.due,
             "names": list(self.history.steps),
             # Orbax writes this copy while training continues
             "epochs": list(self.history.epoch_rows),
@@ -433,7 +464,7 @@ class Run:
             "best": best,
         }
         rows = np.array(list(self.history.steps.values()), np.float32)
-        checkpoints.write(self.at.step, trees, rows, run)
+        folder.write(self.at.step, trees, rows, run)
 
     def warn_of_state(self, stacklevel: int = 3, *, is_over: bool = False) -> None:
         """Issue each warning of the optimizer state once, at the call of `fit`."""
@@ -442,24 +473,14 @@ class Run:
                 self.said.add(text)
                 warnings.warn(text, stacklevel=stacklevel)
 
-    def warn_if_too_short(self, total: float) -> None:
-        """Warn before training if it ends before the first commit."""
-        steps = total - self.at.step
-        if 0 < steps < math.inf:
-            self._warn_without_commit(total, steps)
-
-    def _warn_without_commit(self, total: float, steps: float) -> None:
-        """Warn if a run of `total` steps, of which `steps` are left, ends before the first commit."""
-        if commits.ends_before_commit(self.carry, steps, self.layout):
-            says = f"The run ends after {total:.0f} steps, before the first commit of agn or diloco"
-            advice = "replicas train apart until its end. Lower every"
-            warnings.warn(f"{says}: {advice}.", stacklevel=4)  # where fit is called
-
-    def warn_of_result(self, result: FitResult, total: float) -> None:
-        """Warn if the params lack steps, or if the loss is not finite at the end."""
+    def warn_of_result(self, result: FitResult) -> None:
+        """Warn if the params lack steps, if there was no commit, or if the loss is not finite."""
         commits.warn_of_lost_steps(self.carry, self.merged, self.layout, 4)
-        if math.isinf(total) and result.ended == "finished":  # the length was not known before
-            self._warn_without_commit(self.at.step, 0)
+        has_stepped = result.ended == "finished" and self.at.step > self.began.step
+        if has_stepped and commits.has_no_commit(self.carry.opt_state):
+            says = f"The run ended after {self.at.step} steps, before the first commit of agn or diloco"
+            advice = "replicas trained apart until its end. Lower every"
+            warnings.warn(f"{says}: {advice}.", stacklevel=3)  # where fit is called
         if result.ended != "interrupted" and self._has_reached_goal() is not None:
             self.warn_of_state(stacklevel=4, is_over=True)
         keep_best = self.given.keep_best
@@ -475,17 +496,16 @@ class Run:
 
     def result(self, ended: Ended, error: BaseException | None = None) -> FitResult:
         """Write the last checkpoint, update the `flax.nnx` model, and return the result."""
-        checkpoints = self.given.checkpoints
+        folder = self.given.folder
         failure: CheckpointError | None = None
         try:
-            if checkpoints is not None:
-                self._save(checkpoints)  # comes first, since the machine may be about to stop
+            self._save()  # comes first, since the machine may be about to stop
         except CheckpointError as raised:
             failure = raised
         result = self._result(ended, error)
         try:
-            if checkpoints is not None and failure is None:
-                checkpoints.close()
+            if folder is not None and failure is None:
+                folder.close()
         except CheckpointError as raised:
             failure = raised
         if failure is not None:

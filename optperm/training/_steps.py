@@ -1,47 +1,36 @@
 """The carry of a run as one `TrainState`, and the compiled programs of steps and evaluations."""
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import cast_like
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import as_key, is_key, key_data
-from optperm.core.mapped_axes import axis_names, mark_varying, varying_axes
+from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.states import (
     DRAW_STREAM,
     LoopState,
     draw_params,
     find_states,
-    match_params,
 )
-from optperm.core.trees import leaf_paths
 from optperm.evaluation import Evaluation, evaluate_part, num_examples
 from optperm.exact import CommittingState
-from optperm.training import _data as datas
+from optperm.training import _processes as processes
 from optperm.training._history import COUNT, GOAL
 from optperm.training._layout import Layout, average_statistics, average_varying
-from optperm.training._terminal import Interrupt
 from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
 _RESERVED = ("loss", COUNT, GOAL, "epoch", "step", "seconds", "fraction_moved")
-# The maximum number of params that a message names.
-_MOST_NAMED = 5
-# The first parts of the names of operations with which replicas exchange arrays.
-_EXCHANGES = "psum", "ppermute", "all_gather", "all_to_all", "reduce_scatter"
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 
 
@@ -126,25 +115,13 @@ class Steps(NamedTuple):
 
 
 def compile_steps(
-    model: Model,
-    layout: Layout,
-    carry: TrainState,
-    rows: int,
-    key: int | jax.Array = 0,
-    suspect: Callable[[], Any] = lambda: None,
+    model: Model, layout: Layout, carry: TrainState, rows: int, key: int | jax.Array = 0
 ) -> Steps:
-    """Return the compiled steps for carries with the same placement as `carry`.
-
-    While tracing, steps call `suspect` if the count of the loss depends on the params.
-    """
+    """Return the compiled steps for carries with the same placement as `carry`."""
 
     @functools.partial(jax.jit, inline=True)  # traced once, used twice
     def step(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
         return _step(carry, batch, model, layout, key)
-
-    def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-        _trace_step(step, carry, batch, layout, suspect)
-        return step(carry, (), batch)
 
     def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
         (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
@@ -152,7 +129,7 @@ def compile_steps(
         def batch(t: jax.Array) -> Any:
             return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
 
-        forms = _trace_step(step, carry, batch(first), layout, suspect)
+        forms = jax.eval_shape(step, carry, (), batch(first))[1]
         columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
 
         def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
@@ -165,104 +142,11 @@ def compile_steps(
         return jax.lax.fori_loop(first, last, body, start)
 
     # A single step does not average its metrics, or replicas would wait for each other in each step.
-    single = layout.map_replicas(one, 0, stacked=True)
+    single = layout.map_replicas(step, 0, stacked=True)
     return Steps(
         many=_compile(layout.map_replicas(many, 1), layout, carry),
         one=_compile(single, layout, carry),
     )
-
-
-def _trace_step(
-    step: Callable[..., Any],
-    carry: TrainState,
-    batch: Any,
-    layout: Layout,
-    suspect: Callable[[], Any],
-) -> dict[str, Any]:
-    """Return the shapes of a step's metrics; raise if replicas train some of their params apart."""
-    metrics: dict[str, Any] = jax.eval_shape(step, carry, (), batch)[1]
-    commits = layout.own and bool(find_states(carry.opt_state, CommittingState))
-    if not (commits or COUNT in metrics):
-        return metrics
-    program, forms = jax.make_jaxpr(step, return_shape=True)(carry, (), batch)
-    if COUNT in metrics and _count_depends(program.jaxpr, forms, carry):
-        suspect()
-    if not commits:
-        return metrics
-    if not _find_axes(program.jaxpr) >= set(layout.mapped):
-        says = "The method takes local steps, but its replicas would never commit"
-        name = _axis_name(layout)
-        raise ValueError(f"{says}: pass axis_name={name!r} to the method as well as to fit.")
-    num_batch = len(jax.tree.leaves(batch))
-    if apart := _find_apart(program.jaxpr, forms, carry, num_batch, set(layout.mapped)):
-        others = ", ..." * (len(apart) > _MOST_NAMED)
-        named = ", ".join(map(repr, apart[:_MOST_NAMED])) + others
-        raise ValueError(
-            f"The replicas would train {len(apart)} of their params apart, because no commit and no "
-            f"exchange reaches {named}: put agn or diloco around optax.partition and optax.masked, "
-            "with all optimizers inside."
-        )
-    return metrics
-
-
-def _count_depends(jaxpr: Any, forms: Any, carry: TrainState) -> bool:
-    """Return whether the count of the loss depends on the params, as no number of examples does."""
-    size, inputs = len(jaxpr.outvars), len(jax.tree.leaves(carry))
-    at = jax.tree.unflatten(jax.tree.structure(forms), range(size))[1][COUNT]
-    used = dce_jaxpr(jaxpr, [place == at for place in range(size)])[1]
-    places = jax.tree.unflatten(jax.tree.structure(carry), range(inputs))
-    return any(used[place] for place in jax.tree.leaves(places.params))
-
-
-def _find_apart(
-    jaxpr: Any, forms: Any, carry: TrainState, num_batch: int, mapped: set[str]
-) -> list[str]:
-    """Return the paths of the params that a step changes by its batch, and by no exchange.
-
-    Args:
-      jaxpr: The program of a step, whose last inputs are the `num_batch` leaves of the batch.
-      forms: The shapes of its results, the new carry and metrics.
-      carry: The carry.
-      num_batch: The number of leaves of the batch.
-      mapped: The axes over which replicas exchange.
-    """
-    params = leaf_paths(carry.params)
-    # A center contains the params that its method commits.
-    committed = set[int | None]()
-    for state in list[Any](find_states(carry.opt_state, CommittingState)):
-        committed.update(match.place for match in match_params(state.center, carry.params))
-    size = len(jaxpr.outvars)
-    places = jax.tree.unflatten(jax.tree.structure(forms), range(size))
-    left = {
-        at: path
-        for number, (at, (path, _)) in enumerate(
-            zip(jax.tree.leaves(places[0].params), params, strict=True)
-        )
-        if number not in committed
-    }
-
-    def depends(outputs: Iterable[int]) -> tuple[bool, bool]:
-        """Return whether outputs depend on the batch, and whether on an exchange over all axes."""
-        used = [at in set(outputs) for at in range(size)]
-        part, inputs = dce_jaxpr(jaxpr, used)
-        return any(inputs[len(inputs) - num_batch :]), _find_axes(part) >= mapped
-
-    # Usually all these params are frozen, which one look at all of them shows.
-    if not left or not depends(left)[0]:
-        return []
-    return [path for at, path in left.items() if depends([at]) == (True, False)]
-
-
-def _find_axes(jaxpr: Any) -> set[Any]:
-    """Return the axes over which a program communicates."""
-    axes = set[Any]()
-    for operation in jaxpr.eqns:
-        if operation.primitive.name.startswith(_EXCHANGES):
-            axes.update(*map(axis_names, map(operation.params.get, ("axes", "axis_name"))))
-        for each in jax.tree.leaves(operation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(each, "eqns"):
-                axes |= _find_axes(each)
-    return axes
 
 
 def compile_on_replicas(
@@ -277,11 +161,12 @@ def _compile(
 ) -> Callable[..., Any]:
     """Compile a mapped function whose new carry has the same placement as `carry`."""
     placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
-    return jit_current(
+    program = fresh_jit(
         function,
         donate_argnums=(0,) if donate else (),
         out_shardings=None if placed is None else (placed, None),
     )
+    return processes.compare_programs(program)
 
 
 def evaluate_step(
@@ -303,6 +188,8 @@ def evaluate_step(
     shared = None if is_local else mapped
     bound = Partial(model, state.model_state, state.step_rng(mapped))
     at, more = (state.params, {}) if draw is None else (draw, {"draw": draw})
+    if layout.own and is_local:
+        more = more | {"replica_axes": mapped}
     e = evaluate_part(
         bound, at, batch, has_aux=True, axis_name=averaged, count_axis=averaged or shared
     )
@@ -373,49 +260,3 @@ def _measure_loss(e: Evaluation) -> Metrics:
 
 def _axis_name(layout: Layout) -> str | tuple[str, ...]:
     return layout.mapped[0] if len(layout.mapped) == 1 else layout.mapped
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluator:
-    """A function that computes means of metrics over all examples, `batch_size` at once for arrays."""
-
-    eval_fn: Callable[..., Any]
-    data: Any
-    batch_size: int | None
-    model: Model = dataclasses.field(default_factory=Model)
-    layout: Layout = dataclasses.field(default_factory=Layout)
-
-    @functools.cached_property
-    def _compute(self) -> Callable[..., Any]:
-        def compute(state: TrainState, batch: Any) -> dict[str, Any]:
-            return self.model.compute_metrics(state, batch, self.eval_fn)
-
-        return jit_current(compute)
-
-    def columns(self, state: TrainState) -> list[str] | None:
-        """Return the columns that this adds to the history; None for a stream, which is not read."""
-        if not datas.is_arrays("eval_data", self.data):
-            return None
-        batch = next(datas.read_all("eval_data", self.data, 1, self.batch_size, self.layout))
-        with self.layout.context():
-            forms = jax.eval_shape(self.model.compute_metrics, state, batch, Partial(self.eval_fn))
-        return [f"eval_{name}" for name in forms]
-
-    def __call__(
-        self, state: TrainState, epoch: int = 1, interrupt: Interrupt | None = None
-    ) -> dict[str, float]:
-        """Return the means; a signal raises `Interrupted` between two batches."""
-        rows = list[Any]()
-        with self.layout.context():
-            source = "eval_data", self.data, epoch, self.batch_size, self.layout, interrupt
-            for batch in datas.read_all(*source):
-                rows.append(self._compute(state, batch))
-                # Load the next batches during the computation of the last few.
-                jax.block_until_ready(rows[: -datas.AHEAD][-1:])
-        host = jax.device_get(rows)
-        if different := [list(row) for row in host if row.keys() != host[0].keys()]:
-            says = f"got {list(host[0])} and {different[0]}"
-            raise ValueError(f"eval_fn must return the same metrics for every batch, {says}.")
-        table: dict[str, Any] = {k: np.array([row[k] for row in host]) for k in host[0]}
-        sums = {k: pairs.sum(axis=0, dtype=np.float64) for k, pairs in table.items()}
-        return {k: float(total / n) if n else math.nan for k, (total, n) in sums.items()}

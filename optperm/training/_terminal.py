@@ -24,7 +24,7 @@ def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int], None]
     if not progress or jax.process_index():
         yield None
         return
-    extra = "optperm[progress]"
+    extra = "optperm[training]"
     rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
     with rich.Progress(*rich.Progress.get_default_columns(), rich.MofNCompleteColumn()) as bars:
         task = bars.add_task("steps", total=int(total) if total < math.inf else None)

@@ -86,21 +86,19 @@ class Model:
             return state
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
-    def compute_metrics(
-        self, state: Any, batch: Any, eval_fn: Callable[..., Any]
-    ) -> dict[str, Any]:
+    def compute_metrics(self, state: Any, batch: Any, fn: Callable[..., Any]) -> dict[str, Any]:
         """Return the metrics of a batch, (2,) each: a sum over examples and its divisor."""
         if self.graphdef is not None:
             model = self.unwrap(state)  # a new model: the trained model keeps its mode
             model.eval()  # dropout off, running statistics
-            out = eval_fn(model, batch)
+            out = fn(model, batch)
         else:
-            takes = "model_state" in arguments_of(eval_fn)
+            takes = "model_state" in arguments_of(fn)
             known = {"model_state": state.model_state} if takes else {}
-            out = eval_fn(state.params, batch, **known)
-        metrics = convert_metrics("The result of eval_fn", out, pairs=True)
+            out = fn(state.params, batch, **known)
+        metrics = convert_metrics("The result of Validation.fn", out, pairs=True)
         # A scalar is a mean, whose weight is the number of examples in its batch.
-        size = checks.count_examples("A batch of eval_data", batch, has_scalars=True)
+        size = checks.count_examples("A batch of Validation.data", batch, has_scalars=True)
         return {
             name: jnp.stack(
                 value if isinstance(value, tuple) else [size * value, jnp.float32(size)]

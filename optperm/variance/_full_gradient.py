@@ -14,8 +14,8 @@ import optax
 from jax.tree_util import Partial
 
 from optperm.core import checks
-from optperm.core.current import jit_current
 from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
@@ -75,7 +75,7 @@ def full_gradient(
         averages.
       axis_name: The mapped axis or axes over which gradients and weights are summed.
       has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
-      progress: Whether to show a progress bar. This needs `rich`: `pip install 'optperm[progress]'`.
+      progress: Whether to show a progress bar. This needs `rich`: `pip install rich`.
 
     Returns:
       The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
@@ -142,7 +142,7 @@ def full_gradient(
     # Arrays that are bound to the loss are arguments of the program, unlike the function itself.
     arrays, structure = jax.tree.flatten(bound)
 
-    @jit_current
+    @fresh_jit
     def sum_batch(params: Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
         bound = jax.tree.unflatten(structure, arrays)
         return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
@@ -289,7 +289,7 @@ def _measure_gap(
     few = jax.tree.map(lambda leaf: take_rows(leaf, ends) if jnp.ndim(leaf) else leaf, batch)
     kept = jnp.ones(len(ends), bool) if weights is None else take_rows(weights, ends) > 0.0
 
-    @jit_current
+    @fresh_jit
     def compare(
         params: Params, few: Any, kept: jax.Array, arrays: list[Any]
     ) -> tuple[jax.Array, jax.Array]:
@@ -370,8 +370,7 @@ def _count_batch(batch: Any) -> int:
 
 
 def _show_progress(batches: Iterable[Any]) -> Iterable[Any]:
-    extra = "optperm[progress]"
-    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
+    rich = import_optional("rich.progress", needed_by="progress=True", install="rich")
     total = len(batches) if isinstance(batches, Sized) else None
     bar: Iterable[Any] = rich.track(batches, description="full gradient", total=total)
     return bar

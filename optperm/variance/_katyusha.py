@@ -15,8 +15,10 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like
-from optperm.core.shapes import Array, Float, Params, PyTree, Updates
+from optperm.core.mapped_axes import varying_zeros
+from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.transformation import transformation
+from optperm.exact import count_mismatches, mismatch_warnings
 from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, keep_finite
 from optperm.variance._svrg import FULL_GRADIENT, SvrgState, correct_loopless, make_state
 
@@ -28,23 +30,23 @@ class KatyushaState(NamedTuple):
       svrg: The number of steps, the random key, and the snapshot (w and the full gradient at w).
       y: The point after one gradient step, in float32 or the parameter's dtype if wider.
       z: The point after steps along all gradients so far, in the same dtype.
+      mismatches: Number of steps whose params differed by more than rounding from the average of y, z
+        and the snapshot, because something else had moved the params.
     """
 
     svrg: SvrgState
     y: PyTree[Float[Array, "?*shape"], "Params"]
     z: PyTree[Float[Array, "?*shape"], "Params"]
+    mismatches: Int32[Array, ""]
 
-    def points(self) -> list[Any]:
-        """Return y and z: the params are a weighted average of y, z and the snapshot."""
-        return [self.y, self.z]
+    def warnings(self, params: Any) -> list[str]:
+        """Return a sentence if something other than `katyusha` has changed the params.
 
-    def if_followed(self) -> str:
-        """Return a warning for a transformation that changes the updates after this method."""
-        return (
-            "In an optax.chain, a transformation follows katyusha, which is a complete optimizer: "
-            "changed steps lead away from the optimum. Remove the transformation, or use optperm.svrg "
-            "and optax.sgd."
-        )
+        Args:
+          params: Not used.
+        """
+        del params
+        return mismatch_warnings("katyusha", self.mismatches)
 
 
 def katyusha(
@@ -73,8 +75,10 @@ def katyusha(
     condition number :math:`L / \mu` is above the number of examples, as with an L2 penalty of 1/n,
     Katyusha needs fewer passes over the examples than `optperm.svrg`.
 
-    Katyusha is a complete optimizer. No transformation after it in a chain may change its updates. If
-    something else changes the params, make a new state.
+    Katyusha is a complete optimizer: its updates lead to an average of points in its state. No
+    transformation after it in a chain may change its updates, and no wrapper may move the params, as
+    `optperm.agn` and `optperm.laperm` do. `mismatches` in the state counts steps after such changes,
+    and `optperm.training.fit` warns. If something else changes the params, make a new state.
 
     Args:
       learning_rate: :math:`\alpha > 0`. Use `optperm.variance.svrg_learning_rate` to find a rate, and
@@ -147,7 +151,7 @@ def katyusha(
             return jnp.array(leaf, accumulation_dtype(leaf), copy=True)
 
         y, z = (jax.tree.map(widen, params) for _ in range(2))
-        return KatyushaState(make_state(params, key), y, z)
+        return KatyushaState(make_state(params, key), y, z, varying_zeros(params, jnp.int32))
 
     def update(
         grads: Updates,
@@ -196,7 +200,8 @@ def katyusha(
         new_x = jax.tree.map(combine, z, snapshot.params, y)
         moves = jax.tree.map(lambda x, p: x - jnp.asarray(p, x.dtype), new_x, params)
         count = optax.safe_increment(state.svrg.count)
-        return moves, KatyushaState(SvrgState(count, state.svrg.key, snapshot), y, z)
+        mismatches = count_mismatches(state.mismatches, params, cast_like(x, params))
+        return moves, KatyushaState(SvrgState(count, state.svrg.key, snapshot), y, z, mismatches)
 
     return transformation(
         init,

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from optperm.core import checks
-from optperm.core.current import jit_current
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import make_key
 from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import explicit_mesh, unshard
@@ -164,7 +164,7 @@ def _find_rate(
 
     # L and L_max
     measure = functools.partial(_measure_curvatures, mean_loss, chunk)
-    curvature, largest = map(float, jit_current(measure)(params, data, key))
+    curvature, largest = map(float, fresh_jit(measure)(params, data, key))
     smoothness = _expect_smoothness(abs(curvature), largest, n, batch_size)
     # eta = 1 / L_b
     rate, factor = 1 / smoothness, 2.0
@@ -175,7 +175,7 @@ def _find_rate(
     if n > size:
         rows = jnp.asarray(rng.permutation(n)[:size])
         data = jax.tree.map(lambda leaf: leaf[rows], data)
-    here = float(jit_current(mean_loss)(params, data))
+    here = float(fresh_jit(mean_loss)(params, data))
     if not math.isfinite(here):
         raise ValueError(f"The loss at these params must be finite, got {here}.")
     trial = _make_trial(mean_loss, params, data, batch_size, num_passes, rng)
@@ -232,7 +232,7 @@ def _make_trial(
     # NumPy shuffles faster than JAX.
     orders = jnp.asarray([rng.permutation(n) for _ in range(num_passes)], jnp.int32)
 
-    @jit_current
+    @fresh_jit
     def run(rate: jax.Array, params: Any, data: Any, orders: jax.Array) -> jax.Array:
         tx = optax.chain(svrg(every=2 * steps), optax.sgd(rate))
 

@@ -23,7 +23,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from optperm.core import checks
-from optperm.core.current import jit_current
+from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import make_key
 from optperm.core.shapes import Params
 from optperm.core.shardings import can_be_seen, explicit_mesh
@@ -440,10 +440,10 @@ class _Run:
             chunks.is_whole and chunks.parts == 1 and length_of(chunks.first) <= _rows(objective)
         )
         self._sums = {
-            has_all: jit_current(functools.partial(_sum_chunk, objective, has_all))
+            has_all: fresh_jit(functools.partial(_sum_chunk, objective, has_all))
             for has_all in (False, True)
         }
-        self._judge = jit_current(functools.partial(_judge, objective))
+        self._judge = fresh_jit(functools.partial(_judge, objective))
 
     def look(self, w: jax.Array) -> Look:
         """Return the look at w, from a pass over all chunks."""
@@ -902,7 +902,7 @@ def _svrg(run: _Run) -> Advance:
         state = take_snapshot(tx.init(snapshot), snapshot, grad)
         return _scan_batches(objective, tx, w, state, chunk, starts)[0]
 
-    compiled = jit_current(steps)
+    compiled = fresh_jit(steps)
 
     def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
         new, used = w, 0
@@ -956,7 +956,7 @@ def _newton(run: _Run) -> Advance:
         new, *_, rise = jax.lax.while_loop(is_going, improve, start)
         return new, rise
 
-    compiled = jit_current(step)
+    compiled = fresh_jit(step)
 
     def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
         new, rise = compiled(w, look, np.asarray(1 / scale - 1, w.dtype))
@@ -986,7 +986,7 @@ def _katyusha(run: _Run) -> Advance:
 
         return _scan_batches(objective, tx, w, state, chunk, starts, full_grad_fn=full_grad_fn)
 
-    compiled = jit_current(steps)
+    compiled = fresh_jit(steps)
 
     def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
         nonlocal state, rate, kept
@@ -1042,12 +1042,12 @@ def _lbfgs(run: _Run) -> Advance:
         v, state, _, evaluations = jax.lax.while_loop(is_going, step, (v, state, zero, zero))
         return v, state, place(v), evaluations
 
-    compiled = jit_current(iterate)
+    compiled = fresh_jit(iterate)
 
     def advance(w: jax.Array, look: Look, scale: float) -> tuple[jax.Array, float, float | None]:
         nonlocal carry
         if carry is None or scale < 1:
-            roots = look.root if objective.is_dense else jit_current(find_roots)(w, chunk)
+            roots = look.root if objective.is_dense else fresh_jit(find_roots)(w, chunk)
             v = jnp.zeros_like(w)
             carry = v, tx.init(v), w, roots
         left = np.asarray(min(max(run.max_passes - run.passes, 1), 10**6), np.int32)

@@ -29,13 +29,13 @@ from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, evaluate_g
 
 FULL_GRADIENT = {
     "full_grad_fn": "the gradient over all examples at given params (in fit, optperm.with_loss passes "
-    "this function; svrg does not need the function with epoch_start=optperm.variance.take_snapshot "
-    "instead of every= and probability=): "
+    "this function; svrg does not need it with "
+    'callbacks={"epoch_start": optperm.variance.take_snapshot} instead of every= and probability=): '
     'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
 _IN_FIT = (
-    "pass epoch_start=optperm.variance.take_snapshot to fit for a snapshot before each epoch, or call "
-    "optperm.variance.take_snapshot in your own loop"
+    'pass callbacks={"epoch_start": optperm.variance.take_snapshot} to fit for a snapshot before each '
+    "epoch, or call optperm.variance.take_snapshot in your own loop"
 )
 _ADVICE = "call optperm.variance.take_snapshot, or pass every= or probability="
 

@@ -181,25 +181,34 @@ def test_what_a_state_of_constant_sgd_tells():
 
 
 def test_larger_batches_are_advised_if_their_noise_limits_the_slowest_steps():
-    """The noise and the curvature of the slowest direction ask for 40 times the batch, at most N; and
-    the steps of good draws, or of directions that the curvature limits, are not spoken of."""
-    draws = autoregressive(0.9, (4, 600, 3))
+    """The noise and the curvature of the slowest direction allow steps 40 times as long: as long as 400
+    effective draws need, at most N. Good draws, and directions that the curvature limits, need none."""
     scale, limit = 2 * 10 / 1000, 0.2
 
-    def text_of(ratio, values=draws):
+    def text_of(ratio, values, **changes):
         # r = Lambda (1 + 1 / rho) c / (s a), with rho = 10
         noise = jnp.float32([1e-3, 1.0, 1e-3])
         curvature = jnp.full(3, 1.1 * limit / (scale * ratio))
-        state = kernel_state(
-            noise=noise, curvature=curvature, temperature=scale * 1000 / 20, limit=limit,
-        )  # fmt: skip
-        return report_of(samples_of(values, state))[0]
+        temperature = scale * changes.get("num_data", 1000) / 20  # s = 2 S T / N
+        given = {"noise": noise, "curvature": curvature, "limit": limit, "temperature": temperature}
+        return report_of(samples_of(values, kernel_state(**given | changes)))
 
-    assert "batches of about 400 examples instead of 10, these steps are 40 times" in text_of(39.99)
-    assert "batches of about 1000 examples instead of 10, these steps are 1e+02" in text_of(500)
-    assert "that means and quantiles need: draw more." in text_of(1.5)
-    assert "batches" not in text_of(1.5)
-    assert text_of(40, GOOD) == ""
+    slow = autoregressive(0.9, (4, 600, 3))
+    text, report = text_of(39.99, slow)
+    most = np.ceil(10 * 400 / min(report.ess_bulk, report.ess_tail))
+    assert 20 < most < 400
+    assert (
+        f"batches of {most:.0f} examples instead of 10, these steps are {most / 10:.2g} times"
+        in text
+    )
+    assert (
+        "batches of 400 examples instead of 10, these steps are 40 times"
+        in text_of(39.99, autoregressive(0.99, (4, 600, 3)))[0]
+    )
+    slowest = autoregressive(0.99, (4, 600, 3))
+    assert "batches of 300 examples" in text_of(39.99, slowest, num_data=300)[0]
+    assert "batches" not in text_of(1.5, slow)[0]
+    assert text_of(40, GOOD)[0] == ""
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import scipy.special
 import support
 
 import optperm
-from optperm.core import current
+from optperm.core import fresh_jit as compiling
 
 KEY = jax.random.key(3)
 
@@ -98,7 +98,7 @@ def test_chains_differ_and_do_not_depend_on_their_number():
 def test_a_step_is_compiled_once(monkeypatch):
     """Burn-in, draws and a later run share one compilation; inside jit the draws are the same."""
     traces, programs = [], {}
-    monkeypatch.setattr(current, "_PROGRAMS", programs)
+    monkeypatch.setattr(compiling, "_PROGRAMS", programs)
 
     def step(params, opt_state, key):
         traces.append(None)

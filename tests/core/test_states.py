@@ -11,7 +11,13 @@ import support
 from flax import nnx
 
 import optperm
-from optperm.core.states import find_state, find_states, reached_goal, replace_state
+from optperm.core.states import (
+    find_state,
+    find_states,
+    find_warnings,
+    reached_goal,
+    replace_state,
+)
 from optperm.core.trees import fill_masked, mask_like
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 
@@ -28,6 +34,31 @@ class Aiming(NamedTuple):
 
     def reached_goal(self):
         return self.count >= 3
+
+
+class Alarming(NamedTuple):
+    """A state that warns, around other states."""
+
+    text: str
+    inner: object = ()
+
+    def warnings(self, params):
+        del params
+        return [self.text]
+
+
+class Phased(NamedTuple):
+    """A state that warns, whose first part has ended."""
+
+    first: object
+    then: object
+
+    def warnings(self, params):
+        del params
+        return ["phased"]
+
+    def phases(self):
+        return [(self.first, jnp.asarray(False)), (self.then, jnp.asarray(True))]
 
 
 NESTINGS = [
@@ -73,6 +104,18 @@ def test_an_optimizer_is_at_its_goal_when_all_its_running_states_are():
 
     answers = [bool(reached_goal((switched(*case),))) for case in ((5, 3), (0, 2), (0, 3))]
     assert answers == [False, False, True]
+
+
+def test_warnings_of_states_inside_states_that_warn_are_found():
+    """Of the running phases, each once, in any nesting; a goal that is not reached keeps silent."""
+    both = Phased(Alarming("ended"), (Alarming("outer", [Alarming("inner"), Aiming(1)]),))
+    assert find_warnings((both,), None) == ["phased", "outer", "inner"]
+    pruned = optperm.prune_gradually(optax.sgd(0.1), 0.5, 0.5, every=9)
+    params = {"w": support.normal((4, 3))}
+    _, state = pruned.update(params, pruned.init(params), params)
+    state = Alarming("outer", state._replace(inner_state=Alarming("inner")))
+    assert find_warnings(state, params, is_over=False) == ["outer", "inner"]
+    assert len(find_warnings(state, params)) == 3
 
 
 def test_only_a_state_of_the_same_form_takes_its_place():

@@ -98,9 +98,8 @@ def test_leaves_of_all_dtypes_travel_in_one_vector():
         optax.contrib.mechanize(optax.sgd(0.1)),
         optax.contrib.madgrad(0.1),
         optax.contrib.cocob(),
-        optperm.katyusha(0.1, 0.1, 0.1),
     ],
-    ids=["schedule_free", "mechanize", "madgrad", "cocob", "katyusha"],
+    ids=["schedule_free", "mechanize", "madgrad", "cocob"],
 )
 @pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
 def test_optimizers_whose_points_a_pull_does_not_move_are_refused(factory, points):

@@ -14,12 +14,8 @@ import support
 
 import optperm
 from optperm import training
-from optperm.cli.datasets import Dataset
-from optperm.cli.flags import Run
-from optperm.cli.methods import METHODS
-from optperm.cli.training import Training
 from optperm.permutation import falling
-from optperm.permutation._standstill import judge_movement
+from optperm.permutation._permute_by_cycles import judge_movement
 
 # Lengths of a run, None where nobody knows it, with what is left of the aggressiveness in step t from 1.
 FALLS = ((3, lambda t: 100.0 ** -np.minimum(t / 3, 1.0)), (None, lambda t: 1 / (1 + t / 100)))
@@ -65,7 +61,7 @@ def warned_of(tx, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         every = {25: lambda _: ends.append(len(caught))}
-        training.fit(state, loss_fn, data, batch_size=4, every=every, **options)
+        training.fit(state, loss_fn, data, batch_size=4, callbacks=every, **options)
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught], ends
 
@@ -103,7 +99,7 @@ def test_weights_that_never_move_or_stop_are_told_from_those_that_move():
 @pytest.mark.usefixtures("one_device")
 def test_every_fit_says_that_the_length_is_over(tmp_path):
     """Also one that goes on where another, which said it, had ended."""
-    resumed = {"checkpoints": tmp_path, "checkpoint_every": 25, "resume": True}
+    resumed = {"checkpoints": training.Checkpoints(tmp_path, every=25, resume=True)}
     for epochs, wanted in ((3, [0, 0, 1]), (4, [1])):
         says, ends = warned_of(optperm.sgperm(num_steps=60), epochs=epochs, **resumed)
         assert says == [
@@ -111,17 +107,3 @@ def test_every_fit_says_that_the_length_is_over(tmp_path):
             "of updates of the whole run as num_steps."
         ]
         assert ends == wanted
-
-
-def test_the_command_knows_the_length_of_its_run():
-    """Epochs times steps, unless that or the decay is given: what a run that goes on is compared by."""
-    x, y = np.zeros((64, 6), np.float32), np.arange(64, dtype=np.int32) % 3
-    data = Dataset("three", "three.npz", x, y, x, y, num_classes=3)
-    method, flags = METHODS["sgperm"], Run(batch_size=5, epochs=3, hidden=7)
-    for given, num_steps in (
-        ({}, 36),
-        ({"num_steps": 50}, 50),
-        ({"aggressiveness_decay": 0.99}, None),
-    ):
-        run = Training(method, method.defaults() | given, flags, data)
-        assert run.hyperparameters["num_steps"] == num_steps

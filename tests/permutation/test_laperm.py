@@ -176,10 +176,14 @@ def test_row_with_a_nan_goes_back_to_its_last_order():
 
 
 def test_targets_of_another_state_bring_their_order():
-    """The weights are the other's, in its order; count and moments stay."""
+    """The weights are the other's, in its order, as after its last step; count and moments stay."""
     tx = optperm.laperm(optax.adam(0.3), 1)
     start, ((_, other),) = tx.init(params()), train(tx, params(), [0])
+    assert other.synchronized
+    other = other._replace(mismatches=jnp.int32(3))
     merged = replace_targets(start, other)
+    assert merged.synchronized
+    assert merged.mismatches == 3
     support.assert_same_bits((merged.weights, merged.ranks), (other.weights, other.ranks))
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
 
@@ -191,7 +195,6 @@ def test_targets_of_another_state_bring_their_order():
         optax.contrib.mechanize(optax.sgd(0.1)),
         optax.contrib.madgrad(0.1),
         optax.contrib.cocob(),
-        optperm.katyusha(0.1, strong_convexity=0.1, probability=0.1),
     ],
 )
 def test_an_inner_optimizer_that_keeps_its_own_params_is_refused(inner):

@@ -12,13 +12,10 @@ import optax
 import pytest
 import support
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.permutation import _cycles as cycles
-from optperm.permutation import _host_calls as host_calls
-from optperm.permutation._weight_vectors import sort_ranks
 
 N, ROWS = 256, 512
 
@@ -56,32 +53,15 @@ def sizes_of(program, operations):
     ]
 
 
-@pytest.mark.parametrize(
-    ("axis_type", "names", "spec"),
-    support.every_night(
-        [("Auto", "m", P("m")), ("Explicit", "m", P("m")), ("Auto", "xy", P(("x", "y")))],
-        [("Auto", "m", P("m")), ("Explicit", "m", P("m"))],
-    ),
-    ids=str,
-)
-def test_each_device_sends_the_weight_vectors_that_it_holds(axis_type, names, spec):
-    """Where outputs are cut an update exchanges a device's own rows with the host, in four arrays out
-    and two back, and nothing but sums of a number with other devices."""
-    shape = {1: (4,), 2: (2, 2)}[len(names)]
-    mesh = Mesh(
-        np.reshape(tpus(), shape), tuple(names), axis_types=(AxisType[axis_type],) * len(names)
-    )
-    program = compiled(optperm.sgperm(), [(N, ROWS)], mesh, spec)
-    share = N * ROWS // 4
-    sent, received = (sizes_of(program, operation) for operation in ("send", "recv"))
-    # Beside each array there are a number and a token.
-    assert sorted(size - 2 for size in sent) == [ROWS, share, share, share]
-    assert [size - 2 for size in received] == [share, share]
-    moved = (
-        "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
-    )
-    assert max(sizes_of(program, moved)) <= 2
-    assert "maximal" not in program.as_text()
+def test_sgperm_on_a_tpu_is_an_error():
+    """Lowered for a TPU, which takes no TPU, an update says where it can run instead."""
+    tx, w = optperm.sgperm(), support.bias(12)
+    update = jax.jit(tx.update).trace(w, jax.jit(tx.init)(w), w)
+    update.lower(lowering_platforms=("cpu",))
+    with pytest.raises(
+        NotImplementedError, match=r"sgperm needs a CPU or a GPU, got tpu: run .* CPU"
+    ):
+        update.lower(lowering_platforms=("tpu",))
 
 
 def test_laperm_sorts_without_the_host_in_little_memory():
@@ -90,24 +70,3 @@ def test_laperm_sorts_without_the_host_in_little_memory():
     program = compiled(optperm.laperm(optax.sgd(0.1), 10), [(N, ROWS)] * 2, mesh, P())
     assert not sizes_of(program, "send|recv|gather|scatter")
     assert program.memory_analysis().temp_size_in_bytes < 2 * (2 * 4 * N * ROWS)
-
-
-def test_exchange_with_the_host_gives_the_bits_of_the_direct_call():
-    """On one device and on four, whatever axes of rows there are, odd ones included."""
-    support.require_kernel("ffi")
-    rng = np.random.default_rng(0)
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    on_host = functools.partial(cycles.permute_on_host, "ffi", False)
-    exchange = functools.partial(host_calls.exchange, cycles.PERMUTE, on_host)
-    for rows in ((3, 4), (5,), ()):
-        w, m = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 2, 30, *rows)))
-        seeds = jnp.asarray(rng.integers(0, 2**32, (2, *rows, 2), np.uint32))
-        numbers = jnp.float32(0.2), jnp.int32(11)
-        expected = jax.jit(functools.partial(cycles.permute_rows, drop_remainder=False))(
-            m, w, sort_ranks(w), seeds, *numbers
-        )
-        of_rows = (jnp.broadcast_to(number, (2, *rows)) for number in numbers)
-        operands = m, w, sort_ranks(w), seeds, *of_rows
-        for call in (exchange, host_calls.on_all_devices(cycles.PERMUTE, exchange, mesh)):
-            got = jax.jit(call)(*operands)
-            support.assert_same_bits(list(got), list(expected))

@@ -97,7 +97,7 @@ def test_orbax_alone_reads_the_state_and_the_rows(tmp_path):
 def test_numbers_of_numpy_are_taken(tmp_path):
     count = np.int64(4)
     keep = {"checkpoints": tmp_path, "checkpoint_every": count, "checkpoint_keep": count}
-    options = {"steps_per_call": count, "batch_size": np.int64(BATCH), "every": {count: print}}
+    options = {"batch_size": np.int64(BATCH), "every": {count: print}}
     assert linear_fit(steps=count, key=np.int64(1), **keep, **options).step == 4
 
 

@@ -39,7 +39,7 @@ def train(tx, batches, *, devices=REPLICAS, loss_fn=masked, **options):
     params = {"w": jnp.zeros(3)}
     state = training.TrainState.create(apply_fn=None, params=params, tx=tx, opt_state=None)
     options = {"epochs": 1} | options
-    return training.fit(state, loss_fn, batches, **mapped, **options)
+    return training.fit(state, loss_fn, batches, **mapped, **fitting.arguments(options))
 
 
 NAME = {"axis_name": "replica"}
@@ -91,7 +91,7 @@ def local_sgd(every):
     return center
 
 
-@pytest.mark.filterwarnings("ignore:The run ends after:UserWarning")
+@pytest.mark.filterwarnings("ignore:The run ended after:UserWarning")
 @pytest.mark.parametrize("every", [2, 3, 9])
 def test_commits_weigh_a_replica_by_all_that_counted_since_the_last_commit(every, tmp_path):
     """Also the commit after the last step, within a period, and after a resume within a period."""

@@ -185,7 +185,7 @@ def test_replicas_of_local_steps_part_and_meet():
     ("axis_name", "options", "says"),
     [
         (None, {}, "pass axis_name='replica' to the method and to fit"),
-        (None, {"axis_name": "replica"}, "pass axis_name='replica' to the method as"),
+        (None, {"axis_name": "replica"}, "agn would never commit: pass axis_name='replica' to the"),
         ("replica", {}, "pass axis_name='replica' to the method and to fit"),
         ("replica", {"mesh": None}, "is not bound here.*in fit: pass axis_name='replica'"),
         ("other", {"axis_name": "replica"}, "in fit: pass axis_name='other'"),
@@ -252,7 +252,8 @@ def test_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
     model.dropout.deterministic = True  # a model of mixed modes is trained in these
     options = {"eval_fn": lambda *of: {"loss": fitting.nnx_loss(*of)}, "eval_data": shifted}
     options |= {"eval_batch_size": 40, **optimizer}
-    result = training.fit(model, loss_fn, DATA, epochs=2, batch_size=BATCH, **options)
+    options |= {"epochs": 2, "batch_size": BATCH}
+    result = training.fit(model, loss_fn, DATA, **fitting.arguments(options))
     assert set(seen) == {(True, False)}
     assert (model.dropout.deterministic, model.norm.use_running_average) == (True, False)
     model.eval()
@@ -271,7 +272,7 @@ def test_single_layer_of_nnx_is_trained_and_evaluated():
 
     options = {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": DATA}
     options |= {"optimizer": optimizer, "batch_size": BATCH}
-    result = training.fit(model, loss_fn, DATA, epochs=1, **options)
+    result = training.fit(model, loss_fn, DATA, epochs=1, **fitting.arguments(options))
     exact = loss_fn(model, DATA)
     np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
 
@@ -325,26 +326,44 @@ REFUSED = [
     (
         {"train_data": {"x": np.array(["a"])}},
         TypeError,
-        r"train_data\['x'\] must be an array of num",
+        r"data\['x'\] must be an array of num",
     ),
     ({"train_data": [DATA], "batch_size": 8}, ValueError, "batch_size is for arrays"),
-    ({"eval_fn": len}, ValueError, "eval_fn needs eval_data"),
-    ({"eval_data": DATA}, ValueError, "eval_data needs eval_fn"),
-    ({"eval_fn": len, "eval_data": iter([])}, TypeError, "eval_data is an iterator.* only once"),
-    ({"checkpoint_every": 3}, ValueError, "needs checkpoints"),
+    ({"eval_fn": 3, "eval_data": DATA}, TypeError, "Validation.fn must be a function .*, got 3"),
+    ({"eval_fn": len, "eval_data": iter([])}, TypeError, "Validation.data is an iterator.* once"),
+    ({"eval_batch_size": 0, **fitting.EVALUATION}, ValueError, "Validation.batch_size must be at"),
+    ({"eval_every": 2.0, **fitting.EVALUATION}, TypeError, "Validation.every must be an integer"),
+    (
+        {"validation": len},
+        TypeError,
+        r"must be a Validation\(...\) .*, got <built-in function len>",
+    ),
+    (
+        {"checkpoint_every": 0, "checkpoints": "a"},
+        ValueError,
+        "Checkpoints.every must be at least 1",
+    ),
+    ({"checkpoint_keep": 0, "checkpoints": "a"}, ValueError, "Checkpoints.keep must be at least 1"),
     ({"checkpoints": "a[1]"}, ValueError, r"folder without \*, \?, \[ or \], got a"),
     ({"checkpoints": "a", "resume": "yes"}, TypeError, "must be an integer, got 'yes'"),
     ({"optimizer": 3}, ValueError, "a TrainState has its own"),
     ({"mesh": 3}, TypeError, "mesh must be a Mesh"),
-    ({"every": {0: print}}, ValueError, r"every\[0\] must be at least 1"),
-    ({"every": {6: 3}}, TypeError, r"every\[6\] must be a function .*, or a list .*, got 3"),
+    ({"every": {0: print}}, ValueError, r"callbacks\[0\] must be at least 1"),
+    ({"every": {6: 3}}, TypeError, r"callbacks\[6\] must be a function .*, or a list .*, got 3"),
+    ({"callbacks": {"epochs": print}}, ValueError, "A key of callbacks must be .*, got 'epochs'"),
     ({"on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
     ({"epoch_start": 3}, TypeError, "callable"),
-    ({"keep_best": ("loss", "most")}, ValueError, "must be one of 'min', 'max'"),
-    ({"on_signal": "ignore"}, ValueError, "on_signal must be one of 'raise', 'return'"),
-    ({"validation_data": 1}, TypeError, "Pass eval_data, and eval_fn"),
-    ({"batchsize": 1}, TypeError, r"Did you mean batch_size\?"),
-    ({"qqq": 1}, TypeError, "unexpected keyword argument 'qqq'.$"),
+    (
+        {"keep_best": ("loss", "most"), **fitting.EVALUATION},
+        ValueError,
+        "must be one of 'min', 'max'",
+    ),
+    (
+        {"checkpoints": "a", "on_signal": "ignore"},
+        ValueError,
+        "on_signal must be one of 'raise', 'return'",
+    ),
+    ({"qqq": 1}, TypeError, "unexpected keyword argument 'qqq'"),
     ({"train_data": []}, ValueError, "gives no batch in epoch 1"),
     ({"train_data": [DATA, EMPTY]}, ValueError, "A batch of .* no examples"),
     ({"train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., got function"),
@@ -377,6 +396,12 @@ REFUSED = [
 def test_bad_argument_is_named(options, error, says):
     with pytest.raises(error, match=says):
         linear_fit(**{"epochs": 1, **options})
+
+
+def test_folder_alone_is_refused_with_the_value_that_holds_it():
+    state = fitting.linen_state(fitting.method("adam"))
+    with pytest.raises(TypeError, match=r"checkpoints must be a Checkpoints\(...\) .*, got 'runs'"):
+        training.fit(state, linear_loss, DATA, epochs=1, batch_size=8, checkpoints="runs")
 
 
 def test_what_is_no_model_is_named():
@@ -419,7 +444,9 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
 
 def test_svrg_without_snapshots_is_warned_of_once():
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
-    with pytest.warns(UserWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
+    with pytest.warns(
+        UserWarning, match='callbacks={"epoch_start": optperm.variance.take_snapshot}'
+    ) as caught:
         linear_fit(tx=tx, epochs=3)
     assert len(caught) == 1
     # A schedule may begin later; warnings are errors here.
@@ -502,14 +529,15 @@ def test_best_state_and_early_stopping_begin_where_the_optimizer_reaches_its_goa
         assert result.history.epochs["reached_goal"].tolist() == [0, 0, 1, 1, 1], name
 
 
-def test_goals_that_are_missed_are_said_once_at_the_end():
+def test_goals_that_are_missed_are_said_once_at_the_end(tmp_path):
     """Warnings of a state inside are said as before; nothing is said if a signal ended the run."""
     tx = optax.chain(aim(), optax.sgd(0.1))
 
     def said(**options):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result = linear_fit(tx=tx, on_signal="return", **options)
+            folder = tmp_path / str(len(list(tmp_path.iterdir())))
+            result = linear_fit(tx=tx, on_signal="return", checkpoints=folder, **options)
         assert {each.filename for each in caught} == {fitting.__file__}
         return [str(each.message) for each in caught], result
 
@@ -522,20 +550,6 @@ def test_goals_that_are_missed_are_said_once_at_the_end():
     texts, result = said(**options)
     assert "in no row, so keep_best has stored no best_state" in texts[-1]
     assert result.best_state is None
-
-
-@pytest.mark.slow
-def test_devices_that_stay_idle_are_warned_of_unless_a_device_is_chosen():
-    jax.config.update("jax_default_device", None)
-    says = r"7 of 8 devices stay idle: pass mesh=jax.make_mesh"
-    with pytest.warns(UserWarning, match=says) as caught:
-        linear_fit(steps=1)
-    assert [each.filename for each in caught] == [fitting.__file__]
-    # Warnings are errors here.
-    linear_fit(steps=1, params=jax.device_put(fitting.linear_params(), jax.devices()[1]))
-    linear_fit(steps=1, **fitting.on(1))
-    with jax.default_device(jax.devices()[1]):
-        linear_fit(steps=1)
 
 
 def test_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():

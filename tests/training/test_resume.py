@@ -99,8 +99,6 @@ INTERRUPTIONS = {
     "exit": (at_seven(sys.exit), SystemExit, 7),
     "error of a callback": (at_seven(fail), ZeroDivisionError, 7),
     "error of the loader": ({"train_data": failing_loader}, ZeroDivisionError, 7),
-    "error of an evaluation": (failing_evaluation(2), ZeroDivisionError, 10),
-    "error of the last evaluation": (failing_evaluation(3), ZeroDivisionError, 15),
 }
 # Kind of model, method, feed, devices, and what interrupts. Each value of each occurs.
 RUNS = [
@@ -155,8 +153,8 @@ def test_run_that_is_interrupted_and_resumed_is_the_uninterrupted_one(
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-def test_callbacks_that_an_error_prevented_are_called_when_training_resumes(tmp_path):
-    """In their order and once. A callback that has failed is not called again, an evaluation is."""
+def test_tasks_that_an_error_prevented_are_left_out_when_training_resumes(tmp_path):
+    """The checkpoint is of the last whole step, and training goes on with the next step."""
 
     calls = []
 
@@ -167,10 +165,10 @@ def test_callbacks_that_an_error_prevented_are_called_when_training_resumes(tmp_
 
         return note
 
-    later = [("every", 10, 10), ("end", 10, 10), ("every", 15, 15), ("end", 15, 15)]
-    for name, failing, left in (
-        ("evaluation", failing_evaluation(2), later),
-        ("callback", {"every": {5: noting("every", 10)}}, later[1:]),
+    whole = linear_fit(epochs=3, **EVALUATION)
+    for name, failing, rows in (
+        ("evaluation", failing_evaluation(2), [5, 15]),
+        ("callback", {"every": {5: noting("every", 10)}}, [5, 10, 15]),
     ):
         usual = {"epochs": 3, "checkpoints": tmp_path / name, "checkpoint_every": 5, **EVALUATION}
         usual |= {"on_epoch_end": noting("end"), "every": {5: noting("every")}}
@@ -178,8 +176,11 @@ def test_callbacks_that_an_error_prevented_are_called_when_training_resumes(tmp_
             linear_fit(**{**usual, **failing})
         assert calls[:2] == [("every", 5, 5), ("end", 5, 5)]
         calls.clear()
-        linear_fit(resume=True, **usual)
-        assert calls == left
+        resumed = linear_fit(resume=True, **usual)
+        assert calls == [("every", 15, 15), ("end", 15, 15)]
+        assert rows_of(resumed)["step"] == rows
+        support.assert_same_bits(resumed.history.steps, whole.history.steps)
+        support.assert_same_bits(resumed.state.params, whole.state.params)
         calls.clear()
 
 
@@ -230,7 +231,7 @@ def test_endless_stream_stops_at_a_signal(tmp_path):
 
 def test_second_ctrl_c_before_the_end_of_a_step_is_an_interrupt():
     with pytest.raises(KeyboardInterrupt):
-        linear_fit(epochs=1, every={1: [interrupt, interrupt]}, on_signal="return")
+        linear_fit(epochs=1, every={1: [interrupt, interrupt]})
 
 
 @pytest.mark.programs
@@ -370,7 +371,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
         ({"resume": 4}, r"resume=4, but .* has checkpoints of steps \[10\]"),
         ({"key": 1}, r"belongs to another run: key is \[0, 0\] there and \[0, 1\] here\."),
         ({"batch_size": 4}, "batch_size is 8 there and 4 here"),
-        ({"train_data": others, "batch_size": BATCH}, "the digest of train_data is"),
+        ({"train_data": others, "batch_size": BATCH}, "the digest of data is"),
         ({"train_data": fitting.batches}, "an iterable of batches"),
         (
             {"tx": optax.sgd(0.1)},

@@ -12,7 +12,6 @@ import support
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optperm.core import current
 from optperm.variance import full_gradient
 
 N, SIZE = 10, 4
@@ -309,21 +308,27 @@ def test_devices_with_data_of_their_own_sum_over_a_named_axis_alone(mapping):
         assert_rounds_to(replicas.take(alone, device), own)
 
 
-def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
-    """Under jit nothing has to be said: eight devices compile once, with weights and without."""
+def test_batches_sharded_over_a_mesh_give_the_mean():
+    """Under jit nothing has to be said: further batches compile nothing, with weights and without."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     params, data = support.random_params(), make_data(32)
     exact = mean_of_single_gradients(params, data)
     replicated = jax.device_put(params, NamedSharding(mesh, P()))
     batches, weights = jax.device_put(padded(data, size=16), NamedSharding(mesh, P("data")))
+    traces = []
+
+    def traced_loss(params, batch):
+        traces.append(batch)
+        return loss_fn(params, batch)
+
     for given in (weights, None):
-        programs = {}
-        monkeypatch.setattr(current, "_PROGRAMS", programs)
-        got = full_gradient(loss_fn, replicated, batches, weights=given)
+        got = full_gradient(traced_loss, replicated, batches, weights=given)
         assert_rounds_to(got, exact)
-        # A few losses are compared with their mean, and without weights also their gradients.
-        assert len(programs) == 2 + (given is None)
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
+        once, more = len(traces), None if given is None else [*given, *given]
+        full_gradient(traced_loss, replicated, [*batches, *batches], weights=more)
+        assert len(traces) == 2 * once
+        traces.clear()
 
 
 def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):

@@ -10,6 +10,7 @@ import support
 from least_squares import coins, evaluation, make_data, numpy_grad, part, start
 
 import optperm
+from optperm.core.states import find_warnings
 
 L, P, SEED = 6.0, 0.3, 7
 
@@ -84,9 +85,23 @@ def test_a_rate_that_falls_to_zero_ends_in_finite_params():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
-def test_what_follows_katyusha_is_warned_of():
-    p = {"w": jnp.ones(2)}
-    tx = optax.chain(optperm.katyusha(0.1, 0.1, 0.1), optax.add_decayed_weights(0.1))
-    updates, state = tx.update(p, tx.init(p), p, grad_fn=lambda p: p, full_grad_fn=lambda p: p)
-    with pytest.warns(UserWarning, match="follows katyusha, which is a complete optimizer"):
-        optperm.apply_updates(p, updates, state)
+@pytest.mark.filterwarnings("ignore:In full, all weights that enter an output unit are equal")
+@pytest.mark.parametrize(
+    ("wrap", "is_moved"),
+    [
+        (lambda tx: tx, False),
+        (lambda tx: optax.chain(optax.clip(1.0), tx), False),
+        (lambda tx: optax.chain(tx, optax.scale(1.0)), False),
+        (lambda tx: optax.chain(tx, optax.scale(0.9)), True),
+        (lambda tx: optperm.laperm(tx, 2), True),
+        (lambda tx: optperm.agn(tx, outer=optax.sgd(0.3), every=2), True),
+    ],
+)
+def test_what_moves_the_params_of_katyusha_is_counted_and_said(wrap, is_moved):
+    """The params of a step are an average of the points in the state; another one is a mistake."""
+    tx, batches = wrap(optperm.katyusha(0.1, 0.1, 0.5)), [part(make_data(), t) for t in range(5)]
+    trail = loops.train(tx, start(), batches, evaluate=evaluation(make_data()))
+    said = [find_warnings(opt_state, params) for params, opt_state in trail]
+    assert bool(said[-1]) is is_moved
+    assert not said[0]
+    assert all("params that katyusha had not set" in text for text in said[-1])
