@@ -185,13 +185,15 @@ def test_larger_batches_are_advised_if_their_noise_limits_the_slowest_steps():
     effective draws need, at most N. Good draws, and directions that the curvature limits, need none."""
     scale, limit = 2 * 10 / 1000, 0.2
 
-    def text_of(ratio, values, **changes):
+    def text_of(ratio, values, num_data=1000):
         # r = Lambda (1 + 1 / rho) c / (s a), with rho = 10
         noise = jnp.float32([1e-3, 1.0, 1e-3])
         curvature = jnp.full(3, 1.1 * limit / (scale * ratio))
-        temperature = scale * changes.get("num_data", 1000) / 20  # s = 2 S T / N
-        given = {"noise": noise, "curvature": curvature, "limit": limit, "temperature": temperature}
-        return report_of(samples_of(values, kernel_state(**given | changes)))
+        state = kernel_state(
+            noise=noise, curvature=curvature, temperature=scale * num_data / 20, limit=limit,
+            num_data=num_data,
+        )  # fmt: skip
+        return report_of(samples_of(values, state))
 
     slow = autoregressive(0.9, (4, 600, 3))
     text, report = text_of(39.99, slow)
