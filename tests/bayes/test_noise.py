@@ -62,6 +62,22 @@ def test_three_points_have_the_moments_of_a_normal(dtype, drawn_in):
     assert abs(np.mean(a * b)) < 5 / np.sqrt(a.size)
 
 
+def test_three_points_of_other_leaves_steps_and_keys_are_independent():
+    """Entries in the same place, in neighboring places, and squares, which show equal zeros."""
+    size, draws = 400_000, []
+    for key, step, name in ((0, 0, "a"), (0, 0, "b"), (0, 1, "a"), (0, 2, "a"), (1, 0, "a")):
+        data = noise.fold(key_data(key), step)
+        draws.append(
+            np.asarray(noise.three_point_like(data, {name: jnp.zeros(size)})[name], np.float64)
+        )
+    for i, one in enumerate(draws):
+        for other in draws[:i]:
+            for shift in (0, 1, 2, 4, 256):
+                moved = np.roll(other, shift)
+                assert abs(np.mean(one * moved)) < 5 / np.sqrt(size)
+                assert abs(np.mean((one**2 - 1) * (moved**2 - 1))) < 5 * 2 / np.sqrt(size)
+
+
 def test_a_cut_leaf_draws_what_a_whole_one_does_and_gathers_nothing():
     """On a mesh with automatic axes and with explicit ones."""
     whole = jnp.zeros((16, 24))
