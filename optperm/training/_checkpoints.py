@@ -197,7 +197,7 @@ class Folder:
         if isinstance(resume, bool):
             return known[-1] if resume and known else None
         if (step := operator.index(resume)) not in known:
-            has = f"has checkpoints of the steps {known}" if known else "has no checkpoints"
+            has = f"has checkpoints of steps {known}" if known else "has no checkpoints"
             raise ValueError(f"resume={resume}, but {self.folder} {has}.")
         return step
 

@@ -48,7 +48,9 @@ def fit(
     arguments of this evaluation, and applies the updates (`optperm.apply_updates`).
 
     Args:
-      state: A `TrainState`, which does not change, or a `flax.nnx` model, which is trained in place.
+      state: A `TrainState`, which does not change, or a `flax.nnx` model, which is trained in place. For
+        other params, such as those of an Equinox model, pass
+        `TrainState.create(apply_fn=None, params=params, tx=tx)`.
       loss_fn: For a `TrainState`, a function `loss_fn(params, batch)` that returns the scalar mean loss;
         for a model, `loss_fn(model, batch)`, which may change the model's state. With padded or masked
         examples, return a pair `(sum, count)` as the loss, the sum of the losses that count and their
