@@ -278,6 +278,7 @@ METHODS: dict[str, Callable[[Task], Any]] = {
         BURN_IN,
         optax.sgd(0.1, 0.9),
         optperm.mandt_sgd(task.num_data, task.batch_size, max_step=0.5),
+        track=True,
     ),
 }
 # The number of gradients of batches in some steps, of methods that take more than one in a step.
