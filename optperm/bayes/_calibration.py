@@ -188,7 +188,8 @@ def _mean_deviation(p: np.ndarray) -> float:
     turns = np.exp(2j * np.pi * np.arange(2 * _REACH) / (2 * _REACH))
     transform = np.array([np.prod(1 - p + p * turn) for turn in turns]) * turns**-first
     chances = np.fft.fft(transform).real / len(turns)
-    return float(chances @ np.abs(first + np.arange(len(turns)) - mean))
+    # Rounding may make a deviation of 0 negative
+    return max(0.0, float(chances @ np.abs(first + np.arange(len(turns)) - mean)))
 
 
 def _check(probabilities: Any, labels: Any) -> None:

@@ -122,6 +122,7 @@ def constant_sgd(
 
     Returns:
       A transformation whose `update` needs `params`, and batches of S examples drawn with replacement.
+      With `optax.MultiSteps`, S counts the examples of all batches of a step.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -157,7 +158,8 @@ def constant_sgd(
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, if the trees passed to `update` do not match, or if
-        `kernel` has an axis of chains, belongs to other params or has no finite curvature.
+        `kernel` has an axis of chains, belongs to other params or has no finite curvature. Only the
+        number of params of a full kernel can be compared, and nothing of a scalar kernel.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference

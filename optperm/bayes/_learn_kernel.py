@@ -16,7 +16,7 @@ import optax
 from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order, project
 from optperm.bayes._batches import Batches, make_batches
 from optperm.bayes._chains import check_has_params
-from optperm.bayes._constant_sgd import constant_sgd
+from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
 from optperm.bayes._faults import judge_kernel, judge_stability
@@ -42,6 +42,7 @@ from optperm.core.keys import key_data, make_key
 from optperm.core.noise import fold
 from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_mesh, explicit_sharding, is_spread
+from optperm.core.states import find_states
 from optperm.core.trees import without_variables
 from optperm.evaluation import NOT_MEAN, evaluate, is_mean
 from optperm.exact import apply_updates
@@ -60,6 +61,17 @@ _NEWTON = with_remainders(diagonal_newton(), method="learn_kernel")
 Loss = Callable[[Any, Any], jax.Array]
 # The gradients of a batch at params: the gradient that the chain takes, whose noise is measured.
 GradientsFn = Callable[[Any, Any], BatchGradients]
+
+
+_NOT_FINITE = (
+    "In {} of the steps of learn_kernel, some entries of the gradients were not finite. These entries "
+    "were left out, so the kernel does not belong to the posterior. Remove examples with NaN or infinity."
+)
+_OUTSIDE = (
+    "The log prior at the params that learn_kernel returns is infinite or NaN, as outside the bounds of "
+    "a prior: steps ignore such bounds. Transform the parameter (m = exp(u)) and add the log of the "
+    "Jacobian (u) to log_prior."
+)
 
 
 class Learned(NamedTuple):
@@ -170,7 +182,8 @@ def learn_kernel(
 
     Warns:
       UserWarning: If the loss is not a mean over examples, if the order of a function's batches changes
-        their noise, or if draws with this kernel would not follow the posterior.
+        their noise, if gradients are not finite, if the log prior at the returned params is not finite,
+        or if draws with this kernel would not follow the posterior.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -190,6 +203,7 @@ def learn_kernel(
     )
     params = without_variables(params)
     check_has_params(params)
+    checks.check_real_floating("params", params)
     typed = make_key(key)
     with explicit_mesh(data, params):
         num_apart = 1 if estimator == "single_example" else 0
@@ -208,6 +222,8 @@ def learn_kernel(
         )  # fmt: skip
     kernel, last = jax.tree.map(lambda leaf: leaf[0], (found.kernels, found.params))
     check_learned(kernel)
+    if log_prior is not None and not np.isfinite(log_prior(last)):
+        warnings.warn(_OUTSIDE, stacklevel=2)
     said = judge_stability(kernel.stability, 1, "stability") + judge_kernel(kernel)
     for text in found.warnings + said:
         warnings.warn(text, stacklevel=2)
@@ -323,15 +339,19 @@ def learn_kernels(
     seen = fresh_jit_once(jax.vmap(first_window))(kernels, params)
     restart, end = fresh_jit_once(jax.vmap(_restart)), fresh_jit_once(jax.vmap(_end_window))
     said: list[str] = []
+    left_out = jnp.zeros(len(keys), jnp.int32)
     for number, length in enumerate(_WINDOWS, start=1):
         carry = restart(kernels, params, seen, _fold(keys, number))
-        params, _, seen = run(move, carry, kernels, number, length * unit)
+        params, opt_state, seen = run(move, carry, kernels, number, length * unit)
+        left_out += find_states(opt_state, ConstantSgdState)[0].left_out
         kernels, seen = end(kernels, seen)
         if number == 1 and batches.is_function:
             at_rest = min(max(_EPOCHS * batches.num_data // size, unit), steps // 2)
             rows = jnp.zeros((len(keys), at_rest, NUM_PROJECTIONS))
             _, rows = run(stand, (params, rows), kernels, len(_WINDOWS) + 1, at_rest)
             said = judge_order(rows.swapaxes(0, 1), jax.vmap(count_noisy)(kernels, params))
+    if np.any(left_out):
+        said = [*said, _NOT_FINITE.format(int(np.max(left_out)))]
     params, every_split = jax.vmap(split)(params), jax.vmap(split)
     if form == "diagonal":
         noise, curvature = every_split(kernels.noise), every_split(kernels.curvature)

@@ -37,8 +37,11 @@ class Progress:
           facts: The values that the run depends on, for JSON.
 
         Raises:
+          TypeError: If `folder` is not a path.
           ValueError: If the folder contains a run with other facts, or is not a folder.
         """
+        if not isinstance(folder, str | os.PathLike | None):
+            raise TypeError(f"resume must be the path of a folder, got {folder!r}.")
         self.folder = None if folder is None else pathlib.Path(folder).expanduser()
         if self.folder is None:
             return

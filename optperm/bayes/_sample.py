@@ -203,7 +203,8 @@ def sample(
     if kernel is not None:
         check_kernel(kernel, params, preconditioner)
         batch_size = int(kernel.batch_size) if batch_size is None else batch_size
-        num_data = int(kernel.num_data) if num_data is None else num_data
+        if num_data is None and is_function(data):
+            num_data = int(kernel.num_data)
     size = _BATCH_SIZE if batch_size is None else batch_size
     with explicit_mesh(data, params, starts):
         # An estimate of the noise from batches of one example needs another example
@@ -230,6 +231,7 @@ def sample(
                 "params": fingerprint(params),
                 "starts": "a function" if is_function(starts) else fingerprint(starts),
                 "data": fingerprint(batch if is_function(data) else data),
+                "place of the data": "memory" if batches.rows is not None else "host",
                 "loss of a batch": f"{float(fresh_jit(loss)(params, batch)):.4g}",
             }
         progress = Progress(resume, facts)

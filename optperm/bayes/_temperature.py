@@ -91,7 +91,7 @@ def fit_temperature(
     if ignore_label is not None:
         checks.check_count("ignore_label", ignore_label, minimum=-(2**31))
     _check(logits, labels, weights, ignore_label)
-    given = None if weights is None else jnp.asarray(weights)
+    given = None if weights is None else _scaled(weights)
     left_out = None if ignore_label is None else jnp.asarray(ignore_label, jnp.int32)
     temperature, is_smallest, is_largest = _solve(
         jnp.asarray(logits), jnp.asarray(labels), given, left_out
@@ -105,6 +105,15 @@ def fit_temperature(
         )
         raise ValueError(f"No temperature is best: {why}. Pass more held-out examples.")
     return temperature
+
+
+def _scaled(weights: Any) -> jax.Array:
+    """Return weights with the maximum 1 if they are concrete, so that float32 holds any unit."""
+    if isinstance(weights, jax.core.Tracer):
+        return jnp.asarray(weights)
+    w = np.asarray(weights, np.float64)
+    largest = np.max(w, initial=0.0)
+    return jnp.asarray(w / largest if 0 < largest < np.inf else w)
 
 
 @jax.jit

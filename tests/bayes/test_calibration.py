@@ -73,6 +73,8 @@ def test_probabilities_of_16_bits_and_sure_ones_are_scored():
     assert report.log_loss == np.inf
     assert report.accuracies[-1] == 0.5
     assert report.deviations[-1] == 0
+    sure = optperm.bayes.calibration_report(np.array([[1.0, 0.0]]), np.array([1]))
+    assert "of a calibrated classifier  0.0000 +- 0.0000" in str(sure)
     assert "log loss                    inf" in str(report)
     assert str(report).count("\n") == 8
 

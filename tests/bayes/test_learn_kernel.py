@@ -56,6 +56,41 @@ def test_noise_and_curvature_are_those_of_the_problem(form):
     assert np.abs(w).max() < 0.2  # the optimum is 0, and the posterior's sd at most 0.04
 
 
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+def test_entry_with_hardly_any_noise_changes_no_other_entry_in_any_units(unit):
+    """The noise of the last entry is 1e-12 of the others, and its curvature of the prior remains: its
+    step is as long as c allows. The params are in several units, u w."""
+    x = examples() * np.float32([1, 1, 1e-6])
+    hessian = np.diag([4.0, 2.0, 0.5])
+
+    def loss(scaled, batch):
+        w = scaled / unit
+        return jnp.mean(batch @ w) + w @ jnp.float32(hessian) @ w / 2
+
+    kernel, _ = optperm.bayes.learn_kernel(
+        loss, x, unit * jnp.ones(D), 0,
+        batch_size=S, momentum=0.0, steps=800, preconditioner="diagonal",
+    )  # fmt: skip
+    np.testing.assert_allclose(kernel.noise[:2] * unit**2, np.diag(NOISE)[:2], rtol=0.3)
+    assert 0 <= kernel.noise[2] * unit**2 < 1e-9
+    a = np.asarray(kernel.curvature) / float(kernel.excess) * unit**2
+    assert np.all(a > 0.95 * np.diag(hessian))
+    assert np.all(a < 2.5 * np.diag(hessian))
+    h = np.asarray(kernel.step_sizes(kernel.scale())) / unit**2
+    np.testing.assert_allclose(h[2] * float(kernel.excess) * a[2], 0.2, rtol=1e-3)
+
+
+def test_nonfinite_examples_and_bounds_of_a_prior_are_warned_of():
+    x = examples()
+    x[3] = np.nan
+    with pytest.warns(UserWarning, match="of the steps of learn_kernel, some entries of the grad"):
+        learn(x)
+    with pytest.warns(
+        UserWarning, match="log prior at the params that learn_kernel returns is inf"
+    ):
+        learn(log_prior=lambda w: jnp.where(w[0] > 5, 0.0, -jnp.inf))
+
+
 def test_numbers_of_the_kernel_are_those_of_the_call():
     kernel, _ = learn(stability=0.1, noise_ratio=3.0, momentum=None, steps=160)
     numbers = kernel.num_data, kernel.batch_size, kernel.max_stability, kernel.max_noise_ratio
@@ -223,6 +258,8 @@ def test_arguments_that_do_not_fit_are_refused():
             learn(x, **options)
     with pytest.raises(TypeError, match="log_prior must return a real scalar"):
         learn(x, log_prior=lambda w: w)
+    with pytest.raises(TypeError, match="params has dtype int32, but must be real floating"):
+        learn(x, w=jnp.ones(D, jnp.int32))
 
 
 @pytest.mark.filterwarnings("ignore:.*")

@@ -148,6 +148,8 @@ def test_processes_that_are_killed_in_each_phase_have_the_bits_of_an_undisturbed
 
 
 def test_other_arguments_are_refused_by_name(tmp_path):
+    np.save(tmp_path / "y.npy", Y)
+    on_disk = np.load(tmp_path / "y.npy", mmap_mode="r")
     run(**QUICK, resume=tmp_path)
     for change, says in (
         ({"key": 2}, "key is"),
@@ -158,6 +160,7 @@ def test_other_arguments_are_refused_by_name(tmp_path):
         ({"params": jnp.ones(2)}, "params is"),
         ({"starts": jnp.ones((2, 2))}, "starts is"),
         ({"loss_fn": lambda w, y: 2 * loss_fn(w, y)}, "loss of a batch is"),
+        ({"data": on_disk}, "place of the data is memory there and host here"),
         ({"sampler": None}, "sampler is a function there and None here"),
     ):
         with pytest.raises(ValueError, match=f"run with other arguments: .*{says}"):
@@ -174,6 +177,8 @@ def test_a_damaged_file_and_a_file_for_a_folder_are_named(tmp_path):
         run(**QUICK, resume=tmp_path / "run")
     with pytest.raises(ValueError, match="resume must be a folder"):
         run(**QUICK, resume=tmp_path / "run" / "run.json")
+    with pytest.raises(TypeError, match="resume must be the path of a folder, got 3"):
+        run(**QUICK, resume=3)
 
 
 def test_arrays_of_each_dtype_come_back_with_their_bits(tmp_path):

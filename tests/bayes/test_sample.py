@@ -510,6 +510,8 @@ def test_a_kernel_of_an_earlier_call_is_not_learned_again(monkeypatch):
     assert N * float(samples.params.var()) == pytest.approx(1, abs=0.15)
     with pytest.raises(ValueError, match="batch_size"):
         run(batch_size=16)
+    with pytest.raises(ValueError, match=f"kernel is for num_data={N}, but num_data is 200: learn"):
+        optperm.bayes.sample(loss_fn, Y[:200], w, 1, kernel=kernel)
     with pytest.raises(ValueError, match="kernel is for sampler=None"):
         run(sampler=sgld)
     _, texts = texts_of(lambda: run(loss_fn=lambda m, y: 4 * loss_fn(m, y), num_draws=40))

@@ -166,7 +166,9 @@ def test_weights_are_counts_of_equal_examples():
     wanted = optperm.bayes.fit_temperature(
         jnp.float32(np.repeat(logits, counts, axis=0)), np.repeat(labels, counts)
     )
-    for weights in (counts, np.float32(1e36 * counts), jnp.bfloat16(counts / 64)):
+    # In float32, the inverse of 1e38 and all weights of 1e-45 would be flushed to 0
+    units = [unit * counts for unit in (1.0, 1e36, 1e38, 1e-45, 1e300)]
+    for weights in (counts, np.float32(units[1]), jnp.bfloat16(counts / 64), *units):
         found = optperm.bayes.fit_temperature(jnp.float32(logits), labels, weights=weights)
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert abs(float(wanted) - float(optperm.bayes.fit_temperature(logits, labels))) > 1e-3
