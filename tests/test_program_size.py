@@ -18,7 +18,6 @@ from optperm import sparsity, subspace
 # The most equations that one more leaf adds to a step; `optax.adam` adds 16.
 USUAL = 90
 MOST = {
-    "constant_sgd": 630,
     "dldr": 192,
     "dldr-twa": 175,
     "low_rank": 112,

@@ -65,7 +65,8 @@ GradientsFn = Callable[[Any, Any], BatchGradients]
 
 _NOT_FINITE = (
     "In {} of the steps of learn_kernel, some entries of the gradients were not finite. These entries "
-    "were left out, so the kernel does not belong to the posterior. Remove examples with NaN or infinity."
+    "were left out, so the kernel does not belong to the posterior. Remove examples with NaN or "
+    "infinity."
 )
 _OUTSIDE = (
     "The log prior at the params that learn_kernel returns is infinite or NaN, as outside the bounds of "

@@ -203,8 +203,7 @@ def sample(
     if kernel is not None:
         check_kernel(kernel, params, preconditioner)
         batch_size = int(kernel.batch_size) if batch_size is None else batch_size
-        if num_data is None and is_function(data):
-            num_data = int(kernel.num_data)
+        num_data = int(kernel.num_data) if num_data is None and is_function(data) else num_data
     size = _BATCH_SIZE if batch_size is None else batch_size
     with explicit_mesh(data, params, starts):
         # An estimate of the noise from batches of one example needs another example

@@ -503,16 +503,17 @@ def test_a_kernel_of_an_earlier_call_is_not_learned_again(monkeypatch):
     kernel, w = optperm.bayes.learn_kernel(loss_fn, Y, jnp.zeros(()), 0, batch_size=8)
     monkeypatch.setattr("optperm.bayes._sample.learn_kernels", None)
     run = functools.partial(
-        optperm.bayes.sample, loss_fn, Y, w, 1, kernel=kernel, num_draws=400, num_chains=4
-    )
-    samples, texts = texts_of(run)
+        optperm.bayes.sample,
+        data=Y, params=w, key=1, kernel=kernel, num_draws=400, num_chains=4,
+    )  # fmt: skip
+    samples, texts = texts_of(lambda: run(loss_fn))
     assert not any("differs from the kernel's" in text for text in texts)
     assert N * float(samples.params.var()) == pytest.approx(1, abs=0.15)
     with pytest.raises(ValueError, match="batch_size"):
-        run(batch_size=16)
+        run(loss_fn, batch_size=16)
     with pytest.raises(ValueError, match=f"kernel is for num_data={N}, but num_data is 200: learn"):
         optperm.bayes.sample(loss_fn, Y[:200], w, 1, kernel=kernel)
     with pytest.raises(ValueError, match="kernel is for sampler=None"):
-        run(sampler=sgld)
-    _, texts = texts_of(lambda: run(loss_fn=lambda m, y: 4 * loss_fn(m, y), num_draws=40))
+        run(loss_fn, sampler=sgld)
+    _, texts = texts_of(lambda: run(lambda m, y: 4 * loss_fn(m, y), num_draws=40))
     assert any("differs from the kernel's" in text for text in texts)
