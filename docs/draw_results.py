@@ -138,12 +138,10 @@ PICTURES = {
         Panel("MNIST", *_TO, "svrg_convex_60000_n", "to 0.001", pattern=_SECONDS),
     ],
     "rare_commits": [Panel(_SHAKESPEARE, *_NATS, "byte_transformer_text", "nats per byte")],
-    "sparsity": [Panel("MNIST, 98 % zeros", *_ACCURACY, "sparse_mnist_tuned", "98%")],
     "low_rank": [
         Panel("Python's library", *_NATS, "low_rank_bytes", "nats", 1),
         Panel(_SHAKESPEARE, *_NATS, "low_rank_text", "nats", 1),
     ],
-    "less_memory": [Panel(_SHAKESPEARE, *_NATS, "memory_text", "nats", 1, over=_WORDS)],
     "bytes": [Panel("Python's library", *_NATS, "byte_transformer", "nats per byte", over=_BYTES)],
     "posterior": [
         Panel("MNIST", *_NLL, "uncertainty_mnist", "NLL"),
