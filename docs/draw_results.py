@@ -34,8 +34,6 @@ class Panel(NamedTuple):
       table: The number of the table.
       pattern: An expression with two groups, the mean and its deviation; rows that do not match are left
         out.
-      over: The column of the other axis and its label, or an empty text for the names of the rows. A
-        quantity in bytes has a logarithmic axis, on which nothing stands at 1,000.
     """
 
     title: str
@@ -45,7 +43,6 @@ class Panel(NamedTuple):
     column: str
     table: int = 0
     pattern: str = _MEAN
-    over: tuple[str, str] | None = None
 
     def figures(self) -> dict[str, tuple[float, float]]:
         """Return the mean and the deviation of each row, by its first cell."""
@@ -67,20 +64,6 @@ class Panel(NamedTuple):
         means, deviations = zip(*found.values(), strict=True)
         axes.set_title(self.title)
         label = f"{self.label} ({self.better} is better)"
-        if self.over:
-            column, over = self.over
-            places = [mean for mean, _ in self._replace(column=column).figures().values()]
-            is_log = "bytes" in column
-            axes.set_xscale("log" if is_log else "linear")
-            places = [max(place, 1e3 * is_log) for place in places]
-            axes.errorbar(places, means, deviations, fmt="o", capsize=3)
-            for index, (name, x, y) in enumerate(zip(found, places, means, strict=True)):
-                up = -5 if index % 2 else 5  # two methods may have nearly the same loss
-                at = {"xytext": (6, up), "textcoords": "offset points", "va": "center"}
-                axes.annotate(API_NAMES.get(name, name), (x, y), fontsize="small", **at)
-            axes.set(xlabel=f"{over} (lower is better)", ylabel=label)
-            axes.set_xlim(None if is_log else 0, 1.25 * max(places))
-            return
         axes.errorbar(means, range(len(found)), xerr=deviations, fmt="o", capsize=3)
         axes.set_yticks(range(len(found)), [API_NAMES.get(name, name) for name in found])
         axes.set_xlabel(label)
@@ -95,20 +78,8 @@ API_NAMES = {
     "svd, carried": "…, residual=None",
     "svd, kept (GaLore)": "…, residual=None, carry=False",
     "apollo, rank 1": 'apollo(rank=1, by="tensor")',
-    "low rank, 8 bits": "low_rank, 8 bits",
-    "low rank, 4 bits": "low_rank, 4 bits",
-    "in step": "synchronous steps",
-    "diloco, 4 fragments, delay 1, mixing 0.5": "diloco, 4 fragments",
     "SGPerm": "sgperm",
     "LaPerm": "laperm",
-    "gradual magnitude, global": "prune_gradually, magnitude, global",
-    "gradual magnitude, ERK": "prune_gradually, magnitude, ERK",
-    "gradual magnitude, the same sparsity": "prune_gradually, magnitude, uniform",
-    "gradual movement, ERK": "prune_gradually, movement, ERK",
-    "one-shot magnitude, global": "prune, magnitude, global",
-    "RigL, ERK": "rigl, ERK",
-    "SET, ERK": 'rigl(grow="random"), ERK',
-    "static random, the same sparsity": "static random, uniform",
     "SWAG, 8 draws": "swag, 8 draws",
     "IVON, at the mean": "ivon, at the mean",
     "IVON, 1 draw": "ivon, 1 draw",
@@ -126,8 +97,6 @@ _NATS = ("nats per byte", "lower")
 _NLL = ("negative log-likelihood in nats", "lower")
 _TO = ("processor seconds to 1e-3", "lower")
 _SHAKESPEARE = "tinyshakespeare"
-_WORDS = ("words per param", "words of state per weight")
-_BYTES = ("bytes per step", "bytes that a device sends per step")
 PICTURES = {
     "permuting": [
         Panel("MNIST", *_ACCURACY, "permutation_mnist", "test accuracy"),
@@ -137,14 +106,10 @@ PICTURES = {
         Panel("MNIST", "passes to 1e-3", "lower", "svrg_convex_60000_n", "to 0.001"),
         Panel("MNIST", *_TO, "svrg_convex_60000_n", "to 0.001", pattern=_SECONDS),
     ],
-    "rare_commits": [Panel(_SHAKESPEARE, *_NATS, "byte_transformer_text", "nats per byte")],
-    "sparsity": [Panel("MNIST, 98 % zeros", *_ACCURACY, "sparse_mnist_tuned", "98%")],
     "low_rank": [
         Panel("Python's library", *_NATS, "low_rank_bytes", "nats", 1),
         Panel(_SHAKESPEARE, *_NATS, "low_rank_text", "nats", 1),
     ],
-    "less_memory": [Panel(_SHAKESPEARE, *_NATS, "memory_text", "nats", 1, over=_WORDS)],
-    "bytes": [Panel("Python's library", *_NATS, "byte_transformer", "nats per byte", over=_BYTES)],
     "posterior": [
         Panel("MNIST", *_NLL, "uncertainty_mnist", "NLL"),
         Panel("CIFAR-10", *_NLL, "uncertainty_cifar10", "NLL"),
@@ -159,8 +124,8 @@ PICTURES = {
 @matplotlib.style.context("optperm.pictures")
 def draw(panels: list[Panel], out: pathlib.Path) -> None:
     """Draw panels below each other."""
-    heights = [3.2 if panel.over else 1.0 + 0.21 * len(panel.figures()) for panel in panels]
-    figure = Figure(figsize=(6.2 if panels[0].over else 4.6, sum(heights)))
+    heights = [1.0 + 0.21 * len(panel.figures()) for panel in panels]
+    figure = Figure(figsize=(4.6, sum(heights)))
     ratios = [len(panel.figures()) + 1 for panel in panels]
     every = figure.subplots(len(panels), squeeze=False, height_ratios=ratios)
     for panel, axes in zip(panels, every[:, 0], strict=True):

@@ -20,6 +20,7 @@ from optperm.core.transformation import transformation
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 # The method that a page invents has a test below, and so have the lines for each method.
 ELSEWHERE = {"guides/add_a_method.md", "guides/in_other_libraries.md", "reference/index.md"}
+ELSEWHERE |= {"guides/in_llm_trainers.md"}
 
 
 def text_of(page):

@@ -66,8 +66,9 @@ class EarlyStopping:
     """Stop training when a metric has not improved for several rows of the history.
 
     Each epoch has a row, and so has each evaluation within an epoch (`Validation.every`). Rows before
-    the optimizer reaches its goal (`reached_goal` is 0) do not count. The decision depends only on the
-    rows, so a resumed run stops where the uninterrupted run would have stopped.
+    the optimizer reaches its goal (`reached_goal` is 0) do not count, and neither do rows of an earlier
+    run without this metric. The decision depends only on the rows, so a resumed run stops where the
+    uninterrupted run would have stopped.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
@@ -91,14 +92,15 @@ class EarlyStopping:
         checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf, may_be_schedule=False)
 
     def __call__(self, event: Event) -> bool:
-        """Return True to stop; raise a ValueError if rows do not have the column."""
-        if epochs := event.history.epochs:
-            check_columns([self.monitor], epochs, epochs)
+        """Return True to stop; raise a ValueError if a new row does not have the column."""
+        if event.is_row:
+            check_columns([self.monitor], event.history.last, event.history.last)
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
-        values = sign * epochs.get(self.monitor, np.zeros(0))
+        # Rows of an earlier run may lack the metric.
+        rows = [row for row in event.history.epoch_rows if self.monitor in row and row.get(GOAL, 1)]
         # A NaN is never smaller, so it counts as a row without an improvement.
-        for value in values[epochs.get(GOAL, np.ones_like(values)) != 0]:
+        for value in (sign * row[self.monitor] for row in rows):
             improved = value < best - self.min_delta
             best, since = (float(value), 0) if improved else (best, since + 1)
         return since >= self.patience

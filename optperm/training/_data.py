@@ -398,9 +398,8 @@ class StreamFeed:
 
     def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
         if batch_size is not None:
-            raise ValueError(
-                "batch_size is for arrays, but data yields batches: leave batch_size out."
-            )
+            says = "batch_size is for arrays (in a dict or tuple), but data yields batches"
+            raise ValueError(f"{says}: leave batch_size out.")
         self._source, self._layout = source, layout
         self.look: Callable[[Any], None] | None = None
         self._iterator: Any = None

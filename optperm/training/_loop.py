@@ -65,7 +65,8 @@ def fit(
       epochs: The number of the last epoch, counted from the start of the first run.
       steps: The number of the last step, counted in the same way.
       batch_size: For arrays, the number of examples per step over all devices. The rest is left out.
-        For a sampler with a kernel from `optperm.bayes.learn_kernel`, the batch size of the kernel.
+        For a sampler with a kernel from `optperm.bayes.learn_kernel`, pass the batch size of the kernel,
+        which the batches of an iterable must have too.
       key: The key of the shuffles: an int in [0, 2**32), or a key of `jax.random`.
       has_aux: If True, the last entry of the tuple that `loss_fn` returns is a dict of scalar metrics,
         which are means over the batch.

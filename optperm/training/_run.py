@@ -391,7 +391,7 @@ class Run:
     def _was_stopped(self) -> bool:
         """Return True if callbacks that depend only on rows stopped an earlier run at this step."""
         early = self.given.schedule.find_early_stopping(self.at.step) if self._has_row else ()
-        return callbacks.wants_to_stop("", tuple(early), self._event(dict, True))
+        return callbacks.wants_to_stop("", tuple(early), self._event(dict))
 
     def _add_row(self) -> None:
         """Add a row to the history, with an evaluation, and keep the best state."""
@@ -403,11 +403,11 @@ class Run:
             self.warn_of_state(stacklevel=6)
         if self.is_narrow and at.step >= self.looked_at + _LOST_STEPS // 2:
             self._check_updates()
+        row = self.history.last
+        callbacks.check_columns(self.monitored, row, row)
         if keep_best is None:
             return
         name, mode = keep_best
-        row = self.history.last
-        callbacks.check_columns([name], row, row)
         value = row[name] * (1.0 if mode == "min" else -1.0)
         if has_reached is not False and value < self.best.get("value", math.inf):
             state = programs.copy_arrays(self._merge())

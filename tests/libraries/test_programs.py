@@ -1,4 +1,4 @@
-"""The programs of the page "In other libraries", each in a process of its own.
+"""The programs of the pages "In other libraries" and "In LLM trainers", each in a process of its own.
 
 They need libraries that the other tests do not. One that is missing is skipped, unless the environment
 variable OPTPERM_LIBRARIES names it.
@@ -14,11 +14,15 @@ import sys
 import processes
 import pytest
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "in_other_libraries.md"
+GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
+TRAINERS, OTHERS = (
+    re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text("utf-8"), re.M | re.S)
+    for page in ("in_llm_trainers.md", "in_other_libraries.md")
+)
 LIBRARIES = ("flax", "jaxopt", "blackjax", "numpyro", "flowjax", "gpjax", "optimistix", "netket")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+LIBRARIES = ("keras", *LIBRARIES)
 # The last one is plain Optax.
-PROGRAMS = dict(zip((*LIBRARIES, "optax"), BLOCKS, strict=True))
+PROGRAMS = dict(zip((*LIBRARIES, "optax"), TRAINERS + OTHERS, strict=True))
 
 
 def says(program):

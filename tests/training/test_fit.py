@@ -469,6 +469,7 @@ def test_svrg_without_snapshots_is_warned_of_once():
     # A schedule may begin later; warnings are errors here.
     later = lambda epoch: optperm.variance.take_snapshot if epoch > 1 else None  # noqa: E731
     linear_fit(tx=tx, epochs=1, epoch_start=later)
+    linear_fit(train_data=[DATA] * 101, tx=tx, epochs=1, epoch_start=later)
 
 
 class Complaint(NamedTuple):

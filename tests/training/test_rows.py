@@ -82,6 +82,15 @@ def test_early_stopping_ends_a_stream_and_its_resumed_run(tmp_path):
             assert (result.ended, result.step) == ("stopped", 9)
 
 
+def test_early_stopping_counts_only_rows_with_its_metric(tmp_path):
+    """A resumed run has an evaluation, which the earlier run did not have."""
+    stop = {"on_epoch_end": training.EarlyStopping("eval_loss", 2), **EVALUATION}
+    linear_fit(epochs=3, checkpoints=tmp_path)
+    result = linear_fit(epochs=5, checkpoints=tmp_path, resume=True, **stop)
+    assert np.isfinite(result.history.epochs["eval_loss"]).tolist() == [False] * 3 + [True] * 2
+    assert (result.ended, result.step) == ("finished", 25)
+
+
 @pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
 def test_row_is_better_only_by_more_than_min_delta(mode, sign):
     """Of rows that improve by less, as many as `patience` stop the run."""
@@ -94,7 +103,7 @@ def test_row_is_better_only_by_more_than_min_delta(mode, sign):
     ):
         rows = [{"epoch": n, "step": n, "eval_loss": sign * x} for n, x in enumerate(values, 1)]
         history = training.History(epoch_rows=rows)
-        assert stop(types.SimpleNamespace(history=history)) == wanted
+        assert stop(types.SimpleNamespace(history=history, is_row=True)) == wanted
 
 
 @pytest.mark.parametrize(
