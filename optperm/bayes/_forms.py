@@ -83,6 +83,18 @@ class Diagonal(NamedTuple):
         """Return the form in which C is diagonal, its noise, and the curvature in its directions."""
         return self, covariance, curvature
 
+    def rotate(self, covariance: Any, curvature: Any) -> tuple[Any, Any, Any]:
+        """Return the same as `turn`."""
+        return self.turn(covariance, curvature)
+
+    def ratio(self, noise: Any, other: Any) -> jax.Array:
+        """Return the mean ratio of noise to other noise, over entries with other noise."""
+        ratios = jax.tree.map(
+            lambda a, b: jnp.where(b > 0, a / jnp.where(b > 0, b, 1.0), 0.0), noise, other
+        )
+        count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(other))
+        return inner(ratios, optax.tree.ones_like(ratios)) / jnp.maximum(count, 1)
+
     def probes(self, params: Params) -> tuple[Any, ...]:
         """Return random x, the starts of the search for extreme eigenvalues of the noise correlation."""
         return normal_like(key_data(1), params), normal_like(key_data(2), params)
@@ -188,6 +200,20 @@ class Full(NamedTuple):
         c, units = covariance
         noise, rotation = decompose(c, dot(self.w.T * units[None], self.w))
         return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
+
+    def rotate(
+        self, covariance: tuple[jax.Array, jax.Array], curvature: jax.Array
+    ) -> tuple[Full, jax.Array, jax.Array]:
+        r"""Return the same as `turn` for a rotation R, which keeps the scale of the directions."""
+        c, _ = covariance
+        size = jnp.max(jnp.diagonal(c))
+        noise, rotation = jnp.linalg.eigh(c / jnp.where(size > 0, size, 1.0))
+        noise = jnp.maximum(noise * size, 0.0)
+        return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
+
+    def ratio(self, noise: jax.Array, other: jax.Array) -> jax.Array:
+        """Return the ratio of the sums of noise in two bases that differ by a rotation."""
+        return jnp.sum(noise) / jnp.maximum(jnp.sum(other), 1.0)
 
     def probes(self, params: Params) -> tuple[Any, ...]:
         """Return no probes, because the noise is not correlated in these coordinates."""

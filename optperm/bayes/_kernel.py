@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes._control_variates import anchor_like
 from optperm.bayes._forms import FORMS, Form, Preconditioner
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
@@ -86,6 +87,8 @@ class NoiseKernel(NamedTuple):
       num_data: N.
       batch_size: S.
       momentum: :math:`\mu`.
+      noise_left: The fraction of the batches' noise that control variates leave; 1 without them.
+      anchor: The point :math:`\theta^*` of the control variates and its full gradient; () without them.
     """
 
     basis: Form
@@ -103,9 +106,13 @@ class NoiseKernel(NamedTuple):
     num_data: Int32[Array, ""]
     batch_size: Int32[Array, ""]
     momentum: Float32[Array, ""]
+    noise_left: Float32[Array, ""]
+    anchor: Any  # Anchor, or ()
 
     @classmethod
-    def unknown(cls, params: Params, preconditioner: Preconditioner) -> NoiseKernel:
+    def unknown(
+        cls, params: Params, preconditioner: Preconditioner, *, control_variates: bool = True
+    ) -> NoiseKernel:
         """Return a kernel without noise and of unknown, infinite curvature, which takes no steps.
 
         It has the structure, shapes and dtypes of every kernel for these params, so it is a target with
@@ -114,6 +121,7 @@ class NoiseKernel(NamedTuple):
         Args:
           params: The params, a tree.
           preconditioner: "full", "diagonal" or "scalar".
+          control_variates: Whether the kernel has control variates.
         """
         checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
         form = FORMS[preconditioner].like(params)
@@ -135,6 +143,8 @@ class NoiseKernel(NamedTuple):
             num_data=none,
             batch_size=none,
             momentum=zero,
+            noise_left=one,
+            anchor=anchor_like(params) if control_variates else (),
         )
 
     def scale(self, temperature: jax.Array | float = 1.0) -> jax.Array:
@@ -260,6 +270,8 @@ def check_kernel(
         ("kernel.noise", kernel.noise, jax.eval_shape(lambda p: basis.like(p).zeros(p), params)),
     ):
         checks.check_same_tree(name, found, wanted, source="params")
+    if kernel.anchor:
+        checks.check_same_tree("kernel.anchor.params", kernel.anchor.params, params, source="params")
     for name, number in numbers.items():
         found = getattr(kernel, name)
         if not (checks.is_concrete_number(number) and can_be_seen(found)):

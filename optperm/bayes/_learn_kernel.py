@@ -16,6 +16,7 @@ import optax
 from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order, project
 from optperm.bayes._batches import Batches, make_batches
 from optperm.bayes._chains import check_has_params
+from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
 from optperm.bayes._faults import judge_kernel, judge_stability
@@ -23,6 +24,7 @@ from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._next_kernel import (
     Window,
+    any_unknown,
     first_kernel,
     first_window,
     next_kernel,
@@ -49,7 +51,7 @@ from optperm.exact import apply_updates
 _LARGEST_FULL = 4096
 # The search takes six sixteenths of the steps, and each window a number of sixteenths. The chain stands
 # still in the first two windows, whose kernels do not know the curvature yet.
-_PARTS, _SEARCH, _WINDOWS = 16, 6, (1, 1, 2, 2, 4)
+_PARTS, _SEARCH, _WINDOWS, _AT_REST = 16, 6, (1, 1, 2, 2, 4), 2
 # If each estimate uses the gradients of many examples, an eighth of the estimates is enough.
 _ESTIMATE_EVERY, _ENOUGH = 8, 1000
 # A function's batches are compared at rest over this many epochs, but in at most half of the steps.
@@ -92,6 +94,7 @@ def learn_kernel(
     noise_ratio: float = 10.0,
     steps: int = 8000,
     chunk_size: int | None = None,
+    control_variates: bool | None = None,
 ) -> tuple[NoiseKernel, Params]:
     r"""Learn the kernel with which `optperm.constant_sgd` samples a posterior.
 
@@ -203,7 +206,8 @@ def learn_kernel(
         found = learn_kernels(
             loss, batches, stacked, typed[None], preconditioner=preconditioner, estimator=estimator,
             momentum=momentum, stability=stability, noise_ratio=noise_ratio, steps=steps,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size, control_variates=control_variates,
+            is_searched=batches.rows is not None,
         )  # fmt: skip
     kernel, last = jax.tree.map(lambda leaf: leaf[0], (found.kernels, found.params))
     check_learned(kernel)
@@ -211,6 +215,29 @@ def learn_kernel(
     for text in found.warnings + said:
         warnings.warn(text, stacklevel=2)
     return kernel, last
+
+
+def choose_variates(
+    control_variates: bool | None, batches: Batches, estimator: Estimator = "per_example"
+) -> bool:
+    """Return whether kernels have control variates; for None, choose it by the data.
+
+    Raises:
+      ValueError: If there is no gradient over all examples.
+    """
+    if control_variates and batches.is_function:
+        raise ValueError(
+            "control_variates=True needs the gradient over all examples: pass data as arrays, or "
+            "control_variates=False."
+        )
+    if control_variates and estimator == "two_batches":
+        raise ValueError(
+            "control_variates=True needs a mean over examples, but estimator='two_batches' is for "
+            "losses that mix examples: pass control_variates=False, or another estimator."
+        )
+    if control_variates is None:
+        return not batches.is_function and estimator != "two_batches"
+    return control_variates
 
 
 def choose_form(preconditioner: Preconditioner | None, params: Params) -> Preconditioner:
@@ -267,6 +294,8 @@ def learn_kernels(
     noise_ratio: float = 10.0,
     steps: int = 8000,
     chunk_size: int | None = None,
+    control_variates: bool | None = None,
+    is_searched: bool = False,
 ) -> Learned:
     """Return a kernel for each chain, and the points at which the chains may begin to sample.
 
@@ -282,7 +311,10 @@ def learn_kernels(
       noise_ratio: The maximum ratio of noises.
       steps: The number of steps.
       chunk_size: The number of per-example gradients in memory at once.
+      control_variates: Whether the kernels have control variates; None if the data allow it.
+      is_searched: Whether the starts are optima, so that control variates help the search.
     """
+    has_anchor = choose_variates(control_variates, batches, estimator)
     size, unit = batches.batch_size, steps // _PARTS
     form = choose_form(preconditioner, jax.tree.map(lambda leaf: leaf[0], params))
     mu = min(0.9, (size - 1) / (size + 1)) if momentum is None else momentum
@@ -293,9 +325,12 @@ def learn_kernels(
     every = _steps_per_estimate(size, estimator, form, steps)
     params, split = _join(params)
 
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        return loss(split(params), batch)
+
     def gradients(params: Any, batch: Any) -> BatchGradients:
         here, apart = batches.split(batch)
-        e = evaluate(lambda p, batch: loss(split(p), batch), params, here, example=apart)
+        e = evaluate(loss_of, params, here, example=apart)
         return BatchGradients(params, e.grad, e.extra_args, size, chunk_size, None)
 
     descend, move, stand = (
@@ -311,8 +346,20 @@ def learn_kernels(
         return carry
 
     states = fresh_jit_once(jax.vmap(_NEWTON.init))(params)
-    params, _ = run(descend, (params, states), (), 0, _SEARCH * unit)
-    kernels = fresh_jit_once(jax.vmap(begin))(params)
+    anchors: Any = ()
+    if not has_anchor:
+        params, _ = run(descend, (params, states), (), 0, _SEARCH * unit)
+    else:
+        # Far from an optimum, control variates would add noise
+        weights = jnp.full(len(keys), float(is_searched))
+        for phase, length in ((0, _SEARCH - _SEARCH // 3), (len(_WINDOWS) + 2, _SEARCH // 3)):
+            anchors = find_anchors(loss_of, batches, params)
+            (params, states) = run(
+                descend, (params, states), (anchors, weights), phase, length * unit
+            )
+            weights = jnp.ones_like(weights)
+        anchors = find_anchors(loss_of, batches, params)
+    kernels = fresh_jit_once(jax.vmap(begin))(params)._replace(anchor=anchors)
     seen = fresh_jit_once(jax.vmap(first_window))(kernels, params)
     restart, end = fresh_jit_once(jax.vmap(_restart)), fresh_jit_once(jax.vmap(_end_window))
     said: list[str] = []
@@ -320,12 +367,22 @@ def learn_kernels(
         carry = restart(kernels, params, seen, _fold(keys, number))
         params, _, seen = run(move, carry, kernels, number, length * unit)
         kernels, seen = end(kernels, seen)
+        if has_anchor and number == _AT_REST:
+            # The noise of the batches at rest; from here on, the noise that control variates leave
+            whole = kernels.noise
+            kernels = kernels._replace(noise=optax.tree.zeros_like(whole))
         if number == 1 and batches.is_function:
             at_rest = min(max(_EPOCHS * batches.num_data // size, unit), steps // 2)
             rows = jnp.zeros((len(keys), at_rest, NUM_PROJECTIONS))
             _, rows = run(stand, (params, rows), kernels, len(_WINDOWS) + 1, at_rest)
             said = judge_order(rows.swapaxes(0, 1), jax.vmap(count_noisy)(kernels, params))
     params, every_split = jax.vmap(split)(params), jax.vmap(split)
+    if has_anchor:
+        left = jax.vmap(lambda kernel, whole: kernel.basis.ratio(kernel.noise, whole))
+        kernels = kernels._replace(
+            noise_left=left(kernels, whole).astype(jnp.float32),
+            anchor=Anchor(*map(every_split, kernels.anchor)),
+        )
     if form == "diagonal":
         noise, curvature = every_split(kernels.noise), every_split(kernels.curvature)
         kernels = kernels._replace(noise=noise, curvature=curvature)
@@ -357,10 +414,12 @@ def _join(params: Params) -> tuple[Any, Callable[[Any], Any]]:
 def _descend(
     gradients: GradientsFn, carry: Any, kernel: Any, batch: Any, key: jax.Array, number: jax.Array
 ) -> Any:
-    """Take a step of the search."""
-    del kernel, key, number
+    """Take a step of the search, with the control variates of an anchor and a weight, or without ()."""
+    del key, number
     params, opt_state = carry
     found = gradients(params, batch)
+    if kernel:
+        found = correct_batch(found, *kernel)
     updates, opt_state = _NEWTON.update(found.grad, opt_state, params, **found.extras)
     return apply_updates(params, updates, opt_state), opt_state
 
@@ -378,14 +437,21 @@ def _move(
     """Take a step of a window, in which every so many batches are observed."""
     params, opt_state, seen = carry
     found = gradients(params, batch)
+    observed = found
+    if kernel.anchor:
+        # At the anchor itself, control variates would leave no noise
+        moves = jnp.logical_not(any_unknown(kernel))
+        observed = correct_batch(found, kernel.anchor, moves)
 
     def look(seen: Window) -> Window:
         h, noise_key = probing_steps(kernel), fold(key_data(key), number)
-        return observe(seen, kernel, found, estimator, h, noise_key, number // every)
+        return observe(seen, kernel, observed, estimator, h, noise_key, number // every)
 
     # The number of the step is the same in all chains, so vmap keeps the conditional
     seen = when(number % every == 0, look, seen)
-    updates, opt_state = constant_sgd(kernel).update(found.grad, opt_state, params)
+    updates, opt_state = constant_sgd(kernel).update(
+        found.grad, opt_state, params, **found.extras
+    )
     return apply_updates(params, updates, opt_state), opt_state, seen
 
 

@@ -84,7 +84,7 @@ def first_kernel(
 ) -> NoiseKernel:
     """Return the kernel of the first window, `NoiseKernel.unknown` with its numbers."""
     ratio, most = (jnp.asarray(x, jnp.float32) for x in (max_noise_ratio, max_stability))
-    return NoiseKernel.unknown(params, preconditioner)._replace(
+    return NoiseKernel.unknown(params, preconditioner, control_variates=False)._replace(
         noise_ratio=ratio,
         max_noise_ratio=ratio,
         max_stability=most,
@@ -183,7 +183,13 @@ def next_kernel(kernel: NoiseKernel, seen: Window) -> NoiseKernel:
     h, s = probing_steps(kernel), kernel.scale()
     # a is first in the coordinates of the old steps, then in the coordinates of the new steps
     factor = (1 - kernel.momentum) / (1 + kernel.momentum)
-    basis, noise, curvature = kernel.basis.turn(seen.covariance, curvature_bound(seen, h, factor))
+    bound = curvature_bound(seen, h, factor)
+    basis, noise, curvature = kernel.basis.turn(seen.covariance, bound)
+    if kernel.anchor:
+        # Once the chain moves, W^T C W = 1 for the noise C without control variates
+        moves = jnp.logical_not(any_unknown(kernel))
+        rotated = kernel.basis.rotate(seen.covariance, bound)
+        basis, noise, curvature = optax.tree.where(moves, rotated, (basis, noise, curvature))
     is_known = _any_positive(curvature)
     stability, excess = _shorten(kernel, seen.stability * factor)
     most = kernel.max_noise_ratio

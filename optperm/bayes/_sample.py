@@ -25,8 +25,12 @@ from optperm.bayes._chains import (
 from optperm.bayes._conditions import sees_gradient
 from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
-from optperm.bayes._learn_kernel import check_learned, choose_form, learn_kernels
-from optperm.bayes._next_kernel import first_kernel
+from optperm.bayes._learn_kernel import (
+    check_learned,
+    choose_form,
+    choose_variates,
+    learn_kernels,
+)
 from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import wide_params
 from optperm.bayes._report import judge
@@ -77,6 +81,7 @@ def sample(
     num_data: int | None = None,
     sampler: Sampler | None = None,
     preconditioner: Preconditioner | None = None,
+    control_variates: bool | None = None,
     kernel: NoiseKernel | None = None,
     resume: Any = None,
     num_chains: int = 4,
@@ -197,7 +202,9 @@ def sample(
         changes the gradient before the sampler, the warning comes before the first step.
     """
     counts = {"num_chains": num_chains, "num_draws": num_draws, "thinning": thinning}
-    _check_arguments(key, burn_in, batch_size, num_data, counts, sampler, preconditioner, kernel)
+    of_kernels = {"kernel": kernel, "preconditioner": preconditioner}
+    of_kernels["control_variates"] = control_variates
+    _check_arguments(key, burn_in, batch_size, num_data, counts, sampler, of_kernels)
     params = without_variables(params)
     check_has_params(params)
     if kernel is not None:
@@ -211,6 +218,7 @@ def sample(
         batches = make_batches(data, num_data, size, num_apart=num_apart)
         if kernel is not None:
             check_kernel(kernel, params, batch_size=size, num_data=batches.num_data)
+        has_variates = choose_variates(control_variates, batches)
         tx = _make_sampler(sampler, batches.num_data, size, params)
         batch, _ = batches.split(batches.one(jax.random.key(0)))
         loss = make_loss(loss_fn, params, batch, num_data=batches.num_data, log_prior=log_prior)
@@ -226,6 +234,7 @@ def sample(
                 "key": np.asarray(jax.random.key_data(keys[0])).tolist(),
                 "sampler": None if sampler is None else "a function",
                 "preconditioner": preconditioner,
+                "control_variates": has_variates,
                 "kernel": fingerprint(kernel),
                 "params": fingerprint(params),
                 "starts": "a function" if is_function(starts) else fingerprint(starts),
@@ -249,7 +258,10 @@ def sample(
         else:
             kernels = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_chains), kernel)
             if kernel is None:
-                kernels, begun, texts = _learn(problem, begun, preconditioner, progress)
+                is_searched = starts is None and batches.rows is not None
+                kernels, begun, texts = _learn(
+                    problem, begun, preconditioner, has_variates, is_searched, progress
+                )
                 _warn(texts)
                 check_learned(kernels)
             tx = constant_sgd(jax.tree.map(lambda leaf: leaf[0], kernels))
@@ -305,8 +317,7 @@ def _check_arguments(
     num_data: Any,
     counts: dict[str, Any],
     sampler: Any,
-    preconditioner: Any,
-    kernel: Any,
+    of_kernels: dict[str, Any],
 ) -> None:
     checks.check_key("key", key)
     if burn_in is not None:
@@ -316,16 +327,25 @@ def _check_arguments(
     for name, count in (("batch_size", batch_size), ("num_data", num_data)):
         if count is not None:
             checks.check_static_count(name, count)
-    if preconditioner is not None:
-        checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
+    if of_kernels["preconditioner"] is not None:
+        checks.check_choice("preconditioner", of_kernels["preconditioner"], tuple(FORMS))
+    if None not in (of_kernels["kernel"], of_kernels["control_variates"]):
+        raise ValueError(
+            "control_variates is for kernels that sample learns: pass it to learn_kernel instead."
+        )
     if sampler is None:
         return
     checks.check_function(
         "sampler", sampler, "(num_data, batch_size) that returns a transformation"
     )
-    for name, value in (("kernel", kernel), ("preconditioner", preconditioner)):
+    for name, value in of_kernels.items():
         if value is not None:
-            raise ValueError(f"{name} is for sampler=None: pass it to your sampler instead.")
+            instead = (
+                "put optperm.svrg() before your sampler"
+                if name == "control_variates"
+                else "pass it to your sampler"
+            )
+            raise ValueError(f"{name} is for sampler=None: {instead} instead.")
 
 
 def _make_sampler(
@@ -393,7 +413,12 @@ def _init_constant_sgd(kernel: NoiseKernel, params: Params) -> Any:
 
 
 def _learn(
-    problem: _Problem, starts: Any, preconditioner: Preconditioner | None, progress: Progress
+    problem: _Problem,
+    starts: Any,
+    preconditioner: Preconditioner | None,
+    has_variates: bool,
+    is_searched: bool,
+    progress: Progress,
 ) -> tuple[NoiseKernel, Any, list[str]]:
     """Return a kernel for each chain, the params at which the chains begin, and warnings."""
     batches = problem.batches
@@ -405,14 +430,14 @@ def _learn(
             problem.loss, batches, starts, jax.random.split(problem.keys[3], problem.num_chains),
             preconditioner=form,
             estimator="single_example" if batches.batch_size == 1 else "per_example",
+            control_variates=has_variates, is_searched=is_searched,
         )  # fmt: skip
         return (found.kernels, found.params), found.warnings
 
     def like() -> Any:
         begin = functools.partial(
-            first_kernel, preconditioner=form, num_data=batches.num_data,
-            batch_size=batches.batch_size, momentum=0.0, max_noise_ratio=1.0, max_stability=1.0,
-        )  # fmt: skip
+            NoiseKernel.unknown, preconditioner=form, control_variates=has_variates
+        )
         return jax.eval_shape(jax.vmap(begin), starts), starts
 
     (kernels, params), texts = progress.phase("kernels", learn, like)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optperm.bayes._control_variates import correct
 from optperm.bayes._faults import judge_kernel, judge_stability, judge_temperature
 from optperm.bayes._kernel import NoiseKernel, check_is_kernel, check_kernel
 from optperm.bayes._remainders import with_remainders
@@ -26,6 +27,9 @@ from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
 
+_NEEDS = {"grad_fn": "the gradient of the batch at given params"}
+
+
 class ConstantSgdState(NamedTuple):
     """State of `constant_sgd`.
 
@@ -33,6 +37,7 @@ class ConstantSgdState(NamedTuple):
       count: Number of steps taken.
       key: The raw random key of the injected noise.
       velocity: v, a tree like params, in float32 or wider.
+      noise: z of the last step, a tree like params; 0 before the first step.
       kernel: The noise, the curvature and the basis of the steps.
       limit: c times the `learning_rate` of the last step.
       temperature: T of the last step.
@@ -42,6 +47,7 @@ class ConstantSgdState(NamedTuple):
     count: Int32[Array, ""]  # type: ignore[assignment]
     key: UInt32[Array, "2"]
     velocity: PyTree[Float[Array, "?*shape"], "Params"]
+    noise: PyTree[Float[Array, "?*shape"], "Params"]
     kernel: NoiseKernel
     limit: Float32[Array, ""]
     temperature: Float32[Array, ""]
@@ -175,6 +181,7 @@ def constant_sgd(
             count=jnp.zeros([], jnp.int32),
             key=key_data(key),
             velocity=wide_zeros(params),
+            noise=wide_zeros(params),
             # The state may be donated, but the kernel belongs to the caller
             kernel=jax.tree.map(jnp.array, kernel),
             limit=kernel.max_stability + zero,
@@ -183,23 +190,32 @@ def constant_sgd(
         )
 
     def update(
-        g: Updates, state: ConstantSgdState, params: Params, **extra_args: Any
+        g: Updates,
+        state: ConstantSgdState,
+        params: Params,
+        *,
+        grad_fn: Any = None,  # needed with control variates
+        **_: Any,
     ) -> tuple[Updates, ConstantSgdState]:
-        del extra_args
         kernel, count = state.kernel, state.count
         basis, mu = kernel.basis, kernel.momentum
         rate = resolve_schedule("learning_rate", learning_rate, count)
         t = resolve_schedule("temperature", temperature, count)
+
+        # g <- g_B(theta) - (g_B(theta*) - grad L(theta*))
+        if kernel.anchor:
+            g = correct(kernel.anchor, g, grad_fn(kernel.anchor.params))
 
         # s = 2 S T / N, h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
         s = kernel.scale(t)
         h = kernel.step_sizes(s, rate)
         b = kernel.injected(h, s)
 
-        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S
+        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) (z + z_-) / 2)
         size = kernel.batch_size
-        z = basis.flat(three_point_like(fold(state.key, count), params))
-        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), z)
+        z = three_point_like(fold(state.key, count), params)
+        mean = basis.flat(jax.tree.map(lambda z, last: (z + last) / 2, z, state.noise))
+        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), mean)
         noisy = optax.tree.add(basis.coordinates(g, h), xi)
         moves = computed_once(basis.params_of(basis.times(h, noisy), params))
 
@@ -215,6 +231,7 @@ def constant_sgd(
         return updates, state._replace(
             count=optax.safe_increment(count),
             velocity=velocity,
+            noise=z,
             limit=kernel.max_stability * rate,
             temperature=t,
             left_out=state.left_out + jnp.logical_not(all_finite(g)).astype(jnp.int32),
@@ -226,6 +243,7 @@ def constant_sgd(
         method="constant_sgd",
         like=lambda state: state.velocity,
         takes_gradient=True,
+        needs=_NEEDS if kernel.anchor else {},
     )
     return with_remainders(sampler, method="constant_sgd")
 
