@@ -273,12 +273,11 @@ METHODS: dict[str, Callable[[Task], Any]] = {
         optperm.low_rank(optax.scale_by_adam(), rank=0.25, residual="scaled", key=task.seed), 3e-3
     ),
     "apollo": lambda task: by_rate(optperm.apollo(rank=0.25, key=task.seed), 3e-3),
-    "constant-sgd": lambda task: optperm.mandt_sgd(
-        task.num_data,
-        task.batch_size,
-        burn_in=150,
-        burn_in_optimizer=optax.sgd(0.1, 0.9),
-        max_step=0.5,
+    "constant-sgd": lambda task: optperm.switch_after(
+        150,
+        optax.sgd(0.1, 0.9),
+        optperm.mandt_sgd(task.num_data, task.batch_size, max_step=0.5),
+        track=True,
     ),
 }
 # Per-example gradients of a step, of those that take more than one, and what is added to their loss.

@@ -11,6 +11,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import optax
 from jax.experimental import sparse
@@ -93,7 +94,8 @@ FUNCTIONS = {
     },
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
-    "adapted_kernel": {"opt_state": state(optperm.constant_sgd(10, 2))},
+    "learn_kernel": {"loss_fn": loss_fn, "data": BATCH, "params": PARAMS, "key": KEY}
+    | {"batch_size": 2, "steps": 32},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
     "posterior_report": {"samples": draws(4)},
@@ -129,6 +131,7 @@ FUNCTIONS = {
     "with_loss": {"inner": sgd(), "loss_fn": loss_fn, "data": BATCH},
 }
 CASES = FUNCTIONS | {ours.name: ours.required for ours in TRANSFORMATIONS if ours.name in PUBLIC}
+CASES["constant_sgd"] = {"kernel": kernels.kernel_for(PARAMS)}
 PARAMETERS = {name: inspect.signature(PUBLIC[name], eval_str=True).parameters for name in CASES}
 
 
@@ -184,7 +187,7 @@ LIMITS = {
     },
     **dict.fromkeys(("partition_ratio", "mixing", "rho", "gamma", "sigma", "ramp"), SHARE),
     **dict.fromkeys(("drop_fraction", "probability", "a", "sparsity", "decay", "momentum"), SHARE),
-    **dict.fromkeys(("b1", "b2", "constant_sgd.momentum", "mandt_sgd.momentum"), DECAY),
+    **dict.fromkeys(("b1", "b2", "learn_kernel.momentum", "mandt_sgd.momentum"), DECAY),
     **dict.fromkeys(
         ("katyusha.probability", "friction", "Compression.fraction"), SHARE | ABOVE_ZERO
     ),
@@ -356,7 +359,6 @@ REFUSED = {
         dict.fromkeys(("params", "updates"), PARAMS | {"b": jnp.ones(3)}),
         *of("updates", PARAMS | {"b": "x"}),
     ],
-    "constant_sgd": of("batch_size", 10, num_data=5),
     "diloco": [
         *of("center_dtype", "int32", "complex64"),
         *of("compress", 4),

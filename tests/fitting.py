@@ -17,7 +17,7 @@ from optperm import training
 from optperm.training import _run as run
 
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
-MAPPED = ("constant_sgd", "agn", "diloco")  # take the name of an axis
+MAPPED = ("mandt_sgd", "agn", "diloco")  # take the name of an axis
 
 
 def method(name, axis_name=None):
@@ -35,14 +35,8 @@ def _method(name, axis_name):
             optax.sgd(0.1), optperm.dim_reduce(n_components=3), every=2, num_snapshots=4
         ),
         # With batch statistics the examples of a batch cannot be told apart.
-        "constant_sgd": lambda: optperm.constant_sgd(
-            EXAMPLES,
-            BATCH,
-            estimator="two_batches",
-            burn_in=4,
-            burn_in_optimizer=optax.sgd(0.1),
-            preconditioner="diagonal",
-            axis_name=axis_name,
+        "mandt_sgd": lambda: optperm.mandt_sgd(
+            EXAMPLES, BATCH, estimator="two_batches", max_step=0.03, axis_name=axis_name
         ),
         "agn": lambda: optperm.agn(optax.sgd(0.1), every=3, axis_name=axis_name),
         "diloco": lambda: optperm.diloco(optax.adam(1e-2), every=3, axis_name=axis_name),

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import optax
 import pytest
@@ -393,7 +394,7 @@ def test_transformations_that_change_the_gradient_of_a_sampler_are_found(before,
     """For every method that looks, also in a part of the params."""
     e = optperm.evaluate(lambda p, b: scale * loss_fn(p, b), PARAMS, BATCH)
     for sampler in (
-        optperm.sgld(1e-3, 8), optperm.sghmc(1e-3, 8, 0.1), optperm.constant_sgd(80, 8),
+        optperm.sgld(1e-3, 8), optperm.sghmc(1e-3, 8, 0.1), kernels.constant_sgd(),
         optperm.mandt_sgd(80, 8), optperm.ivon(0.1, 8.0),
         optax.partition({"a": optperm.sgld(1e-3, 8), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}),
     ):  # fmt: skip

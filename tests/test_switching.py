@@ -5,6 +5,7 @@ import functools
 import calls
 import jax
 import jax.numpy as jnp
+import kernels
 import loops
 import numpy as np
 import optax
@@ -175,7 +176,7 @@ READ = {
     for name, given in calls.FUNCTIONS.items()
     if "opt_state" in given and name not in calls.OF_ANY_STATE
 }
-READ["posterior_report"] = optperm.constant_sgd(9, 3).init(calls.PARAMS)
+READ["posterior_report"] = kernels.constant_sgd().init(calls.PARAMS)
 
 
 @pytest.mark.filterwarnings("ignore:The (first|maximum|minimum) ")

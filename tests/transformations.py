@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import optax
 
@@ -270,15 +271,8 @@ TRANSFORMATIONS = (
         {"num_steps": 2, "first": optperm.agn(optax.sgd(2e-3, 0.9), every=2)}
         | {"then": optax.sgd(2e-3, 0.9)},
     ),
-    Transformation(
-        optperm.constant_sgd,
-        {"num_data": 1000, "batch_size": 2, "preconditioner": "diagonal", "momentum": 0.5}
-        | {"burn_in": 2, "freeze_after": 6, "burn_in_optimizer": optax.sgd(2e-3)},
-        sums_over_params=True,
-    ),
-    Transformation(
-        optperm.mandt_sgd, {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3}
-    ),
+    Transformation(kernels.constant_sgd, {}),
+    Transformation(optperm.mandt_sgd, {"num_data": 1000, "batch_size": 2, "max_step": 2e-3}),
     Transformation(
         optperm.ivon, {"learning_rate": 1e-3, "num_data": 1.0, "b2": 0.9, "mc_samples": 1}
     ),

@@ -15,7 +15,6 @@ from optperm.bayes._gaussian_draws import sample_params as sample_params
 from optperm.bayes._ivon import IvonState as IvonState
 from optperm.bayes._ivon import ivon as ivon
 from optperm.bayes._kernel import NoiseKernel as NoiseKernel
-from optperm.bayes._kernel import adapted_kernel as adapted_kernel
 from optperm.bayes._langevin import SghmcState as SghmcState
 from optperm.bayes._langevin import SgldState as SgldState
 from optperm.bayes._langevin import sghmc as sghmc

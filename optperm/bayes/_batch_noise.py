@@ -13,7 +13,7 @@ import optax
 
 from optperm.bayes._batches import MOST_BYTES, Batches
 from optperm.bayes._chains import Samples
-from optperm.bayes._constant_sgd import ConstantSgdState as AdaptiveState
+from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._correlation import times_rows
 from optperm.bayes._covariance import BatchGradients, Outer, per_example
 from optperm.bayes._forms import Diagonal, Form, inner
@@ -21,7 +21,6 @@ from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._remainders import RemainderState
 from optperm.bayes._report import is_given
-from optperm.bayes._sampling_sgd import ConstantSgdState
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.fresh_jit import fresh_jit
 from optperm.core.noise import normal_like
@@ -219,7 +218,7 @@ def _diagonal_and_maximum(
 
 def _given_kernel(opt_state: Any) -> NoiseKernel | None:
     """Return the first chain's kernel if it was passed and covers all params, else None."""
-    states: list[Any] = find_states(opt_state, (AdaptiveState, ConstantSgdState))
+    states: list[Any] = find_states(opt_state, ConstantSgdState)
     if len(states) != 1 or not is_given(states[0]) or find_states(opt_state, optax.MaskedState):
         return None
     return jax.tree.map(lambda leaf: leaf[0], states[0].kernel)

@@ -48,7 +48,8 @@ def project(kernel: NoiseKernel, grad: Updates) -> jax.Array:
     """
     size, form = kernel.batch_size, kernel.basis
     scale = jax.tree.map(
-        lambda c: jnp.where(c > 0, jnp.sqrt(size / jnp.where(c > 0, c, 1.0)), 0.0), kernel.noise
+        lambda c: jnp.where(c > 0, jnp.sqrt(size.astype(c.dtype) / jnp.where(c > 0, c, 1.0)), 0.0),
+        kernel.noise,
     )
     u = form.times(scale, form.coordinates(grad, scale))
     signs = computed_once(signs_like(key_data(3), u))

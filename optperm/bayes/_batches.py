@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import numpy as np
 
 from optperm.core import checks
 from optperm.core.dtypes import as_arrays
-from optperm.core.fresh_jit import fresh_jit
 from optperm.core.keys import is_key
 from optperm.core.shardings import take_rows
 from optperm.core.trees import is_function
@@ -33,7 +33,7 @@ class Batches(NamedTuple):
         `rows`.
       num_bytes: The bytes of a batch.
       is_function: Whether a user's function returns the batches.
-      read_slice: A function from a first and a last row to these rows, of arrays on disk; otherwise None.
+      read_slice: A function from a first and a last number to rows of arrays on disk; otherwise None.
     """
 
     num_data: int
@@ -147,7 +147,7 @@ def make_batches(
     num_bytes = size * sum(_dtype_of(x).itemsize * math.prod(x.shape[1:]) for x in leaves)
 
     def read_rows(keys: jax.Array) -> Any:
-        rows = np.asarray(_draw_all(keys, size, found))
+        rows = np.asarray(_draw_all(keys, size=size, num_data=found))
         shape = rows.shape
         return jax.tree.map(
             lambda x: np.asarray(x[rows.ravel()], _dtype_of(x)).reshape(*shape, *x.shape[1:]), data
@@ -183,13 +183,14 @@ def _fold_steps(keys: jax.Array, steps: jax.Array) -> jax.Array:
     return jax.vmap(fold, in_axes=(None, 0))(keys, steps)
 
 
-def _draw_all(keys: jax.Array, size: int, num_data: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("size", "num_data"))
+def _draw_all(keys: jax.Array, *, size: int, num_data: int) -> jax.Array:
     """Return the rows of the batches of all steps and chains."""
 
     def draw(key: jax.Array) -> jax.Array:
         return jax.random.randint(key, (size,), 0, num_data)
 
-    return fresh_jit(jax.vmap(jax.vmap(draw)))(keys)
+    return jax.vmap(jax.vmap(draw))(keys)
 
 
 def _read_function(

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._constant_sgd import ConstantSgdState as AdaptiveState
+from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._remainders import wide_params
-from optperm.bayes._sampling_sgd import ConstantSgdState
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.fresh_jit import fresh_jit, fresh_jit_once
@@ -26,7 +25,7 @@ from optperm.core.states import find_states
 from optperm.core.trees import without_variables
 
 # NOISY samplers have a key, and each chain needs its own key.
-NOISY = (AdaptiveState, ConstantSgdState, SgldState, SghmcState)
+NOISY = (ConstantSgdState, SgldState, SghmcState)
 SAMPLERS = (*NOISY, MandtSgdState)
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.

@@ -10,37 +10,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optperm.bayes._burn_in import after_burn_in
-from optperm.bayes._covariance import NEEDS, Estimator, batch_gradients, check_noise_arguments
-from optperm.bayes._diagonal_newton import diagonal_newton
-from optperm.bayes._faults import (
-    are_seen,
-    judge_kernel,
-    judge_mean,
-    judge_stability,
-    judge_temperature,
-)
-from optperm.bayes._forms import FORMS, Preconditioner
-from optperm.bayes._kernel import NoiseKernel, check_kernel
+from optperm.bayes._control_variates import correct
+from optperm.bayes._faults import judge_kernel, judge_stability, judge_temperature
+from optperm.bayes._kernel import NoiseKernel, check_is_kernel, check_kernel
 from optperm.bayes._remainders import with_remainders
-from optperm.bayes._schedule import make_schedule
-from optperm.bayes._warmup import begin, warm_up
 from optperm.core import checks
-from optperm.core.dtypes import all_finite, cast_like, computed_once
-from optperm.core.fingerprints import UNSET
+from optperm.core.dtypes import all_finite, computed_once, wide_zeros
 from optperm.core.keys import key_data
-from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, three_point_like
 from optperm.core.schedules import resolve_schedule
-from optperm.core.shapes import Array, Float32, Int32, Params, UInt32, Updates
+from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, UInt32, Updates
+from optperm.core.shardings import can_be_seen
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
-_LARGEST_FULL = 4096
-_NEEDS_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}
+_NEEDS = {"grad_fn": "the gradient of the batch at given params"}
 
 
 class ConstantSgdState(NamedTuple):
@@ -48,34 +34,23 @@ class ConstantSgdState(NamedTuple):
 
     Attributes:
       count: Number of steps taken.
-      steps: Number of steps that sampled.
-      uneven: Number of estimates, in steps that sampled, for which the batch's gradient was not the mean
-        of its examples' gradients.
-      left_out: Number of sampling steps that left out entries with a nonfinite gradient.
-      freeze_after: The first step in which nothing is learned.
       key: The raw random key of the injected noise.
-      scale: s = 2 S T / N of the last step.
-      limit: c times the `learning_rate` of the last step.
+      velocity: v, a tree like params, in float32 or wider.
+      noise: z of the last step, a tree like params; 0 before the first step.
       kernel: The noise, the curvature and the basis of the steps.
-      window: The statistics of the current window of the warm-up; () if a kernel was passed.
-      fingerprint: A number for each of the arguments of `shaped_by`.
+      limit: c times the `learning_rate` of the last step.
+      temperature: T of the last step.
+      left_out: Number of steps that left out entries with a nonfinite gradient.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
-    steps: Int32[Array, ""]
-    uneven: Int32[Array, ""]
-    left_out: Int32[Array, ""]
-    freeze_after: Int32[Array, ""]
     key: UInt32[Array, "2"]
-    scale: Float32[Array, ""]
-    limit: Float32[Array, ""]
+    velocity: PyTree[Float[Array, "?*shape"], "Params"]
+    noise: PyTree[Float[Array, "?*shape"], "Params"]
     kernel: NoiseKernel
-    window: Any  # Window, or ()
-    fingerprint: UInt32[Array, "4"] = UNSET
-
-    def shaped_by(self) -> tuple[str, ...]:
-        """Return the arguments for which the state is made, so that no other arguments misread it."""
-        return "preconditioner", "num_data", "batch_size", "momentum"
+    limit: Float32[Array, ""]
+    temperature: Float32[Array, ""]
+    left_out: Int32[Array, ""]
 
     def for_loop(self) -> ForLoop:
         """Return that batches must be drawn with replacement, and the number of training examples."""
@@ -83,20 +58,15 @@ class ConstantSgdState(NamedTuple):
 
     def numbers(self) -> tuple[jax.Array, jax.Array]:
         """Return c times the `learning_rate`, and the temperature, of the last step."""
-        size, n = (
-            jnp.asarray(x, jnp.float32) for x in (self.kernel.batch_size, self.kernel.num_data)
-        )
-        return self.limit, self.scale * n / (2 * size)
+        return self.limit, self.temperature
 
     def preconditioned(self, grads: Updates) -> Updates:
-        """Return H g with the step sizes of the last update, exactly only for a `learning_rate` of 1.
+        """Return H g with the step sizes of the kernel at the temperature 1.
 
         Args:
           grads: g, a tree like the params.
         """
-        return self.kernel.precondition(
-            grads, self.kernel.step_sizes(self.scale, self.limit / self.kernel.max_stability)
-        )
+        return self.kernel.precondition(grads, self.kernel.step_sizes(self.kernel.scale()))
 
     def warnings(self, params: Any = None) -> list[str]:
         """Return reasons why draws may not follow the posterior, as far as Python can see them.
@@ -105,35 +75,18 @@ class ConstantSgdState(NamedTuple):
           params: Not used.
         """
         del params
-        if not are_seen(self):
+        if not can_be_seen(self.count):
             return []
-        found = judge_stability(self.kernel.stability, self.steps, "stability")
-        found += judge_temperature(self.count, self.scale)
-        if np.any(np.asarray(self.count) < np.asarray(self.freeze_after)):
-            return found
-        # The last window contains about half of all estimates from steps that sampled
-        estimates = 2 * np.asarray(self.kernel.estimates)
-        return [*found, *judge_kernel(self.kernel), *judge_mean(self.uneven, estimates)]
+        found = judge_stability(self.kernel.stability, self.count, "stability")
+        return found + judge_temperature(self.count, self.temperature) + judge_kernel(self.kernel)
 
 
 def constant_sgd(
-    num_data: int | jax.Array,
-    batch_size: int | jax.Array,
+    kernel: NoiseKernel,
     *,
-    preconditioner: Preconditioner | None = None,
-    estimator: Estimator = "per_example",
-    learning_rate: optax.ScalarOrSchedule = 1.0,
-    momentum: float | jax.Array | None = None,
     temperature: optax.ScalarOrSchedule = 1.0,
-    stability: float | jax.Array = 0.2,
-    noise_ratio: float | jax.Array = 10.0,
-    burn_in: int | jax.Array = 4000,
-    freeze_after: int | jax.Array | None = None,
-    burn_in_optimizer: optax.GradientTransformation | None = None,
+    learning_rate: optax.ScalarOrSchedule = 1.0,
     key: int | jax.Array = 0,
-    kernel: NoiseKernel | None = None,
-    chunk_size: int | None = None,
-    axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sample from the posterior with SGD and constant step sizes.
 
@@ -158,225 +111,146 @@ def constant_sgd(
     injected noise, this is the method of Mandt, Hoffman and Blei (`optperm.mandt_sgd`); without noise
     from the batches, this is Langevin dynamics.
 
-    In the burn-in, another optimizer moves the params to an optimum. From the second half of the burn-in
-    to `freeze_after`, five windows estimate :math:`C`, :math:`a_i` (Hutchinson's estimator in the
-    coordinates of :math:`H^{1/2}`) and the spread of the batches' curvatures. Two further estimates may
-    lower :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation
-    of the noise. Each window passes its estimates to the next window as an `optperm.bayes.NoiseKernel`.
-    After the last window, the kernel is constant. If you pass this kernel as `kernel`, every step
-    samples.
+    `optperm.bayes.learn_kernel` learns :math:`W, \Lambda, a` and :math:`\rho` near an optimum, and
+    returns the params at which every step of this transformation samples. `optperm.bayes.sample` runs
+    the loop for you.
 
     Args:
-      num_data: N, the number of training examples.
-      batch_size: S, the number of examples in a batch, over all replicas.
-      preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h). None for "full" up to 4,096
-        params, and for "diagonal" above.
-      estimator: The estimator of C: "per_example", from the extra argument `per_example_grad_fn`;
-        "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
-        examples.
-      learning_rate: A factor that multiplies `stability` and `noise_ratio`, a number or a schedule. It
-        does not change the stationary distribution to first order in c.
-      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. At the same
-        stability, momentum makes steps :math:`(1 + \mu) / (1 - \mu)` times as long.
+      kernel: The kernel from `optperm.bayes.learn_kernel`, for the same loss, data and params. It
+        contains N, S, the momentum :math:`\mu` and the stability c.
       temperature: T, a factor that multiplies the posterior's covariance, a number or a schedule.
-      stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
-        too large by a fraction of up to about c / 2.
-      noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
-        The warm-up lowers :math:`\rho` if the noise varies with the params or is correlated.
-      burn_in: The number of steps before the first step that samples. With 0, the params do not move in
-        the first half of `freeze_after`, in which the noise and the curvature are learned.
-      freeze_after: The number of steps after which nothing is learned. None for twice `burn_in`, but at
-        least `burn_in` + 1,000.
-      burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
-        curvature; these steps reach distant optima, and depend on the units of features only at the
-        maximum length.
+      learning_rate: A factor that multiplies c and :math:`\rho`, a number or a schedule. It does not
+        change the stationary distribution to first order in c.
       key: A random key for the injected noise, or an int. `optperm.bayes.draw_samples` gives each chain
         its own noise. In your own loop, initialize the state of each chain with a different key.
-      kernel: A kernel from `optperm.bayes.adapted_kernel`, for the same model, N, S and momentum. With a
-        kernel, every step samples: start at draws of the posterior, or pass a `burn_in` to
-        `optperm.bayes.draw_samples`. The state then has no warm-up statistics, and the arguments of the
-        warm-up (`estimator`, `noise_ratio`, `burn_in`, `freeze_after`, `burn_in_optimizer`,
-        `chunk_size`) have no effect. None for a warm-up.
-      chunk_size: The number of per-example gradients held in memory at once. None for a million entries
-        in total, but at least 8 gradients.
-      axis_name: The mapped axis or axes over which each batch is spread. The gradients must already be
-        averaged over them.
 
     Returns:
-      A transformation whose `update` needs `params`. Without `kernel`, it also needs `grad_fn` and the
-      estimator's extra argument, which `optperm.evaluate` makes.
+      A transformation whose `update` needs `params`, and batches of S examples drawn with replacement.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
       >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
       >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
-      >>> tx = optperm.constant_sgd(1000, 10, burn_in=1000)
+      >>> kernel, w = optperm.bayes.learn_kernel(
+      ...     loss_fn, (x, y), jnp.zeros(2), key=0, batch_size=10, steps=2000
+      ... )
+      >>> tx = optperm.constant_sgd(kernel)
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     chosen = jax.random.choice(key, 1000, (10,))
-      ...     e = optperm.evaluate(loss_fn, w, (x[chosen], y[chosen]))
-      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+      ...     grads = jax.grad(loss_fn)(w, (x[chosen], y[chosen]))
+      ...     updates, opt_state = tx.update(grads, opt_state, w)
       ...     w = optax.apply_updates(w, updates)
       ...     return (w, opt_state), w
-      >>> start = jnp.zeros(2), tx.init(jnp.zeros(2))
-      >>> _, draws = jax.lax.scan(step, start, jax.random.split(jax.random.key(2), 30_000))
+      >>> keys = jax.random.split(jax.random.key(2), 30_000)
+      >>> _, draws = jax.lax.scan(step, (w, tx.init(w)), keys)
       >>> exact = jnp.linalg.inv(x.T @ x)  # covariance of the posterior
-      >>> bool(jnp.allclose(jnp.cov(draws[2000:].T), exact, atol=2e-4))
+      >>> bool(jnp.allclose(jnp.cov(draws.T), exact, atol=2e-4))
       True
 
     Notes:
       Draw batches with replacement: in a shuffled epoch, the batches' noise is anticorrelated, and the
-      draws are too narrow by a fifth or more. The loss must be a mean over examples. A loss that sums
-      examples, or mixes them as BatchNorm does, has different noise; with "per_example", `uneven` in
-      the state counts the estimates that show such a loss. In a chain, put nothing that changes
-      gradients (clipping, `optperm.svrg`, weight decay) before this transformation, and nothing that
-      scales updates after it. The diagonal and scalar preconditioners take shorter steps if the noise is
-      more correlated. They keep all variances within a fifth of the posterior's, or warn (see
-      `optperm.bayes.NoiseKernel` for the bound). With correlated features, they need many steps.
+      draws are too narrow by a fifth or more. In a chain, put nothing that changes gradients (clipping,
+      `optperm.svrg`, weight decay) before this transformation, and nothing that scales updates after it.
 
-      With D params, the state of the full preconditioner contains two D x D matrices (one with
-      `kernel`). The full preconditioner computes two decompositions at the end of each window, and two
-      matrix-vector products per step. With `kernel`, the state of the diagonal preconditioner has three
-      numbers per parameter. 16-bit params have remainders of 16 bits. To sample again later, save the
-      kernel, a tree of arrays, with Orbax or pickle. `optperm.bayes.sample` runs the loop for you, and
-      `optperm.bayes.posterior_report` diagnoses the draws.
+      The state of the diagonal preconditioner has three numbers per parameter; the state of the full
+      preconditioner contains a D x D matrix, and a step computes two matrix-vector products. 16-bit
+      params have remainders of 16 bits.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
-      ValueError: If an argument is out of range; if an extra argument is missing; if the size of a batch
-        is not `batch_size`; if the trees passed to `update` do not match; or if `kernel` is not ready,
-        has an axis of chains, or belongs to other params or another preconditioner, N, S or momentum.
+      ValueError: If an argument is out of range, if the trees passed to `update` do not match, or if
+        `kernel` has an axis of chains, belongs to other params or has no finite curvature.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
-    checks.check_positive("stability", stability)
-    checks.check_positive("noise_ratio", noise_ratio)
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
-    check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
     checks.check_key("key", key)
-    _check_stable(stability, learning_rate)
-    mu = _momentum(batch_size) if momentum is None else momentum
-    checks.check_decay("momentum", mu)
-    numbers = {"num_data": num_data, "batch_size": batch_size, "momentum": mu}
-    schedule = make_schedule(burn_in, freeze_after, batch_size, estimator, preconditioner)
-    learns = kernel is None
-
-    def form_of(params: Params) -> Preconditioner:
-        if kernel is not None:
-            return next(name for name, form in FORMS.items() if isinstance(kernel.basis, form))
-        return _choose_preconditioner(preconditioner, params)
+    check_is_kernel(kernel)
+    _check_stable(kernel.max_stability, learning_rate)
 
     def init(params: Params) -> ConstantSgdState:
-        window: Any = ()
-        if kernel is None:
-            given, window = begin(
-                params, form_of(params), noise_ratio=noise_ratio, stability=stability, **numbers
-            )
-        else:
-            check_kernel(kernel, params, preconditioner, **numbers)
-            # The state may be donated, but the kernel belongs to the caller
-            given = jax.tree.map(jnp.array, kernel)
-        zero = jnp.zeros_like(given.stability)
+        check_kernel(kernel, params)
+        zero = jnp.zeros([], jnp.float32)
         return ConstantSgdState(
             count=jnp.zeros([], jnp.int32),
-            steps=jnp.zeros([], jnp.int32),
-            uneven=jnp.zeros([], jnp.int32),
-            left_out=jnp.zeros([], jnp.int32),
-            freeze_after=jnp.asarray(schedule.freeze_after if learns else 0, jnp.int32),
             key=key_data(key),
-            scale=zero,
-            limit=zero + 1,
-            kernel=given,
-            window=window,
+            velocity=wide_zeros(params),
+            noise=wide_zeros(params),
+            # The state may be donated, but the kernel belongs to the caller
+            kernel=jax.tree.map(jnp.array, kernel),
+            limit=kernel.max_stability + zero,
+            temperature=zero + 1,
+            left_out=jnp.zeros([], jnp.int32),
         )
 
     def update(
-        g: Updates, state: ConstantSgdState, params: Params, **extra_args: Any
+        g: Updates,
+        state: ConstantSgdState,
+        params: Params,
+        *,
+        grad_fn: Any = None,  # needed with control variates
+        **_: Any,
     ) -> tuple[Updates, ConstantSgdState]:
-        if not jax.tree.leaves(params):  # an empty part of optax.partition
-            return g, state._replace(count=optax.safe_increment(state.count))
-        count = state.count
-        size, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
-        t = resolve_schedule("temperature", temperature, count)
+        kernel, count = state.kernel, state.count
+        basis, mu = kernel.basis, kernel.momentum
         rate = resolve_schedule("learning_rate", learning_rate, count)
-        # s = 2 S T / N
-        scale = (2 * size / n * t).astype(jnp.float32)
-        kernel, uneven = state.kernel, state.uneven
-        window: Any = state.window
-        is_sampling = kernel.is_ready
-        if learns:
-            batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
-            kernel, window, uneven = warm_up(
-                kernel, window, uneven, batch, estimator, scale, fold(state.key, ~count),
-                schedule=schedule, count=count, limit=c, rate=rate, noise_ratio=noise_ratio,
-            )  # fmt: skip
-            is_sampling = (count >= schedule.burn_in) & kernel.is_ready
+        t = resolve_schedule("temperature", temperature, count)
 
-        # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
-        h = kernel.step_sizes(scale, rate)
-        b = kernel.injected(h, scale)
+        # g <- g_B(theta) - (g_B(theta*) - grad L(theta*))
+        if kernel.anchor:
+            g = correct(kernel.anchor, g, grad_fn(kernel.anchor.params))
 
-        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S
-        basis = kernel.basis
-        z = basis.flat(three_point_like(fold(state.key, count), params))
-        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), z)
+        # s = 2 S T / N, h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
+        s = kernel.scale(t)
+        h = kernel.step_sizes(s, rate)
+        b = kernel.injected(h, s)
+
+        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) (z + z_-) / 2)
+        size = kernel.batch_size
+        z = three_point_like(fold(state.key, count), params)
+        mean = basis.flat(jax.tree.map(lambda z, last: (z + last) / 2, z, state.noise))
+        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), mean)
         noisy = optax.tree.add(basis.coordinates(g, h), xi)
         moves = computed_once(basis.params_of(basis.times(h, noisy), params))
-        # Without this mask, an entry that becomes NaN would stay NaN
-        moves = jax.tree.map(lambda x: jnp.where(is_sampling & jnp.isfinite(x), x, 0.0), moves)
-        return cast_like(moves, params), state._replace(
+
+        # v' = mu v + H (g + xi), theta' = theta - (1 - mu) v'. An entry that is NaN would stay NaN in v
+        velocity = jax.tree.map(
+            lambda v, x: (
+                mu.astype(v.dtype) * v + jnp.where(jnp.isfinite(x), x, 0.0).astype(v.dtype)
+            ),
+            state.velocity,
+            moves,
+        )
+        updates = jax.tree.map(lambda v: -(1 - mu).astype(v.dtype) * v, velocity)
+        return updates, state._replace(
             count=optax.safe_increment(count),
-            steps=state.steps + is_sampling.astype(jnp.int32),
-            # In the burn-in, a gradient near an optimum can be rounding error alone
-            uneven=jnp.where(is_sampling, uneven, state.uneven),
-            left_out=state.left_out + (is_sampling & ~all_finite(g)).astype(jnp.int32),
-            scale=scale,
-            limit=c * rate,
-            kernel=kernel,
-            window=window,
+            velocity=velocity,
+            noise=z,
+            limit=kernel.max_stability * rate,
+            temperature=t,
+            left_out=state.left_out + jnp.logical_not(all_finite(g)).astype(jnp.int32),
         )
 
     sampler = transformation(
         init,
         update,
         method="constant_sgd",
-        like=(lambda state: state.window.direction) if learns else None,
-        needs=NEEDS[estimator] | _NEEDS_CURVATURE if learns else None,
-        axis_name=axis_name,
+        like=lambda state: state.velocity,
         takes_gradient=True,
-        shape_arguments=lambda params: numbers | {"preconditioner": form_of(params)},
+        needs=_NEEDS if kernel.anchor else {},
     )
-    # theta' = theta - (1 - mu) v', v' = mu v + H (g + xi)
-    steps = sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)
-    if not learns:
-        chain = optax.with_extra_args_support(optax.chain(*steps))
-        return with_remainders(chain, method="constant_sgd")
-    first = burn_in_optimizer or diagonal_newton(axis_name)
-    return after_burn_in(burn_in, first, *steps, method="constant_sgd")
+    return with_remainders(sampler, method="constant_sgd")
 
 
-def _check_stable(stability: Any, learning_rate: Any) -> None:
-    rate = 1.0 if callable(learning_rate) else learning_rate
-    is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
-    if is_seen and float(stability) * float(rate) >= 2:
+def _check_stable(stability: jax.Array, learning_rate: Any) -> None:
+    is_seen = can_be_seen(stability) and checks.is_concrete_number(learning_rate)
+    if is_seen and float(stability) * float(learning_rate) >= 2:
         raise ValueError(
-            f"stability times learning_rate must be below 2, got {float(stability) * float(rate):g}."
+            "The kernel's max_stability times learning_rate must be below 2, got "
+            f"{float(stability) * float(learning_rate):g}."
         )
-
-
-def _momentum(batch_size: int | jax.Array) -> Any:
-    """Return the default, with steps min(S, 19) times as long: large batches vary less in curvature."""
-    if checks.is_concrete_number(batch_size):
-        return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
-    size = jnp.asarray(batch_size, jnp.float32)
-    return jnp.minimum(0.9, (size - 1) / (size + 1))
-
-
-def _choose_preconditioner(preconditioner: Preconditioner | None, params: Params) -> Preconditioner:
-    """Return the preconditioner; for None, choose it by the number of params."""
-    is_small = optax.tree.size(params) <= _LARGEST_FULL
-    return preconditioner or ("full" if is_small else "diagonal")

@@ -127,9 +127,7 @@ def full_gradients(loss: Loss, batches: Batches, params: Params) -> Updates:
             )
 
         def slice_of(start: Any, length: int) -> Any:
-            return jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows
-            )
+            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
 
         total = jax.lax.fori_loop(
             0, n // size, lambda i, total: of_part(total, params, slice_of(i * size, size)),

@@ -1,4 +1,4 @@
-"""Descent with steps scaled by each parameter's curvature: the burn-in of constant SGD."""
+"""Descent with steps scaled by each parameter's curvature: the search for an optimum on batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import optax
 from optperm.bayes._covariance import BatchGradients
 from optperm.core.dtypes import computed_once, wide_zeros
 from optperm.core.keys import key_data
-from optperm.core.mapped_axes import AxisName
 from optperm.core.noise import fold, signs_like
 from optperm.core.shapes import Array, Float, Int32, Params, PyTree, Updates
 from optperm.core.transformation import transformation
@@ -33,7 +32,7 @@ class NewtonState(NamedTuple):
     square: PyTree[Float[Array, "?*shape"], "Params"]
 
 
-def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransformationExtraArgs:
+def diagonal_newton() -> optax.GradientTransformationExtraArgs:
     r"""Descend with steps scaled by each parameter's curvature.
 
     .. math::
@@ -44,9 +43,6 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
     with random signs z and :math:`D = \operatorname{diag}(d)^{-1/2}`, so that large curvatures do not
     hide a small one. A step is at most 0.02 or 2% of the parameter, whichever is larger, and has this
     length without curvature. The number of steps to an optimum grows with the logarithm of its distance.
-
-    Args:
-      axis_name: The mapped axes over which the batch is spread, if any.
     """
 
     def init(params: Params) -> NewtonState:
@@ -61,7 +57,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
         # Hutchinson's estimate of the diagonal of A, in coordinates where the diagonal is about 1
         z = computed_once(signs_like(fold(key_data(2), state.count), state.mean))
         probe = jax.tree.map(lambda z, s: z / root(s), z, state.square)
-        batch = BatchGradients(params, g, extra_args, 1, None, axis_name)
+        batch = BatchGradients(params, g, extra_args, 1, None, None)
         product = batch.curvature_product(probe)
 
         def mean(m: jax.Array, g: jax.Array) -> jax.Array:
@@ -90,7 +86,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
     return transformation(
         init,
         update,
-        method="constant_sgd",
+        method="learn_kernel",
         like=lambda state: state.mean,
         needs={"grad_fn": "the gradient of the batch at given params"},
     )

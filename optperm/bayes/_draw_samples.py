@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.bayes._chains import SAMPLERS, Samples, StepFn, check_has_params, make_runner
-from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._report import warn_of_draws
 from optperm.core import checks
 from optperm.core.keys import make_key
@@ -29,7 +28,7 @@ def draw_samples(
     num_chains: int,
     num_draws: int,
     thinning: int = 1,
-    burn_in: int | None = None,
+    burn_in: int = 0,
     stacked: bool = False,
     first_step: int | jax.Array | None = None,
 ) -> Samples:
@@ -53,8 +52,7 @@ def draw_samples(
       num_chains: The number of chains.
       num_draws: The number of draws of each chain.
       thinning: The number of steps from one draw to the next.
-      burn_in: The number of steps of each chain before the steps of the first draw. None for the number
-        of steps in which `optperm.constant_sgd` still learns, or for 0 with other samplers.
+      burn_in: The number of steps of each chain before the steps of the first draw.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
       first_step: The number t of the first step: `next_step` of earlier `Samples` to continue them, or 0
         for steps with another key. None for 0, with a warning if the sampler has taken steps.
@@ -94,8 +92,7 @@ def draw_samples(
     checks.check_static_count("num_chains", num_chains)
     checks.check_static_count("num_draws", num_draws)
     checks.check_count("thinning", thinning)
-    if burn_in is not None:
-        checks.check_count("burn_in", burn_in, minimum=0)
+    checks.check_count("burn_in", burn_in, minimum=0)
     if first_step is not None:
         checks.check_count("first_step", first_step, minimum=0)
     params, opt_state = without_variables(params), without_variables(opt_state)
@@ -107,8 +104,6 @@ def draw_samples(
     if first_step is None:
         _warn_of_repeated_keys(samplers)
         first_step = 0
-    if burn_in is None:
-        burn_in = steps_to_learn(opt_state)
     run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)
     counts = {"thinning": thinning, "burn_in": burn_in, "first_step": first_step}
     samples = run(params, opt_state, make_key(key), **counts)
@@ -126,13 +121,3 @@ def _warn_of_repeated_keys(samplers: list[Any]) -> None:
             "first_step=samples.next_step, or first_step=0 with another key.",
             stacklevel=3,
         )
-
-
-def steps_to_learn(opt_state: Any) -> int:
-    """Return the number of steps in which a sampler still learns; 0 if the state is traced."""
-    left = [
-        int(np.max(np.asarray(state.freeze_after) - np.asarray(state.count)))
-        for state in find_states(opt_state, ConstantSgdState)
-        if can_be_seen(state.freeze_after) and can_be_seen(state.count)
-    ]
-    return max(0, *left) if left else 0

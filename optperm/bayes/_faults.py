@@ -10,7 +10,7 @@ from optperm.bayes._kernel import NoiseKernel
 from optperm.core.shardings import can_be_seen
 
 _LARGEST_STABILITY, _LARGEST_UNEVEN = 0.5, 0.2
-# The warm-up limits errors to a fifth, up to rounding, unless chains would then hardly move.
+# Learning limits errors to a fifth, up to rounding, unless chains would then hardly move.
 _LEAST_DRIFT, _LARGEST_ERROR = 0.7, 0.201
 
 COLD = (
@@ -57,13 +57,13 @@ def judge_mean(uneven: Any, estimates: Any) -> list[str]:
 
 
 def judge_kernel(kernel: NoiseKernel) -> list[str]:
-    """Return warnings about the estimates of the warm-up."""
+    """Return warnings about the estimates of a kernel."""
     found, drift = [], float(np.mean(kernel.drift))
     if drift < _LEAST_DRIFT:
         found.append(
-            f"The warm-up has not converged: in its last window, the noise was {drift:.2g} times "
-            "the noise in the previous window, so draws may be too narrow. Start closer to an optimum, "
-            "or raise burn_in."
+            f"The kernel has not converged: in the last window, the noise was {drift:.2g} times the "
+            "noise in the previous window, so draws may be too narrow. Start closer to an optimum, or "
+            "raise the steps of learn_kernel."
         )
     too_small, too_large = (float(np.max(error)) for error in kernel.variance_errors())
     if max(too_small, too_large) > _LARGEST_ERROR:
@@ -77,7 +77,7 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
     if estimates < size:
         found.append(
             f"The full preconditioner needs at least {size} estimates of the noise, one per parameter, "
-            f"in the last window of the warm-up, got {estimates}: raise freeze_after, or use "
+            f"in the last window of learn_kernel, got {estimates}: raise steps, or use "
             "preconditioner='diagonal'."
         )
     return found

@@ -13,14 +13,13 @@ from optperm.bayes._control_variates import anchor_like
 from optperm.bayes._forms import FORMS, Form, Preconditioner
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
-from optperm.core.shapes import Array, Bool, Float, Float32, Int32, Params, PyTree, Updates
+from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, Updates
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import find_state
 from optperm.core.trees import mask_like
 
 
 class NoiseKernel(NamedTuple):
-    r"""Noise, curvature and basis of constant SGD, estimated by its warm-up and constant afterwards.
+    r"""Noise, curvature and basis of constant SGD, learned by `optperm.bayes.learn_kernel`.
 
     Let :math:`C` be the covariance of one example's gradient, :math:`A` the Hessian of the mean loss,
     and :math:`s = 2 S T / N`. The columns :math:`w_i` of a basis :math:`W` satisfy
@@ -61,7 +60,7 @@ class NoiseKernel(NamedTuple):
       1 - \varphi (1 - r_{\min}) \;\le\; \frac{u^\top \Sigma u}{u^\top T (N A)^{-1} u} \;\le\;
       1 + \varphi (r_{\max} - 1) \quad \text{for all } u
 
-    The warm-up lowers :math:`\rho` until both bounds are within a fifth of 1, or :math:`\varphi` is
+    Learning lowers :math:`\rho` until both bounds are within a fifth of 1, or :math:`\varphi` is
     0.015.
 
     A kernel is a tree of arrays, which Orbax and pickle can save.
@@ -72,7 +71,8 @@ class NoiseKernel(NamedTuple):
       noise: :math:`\Lambda`: an array (D,) for the full preconditioner, a tree like params for the
         diagonal preconditioner, or a single number for the scalar preconditioner.
       curvature: :math:`a`, of the same form: :math:`w_i^\top A w_i` corrected for momentum, for the
-        spread of the batches' curvatures and for `excess`.
+        spread of the batches' curvatures and for `excess`; infinite while it is not known, so that
+        no step is taken.
       noise_ratio: :math:`\rho`, the maximum ratio of the batches' noise to the injected noise.
       max_noise_ratio: The maximum of :math:`\rho` that was asked for.
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, estimated from the last window.
@@ -83,7 +83,6 @@ class NoiseKernel(NamedTuple):
         :math:`\Lambda^{-1/2} C \Lambda^{-1/2}`, at least two standard errors beyond the estimates of the
         last window; 1 and 1 for the full preconditioner.
       estimates: The number of estimates of C in the last window.
-      is_ready: Whether noise and curvature are known. Until then, no step samples.
       num_data: N.
       batch_size: S.
       momentum: :math:`\mu`.
@@ -102,7 +101,6 @@ class NoiseKernel(NamedTuple):
     drift: Float32[Array, ""]
     correlation: Float32[Array, "2"]
     estimates: Int32[Array, ""]
-    is_ready: Bool[Array, ""]
     num_data: Int32[Array, ""]
     batch_size: Int32[Array, ""]
     momentum: Float32[Array, ""]
@@ -139,7 +137,6 @@ class NoiseKernel(NamedTuple):
             drift=one,
             correlation=jnp.ones(2, jnp.float32),
             estimates=none,
-            is_ready=jnp.array(True),
             num_data=none,
             batch_size=none,
             momentum=zero,
@@ -212,51 +209,24 @@ def precondition(basis: Form, h: Any, grads: Updates) -> Updates:
     return cast_like(moves, mask_like(grads, moves))
 
 
-def adapted_kernel(opt_state: Any) -> NoiseKernel:
-    """Return the kernel that `optperm.constant_sgd` has learned or was given, for its argument `kernel`.
-
-    Args:
-      opt_state: The state of an optimizer that contains `optperm.constant_sgd`, in any nesting.
-
-    Returns:
-      The `NoiseKernel`. Its `noise` is zero before the first window of the warm-up has ended. For the
-      state of several chains, such as `Samples.last_opt_state`, its leaves have an axis of chains:
-      `jax.tree.map(lambda a: a[0], kernel)` is the kernel of the first chain.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optperm
-      >>> tx = optperm.constant_sgd(num_data=100, batch_size=4, burn_in=0, freeze_after=8)
-      >>> w, grads = jnp.zeros(2), jnp.array([[1.0, 0.0], [3.0, 0.0], [1.0, 2.0], [3.0, 2.0]])
-      >>> extras = {"per_example_grad_fn": lambda w: grads, "grad_fn": lambda w: 2 * w}
-      >>> step = lambda _, state: tx.update(grads.mean(0), state, w, **extras)[1]
-      >>> kernel = optperm.bayes.adapted_kernel(jax.lax.fori_loop(0, 8, step, tx.init(w)))
-      >>> W = kernel.basis.w
-      >>> [round(float(c), 3) for c in jnp.diagonal(W.T @ jnp.cov(grads.T) @ W)]
-      [1.0, 1.0]
-
-    Raises:
-      ValueError: If `opt_state` does not contain exactly one `NoiseKernel`.
-    """
-    return find_state(opt_state, NoiseKernel, method="constant_sgd")
-
-
 def check_kernel(
     kernel: NoiseKernel,
     params: Params,
     preconditioner: Preconditioner | None = None,
-    **numbers: Any,
+    **numbers: int,
 ) -> None:
-    """Raise unless a kernel is ready and belongs to these params and numbers.
+    """Raise unless a kernel belongs to these params and numbers, and its curvature is known.
 
     Args:
       kernel: The kernel.
       params: The params.
       preconditioner: The required form; None for any form.
-      **numbers: The values required for the fields of these names, checked if both are concrete.
+      **numbers: The values required for the fields of these names, checked if the kernel is concrete.
 
     Raises:
       TypeError: If `kernel` is not a `NoiseKernel`.
-      ValueError: If the kernel has an axis of chains, is not ready, or differs.
+      ValueError: If the kernel has an axis of chains, belongs to other params, dtypes or numbers, or has
+        no finite curvature.
     """
     check_is_kernel(kernel)
     if preconditioner is not None and type(kernel.basis) is not FORMS[preconditioner]:
@@ -271,12 +241,12 @@ def check_kernel(
     ):
         checks.check_same_tree(name, found, wanted, source="params")
     if kernel.anchor:
-        checks.check_same_tree("kernel.anchor.params", kernel.anchor.params, params, source="params")
+        checks.check_same_tree(
+            "kernel.anchor.params", kernel.anchor.params, params, source="params"
+        )
     for name, number in numbers.items():
         found = getattr(kernel, name)
-        if not (checks.is_concrete_number(number) and can_be_seen(found)):
-            continue
-        if jnp.ndim(found) or not np.isclose(float(found), float(number), rtol=1e-6):
+        if can_be_seen(found) and int(found) != number:
             raise ValueError(
                 f"kernel is for {name}={found}, but {name} is {number}: learn a new kernel."
             )
@@ -284,11 +254,6 @@ def check_kernel(
     if all(map(can_be_seen, leaves)) and not all(np.all(np.isfinite(leaf)) for leaf in leaves):
         raise ValueError(
             "kernel has no finite curvature, which learn_kernel measures: learn a new kernel."
-        )
-    if can_be_seen(kernel.is_ready) and not np.all(np.asarray(kernel.is_ready)):
-        raise ValueError(
-            "kernel is not ready: its warm-up has not measured the noise and the curvature yet. Take "
-            "more steps of the warm-up first."
         )
 
 

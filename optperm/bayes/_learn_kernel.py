@@ -16,6 +16,7 @@ import optax
 from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order, project
 from optperm.bayes._batches import Batches, make_batches
 from optperm.bayes._chains import check_has_params
+from optperm.bayes._constant_sgd import constant_sgd
 from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
@@ -32,10 +33,9 @@ from optperm.bayes._next_kernel import (
     observe,
     probing_steps,
 )
+from optperm.bayes._optima import search_starts
 from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import with_remainders
-from optperm.bayes._sampling_sgd import constant_sgd
-from optperm.bayes._starts import search_starts
 from optperm.core import checks
 from optperm.core.control import when
 from optperm.core.dtypes import cast_like
@@ -137,6 +137,8 @@ def learn_kernel(
       steps: The number of steps of the search on batches and of the windows, at least 16.
       chunk_size: The number of per-example gradients held in memory at once. None for a million entries
         in total, but at least 8 gradients.
+      control_variates: Whether the kernel has control variates. None for True, but False if `data` is a
+        function, or if the estimator is "two_batches".
 
     Returns:
       The `NoiseKernel`, a tree of arrays that Orbax and pickle can save, and the params at which
@@ -182,6 +184,7 @@ def learn_kernel(
     check_learning(
         key,
         batch_size,
+        num_data,
         preconditioner,
         estimator,
         momentum,
@@ -258,6 +261,7 @@ def check_learned(kernel: NoiseKernel) -> None:
 def check_learning(
     key: Any,
     batch_size: Any,
+    num_data: Any,
     preconditioner: Any,
     estimator: Any,
     momentum: Any,
@@ -269,9 +273,13 @@ def check_learning(
     """Raise unless the arguments of `learn_kernel` are valid."""
     checks.check_key("key", key)
     checks.check_static_count("batch_size", batch_size)
+    if num_data is not None:
+        checks.check_static_count("num_data", num_data)
     checks.check_static_count("steps", steps, minimum=_PARTS)
     checks.check_choice("estimator", estimator, tuple(ESTIMATES))
-    checks.check_positive("stability", stability, 2.0)
+    checks.check_positive("stability", stability)
+    if float(stability) >= 2:
+        raise ValueError(f"stability must be below 2, got {float(stability):g}.")
     checks.check_positive("noise_ratio", noise_ratio)
     if preconditioner is not None:
         checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
@@ -449,9 +457,7 @@ def _move(
 
     # The number of the step is the same in all chains, so vmap keeps the conditional
     seen = when(number % every == 0, look, seen)
-    updates, opt_state = constant_sgd(kernel).update(
-        found.grad, opt_state, params, **found.extras
-    )
+    updates, opt_state = constant_sgd(kernel).update(found.grad, opt_state, params, **found.extras)
     return apply_updates(params, updates, opt_state), opt_state, seen
 
 

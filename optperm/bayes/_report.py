@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.bayes._chains import SAMPLERS, Samples, check_samples
-from optperm.bayes._constant_sgd import ConstantSgdState as AdaptiveState
+from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._convergence import convergence, r_hat_limits, r_hats, split_r_hats
 from optperm.bayes._faults import COLD
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._langevin import SghmcState, SgldState
 from optperm.bayes._mandt_sgd import MandtSgdState
-from optperm.bayes._sampling_sgd import ConstantSgdState
 from optperm.core.states import (
     SnapshotState,
     check_runs,
@@ -285,8 +284,7 @@ class Evidence:
     @functools.cached_property
     def kernels(self) -> list[Any]:
         """The kernels of constant SGD."""
-        kinds = AdaptiveState | ConstantSgdState
-        return [state.kernel for state in self.states if isinstance(state, kinds)]
+        return [state.kernel for state in self.states if isinstance(state, ConstantSgdState)]
 
     @functools.cached_property
     def langevin_biases(self) -> tuple[float | None, float | None]:
@@ -502,12 +500,12 @@ def _judge_timing(evidence: Evidence) -> list[str]:
     return [
         text
         for state in evidence.states
-        if isinstance(state, AdaptiveState | MandtSgdState)
+        if isinstance(state, MandtSgdState)
         for text in _describe_timing(state, drawn)
     ]
 
 
-def _describe_timing(state: AdaptiveState | MandtSgdState, drawn: int) -> list[str]:
+def _describe_timing(state: MandtSgdState, drawn: int) -> list[str]:
     """Return a warning if draws were taken before the sampler sampled, or while it was learning."""
     before = int(np.max(state.count)) - drawn
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
@@ -516,13 +514,6 @@ def _describe_timing(state: AdaptiveState | MandtSgdState, drawn: int) -> list[s
             "No step has sampled: all were burn-in, or the noise and the curvature are still unknown. "
             "Check that gradients are finite, and draw with a longer burn_in."
         ]
-    if isinstance(state, AdaptiveState):
-        learning = int(np.max(state.freeze_after)) - before
-        if learning > 0:
-            return [
-                f"The warm-up was still learning when the draws began (steps left: {learning}): "
-                "pass burn_in=None to draw_samples."
-            ]
     if idle > before:
         return [
             f"Some draws come from steps that did not sample: there are {idle} such steps in all, at "
@@ -692,8 +683,6 @@ def numbers_of_draws(state: Any, samples: Samples) -> tuple[np.ndarray, np.ndarr
 
 def is_given(state: Any) -> bool:
     """Return whether a state is of constant SGD with a kernel that was passed."""
-    if isinstance(state, AdaptiveState):
-        return not np.any(np.asarray(state.freeze_after))
     return isinstance(state, ConstantSgdState)
 
 

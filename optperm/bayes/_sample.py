@@ -23,6 +23,7 @@ from optperm.bayes._chains import (
     numbers_of,
 )
 from optperm.bayes._conditions import sees_gradient
+from optperm.bayes._constant_sgd import constant_sgd
 from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._learn_kernel import (
@@ -31,12 +32,11 @@ from optperm.bayes._learn_kernel import (
     choose_variates,
     learn_kernels,
 )
+from optperm.bayes._optima import first_starts, search_starts
 from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import wide_params
 from optperm.bayes._report import judge
 from optperm.bayes._resume import Progress, fingerprint
-from optperm.bayes._sampling_sgd import constant_sgd
-from optperm.bayes._starts import first_starts, search_starts
 from optperm.core import checks
 from optperm.core.dtypes import all_finite
 from optperm.core.fresh_jit import fresh_jit
@@ -135,6 +135,9 @@ def sample(
         transformation, as `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument
         `full_grad_fn`, the gradient over all examples, if `data` are arrays in memory.
       preconditioner: The preconditioner of constant SGD; see `optperm.bayes.learn_kernel`.
+      control_variates: Whether the kernels of constant SGD have control variates, so that the number of
+        steps per effective draw does not grow with N; see `optperm.bayes.learn_kernel`. None for True,
+        but False if `data` is a function. For another sampler, put `optperm.svrg` before the sampler.
       kernel: A kernel of `optperm.bayes.learn_kernel` for all chains, which then learn none.
       resume: A folder in which this function keeps the results of each step and of each tenth of the
         draws, as NumPy files. After the process was killed, the same call resumes there, and returns the
@@ -202,9 +205,10 @@ def sample(
         changes the gradient before the sampler, the warning comes before the first step.
     """
     counts = {"num_chains": num_chains, "num_draws": num_draws, "thinning": thinning}
-    of_kernels = {"kernel": kernel, "preconditioner": preconditioner}
-    of_kernels["control_variates"] = control_variates
-    _check_arguments(key, burn_in, batch_size, num_data, counts, sampler, of_kernels)
+    _check_arguments(
+        key, burn_in, batch_size, num_data, counts, sampler,
+        {"kernel": kernel, "preconditioner": preconditioner, "control_variates": control_variates},
+    )  # fmt: skip
     params = without_variables(params)
     check_has_params(params)
     if kernel is not None:
@@ -228,18 +232,14 @@ def sample(
         if resume is not None:
             facts = {
                 **counts,
-                "batch_size": size,
-                "num_data": batches.num_data,
                 "burn_in": burn_in,
-                "key": np.asarray(jax.random.key_data(keys[0])).tolist(),
                 "sampler": None if sampler is None else "a function",
                 "preconditioner": preconditioner,
                 "control_variates": has_variates,
                 "kernel": fingerprint(kernel),
                 "params": fingerprint(params),
                 "starts": "a function" if is_function(starts) else fingerprint(starts),
-                "data": fingerprint(batch if is_function(data) else data),
-                "loss of a batch": f"{float(fresh_jit(loss)(params, batch)):.4g}",
+                **_facts_of_data(problem, params, data, batch),
             }
         progress = Progress(resume, facts)
 
@@ -258,9 +258,8 @@ def sample(
         else:
             kernels = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_chains), kernel)
             if kernel is None:
-                is_searched = starts is None and batches.rows is not None
                 kernels, begun, texts = _learn(
-                    problem, begun, preconditioner, has_variates, is_searched, progress
+                    problem, begun, preconditioner, has_variates, starts is None, progress
                 )
                 _warn(texts)
                 check_learned(kernels)
@@ -268,8 +267,7 @@ def sample(
             opt_state = fresh_jit(jax.vmap(_init_constant_sgd))(kernels, begun)
 
         # Chains
-        default = 0 if conditions["is_learned"] else _BURN_IN
-        steps = default if burn_in is None else burn_in
+        steps = (0 if conditions["is_learned"] else _BURN_IN) if burn_in is None else burn_in
         chains = _Chains(problem, tx)
         begin = functools.partial(chains.begin, begun, opt_state, steps, starts is None)
         samples = _collect(
@@ -283,6 +281,17 @@ def sample(
         found = judge(samples, most_ranked=_MOST_RANKED).warnings
         _warn([text for text in found if text not in said] + _judge_bounds(problem, samples))
         return samples
+
+
+def _facts_of_data(problem: _Problem, params: Params, data: Any, batch: Any) -> dict[str, Any]:
+    """Return what a folder keeps of the data, of the key and of the loss."""
+    return {
+        "batch_size": problem.batches.batch_size,
+        "num_data": problem.batches.num_data,
+        "key": np.asarray(jax.random.key_data(problem.keys[0])).tolist(),
+        "data": fingerprint(batch if is_function(data) else data),
+        "loss of a batch": f"{float(fresh_jit(problem.loss)(params, batch)):.4g}",
+    }
 
 
 def _warn(texts: list[str]) -> None:
@@ -430,7 +439,8 @@ def _learn(
             problem.loss, batches, starts, jax.random.split(problem.keys[3], problem.num_chains),
             preconditioner=form,
             estimator="single_example" if batches.batch_size == 1 else "per_example",
-            control_variates=has_variates, is_searched=is_searched,
+            control_variates=has_variates,
+            is_searched=is_searched and batches.rows is not None,
         )  # fmt: skip
         return (found.kernels, found.params), found.warnings
 

@@ -7,13 +7,18 @@ import pytest
 
 import optperm
 from optperm.bayes._correlation import Extremes, bounds, fraction_by_correlation, iterate
-from optperm.bayes._covariance import batch_gradients
+from optperm.bayes._covariance import BatchGradients
 from optperm.bayes._forms import FORMS
-from optperm.bayes._warmup import begin, hand_over
-from optperm.bayes._window import learn
+from optperm.bayes._next_kernel import (
+    first_kernel,
+    first_window,
+    next_kernel,
+    observe,
+    probing_steps,
+)
 
 N, S = 2000, 32
-NUMBERS = {"noise_ratio": 10.0, "stability": 1e9, "num_data": N, "batch_size": S, "momentum": 0.0}
+NUMBERS = {"num_data": N, "batch_size": S, "momentum": 0.0, "max_noise_ratio": 10.0}
 
 
 def random_covariance(size, seed, correlation=0.8):
@@ -27,7 +32,7 @@ def random_covariance(size, seed, correlation=0.8):
 
 def kernel_of(form, noise, fraction):
     """A kernel with the exact noise of a form, whose steps the curvature does not limit."""
-    kernel, _ = begin(jnp.zeros(len(noise)), form, **NUMBERS)
+    kernel = first_kernel(jnp.zeros(len(noise)), form, max_stability=1e9, **NUMBERS)
     numbers = np.diag(noise) if form == "diagonal" else np.trace(noise) / len(noise)
     scale = np.ones(len(noise)) / np.sqrt(np.broadcast_to(numbers, len(noise)))
     extremes = np.linalg.eigvalsh(scale[:, None] * noise * scale[None])[[0, -1]]
@@ -85,24 +90,24 @@ def test_fraction_of_the_batches_keeps_both_errors_within_a_fifth():
 @pytest.mark.slow
 def test_bounds_of_the_correlation_after_a_window_hold_and_are_close():
     """In 95 of 100 windows; with the fraction of the batches that keeps variances within a fifth."""
-    noise, w, one = random_covariance(6, 1), jnp.zeros(6), jnp.float32(1)
+    noise, w = random_covariance(6, 1), jnp.zeros(6)
     root = jnp.float32(np.linalg.cholesky(noise))
-    begun, start = begin(w, "diagonal", **NUMBERS)
-    exact = kernel_of("diagonal", noise, 0.5).noise
-    begun = begun._replace(noise=exact, is_ready=jnp.array(True))
-    h, scale = 0.01 / exact, jnp.float32(2 * S / N)
+    begun = first_kernel(w, "diagonal", max_stability=0.2, **NUMBERS)
+    start = first_window(begun, w)
+    begun = begun._replace(noise=kernel_of("diagonal", noise, 0.5).noise, curvature=jnp.zeros(6))
+    h = probing_steps(begun)
 
     def window(key):
         def step(seen, inputs):
             key, number = inputs
             rows = jax.random.normal(key, (S, 6)) @ root.T
             extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: w}
-            batch = batch_gradients(rows.mean(0), w, extras, S, None, None)
+            batch = BatchGradients(w, rows.mean(0), extras, S, None, None)
             raw = jnp.zeros(2, jnp.uint32)
-            return learn(seen, begun, batch, "per_example", h, scale, raw, number)[0], None
+            return observe(seen, begun, batch, "per_example", h, raw, number), None
 
         seen, _ = jax.lax.scan(step, start, (jax.random.split(key, 250), jnp.arange(250)))
-        return hand_over(begun, seen, h, scale, jnp.float32(0.2), one, noise_ratio=10.0)[0]
+        return next_kernel(begun, seen)
 
     kernels = jax.jit(jax.vmap(window))(jax.random.split(jax.random.key(0), 60))
     scale = 1 / np.sqrt(np.float64(kernels.noise))

@@ -1,14 +1,11 @@
 """The kernel: its steps have the noise that samples, in any basis and whatever limits them."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import support
 
-import optperm
 from optperm.bayes._forms import Full, decompose
-from optperm.bayes._warmup import begin
+from optperm.bayes._next_kernel import first_kernel
 
 N, S, D, T, MU = 1000, 8, 4, 1.7, 0.8
 SCALE = jnp.float32(2 * S * T / N)
@@ -23,14 +20,10 @@ def decomposed(c):
 
 def kernel_of(form, c, curvature, noise_ratio=2.0):
     """A kernel of a covariance, with a curvature for each direction."""
-    numbers = {
-        "noise_ratio": noise_ratio,
-        "stability": 0.2,
-        "num_data": N,
-        "batch_size": S,
-        "momentum": 0.0,
-    }
-    kernel, _ = begin(jnp.zeros(D), form, **numbers)
+    kernel = first_kernel(
+        jnp.zeros(D), form, num_data=N, batch_size=S, momentum=MU, max_noise_ratio=noise_ratio,
+        max_stability=0.2,
+    )  # fmt: skip
     noise = jnp.float32(np.diag(c))
     if form == "full":
         noise, w = decomposed(c)
@@ -119,37 +112,3 @@ def test_what_has_neither_noise_nor_curvature_takes_no_step():
     assert h[1] == 0
     assert h[3] == pytest.approx(0.05)
     assert np.all(np.isfinite(kernel.injected(jnp.float32(h), SCALE)))
-
-
-@pytest.mark.parametrize("form", ["diagonal", pytest.param("full", marks=pytest.mark.slow)])
-def test_steps_are_the_preconditioned_gradient_and_noise_of_the_kernel_drawn_anew(form):
-    """Of a gradient -(1 - mu) H g, for the scale s = 2 S T / N of the noise; and W diag(h sqrt(b / S)) z
-    by each step, with z of 0 or sqrt(3), either way."""
-    tx = optperm.constant_sgd(
-        N, S, preconditioner=form, momentum=MU, temperature=T, burn_in=0, freeze_after=4
-    )
-    rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, D))), jnp.zeros(D)
-    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w, "grad": None}
-    step, state = jax.jit(lambda g, state: tx.update(g, state, w, **extras)), tx.init(w)
-    for _ in range(5):
-        _, state = step(rows.mean(0), state)
-    sampler, g, moves = state.then[0], jnp.float32([1.0, -2.0, 3.0, 0.5]), []
-    kernel = sampler.kernel
-    assert bool(kernel.is_ready)
-    support.assert_same_bits(optperm.bayes.adapted_kernel(state), kernel)
-    np.testing.assert_allclose(sampler.scale, SCALE, rtol=1e-6)
-    moved, wanted = step(g, state)[0] - step(0 * g, state)[0], -(1 - MU) * sampler.preconditioned(g)
-    np.testing.assert_allclose(moved, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
-    for _ in range(9):
-        move, state = step(0 * g, state)
-        moves.append(move)
-    h = kernel.step_sizes(sampler.scale)
-    deviations = np.asarray(h * jnp.sqrt(kernel.injected(h, sampler.scale) / S))
-    basis = np.asarray(kernel.basis.w) if form == "full" else np.eye(D)
-    moves = np.stack(moves)
-    noise = (moves[1:] - MU * moves[:-1]) / (1 - MU)
-    z = np.linalg.solve(basis, noise.T).T / deviations
-    points = np.round(z / np.sqrt(3))
-    np.testing.assert_allclose(z, np.sqrt(3) * points, atol=1e-3)
-    assert {*np.unique(points)} == {-1.0, 0.0, 1.0}
-    assert len(np.unique(points, axis=0)) >= 4

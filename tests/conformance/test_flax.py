@@ -46,7 +46,7 @@ READ = {
     **dict.fromkeys(("agn", "diloco"), lambda state, _: optperm.distributed.center_params(state)),
     **dict.fromkeys(PERMUTING, lambda state, _: optperm.permutation.permuted_params(state)),
     "laperm": optperm.permutation.permuted_params,
-    "constant_sgd": lambda state, _: optperm.bayes.adapted_kernel(state).noise,
+    "constant_sgd": lambda state, _: optax.tree.get(state, "velocity"),
     "record_trajectory": lambda state, _: optperm.subspace.trajectory(state),
     "mandt_sgd": lambda state, _: optax.tree.get(state, "covariance"),
 }

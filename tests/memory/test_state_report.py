@@ -131,6 +131,6 @@ def test_wrappers_whose_parts_take_turns_are_reported():
     low = optperm.low_rank(sgd, 2)
     assert treatments(optperm.switch_after(3, sgd, low), params) == ["rank 2 of 6 x 8"]
     dldr = optperm.dldr(sgd, optperm.dim_reduce(n_components=2), every=2, num_snapshots=3)
-    for tx in (optperm.constant_sgd(32, 8), dldr):
+    for tx in (optperm.mandt_sgd(32, 8), dldr):
         report = optperm.memory.state_report(tx, params)
         np.testing.assert_allclose(report.words, words_of(tx, params))

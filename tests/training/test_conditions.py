@@ -38,7 +38,7 @@ METHODS = {
     "sgld": SGLD,
     "sghmc": optperm.sghmc(1e-4, NUM_DATA, friction=0.1),
     "ivon": optperm.ivon(0.01, NUM_DATA, hess_init=1.0),
-    "constant_sgd": fitting.method("constant_sgd"),
+    "mandt_sgd": fitting.method("mandt_sgd"),
     "svrg": fitting.method("svrg"),
     "adam": optax.adam(0.01),
     "later": optperm.switch_after(3, optax.adam(0.01), optax.chain(optax.scale_by_adam(), SGLD)),
@@ -64,10 +64,7 @@ def said(tx, loss_fn=linear_loss, **options):
         ("svrg", (linear_loss, summed)),
         ("adam", (summed,)),
         ("later", (pair, summed)),
-        *[
-            pytest.param(name, (summed,), marks=pytest.mark.slow)
-            for name in ("sghmc", "constant_sgd")
-        ],
+        *[pytest.param(name, (summed,), marks=pytest.mark.slow) for name in ("sghmc", "mandt_sgd")],
     ],
 )
 def test_a_loss_that_is_no_mean_is_said_for_methods_that_need_a_mean(name, losses):
@@ -117,7 +114,7 @@ def test_a_gradient_that_is_changed_before_a_sampler_is_said(before, name, is_sa
 def test_batch_statistics_are_no_sum():
     """With BatchNorm the halves differ from the batch by design, but a sum is said."""
     options = {"steps": 2, "batch_size": BATCH}
-    for name in ("constant_sgd", "svrg"):
+    for name in ("mandt_sgd", "svrg"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fitting.fit("linen", name, **options)

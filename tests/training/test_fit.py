@@ -14,6 +14,7 @@ from typing import NamedTuple
 import fitting
 import jax
 import jax.numpy as jnp
+import kernels
 import loops
 import numpy as np
 import optax
@@ -292,7 +293,7 @@ def test_missing_extra_is_named(monkeypatch, tmp_path):
 
 EMPTY = {"x": np.zeros((0, 5), np.float32), "y": np.zeros(0, np.int32)}
 RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
-TOO_MANY = optax.chain(optax.clip(1.0), optperm.constant_sgd(1000, BATCH, burn_in=4))
+TOO_MANY = optax.chain(optax.clip(1.0), kernels.constant_sgd(num_data=1000, batch_size=BATCH))
 EVERY_SECOND = optax.MultiSteps(optax.adam(1e-2), 2)
 
 

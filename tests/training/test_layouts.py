@@ -147,8 +147,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
 @pytest.mark.slow
 def test_mapped_sampler_is_its_loop_by_hand():
     """On four devices, which also initialize the optimizer state."""
-    options = {"burn_in": 4, "burn_in_optimizer": optax.sgd(0.1), "max_step": 0.03}
-    tx = optperm.mandt_sgd(EXAMPLES, BATCH, axis_name="replica", **options)
+    tx = optperm.mandt_sgd(EXAMPLES, BATCH, axis_name="replica", max_step=0.03)
     result = dense_fit(tx, opt_state=None, **fitting.on(4, mapped=True))
     step = loops.make_step(tx, loops.evaluation(dense_loss, axis_name="replica"))
     specs = {"in_specs": (P(), P(), P("replica")), "out_specs": (P(), P())}

@@ -109,7 +109,7 @@ RUNS = [
     pytest.param("nnx", "svrg", "batches", 4, "steps", marks=pytest.mark.slow),
     pytest.param("linen", "agn", "arrays", 4, "SIGTERM", marks=pytest.mark.slow),
     pytest.param("linen", "dldr", "arrays", None, "callback", marks=pytest.mark.slow),
-    pytest.param("linen", "constant_sgd", "arrays", 4, "steps", marks=pytest.mark.slow),
+    pytest.param("linen", "mandt_sgd", "arrays", 4, "steps", marks=pytest.mark.slow),
 ]
 
 

@@ -1,0 +1,211 @@
+"""Constant SGD from a kernel: its steps, its program, and the kernels that it refuses."""
+
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import support
+
+import optperm
+from optperm.bayes._forms import Full, decompose
+from optperm.bayes._remainders import wide_params
+
+N, S, D, T, MU = 1000, 8, 4, 1.7, 0.8
+ROOT = np.random.default_rng(0).normal(size=(D, D)) + 2 * np.eye(D)
+C = jnp.float32(ROOT @ ROOT.T)
+
+
+def kernel_of(form, params=None, momentum=MU):
+    """A kernel of the covariance C, or of unit noise for other params, with curvature."""
+    params = jnp.zeros(D) if params is None else params
+    kernel = optperm.bayes.NoiseKernel.unknown(params, form)
+    noise = jax.tree.map(jnp.ones_like, kernel.noise)
+    if form == "full":
+        noise, w = decompose(C, jnp.diag(jnp.diag(C)))
+        kernel = kernel._replace(basis=Full(w))
+    return kernel._replace(
+        noise=noise,
+        curvature=jax.tree.map(lambda c: 5 * c, noise),
+        noise_ratio=jnp.float32(2.0),
+        max_stability=jnp.float32(0.2),
+        num_data=jnp.int32(N),
+        batch_size=jnp.int32(S),
+        momentum=jnp.float32(momentum),
+    )
+
+
+@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+def test_steps_are_the_preconditioned_gradient_and_new_noise(form):
+    """A gradient moves the params by -(1 - mu) H g, and each step by W diag(h sqrt(b / S)) z, with z of
+    0 or sqrt(3), either way, for the scale s = 2 S T / N."""
+    kernel, w = kernel_of(form), jnp.zeros(D)
+    tx = optperm.constant_sgd(kernel, temperature=T)
+    step, state = jax.jit(tx.update), tx.init(w)
+    g, moves, s = jnp.float32([1.0, -2.0, 3.0, 0.5]), [], jnp.float32(2 * S * T / N)
+    h = kernel.step_sizes(s)
+    basis = np.asarray(kernel.basis.w) if form == "full" else np.eye(D)
+    moved = step(g, state, w)[0] - step(0 * g, state, w)[0]
+    wanted = -(1 - MU) * basis @ (np.asarray(h) * (basis.T @ g))
+    np.testing.assert_allclose(moved, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
+    for _ in range(9):
+        move, state = step(0 * g, state, w)
+        moves.append(move)
+    deviations = np.asarray(h * jnp.sqrt(kernel.injected(h, s) / S))
+    noise = (np.diff([np.zeros(D), *moves], axis=0) + (1 - MU) * np.stack([0 * w, *moves[:-1]])) / (
+        1 - MU
+    )
+    z = np.linalg.solve(basis, noise.T).T / deviations
+    points = np.round(z / np.sqrt(3))
+    np.testing.assert_allclose(z, np.sqrt(3) * points, atol=2e-3)
+    assert {*np.unique(points)} == {-1.0, 0.0, 1.0}
+    assert len(np.unique(points, axis=0)) >= 4
+
+
+def test_preconditioned_gradients_have_the_steps_at_the_temperature_1():
+    """Whatever the temperature and the rate of the last step."""
+    kernel, g = kernel_of("full"), jnp.float32([1.0, -2.0, 3.0, 0.5])
+    tx = optperm.constant_sgd(kernel, temperature=0.0, learning_rate=0.5)
+    _, state = tx.update(g, tx.init(g), g)
+    h = np.asarray(kernel.step_sizes(jnp.float32(2 * S / N)))
+    wanted = kernel.basis.w @ (h * (kernel.basis.w.T @ g))
+    np.testing.assert_allclose(state.preconditioned(g), wanted, rtol=1e-4)
+
+
+def test_rates_and_temperatures_of_schedules_are_those_of_the_step():
+    kernel, w = kernel_of("diagonal", momentum=0.0), jnp.zeros(D)
+    rate = lambda t: 0.5 ** t.astype(jnp.float32)  # noqa: E731
+    tx = optperm.constant_sgd(kernel, temperature=lambda t: jnp.float32(1 + t), learning_rate=rate)
+    state = tx.init(w)
+    for t in range(3):
+        _, state = tx.update(w, state, w)
+        limit, temperature = state.numbers()
+        assert float(limit) == pytest.approx(0.2 * 0.5**t)
+        assert float(temperature) == pytest.approx(1.0 + t)
+
+
+def test_a_temperature_of_0_is_named_and_takes_no_steps():
+    w = jnp.ones(D)
+    for temperature, count in ((0.0, 1), (1e-6, 0)):
+        tx = optperm.constant_sgd(kernel_of("diagonal"), temperature=temperature)
+        updates, state = tx.update(w, tx.init(w), w)
+        assert sum("The temperature is 0" in text for text in state.warnings()) == count
+        assert np.any(updates) == (count == 0)
+
+
+def test_entries_without_a_finite_gradient_are_left_out_of_a_step():
+    """With W = I, other entries move; velocity stays finite, and the step is counted."""
+    tx, w = optperm.constant_sgd(kernel_of("diagonal")), jnp.ones(D)
+    updates, state = tx.update(w.at[1].set(jnp.nan), tx.init(w), w)
+    assert float(updates[1]) == 0
+    assert np.all(np.asarray(updates)[[0, 2, 3]] != 0)
+    assert int(state.left_out) == 1
+    updates, state = tx.update(w, state, w)
+    assert np.all(np.isfinite(updates))
+    assert int(state.left_out) == 1
+
+
+def test_state_has_three_numbers_per_parameter_and_no_conditional_is_in_a_step():
+    """Noise, curvature and velocity of the diagonal form."""
+    w = {"a": jnp.zeros(13), "b": jnp.zeros((3, 5))}
+    tx = optperm.constant_sgd(kernel_of("diagonal", w))
+    state = tx.init(w)
+    sizes = [leaf.size for leaf in jax.tree.leaves(state) if leaf.shape in ((13,), (3, 5))]
+    assert sum(sizes) == 3 * (13 + 15)
+    for form in ("scalar", "diagonal"):
+        tx = optperm.constant_sgd(kernel_of(form, w))
+        program = str(jax.make_jaxpr(tx.update)(w, tx.init(w), w))
+        assert not any(f" {name}[" in program for name in ("cond", "while", "scan"))
+
+
+def test_kernels_that_do_not_fit_are_refused_by_what_differs():
+    """Kernels of other params and dtypes, of several chains, without curvature, and restored dicts."""
+    w = {"a": jnp.zeros(3), "b": jnp.ones(2)}
+    kernel = kernel_of("diagonal", w)
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), kernel)
+    full = optperm.bayes.NoiseKernel.unknown(w, "full")
+    unknown = optperm.bayes.NoiseKernel.unknown(w, "diagonal")
+    for given, params, message in (
+        (kernel, {"a": jnp.zeros(4), "b": jnp.ones(2)}, r"kernel.noise\['a'\] is float32\[3\]"),
+        (kernel, {"a": jnp.zeros(3)}, "kernel.noise has a different tree structure"),
+        (full, jnp.zeros(6), r"kernel.basis.w is .*\[5, 5\]"),
+        (unknown, w, "no finite curvature, which learn_kernel measures"),
+        (stacked, w, r"axis of chains \(of length 3\).*jax.tree.map\(lambda a: a\[0\]"),
+        (kernel._asdict(), w, "must be a NoiseKernel, got dict.*NoiseKernel.unknown"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            optperm.constant_sgd(given).init(params)
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"kernel.noise.* is float32"):
+        optperm.constant_sgd(kernel).init(jax.tree.map(lambda x: x.astype(jnp.float64), w))
+    with pytest.raises(
+        ValueError, match="max_stability times learning_rate must be below 2, got 4"
+    ):
+        optperm.constant_sgd(kernel, learning_rate=20.0)
+
+
+def test_small_steps_of_16_bit_params_are_kept():
+    """With remainders, the mean step over many steps is -(1 - mu) H g, below the spacing at 1."""
+    kernel, w = kernel_of("diagonal", jnp.ones(64), momentum=0.0), jnp.ones(64, jnp.bfloat16)
+    tx = optperm.constant_sgd(kernel, temperature=1e-3)
+    state, g = tx.init(w), jnp.full(64, 0.1, jnp.bfloat16)
+
+    def step(carry, _):
+        w, state = carry
+        updates, state = tx.update(g, state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    last, _ = jax.lax.scan(step, (w, state), length=2000)
+    h = float(kernel.step_sizes(kernel.scale(1e-3))[0])
+    assert 2000 * h * 0.1 > 1e-3
+    moved = float(jnp.mean(wide_params(*last))) - 1
+    assert moved == pytest.approx(-2000 * h * 0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_kernels_go_through_pickle_and_orbax_into_another_process(form, tmp_path):
+    """The other process makes the same step to the bit."""
+    kernel, g = kernel_of(form), jnp.float32([1.0, -2.0, 3.0, 0.5])
+    tx = optperm.constant_sgd(kernel)
+    wanted = np.asarray(tx.update(g, tx.init(g), g)[0])
+    (tmp_path / "kernel.pickle").write_bytes(pickle.dumps(jax.device_get(kernel)))
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "orbax", kernel)
+    program = f"""
+import pickle, sys, jax.numpy as jnp, numpy as np, optperm, orbax.checkpoint as ocp
+target = optperm.bayes.NoiseKernel.unknown(jnp.zeros({D}), "{form}")
+with ocp.StandardCheckpointer() as saver:
+    restored = saver.restore(r"{tmp_path / "orbax"}", target)
+g = jnp.float32([1.0, -2.0, 3.0, 0.5])
+for kernel in (restored, pickle.load(open(r"{tmp_path / "kernel.pickle"}", "rb"))):
+    tx = optperm.constant_sgd(kernel)
+    print(np.asarray(tx.update(g, tx.init(g), g)[0]).tobytes().hex())
+"""
+    root = pathlib.Path(optperm.__file__).parents[1]
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True
+    )
+    assert found.stdout.split() == [wanted.tobytes().hex()] * 2
+
+
+def test_chains_with_their_own_kernels_and_keys_take_their_own_steps():
+    """The state contains all that a step needs, so the transformation of one kernel updates all."""
+    kernels = [kernel_of("diagonal")._replace(noise=jnp.full(D, c)) for c in (1.0, 4.0)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *kernels)
+    g = jnp.ones((2, D))
+
+    def init(kernel, params, key):
+        return optperm.constant_sgd(kernel, key=key).init(params)
+
+    keys = jax.random.split(jax.random.key(3), 2)
+    states = jax.vmap(init)(stacked, g, keys)
+    updates, _ = jax.vmap(optperm.constant_sgd(kernels[0]).update)(g, states, g)
+    for index, kernel in enumerate(kernels):
+        tx = optperm.constant_sgd(kernel, key=keys[index])
+        alone, _ = tx.update(g[index], tx.init(g[index]), g[index])
+        support.assert_close(updates[index], alone, rtol=1e-6)

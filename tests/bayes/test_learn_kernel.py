@@ -1,0 +1,239 @@
+"""Learning a kernel: what is learned against exact figures, from which data, and what is refused."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optperm
+from optperm.bayes import _batches
+from optperm.bayes._batch_order import judge_order
+
+N, S, D = 2000, 8, 3
+HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
+NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
+
+
+def examples():
+    """Gradients of examples at 0 with the covariance NOISE, exactly, and the mean 0."""
+    z = np.random.default_rng(0).normal(size=(N, D))
+    z = (z - z.mean(axis=0)) @ np.linalg.inv(np.linalg.cholesky(np.cov(z.T))).T
+    return np.float32(z @ np.linalg.cholesky(NOISE).T)
+
+
+def loss_fn(w, batch):
+    return jnp.mean(batch @ w) + w @ jnp.float32(HESSIAN) @ w / 2
+
+
+def learn(data=None, w=None, **options):
+    given = {"batch_size": S, "momentum": 0.0, "steps": 800} | options
+    data = examples() if data is None else data
+    return optperm.bayes.learn_kernel(loss_fn, data, jnp.ones(D) if w is None else w, 0, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The noise of the gradients is correlated")
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_noise_and_curvature_are_those_of_the_problem(form):
+    """Lambda = W^T C W within the error of 300 estimates or 600, a_i at least w_i^T A w_i, and
+    lambda_max(H A) at most c."""
+    kernel, w = learn(preconditioner=form, steps=2400)
+    basis = np.eye(D) if form == "diagonal" else np.asarray(kernel.basis.w, np.float64)
+    np.testing.assert_allclose(kernel.noise, np.diag(basis.T @ NOISE @ basis), rtol=0.15)
+    exact = np.diag(basis.T @ HESSIAN @ basis)
+    a = np.asarray(kernel.curvature) / float(kernel.excess)
+    assert np.all(a > 0.95 * exact)
+    assert np.all(a < 2.5 * exact)
+    h = kernel.step_sizes(kernel.scale())
+    h = np.stack([kernel.precondition(row, h) for row in np.eye(D, dtype=np.float32)])
+    largest = np.linalg.eigvals(h @ HESSIAN).real.max()
+    assert 0.01 < largest <= 0.2 * 1.05
+    assert float(kernel.estimates) == (300 if form == "diagonal" else 600)
+    assert float(kernel.drift) == pytest.approx(1, abs=0.15)
+    assert np.abs(w).max() < 0.2  # the optimum is 0, and the posterior's sd at most 0.04
+
+
+def test_numbers_of_the_kernel_are_those_of_the_call():
+    kernel, _ = learn(stability=0.1, noise_ratio=3.0, momentum=None, steps=160)
+    numbers = kernel.num_data, kernel.batch_size, kernel.max_stability, kernel.max_noise_ratio
+    np.testing.assert_allclose(numbers, [N, S, 0.1, 3.0], rtol=1e-6)
+    assert float(kernel.momentum) == pytest.approx(7 / 9)
+    assert float(kernel.noise_ratio) <= 3.0 + 1e-6
+
+
+class Counting(np.ndarray):
+    """An array that counts the rows of each read."""
+
+    reads: list[int]
+
+    def __getitem__(self, rows):
+        self.reads.append(len(rows))
+        return np.asarray(self)[rows]
+
+
+def counting(array):
+    found = array.view(Counting)
+    found.reads = []
+    return found
+
+
+def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_path):
+    """The same batches; no read has more than the allowed bytes, while a kernel is learned."""
+    monkeypatch.setattr(_batches, "MOST_BYTES", 40 * S * D * 4)
+    x = examples()
+    np.save(tmp_path / "rows.npy", x)
+    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    keys = jax.random.split(jax.random.key(5), 1)
+    there, here = (_batches.make_batches(data, None, S) for data in (mapped, x))
+    ((_, _, part),) = here.parts(keys, 50, 30)
+    for first, count, read in there.parts(keys, 50, 30):
+        for step in range(first, first + count):
+            wanted = here.batch(part, keys, jnp.int32(0), jnp.int32(step))
+            found = there.batch(read, keys, jnp.int32(first), jnp.int32(step))
+            np.testing.assert_array_equal(found, wanted)
+    rows = counting(x)
+    kernel, _ = learn(rows)
+    w = np.asarray(kernel.basis.w, np.float64)
+    np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=0.25)
+    assert max(rows.reads) <= 40 * S < N
+    assert sum(rows.reads) >= 800 * S
+
+
+def test_function_that_draws_rows_gives_a_kernel_and_needs_the_number_of_examples():
+    x = examples()
+
+    def draw(key):
+        return x[np.asarray(jax.random.randint(key, (S,), 0, N))]
+
+    kernel, _ = learn(draw, num_data=N)
+    w = np.asarray(kernel.basis.w, np.float64)
+    np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=0.25)
+    assert int(kernel.num_data) == N
+    with pytest.raises(ValueError, match="num_data must be given if data is a function"):
+        learn(draw)
+    with pytest.raises(ValueError, match="must return batches of batch_size=8 examples, got 7"):
+        learn(lambda key: draw(key)[:7], num_data=N)
+
+
+def epochs(x, size, key=0):
+    rng = np.random.default_rng(key)
+    while True:
+        order = rng.permutation(len(x))
+        for start in range(0, len(x) - size + 1, size):
+            yield x[order[start : start + size]]
+
+
+def chunks(x, size):
+    x, start = x[np.argsort(x[:, 0])], 0
+    while True:
+        yield np.take(x, np.arange(start, start + size), axis=0, mode="wrap")
+        start += size
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("replacement", None),
+        ("chunks", "Successive batches are alike, as if chunks .* times as much"),
+        ("epochs", "complement each other, as in shuffled epochs: .* only 0"),
+        ("same", "data returns the same batch for each key"),
+    ],
+)
+def test_order_of_a_functions_batches_is_named(name, said):
+    """Only the batches that are drawn with replacement pass."""
+    x, size = examples()[:400], 16
+    stream = {"chunks": chunks, "epochs": epochs}.get(name, lambda x, size: None)(x, size)
+
+    def draw(key):
+        if name == "replacement":
+            return x[np.asarray(jax.random.randint(key, (size,), 0, len(x)))]
+        return x[:size] if name == "same" else next(stream)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        learn(draw, batch_size=size, num_data=len(x), w=jnp.zeros(D), steps=1600)
+    texts = [str(each.message) for each in found]
+    named = [
+        text for text in texts if ("batch" in text and "replacement" in text) or "same" in text
+    ]
+    assert len(named) == (said is not None)
+    if said is not None:
+        assert re.search(said, named[0])
+
+
+def test_variance_of_blocks_shows_correlations_and_passes_independent_batches():
+    """Moving averages of lag 8 and differences, in 40 dimensions; in 3 of 3,000 series at most."""
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(1000, 2, 64))
+    mean = np.cumsum(z, axis=0)
+    averages = (mean[8:] - mean[:-8]) / np.sqrt(8)
+    ones = np.full(2, 64.0)
+    assert judge_order(z, ones) == []
+    assert "alike" in judge_order(averages, ones)[0]
+    assert "complement" in judge_order(np.diff(z, axis=0) / np.sqrt(2), ones)[0]
+    wrong = sum(
+        len(judge_order(rng.normal(size=(200, 1, 64)) * (np.arange(64) < 3), np.full(1, 3.0)))
+        for _ in range(1000)
+    )
+    assert wrong <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("estimator", ["single_example", "two_batches"])
+def test_other_estimators_learn_the_noise(estimator):
+    """Within the errors of 600 estimates of one number each, of a law with heavy tails."""
+    kernel, _ = learn(estimator=estimator, preconditioner="diagonal", steps=2400)
+    np.testing.assert_allclose(kernel.noise, np.diag(NOISE), rtol=0.3)
+
+
+@pytest.mark.slow
+def test_params_of_several_dtypes_and_16_bits_learn_the_same_noise():
+    """Leaves of different dtypes are worked on one by one."""
+    x = examples()
+
+    w = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(1)}
+
+    def loss(w, batch):
+        return loss_fn(jnp.concatenate([w["a"].astype(jnp.float32), w["b"]]), batch)
+
+    kernel, last = optperm.bayes.learn_kernel(
+        loss, x, w, 0, batch_size=S, preconditioner="diagonal", steps=800
+    )
+    assert last["a"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.concatenate([kernel.noise["a"], kernel.noise["b"]]), np.diag(NOISE), rtol=0.3
+    )
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    x = examples()
+    for options, message in (
+        ({"stability": 2.0}, "stability"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\) in float32, got 1.0"),
+        ({"noise_ratio": 0.0}, "noise_ratio"),
+        ({"steps": 15}, "steps must be at least 16"),
+        ({"num_data": N + 1}, "num_data must be the number of rows of data, 2000, got 2001"),
+        ({"batch_size": N + 1}, "batch_size must be at most the number of examples, 2000"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            learn(x, **options)
+    with pytest.raises(TypeError, match="log_prior must return a real scalar"):
+        learn(x, log_prior=lambda w: w)
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("loss", [lambda w, b: jnp.mean(b @ w), lambda w, b: jnp.nan * jnp.sum(w)])
+def test_losses_without_curvature_or_without_finite_gradients_are_refused(loss):
+    with pytest.raises(ValueError, match="no batch has shown finite gradients and a curvature"):
+        optperm.bayes.learn_kernel(loss, examples(), jnp.ones(D), 0, batch_size=S, steps=64)
+
+
+def test_a_summed_loss_is_warned_of():
+    with pytest.warns(UserWarning, match="is not the mean of the losses of its halves"):
+        optperm.bayes.learn_kernel(
+            lambda w, x: jnp.sum(x @ w) + w @ w, examples(), jnp.ones(D), 0, batch_size=S, steps=32
+        )
