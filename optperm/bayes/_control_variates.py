@@ -57,7 +57,7 @@ def correct(anchor: Anchor, g: Updates, at_anchor: Updates, weight: Any = 1) -> 
         wide = accumulation_dtype(mu)
         w = jnp.asarray(weight, wide)
         # In this order, large, nearly equal numbers cancel exactly
-        return (g.astype(wide) - w * at.astype(wide)) + w * mu
+        return (g.astype(wide) - w * at.astype(wide)) + jnp.broadcast_to(w * mu, jnp.shape(g))
 
     return jax.tree.map(of_leaf, g, at_anchor, anchor.full_grad)
 

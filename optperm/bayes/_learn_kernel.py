@@ -21,7 +21,7 @@ from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
 from optperm.bayes._faults import judge_kernel, judge_stability
-from optperm.bayes._forms import FORMS, Preconditioner
+from optperm.bayes._forms import FORMS, Preconditioner, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._next_kernel import (
     Window,
@@ -377,8 +377,8 @@ def learn_kernels(
         kernels, seen = end(kernels, seen)
         if has_anchor and number == _AT_REST:
             # The noise of the batches at rest; from here on, the noise that control variates leave
-            whole = kernels.noise
-            kernels = kernels._replace(noise=optax.tree.zeros_like(whole))
+            resting = kernels
+            kernels = kernels._replace(noise=optax.tree.zeros_like(kernels.noise))
         if number == 1 and batches.is_function:
             at_rest = min(max(_EPOCHS * batches.num_data // size, unit), steps // 2)
             rows = jnp.zeros((len(keys), at_rest, NUM_PROJECTIONS))
@@ -386,9 +386,9 @@ def learn_kernels(
             said = judge_order(rows.swapaxes(0, 1), jax.vmap(count_noisy)(kernels, params))
     params, every_split = jax.vmap(split)(params), jax.vmap(split)
     if has_anchor:
-        left = jax.vmap(lambda kernel, whole: kernel.basis.ratio(kernel.noise, whole))
+        left = jax.vmap(_noise_over_curvature)(kernels) / jax.vmap(_noise_over_curvature)(resting)
         kernels = kernels._replace(
-            noise_left=left(kernels, whole).astype(jnp.float32),
+            noise_left=left.astype(jnp.float32),
             anchor=Anchor(*map(every_split, kernels.anchor)),
         )
     if form == "diagonal":
@@ -505,6 +505,16 @@ def _run_part(
         return cast_like(new, carry)
 
     return jax.lax.fori_loop(first, first + count, take_step, carry)
+
+
+def _noise_over_curvature(kernel: NoiseKernel) -> jax.Array:
+    """Return the sum of Lambda_i / a_i, about the trace of A^-1 C in any basis."""
+    ratios = jax.tree.map(
+        lambda noise, a: jnp.where(a > 0, noise / jnp.where(a > 0, a, 1.0), 0.0),
+        kernel.noise,
+        kernel.curvature,
+    )
+    return inner(ratios, optax.tree.ones_like(ratios))
 
 
 def _fold(keys: jax.Array, number: int) -> jax.Array:

@@ -186,9 +186,9 @@ def next_kernel(kernel: NoiseKernel, seen: Window) -> NoiseKernel:
     bound = curvature_bound(seen, h, factor)
     basis, noise, curvature = kernel.basis.turn(seen.covariance, bound)
     if kernel.anchor:
-        # Once the chain moves, W^T C W = 1 for the noise C without control variates
+        # Where the chain moves, control variates have left hardly any noise
         moves = jnp.logical_not(any_unknown(kernel))
-        rotated = kernel.basis.rotate(seen.covariance, bound)
+        rotated = kernel.basis.rotate(seen.covariance, bound, mean_curvature(seen, h))
         basis, noise, curvature = optax.tree.where(moves, rotated, (basis, noise, curvature))
     is_known = _any_positive(curvature)
     stability, excess = _shorten(kernel, seen.stability * factor)
@@ -258,19 +258,36 @@ def curvature_bound(seen: Window, h: Any, momentum_factor: jax.Array) -> Any:
     .. math::
       h_i a_i = \bar q \, \frac{1 - \mu}{1 + \mu} + \frac{\operatorname{Var} q_i}{2 \bar q}
     """
-    n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
 
     def of_entry(mean: jax.Array, root_square: jax.Array, h: jax.Array) -> jax.Array:
-        # Var q = (r - |E q|) (r + |E q|); the roots of these factors do not overflow
-        mean = jnp.abs(mean)
-        deviation = jnp.sqrt(jnp.maximum(root_square - mean, 0.0)) * jnp.sqrt(root_square + mean)
-        size = mean + _ERRORS * deviation / jnp.sqrt(n.astype(mean.dtype))
+        size, deviation = _bound_mean(seen, mean, root_square)
         divisor = jnp.maximum(size, 0.1 * deviation)
         spread = jnp.where(divisor > 0, _SPREAD * deviation * (deviation / divisor), 0.0)
         bound = size * momentum_factor.astype(mean.dtype) + spread
         return jnp.where(h > 0, bound / jnp.where(h > 0, h, 1.0), 0.0)
 
     return jax.tree.map(of_entry, seen.curvature, seen.root_square, h)
+
+
+def mean_curvature(seen: Window, h: Any) -> Any:
+    r"""Return :math:`\bar q / h` of `curvature_bound`, without the spread and for any momentum."""
+
+    def of_entry(mean: jax.Array, root_square: jax.Array, h: jax.Array) -> jax.Array:
+        size, _ = _bound_mean(seen, mean, root_square)
+        return jnp.where(h > 0, size / jnp.where(h > 0, h, 1.0), 0.0)
+
+    return jax.tree.map(of_entry, seen.curvature, seen.root_square, h)
+
+
+def _bound_mean(
+    seen: Window, mean: jax.Array, root_square: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return |E q| plus two standard errors, and the standard deviation of q."""
+    n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
+    # Var q = (r - |E q|) (r + |E q|); the roots of these factors do not overflow
+    mean = jnp.abs(mean)
+    deviation = jnp.sqrt(jnp.maximum(root_square - mean, 0.0)) * jnp.sqrt(root_square + mean)
+    return mean + _ERRORS * deviation / jnp.sqrt(n.astype(mean.dtype)), deviation
 
 
 def fraction_by_places(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Array) -> jax.Array:
