@@ -75,6 +75,14 @@ def samplers(
     }
 
 
+def make_data() -> dict[str, jax.Array]:
+    """Return inputs and labels of the shapes of the digits, at random."""
+    return {
+        "x": jax.random.normal(jax.random.key(1), (1257, 61)),
+        "y": jax.random.randint(jax.random.key(2), (1257,), 0, 10),
+    }
+
+
 def compare_steps(repetitions: int) -> None:
     """Prints the ratio of each step to that of SGD."""
     model, size = Network(), 32
@@ -84,7 +92,7 @@ def compare_steps(repetitions: int) -> None:
         "x": jax.random.normal(jax.random.key(1), (size + 1, 61)),
         "y": jax.random.randint(jax.random.key(2), (size + 1,), 0, 10),
     }
-    methods = samplers(size, params, loss_fn, batch)
+    methods = samplers(size, params, loss_fn, make_data())
     runs = {name: _stepper(tx, loss_fn, params, batch) for name, tx in methods.items()}
     print("Bar: 3 for per_example")
     _compare(f"One step of the digits MLP, batch {size}, over one of SGD", runs, repetitions)
@@ -95,10 +103,7 @@ def compare_scans(repetitions: int, steps: int = 300) -> None:
     model, size = Network(), 32
     loss_fn = functools.partial(cross_entropy, model)
     params = model.init(jax.random.key(0), jnp.zeros((1, 61)))["params"]
-    data = {
-        "x": jax.random.normal(jax.random.key(1), (1257, 61)),
-        "y": jax.random.randint(jax.random.key(2), (1257,), 0, 10),
-    }
+    data = make_data()
 
     def runner(tx: optax.GradientTransformation) -> Callable[[], object]:
         tx = optax.with_extra_args_support(tx)
