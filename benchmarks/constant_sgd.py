@@ -61,7 +61,14 @@ def samplers(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a few steps give a kernel of the right shapes
             kernel, _ = optperm.bayes.learn_kernel(
-                loss_fn, data, params, 0, batch_size=size, preconditioner=preconditioner, steps=160
+                loss_fn,
+                data,
+                params,
+                0,
+                log_prior=lambda p: -optax.tree.norm(p, squared=True) / 2,
+                batch_size=size,
+                preconditioner=preconditioner,
+                steps=160,
             )
         found[f"constant_sgd, {preconditioner}"] = optperm.constant_sgd(kernel)
     return found | {

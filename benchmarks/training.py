@@ -251,6 +251,7 @@ def by_rate(direction: optax.GradientTransformation, rate: float) -> Any:
     return optax.chain(direction, optax.scale_by_learning_rate(rate))
 
 
+BURN_IN = 150  # steps of SGD before constant SGD samples
 # Each with its default hyperparameters, and with rates that suit this task.
 METHODS: dict[str, Callable[[Task], Any]] = {
     "sgperm": lambda task: optperm.sgperm(num_steps=task.steps, key=task.seed),
@@ -274,14 +275,14 @@ METHODS: dict[str, Callable[[Task], Any]] = {
     ),
     "apollo": lambda task: by_rate(optperm.apollo(rank=0.25, key=task.seed), 3e-3),
     "constant-sgd": lambda task: optperm.switch_after(
-        150,
+        BURN_IN,
         optax.sgd(0.1, 0.9),
         optperm.mandt_sgd(task.num_data, task.batch_size, max_step=0.5),
         track=True,
     ),
 }
-# Per-example gradients of a step, of those that take more than one, and what is added to their loss.
-GRADIENTS = {"svrg": 2, "constant-sgd": 2}
+# The number of gradients of batches in some steps, of methods that take more than one in a step.
+GRADIENTS = {"svrg": lambda n: 2 * n, "constant-sgd": lambda n: 2 * n - min(n, BURN_IN)}
 INIT = 0x494E_4954  # far from the step counts that a method may fold into the same key
 SNAPSHOTS = 2  # epochs from one snapshot of SVRG to the next
 
@@ -345,7 +346,7 @@ def train_by(name: str, seed: int, chosen: argparse.Namespace) -> dict[str, Any]
     return {
         "seconds_per_step": statistics.median(rows["seconds"]) / per_epoch,
         "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(trained.opt_state)),
-        "gradients": GRADIENTS.get(name, 1) * result.step * chosen.batch_size + full,
+        "gradients": GRADIENTS.get(name, int)(result.step) * chosen.batch_size + full,
         "losses": rows["loss"],
         "accuracy": float(right.mean()),
     }

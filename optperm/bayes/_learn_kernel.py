@@ -254,7 +254,8 @@ def check_learned(kernel: NoiseKernel) -> None:
     if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(kernel.curvature)):
         raise ValueError(
             "No kernel was learned, because no batch has shown finite gradients and a curvature: check "
-            "that the loss and its gradient at the params are finite, and that the loss is not linear."
+            "that the loss and its gradient at the params are finite, and that the loss includes a "
+            "prior. Without a prior, a model that fits its data, or a linear loss, has no optimum."
         )
 
 

@@ -328,6 +328,9 @@ class Run:
             self.show(self.at.step)
         if jax.process_count() > 1 and self.layout.own:
             self._find_period()
+        # An epoch may be long: say what is wrong before its first row
+        if (taken := self.at.step - self.began.step) - fed.steps < 100 <= taken:
+            self.warn_of_state(stacklevel=5)
 
     def _find_period(self) -> None:
         """Note the number of steps between the last commits."""

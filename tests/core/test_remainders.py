@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import support
 
-from optperm.core.remainders import join, split, step_to
+from optperm.core.remainders import join, split, step_params, step_to
 
 ALL = np.arange(2**16, dtype=np.uint16)
 DTYPES = [jnp.bfloat16, support.FLOAT16]
@@ -128,3 +128,22 @@ def test_the_sum_with_the_update_is_the_param_of_the_remainder(dtype, bits):
             error = np.abs(np.asarray(join(reached, remainder), np.float64) - np.asarray(w))
             unit = spacings(np.abs(np.asarray(reached, np.float64)) + 1e-30, dtype)[0]
             assert np.all(error[~misses] <= unit[~misses] / 2.0 ** min(bits, MISSING[p.dtype.name]))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_step_from_all_params_has_the_bits_of_step_to(dtype, bits):
+    """On a CPU, the update and the remainder come from one array; no bit of either may be lost."""
+    rng = np.random.default_rng(4)
+    p, r = as_params(dtype), random_remainders(dtype, bits)
+    w = join(p, r)
+    u = w * jnp.asarray(0.02 * rng.normal(size=w.shape), jnp.float32)
+    words = jnp.asarray(rng.integers(0, 2**32, w.shape, dtype=np.uint32))
+    expected = jax.jit(step_to, static_argnums=2)(w + u, p, bits, words)
+    got = jax.jit(lambda *args: step_params(*args, bits, lambda *_: words))(w, u, p, r)
+    updates, remainders = zip(expected, got, strict=True)
+    is_nan = [np.isnan(np.asarray(update, np.float32)) for update in updates]
+    support.assert_same_bits(*is_nan)
+    support.assert_same_bits(*(np.asarray(update)[~is_nan[0]] for update in updates))
+    support.assert_same_bits(*remainders)
+    assert len(np.unique(np.asarray(got[1]))) > 200

@@ -228,6 +228,7 @@ def test_params_that_no_commit_reaches_are_named_at_the_end_if_replicas_differ(n
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The run ended after:UserWarning")
 def test_multi_steps_around_diloco_loses_no_whole_steps():
     """A commit comes through once `MultiSteps` passes it on."""
     outer = optperm.diloco(SGD, optax.sgd(1.0), every=100)

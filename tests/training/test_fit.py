@@ -481,6 +481,28 @@ def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_
     assert len(recwarn) == len(said)
 
 
+def test_what_changes_the_updates_after_sgperm_is_said_within_the_first_hundred_steps(recwarn):
+    """Once, at the call of `fit`, long before the first row."""
+    params = {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}
+    state = training.TrainState.create(
+        apply_fn=None, params=params, tx=optax.chain(optperm.sgperm(0.5), optax.scale(0.9))
+    )
+    said = {}
+
+    def note(event):
+        said[event.step] = [each for each in recwarn if "sgperm" in str(each.message)]
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    data = np.random.default_rng(0).normal(size=(8 * 130, 8)).astype(np.float32)
+    training.fit(
+        state, loss_fn, data, epochs=2, batch_size=8, callbacks={99: note, 100: note, "epoch": note}
+    )
+    assert [len(said[step]) for step in (99, 198, 200)] == [0, 1, 1]
+    assert said[198][0].filename == __file__
+
+
 class Aim(NamedTuple):
     """A state at its goal from its 12th step on, whose warnings are about the goal."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import types
 
 import fitting
 import jax
@@ -19,6 +20,9 @@ import optperm
 from optperm import training
 from optperm.training import _layout as layout
 from optperm.training import _steps as steps
+from optperm.training._data import Position
+from optperm.training._run import Run
+from optperm.training._schedule import Schedule
 
 IN, HIDDEN, OUT = 16, 32, 4
 DATA = fitting.make_data(IN, OUT)
@@ -284,3 +288,30 @@ def test_metrics_that_replicas_compute_apart_are_averaged():
     mapped = jax.shard_map(merge, mesh=mesh, in_specs=(P("replica"), P()), out_specs=P())
     found = jax.device_get(jax.jit(mapped)(jnp.array([1.0, 4.0]), jnp.array(7.0)))
     assert found == {"loss": 2.5, "count": 4, "flag": True, "alike": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("period", "done", "count"),
+    [
+        (0, 0, 100),
+        (60, 0, 60),
+        (30, 0, 90),
+        (30, 45, 75),
+        (500, 0, 500),
+        (500, 100, 400),
+        (3000, 0, 1000),
+    ],
+)
+def test_call_of_several_processes_ends_with_a_commit(period, done, count):
+    """Where replicas wait for each other anyway; a call has at most 1000 steps."""
+    given = types.SimpleNamespace(schedule=Schedule(epochs=9))
+    at, last = Position(done), done - done % period if period else 0
+    own = types.SimpleNamespace(period=period, last_commit=last, at=at, given=given)
+    assert Run._count_steps(own) == count
+
+
+def test_period_is_the_number_of_steps_between_commits():
+    with fitting.runs() as made:
+        fitting.fit("linen", "agn", steps=7, devices=2)
+    made[0]._find_period()
+    assert (made[0].period, made[0].last_commit, made[0].commits) == (3, 6, 2)

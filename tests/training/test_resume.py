@@ -215,7 +215,9 @@ def test_error_leaves_what_was_trained_in_a_model_of_nnx(tmp_path):
 
     (model,), keywords = fitting.subject("nnx", fitting.method("adam"))
     with pytest.raises(ZeroDivisionError):
-        training.fit(model, loss_fn, load, epochs=3, checkpoints=tmp_path, **keywords)
+        training.fit(
+            model, loss_fn, load, epochs=3, checkpoints=training.Checkpoints(tmp_path), **keywords
+        )
     assert kept(tmp_path) == [5]
     whole = fitting.fit("nnx", "adam", steps=5).model
     kernels = [each.out.kernel.get_value() for each in (model, whole)]

@@ -332,7 +332,7 @@ def test_batches_sharded_over_a_mesh_give_the_mean():
 
 
 def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):
-    """With or without a length; without rich the extra is named."""
+    """With or without a length; without rich it is named."""
     params, data = support.random_params(), make_data()
     expected = full_gradient(loss_fn, params, ragged(data))
     for batches in (ragged(data), iter(ragged(data))):
@@ -340,5 +340,5 @@ def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):
         support.assert_same_bits(got, expected)
         assert "full gradient" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "rich.progress", None)
-    with pytest.raises(ImportError, match=r"pip install 'optperm\[progress\]'"):
+    with pytest.raises(ImportError, match="pip install 'rich'"):
         full_gradient(loss_fn, params, ragged(data), progress=True)
