@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.bayes._control_variates import correct
-from optperm.bayes._faults import judge_kernel, judge_stability, judge_temperature
+from optperm.bayes._faults import judge_kernel, judge_steps, judge_temperature
 from optperm.bayes._kernel import NoiseKernel, check_is_kernel, check_kernel
 from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
@@ -77,7 +77,7 @@ class ConstantSgdState(NamedTuple):
         del params
         if not can_be_seen(self.count):
             return []
-        found = judge_stability(self.kernel.stability, self.count, "stability")
+        found = judge_steps(self.kernel, self.count)
         return found + judge_temperature(self.count, self.temperature) + judge_kernel(self.kernel)
 
 

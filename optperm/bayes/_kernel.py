@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 
 from optperm.bayes._control_variates import anchor_like
-from optperm.bayes._forms import FORMS, Form, Preconditioner
+from optperm.bayes._forms import FORMS, Form, Preconditioner, Scalar
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, Updates
@@ -186,6 +187,35 @@ class NoiseKernel(NamedTuple):
             return jnp.where(h > 0, jnp.maximum(b, 0.0), 0.0)
 
         return jax.tree.map(of_entry, self.noise, h)
+
+    def batch_fraction(self) -> jax.Array:
+        r"""Return :math:`\max_i h_i \Lambda_i / s`, the maximum fraction of noise from the batches."""
+        s = self.scale()
+        fractions = jax.tree.map(
+            lambda h, noise: jnp.max(h * noise / s.astype(h.dtype), initial=0.0),
+            self.step_sizes(s),
+            self.noise,
+        )
+        return functools.reduce(jnp.maximum, jax.tree.leaves(fractions))
+
+    def anchor_distance(self) -> jax.Array:
+        r"""Return about how far the anchor is from an optimum, in posterior standard deviations.
+
+        Along :math:`w_i`, this is :math:`\sqrt{N / m_i} |w_i^\top \nabla L(\theta^*)|` with
+        :math:`m_i = a_i (1 + \mu) / (1 - \mu)`. The maximum over i is returned.
+        """
+        g = self.basis.coordinates(self.anchor.full_grad, self.anchor.full_grad)
+        factor = (1 + self.momentum) / (1 - self.momentum)
+
+        def along(g: jax.Array, a: jax.Array) -> jax.Array:
+            n, m = self.num_data.astype(g.dtype), a * factor.astype(a.dtype)
+            root = jnp.sqrt(n / jnp.where(m > 0, m, 1.0))
+            return jnp.max(jnp.where(m > 0, root * jnp.abs(g), 0.0), initial=0.0)
+
+        curvature = self.curvature
+        if isinstance(self.basis, Scalar):
+            curvature = jax.tree.map(lambda g: jnp.broadcast_to(curvature, g.shape), g)
+        return functools.reduce(jnp.maximum, jax.tree.leaves(jax.tree.map(along, g, curvature)))
 
     def variance_errors(self) -> tuple[jax.Array, jax.Array]:
         """Return the maximum fractions by which correlation makes variances too small and too large."""

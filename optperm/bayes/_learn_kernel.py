@@ -20,7 +20,7 @@ from optperm.bayes._constant_sgd import constant_sgd
 from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
-from optperm.bayes._faults import judge_kernel, judge_stability
+from optperm.bayes._faults import judge_kernel, judge_steps
 from optperm.bayes._forms import FORMS, Preconditioner, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._next_kernel import (
@@ -192,6 +192,7 @@ def learn_kernel(
         noise_ratio,
         steps,
         chunk_size,
+        control_variates,
     )
     params = without_variables(params)
     check_has_params(params)
@@ -214,7 +215,7 @@ def learn_kernel(
         )  # fmt: skip
     kernel, last = jax.tree.map(lambda leaf: leaf[0], (found.kernels, found.params))
     check_learned(kernel)
-    said = judge_stability(kernel.stability, 1, "stability") + judge_kernel(kernel)
+    said = judge_steps(kernel, 1) + judge_kernel(kernel)
     for text in found.warnings + said:
         warnings.warn(text, stacklevel=2)
     return kernel, last
@@ -270,6 +271,7 @@ def check_learning(
     noise_ratio: Any,
     steps: Any,
     chunk_size: Any,
+    control_variates: Any,
 ) -> None:
     """Raise unless the arguments of `learn_kernel` are valid."""
     checks.check_key("key", key)
@@ -288,6 +290,8 @@ def check_learning(
         checks.check_decay("momentum", momentum)
     if chunk_size is not None:
         checks.check_static_count("chunk_size", chunk_size)
+    if control_variates is not None:
+        checks.check_flag("control_variates", control_variates)
 
 
 def learn_kernels(

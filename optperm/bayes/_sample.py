@@ -53,6 +53,8 @@ from optperm.exact import apply_updates
 _PARTS = 10
 # The default numbers of examples in a batch, and of steps before the draws.
 _BATCH_SIZE, _BURN_IN = 32, 1000
+# The maximum number of examples in a batch by default.
+_LARGEST_BATCH = 512
 # The maximum number of entries whose draws are ranked; 4,000 draws take 5 ms per entry.
 _MOST_RANKED = 200
 # The maximum number of draws at which the loss is checked.
@@ -129,7 +131,8 @@ def sample(
         if `loss_fn` includes the prior. The prior must be smooth and finite everywhere: instead of a
         parameter :math:`m > 0`, sample :math:`u = \log m` with the log prior :math:`\log p(m) + u`,
         where :math:`e^u` is the Jacobian.
-      batch_size: S; None for the kernel's S, or for 32.
+      batch_size: S; None for the kernel's S, or for 32. With control variates, the noise that they leave
+        grows with the number D of params, so None is for D between 32 and 512.
       num_data: N; None for the number of rows, or for the kernel's N. Required if `data` is a function.
       sampler: None for constant SGD, or a function `sampler(N, S)` that returns another sampling
         transformation, as `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument
@@ -215,7 +218,7 @@ def sample(
         check_kernel(kernel, params, preconditioner)
         batch_size = int(kernel.batch_size) if batch_size is None else batch_size
         num_data = int(kernel.num_data) if num_data is None else num_data
-    size = _BATCH_SIZE if batch_size is None else batch_size
+    size = batch_size or _choose_batch_size(params, data, sampler, control_variates)
     with explicit_mesh(data, params, starts):
         # An estimate of the noise from batches of one example needs another example
         num_apart = int(not is_function(data) or size == 1)
@@ -283,6 +286,19 @@ def sample(
         return samples
 
 
+def _choose_batch_size(
+    params: Params, data: Any, sampler: Any, control_variates: bool | None
+) -> int:
+    """Return the default batch size."""
+    if sampler is not None or control_variates is False or is_function(data):
+        return _BATCH_SIZE
+    # The trace of A^-1 C of the noise H_n (theta - theta*) grows with D, for any N
+    checks.check_arrays("data", data)
+    num_rows = checks.count_examples("data", data)
+    size = max(_BATCH_SIZE, min(optax.tree.size(params), _LARGEST_BATCH))
+    return _BATCH_SIZE if size > num_rows else size
+
+
 def _facts_of_data(problem: _Problem, params: Params, data: Any, batch: Any) -> dict[str, Any]:
     """Return what a folder keeps of the data, of the key and of the loss."""
     return {
@@ -338,7 +354,9 @@ def _check_arguments(
             checks.check_static_count(name, count)
     if of_kernels["preconditioner"] is not None:
         checks.check_choice("preconditioner", of_kernels["preconditioner"], tuple(FORMS))
-    if None not in (of_kernels["kernel"], of_kernels["control_variates"]):
+    if of_kernels["control_variates"] is not None:
+        checks.check_flag("control_variates", of_kernels["control_variates"])
+    if of_kernels["kernel"] is not None and of_kernels["control_variates"] is not None:
         raise ValueError(
             "control_variates is for kernels that sample learns: pass it to learn_kernel instead."
         )
