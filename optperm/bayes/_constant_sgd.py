@@ -1,7 +1,9 @@
 """Constant SGD: SGD with constant step sizes, whose iterates are samples from a posterior.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
-JMLR 18(134), 2017, with injected noise whose covariance fits the problem.
+JMLR 18(134), 2017, with injected noise whose covariance fits the problem, averaged over two steps as in
+B. Leimkuhler and C. Matthews, "Rational Construction of Stochastic Numerical Methods for Molecular
+Sampling", Applied Mathematics Research eXpress, 2013.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def constant_sgd(
     r"""Sample from the posterior with SGD and constant step sizes.
 
     .. math::
-      v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - (1 - \mu) v_t
+      v_t = \mu v_{t-1} + H (g_t + \tfrac12 (\xi_t + \xi_{t-1})), \qquad
+      \theta_{t+1} = \theta_t - (1 - \mu) v_t
 
     The loss is :math:`L = \frac{1}{N} \sum_n \ell_n` with
     :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`; it includes the prior
@@ -105,11 +108,21 @@ def constant_sgd(
 
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
     :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. The noise of a step therefore has
-    the covariance :math:`(2 T / N) H` for any such h. Near an optimum, the draws follow
-    :math:`N(\theta^*, T (N A)^{-1})`, to first order in c. In every direction, the chain moves as
-    fast as c and the noise of the batches allow, even if the posterior is long and narrow. Without
-    injected noise, this is the method of Mandt, Hoffman and Blei (`optperm.mandt_sgd`); without noise
-    from the batches, this is Langevin dynamics.
+    the covariance :math:`(2 T / N) H` for any such h. The mean of two successive :math:`\xi` (Leimkuhler
+    and Matthews) has the same sum over many steps. Near an optimum, where a fraction
+    :math:`\varphi_i = h_i \Lambda_i / s` of the noise is from the batches, draws follow
+    :math:`N(\theta^*, T (N A)^{-1})` with variances multiplied by
+
+    .. math::
+      1 + \varphi_i \frac{c_i / 2}{1 - c_i / 2}, \qquad c_i = h_i a_i, \qquad
+      a_i = \frac{1 - \mu}{1 + \mu} w_i^\top A w_i
+
+    for any :math:`c_i` below 2: exactly the posterior without noise from the batches. If the kernel has
+    control variates, the gradient :math:`g_t` is :math:`g_B(\theta) - g_B(\theta^*) + \nabla
+    L(\theta^*)`, which hardly has noise (`optperm.bayes.learn_kernel`). In every direction, the chain
+    moves as fast as c and the noise of the batches allow, even if the posterior is long and narrow.
+    Without injected noise, this is the method of Mandt, Hoffman and Blei (`optperm.mandt_sgd`); without
+    noise from the batches, this is Langevin dynamics.
 
     `optperm.bayes.learn_kernel` learns :math:`W, \Lambda, a` and :math:`\rho` near an optimum, and
     returns the params at which every step of this transformation samples. `optperm.bayes.sample` runs
@@ -126,6 +139,8 @@ def constant_sgd(
 
     Returns:
       A transformation whose `update` needs `params`, and batches of S examples drawn with replacement.
+      With control variates, it also needs the extra argument `grad_fn` of `optperm.evaluate`, which
+      evaluates the batch at :math:`\theta^*`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -139,8 +154,8 @@ def constant_sgd(
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     chosen = jax.random.choice(key, 1000, (10,))
-      ...     grads = jax.grad(loss_fn)(w, (x[chosen], y[chosen]))
-      ...     updates, opt_state = tx.update(grads, opt_state, w)
+      ...     e = optperm.evaluate(loss_fn, w, (x[chosen], y[chosen]))
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
       ...     w = optax.apply_updates(w, updates)
       ...     return (w, opt_state), w
       >>> keys = jax.random.split(jax.random.key(2), 30_000)
@@ -154,9 +169,9 @@ def constant_sgd(
       draws are too narrow by a fifth or more. In a chain, put nothing that changes gradients (clipping,
       `optperm.svrg`, weight decay) before this transformation, and nothing that scales updates after it.
 
-      The state of the diagonal preconditioner has three numbers per parameter; the state of the full
-      preconditioner contains a D x D matrix, and a step computes two matrix-vector products. 16-bit
-      params have remainders of 16 bits.
+      The state of the diagonal preconditioner has four numbers per parameter, and six with control
+      variates; the state of the full preconditioner contains a D x D matrix, and a step computes two
+      matrix-vector products. 16-bit params have remainders of 16 bits.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -166,6 +181,9 @@ def constant_sgd(
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+
+      Leimkuhler and Matthews, `Rational Construction of Stochastic Numerical Methods for Molecular
+      Sampling <https://arxiv.org/abs/1203.5428>`_, 2013
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optperm.bayes import _batches
 from optperm.bayes._batches import Batches
 from optperm.bayes._covariance import BatchGradients
 from optperm.core.dtypes import accumulation_dtype, wide_zeros
@@ -103,6 +104,9 @@ def full_gradients(loss: Loss, batches: Batches, params: Params) -> Updates:
     """
     n = batches.num_data
     size = min(n, _ROWS)
+    if batches.read_slice is not None:
+        row = batches.num_bytes / (batches.batch_size + batches.num_apart)
+        size = max(1, min(size, int(_batches.MOST_BYTES / row)))
 
     def of_part(total: Any, params: Params, rows: Any) -> Any:
         count = len(jax.tree.leaves(rows)[0])

@@ -64,6 +64,19 @@ Loss = Callable[[Any, Any], jax.Array]
 GradientsFn = Callable[[Any, Any], BatchGradients]
 
 
+class _Defaults(NamedTuple):
+    """The maximum momentum, c, and the maximum ratio of noises."""
+
+    momentum: float
+    stability: float
+    noise_ratio: float
+
+
+_WITHOUT = _Defaults(momentum=0.9, stability=0.2, noise_ratio=10.0)
+# Where the noise depends on the params, its fraction is a fifth at most
+_WITH_VARIATES = _Defaults(momentum=0.5, stability=0.5, noise_ratio=0.25)
+
+
 class Learned(NamedTuple):
     """The kernels of chains.
 
@@ -90,8 +103,8 @@ def learn_kernel(
     preconditioner: Preconditioner | None = None,
     estimator: Estimator = "per_example",
     momentum: float | None = None,
-    stability: float = 0.2,
-    noise_ratio: float = 10.0,
+    stability: float | None = None,
+    noise_ratio: float | None = None,
     steps: int = 8000,
     chunk_size: int | None = None,
     control_variates: bool | None = None,
@@ -111,6 +124,18 @@ def learn_kernel(
     :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation of
     the noise. See `optperm.bayes.NoiseKernel`.
 
+    With control variates (Baker et al.), the kernel has an anchor :math:`\theta^*`, where the search
+    ended, and the gradient over all examples there. Steps use the gradient
+
+    .. math::
+      g_B(\theta) - g_B(\theta^*) + \nabla L(\theta^*)
+
+    whose noise per example is about :math:`H_n (\theta - \theta^*)`, with the Hessian :math:`H_n` of the
+    example. In a posterior, :math:`|\theta - \theta^*|^2` is proportional to 1 / N, so the number of
+    steps per effective draw does not grow with N. From the third window on, C is the covariance of this
+    noise along the chain, and W makes A about the identity. The gradient over all examples is computed
+    three times, in parts. The kernel has two more trees like params.
+
     Args:
       loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
         examples of a batch, with or without the prior, as for `optperm.bayes.sample`.
@@ -129,11 +154,15 @@ def learn_kernel(
       estimator: The estimator of C: "per_example", from the gradients of the batch's examples;
         "single_example", from one further example; or "two_batches", from the two halves of a batch, for
         losses that mix examples.
-      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. At the same
-        stability, momentum makes steps :math:`(1 + \mu) / (1 - \mu)` times as long.
-      stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
-        too large by a fraction of up to about c / 2.
+      momentum: :math:`\mu`, in [0, 1). None for :math:`(S - 1) / (S + 1)`, but at most 0.5 with control
+        variates, and 0.9 without. At the same stability, momentum makes steps
+        :math:`(1 + \mu) / (1 - \mu)` times as long.
+      stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. None for 0.5
+        with control variates, and 0.2 without. On a quadratic, a fraction :math:`\varphi` of noise from
+        the batches makes variances too large by :math:`\varphi c / (2 - c)`, and injected noise changes
+        no variance.
       noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
+        None for 0.25 with control variates, and 10 without.
       steps: The number of steps of the search on batches and of the windows, at least 16.
       chunk_size: The number of per-example gradients held in memory at once. None for a million entries
         in total, but at least 8 gradients.
@@ -152,9 +181,10 @@ def learn_kernel(
       >>> kernel, w = optperm.bayes.learn_kernel(
       ...     loss_fn, (x, y), jnp.zeros(2), key=0, batch_size=10, steps=2000
       ... )
-      >>> W = kernel.basis.w  # the full preconditioner: W^T C W = I
-      >>> C = jnp.cov((x * (x @ w - y)[:, None]).T)
-      >>> bool(jnp.allclose(W.T @ C @ W, jnp.eye(2), atol=0.2))
+      >>> W = kernel.basis.w  # W^T A W = I, with the Hessian A = x^T x / N
+      >>> bool(jnp.allclose(W.T @ (x.T @ x / 1000) @ W, jnp.eye(2), atol=0.2))
+      True
+      >>> bool(kernel.noise_left < 0.05)  # the fraction of the noise that control variates leave
       True
 
     Notes:
@@ -180,6 +210,9 @@ def learn_kernel(
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+
+      Baker, Fearnhead, Fox and Nemeth, `Control Variates for Stochastic Gradient MCMC
+      <https://arxiv.org/abs/1706.05439>`_, Statistics and Computing 2019
     """
     check_learning(
         key,
@@ -280,10 +313,12 @@ def check_learning(
         checks.check_static_count("num_data", num_data)
     checks.check_static_count("steps", steps, minimum=_PARTS)
     checks.check_choice("estimator", estimator, tuple(ESTIMATES))
-    checks.check_positive("stability", stability)
-    if float(stability) >= 2:
+    if stability is not None:
+        checks.check_positive("stability", stability)
+    if stability is not None and float(stability) >= 2:
         raise ValueError(f"stability must be below 2, got {float(stability):g}.")
-    checks.check_positive("noise_ratio", noise_ratio)
+    if noise_ratio is not None:
+        checks.check_positive("noise_ratio", noise_ratio)
     if preconditioner is not None:
         checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
     if momentum is not None:
@@ -303,8 +338,8 @@ def learn_kernels(
     preconditioner: Preconditioner | None = None,
     estimator: Estimator = "per_example",
     momentum: float | None = None,
-    stability: float = 0.2,
-    noise_ratio: float = 10.0,
+    stability: float | None = None,
+    noise_ratio: float | None = None,
     steps: int = 8000,
     chunk_size: int | None = None,
     control_variates: bool | None = None,
@@ -330,16 +365,16 @@ def learn_kernels(
     has_anchor = choose_variates(control_variates, batches, estimator)
     size, unit = batches.batch_size, steps // _PARTS
     form = choose_form(preconditioner, jax.tree.map(lambda leaf: leaf[0], params))
-    mu = min(0.9, (size - 1) / (size + 1)) if momentum is None else momentum
+    default = _WITH_VARIATES if has_anchor else _WITHOUT
+    mu = min(default.momentum, (size - 1) / (size + 1)) if momentum is None else momentum
     begin = functools.partial(
         first_kernel, preconditioner=form, num_data=batches.num_data, batch_size=size, momentum=mu,
-        max_noise_ratio=noise_ratio, max_stability=stability,
+        max_noise_ratio=default.noise_ratio if noise_ratio is None else noise_ratio,
+        max_stability=default.stability if stability is None else stability,
     )  # fmt: skip
     every = _steps_per_estimate(size, estimator, form, steps)
     params, split = _join(params)
-
-    def loss_of(params: Any, batch: Any) -> jax.Array:
-        return loss(split(params), batch)
+    loss_of = functools.partial(_loss_of_joined, loss, split)
 
     def gradients(params: Any, batch: Any) -> BatchGradients:
         here, apart = batches.split(batch)
@@ -422,6 +457,10 @@ def _join(params: Params) -> tuple[Any, Callable[[Any], Any]]:
         )
 
     return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1), split
+
+
+def _loss_of_joined(loss: Loss, split: Callable[[Any], Any], params: Any, batch: Any) -> jax.Array:
+    return loss(split(params), batch)
 
 
 def _descend(

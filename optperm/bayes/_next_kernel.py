@@ -190,6 +190,8 @@ def next_kernel(kernel: NoiseKernel, seen: Window) -> NoiseKernel:
         moves = jnp.logical_not(any_unknown(kernel))
         rotated = kernel.basis.rotate(seen.covariance, bound, mean_curvature(seen, h))
         basis, noise, curvature = optax.tree.where(moves, rotated, (basis, noise, curvature))
+        width = jnp.where(moves, relative_variance(kernel, seen), 1.0)
+        noise = jax.tree.map(lambda c: c / width.astype(c.dtype), noise)
     is_known = _any_positive(curvature)
     stability, excess = _shorten(kernel, seen.stability * factor)
     most = kernel.max_noise_ratio
@@ -306,6 +308,22 @@ def fraction_by_places(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Arr
     variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
     old = kernel.noise_ratio / (1 + kernel.noise_ratio)
     return old * _VARIATION / jnp.sqrt(variance + 1e-12)
+
+
+def relative_variance(kernel: NoiseKernel, seen: Window) -> jax.Array:
+    r"""Return the ratio of the chain's variance in a window to the posterior's, with control variates.
+
+    Steps with the fraction :math:`1 - \varphi` of injected noise, and the fraction :math:`\varphi'` of
+    noise from the batches, have :math:`1 - \varphi + \varphi'` times the noise that samples. The noise
+    of the batches is proportional to this variance. The mean over directions has weights
+    :math:`\varphi'`.
+    """
+    s = kernel.scale()
+    relative = _over(kernel.step_sizes(s), s)
+    assumed = optax.tree.mul(kernel.noise, relative)
+    found = optax.tree.mul(kernel.basis.variances(seen.covariance), relative)
+    variance = _mean(jax.tree.map(lambda old, new: 1 - old + new, assumed, found), found)
+    return jnp.where(variance > 0, variance, 1.0)
 
 
 def _shorten(kernel: NoiseKernel, effective: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ from optperm.bayes._next_kernel import (
     next_window,
     observe,
     probing_steps,
+    relative_variance,
 )
 
 N, S, D = 500, 8, 3
@@ -119,8 +120,32 @@ def test_directions_for_control_variates_fit_the_curvature():
         new = jax.jit(next_kernel)(kernel, seen)
         w = np.asarray(new.basis.w, np.float64)
         np.testing.assert_allclose(w.T @ wanted @ w, np.eye(D), atol=1e-5)
-        np.testing.assert_allclose(w.T @ NOISE @ w, np.diag(new.noise), atol=1e-5)
+        width = 1.0 if np.isinf(curvature) else float(relative_variance(kernel, seen))
+        np.testing.assert_allclose(w.T @ NOISE @ w, width * np.diag(new.noise), atol=1e-5)
         np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
+
+
+def test_noise_along_a_chain_is_that_of_a_chain_with_the_posteriors_variance():
+    """With half of the noise from the batches at the posterior's variance, a chain whose kernel has no
+    noise is twice as wide, and a chain whose kernel has all noise has no width: both find a half."""
+    kernel, seen = begin("diagonal", max_noise_ratio=1e9)
+    s = float(kernel.scale())
+    kernel = kernel._replace(
+        anchor=Anchor(jnp.zeros(D), jnp.zeros(D)),
+        curvature=jnp.full(D, 0.2), noise_ratio=jnp.float32(1e9),
+    )  # fmt: skip
+    for assumed in (0.0, 0.25, 0.9):
+        # V = 1 - phi + V / 2, and h = 1
+        variance = 2 * (1 - assumed)
+        one = jnp.ones(D)
+        seen = seen._replace(
+            estimates=jnp.int32(9),
+            covariance=s * variance / 2 * one,
+            curvature=one,
+            root_square=one,
+        )
+        new = next_kernel(kernel._replace(noise=s * assumed * one), seen)
+        np.testing.assert_allclose(new.noise, s / 2, rtol=1e-4)
 
 
 def test_curvature_includes_the_spread_of_the_batches_curvatures():
