@@ -183,8 +183,6 @@ def arguments(options):
     if given:
         values["checkpoints"] = training.Checkpoints(**given)
     callbacks = dict(own.pop("every", {}))
-    if "steps_per_call" in own:
-        callbacks.setdefault(own.pop("steps_per_call"), lambda event: None)
     words = {"on_epoch_end": "epoch", "epoch_start": "epoch_start"}
     callbacks |= {word: own.pop(name) for name, word in words.items() if name in own}
     return own | values | ({"callbacks": callbacks} if callbacks else {})

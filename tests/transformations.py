@@ -285,6 +285,15 @@ SPANNING = (
     *("sgperm", "laperm", "agn", "diloco-streaming"),
     *("dim_reduce", "svrg", "mandt_sgd", "mask_elements"),
 )
+# For how a kernel is cut, the largest parameter that the update has to gather then: to permute a weight
+# vector, to factorize a matrix, or to move the exponents of groups of entries.
+_OF_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
+GATHERED = {
+    **dict.fromkeys(("sgperm", "permute_by_cycles", "laperm"), _OF_VECTORS),
+    "low_rank-svd": {"input": "kernel", "both": "kernel"},
+    "quantize_state": {"both": "kernel"},
+    "quantize_state-4": {"both": "kernel"},
+}
 
 
 def ordinal(ours):

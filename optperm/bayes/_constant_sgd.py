@@ -55,8 +55,9 @@ class ConstantSgdState(NamedTuple):
     left_out: Int32[Array, ""]
 
     def for_loop(self) -> ForLoop:
-        """Return that batches must be drawn with replacement, and the number of training examples."""
-        return ForLoop(draws_examples=True, num_data=self.kernel.num_data)
+        """Return that batches must be drawn with replacement, and the sizes of the data and a batch."""
+        n, size = self.kernel.num_data, self.kernel.batch_size
+        return ForLoop(draws_examples=True, num_data=n, batch_size=size)
 
     def numbers(self) -> tuple[jax.Array, jax.Array]:
         """Return c times the `learning_rate`, and the temperature, of the last step."""

@@ -178,31 +178,19 @@ def ivon(
     Notes:
       With the default `b2`, learning the Hessian takes about 100,000 steps. In a shorter run, all
       weights keep the standard deviation of the first draws, by default a tenth of the weights' root
-      mean square.
-      The noise regularizes, but the draws contain little information about the uncertainty.
+      mean square. The noise regularizes, but the draws contain little information about the uncertainty.
       `b2=1 - 3 / steps` makes the draws up to :math:`e^{3/2} = 4.5` times as wide by the end. A smaller
       `b2` learns :math:`h`. If there are more weights than examples, the distribution then becomes wide,
       because `weight_decay` is a weak prior, and the likelihood is worse.
 
       The params are the mean, so you can evaluate the model at the params.
       `optperm.bayes.posterior_predictive` averages predictions over draws from
-      `optperm.bayes.sample_params`.
-
-      `optperm.training.fit` and `optperm.with_loss` make a draw in each step, with `mc_samples=1`.
-      `optax.inject_hyperparams` needs `static_args=("mc_samples",)`.
-
-      `optax.masked` passes the raw gradients of the other params through. To keep these params fixed,
-      use `optax.partition` with `optax.set_to_zero()`. If the gradient of an entry is NaN, the entry
-      keeps its :math:`g` and :math:`h`, its mean moves along :math:`g`, and `count` increases.
-
-      For 16-bit params, the state contains the bits that rounding removes, and draws are in float32.
+      `optperm.bayes.sample_params`. `optperm.training.fit` and `optperm.with_loss` make a draw in each
+      step, with `mc_samples=1`.
 
       On a quadratic with Hessian :math:`H`, a weak prior and little noise from the batches, the
       variances tend to :math:`1 / (\lambda (\mathrm{diag} H + \delta))`. These are the variances of the
       best normal approximation with a diagonal covariance.
-
-      Like Adam's state, the state has two numbers per parameter. In addition, each step draws one normal
-      number per parameter, a noticeable cost if the batch is small for the network.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.

@@ -125,12 +125,14 @@ class ForLoop(NamedTuple):
       draws_examples: Whether each example of a batch must be drawn from all examples, because batches
         from one shuffle are not independent.
       num_data: The number of examples for which the method was made; None if its state has no number.
+      batch_size: The number of examples of each gradient for which the method was made; None likewise.
     """
 
     metrics: Mapping[str, jax.Array] = {}
     judge: Callable[[Mapping[str, np.ndarray]], list[str]] | None = None
     draws_examples: bool = False
     num_data: jax.Array | None = None
+    batch_size: jax.Array | None = None
 
 
 class LoopState(Protocol):

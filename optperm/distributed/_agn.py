@@ -191,46 +191,18 @@ def agn(
       Start all replicas with the same params. If `init` is called where the axis is mapped, as in
       `optperm.switch_after`, and the params differ, the center is their mean.
 
-      If `inner` sets the exact value of an entry on all replicas (`optperm.mask_elements`), the center
-      does the same. Zero updates are no exact values: with `outer`, put `optax.partition` around `agn`
-      to freeze leaves.
-
       Local steps send nothing. A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (in
       float64 if a param is float64). `"sequential"` and `compress` need an all-gather, or `"sequential"`
-      an all-reduce of rows if a replica is sharded. The collective is in a conditional of the compiled
-      program, even if `jax.vmap` maps the replicas.
-
-      :math:`T` in the equations is the number of steps actually taken, also with `commit=`.
-      `optax.MultiSteps` drops the results of micro-steps that only accumulate, but not their
-      collectives: each micro-step of a period's last step exchanges contributions. In this case, pass
-      `commit=`, True only in the last micro-step of a period. Within `jax.shard_map`, params must vary
-      over the axis; if they do not, use `jax.lax.pcast(params, axis_name, to='varying')`. If `axis_name`
-      combines axes of `jax.shard_map` and of a `jax.vmap` within it, pass `check_vma=False` to
-      `jax.shard_map`.
+      an all-reduce of rows if a replica is sharded. :math:`T` is the number of steps actually taken,
+      also with `commit=`. A commit leaves out a replica with nonfinite gradients, still pulls it to the
+      center, and counts the omission in `skipped`.
 
       Without `outer`, `inner` has two states: a local state, which pulls do not change, and a state for
       the center. In each state, schedules, bias correction and periods count the updates of this state,
       as everywhere in Optax. A schedule in `inner` would therefore fall :math:`T` times as slowly at the
-      center, so it needs `outer`. A schedule whose count belongs to moments, as in
-      `optax.contrib.prodigy` or `optperm.sgld`, cannot be seen: pass `outer` there too. With one
-      fragment, the center's optimizer also gets the extra arguments. In a step of the center,
-      `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value` is the
-      value at the center, and `grad` is the committed gradient.
-
-      Nonfinite entries of a gradient count as zero in the local step. The commit leaves out a replica
-      with such entries, still pulls the replica to the center, and counts the omission in `skipped`. The
-      same is true for a traced weight that is negative or nonfinite. If no replica remains, or the sum
-      of contributions overflows, the center does not move. An optimizer that divides by the norm of its
-      gradient may produce NaNs from zeros; put `optax.apply_if_finite` around it to skip these steps.
-
-      Without `commit=`, all replicas must call `update` equally often, so put such a wrapper around
-      `inner`, not around `agn`. With `commit=` in each call, replicas on different devices may take
-      different numbers of local steps, if all replicas commit at the same calls. Pass the number of
-      steps as `weight=` for the mean over all steps.
-
-      If `inner` draws random numbers (`optax.add_noise`), its state contains their key, and replicas
-      with the same key draw the same numbers. To give each replica its own numbers, call `init` where
-      the axis is mapped, of an `inner` whose key is folded with `jax.lax.axis_index(axis_name)`.
+      center, so it needs `outer`. With one fragment, the center's optimizer also gets the extra
+      arguments: `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value`
+      is the value at the center, and `grad` is the committed gradient.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

@@ -171,18 +171,10 @@ def diloco(
       0.42
 
     Notes:
-      See `optperm.agn` for local gradients, `commit=` and `weight=` of `update`, extra
-      arguments, replicas that start apart or take fewer steps, random numbers of `inner`, wrappers
-      (around `inner`, not around `diloco`), zeros and fixed entries of the center, and exact params with
-      `optperm.apply_updates`. Nonfinite entries of a gradient count as zero, and `zeroed` in the state
-      counts the steps with such entries. An exchange excludes only replicas whose params are not finite.
-      The pull resets such params to the center, for any `mixing`, but only with
-      `optperm.apply_updates`, because NaN plus an update is NaN.
-
+      See `optperm.agn` for local gradients, `commit=` and `weight=` of `update`, and extra arguments.
       With a plan, `commit=plan.at(step)` selects the fragments of a step during tracing. True and
       `"only"` exchange all fragments at once, without a delay. They replace fragments in flight, whose
-      steps the displacement contains. With more than one fragment, the outer optimizer gets no extra
-      arguments, because a loss is a function of all params.
+      steps the displacement contains.
 
       With `combine="pairs"`, `optperm.distributed.center_params` returns the replica's own center, and
       `value_fn` and similar arguments use its own batch. An outer momentum without `nesterov` must be

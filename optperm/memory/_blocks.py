@@ -37,6 +37,17 @@ class Random(NamedTuple):
     like: Any
 
 
+class Linear(NamedTuple):
+    """The blocks of integers of 8 bits, rounded at random (see `Random`).
+
+    All codes have the same distance, so small entries of a block are less exact than in `Random`, but
+    the sum of the squared errors of a block is smaller.
+    """
+
+    exponents: Any
+    like: Any
+
+
 class Root(NamedTuple):
     """The blocks of roots of squares, rounded at random so that squares are unbiased (see `Random`)."""
 
@@ -65,8 +76,8 @@ class Odd(NamedTuple):
     like: Any
 
 
-Blocks = Random | Root | Largest | Even | Odd
-Form = type[Random] | type[Root] | type[Largest] | type[Even] | type[Odd]
+Blocks = Random | Linear | Root | Largest | Even | Odd
+Form = type[Random] | type[Linear] | type[Root] | type[Largest] | type[Even] | type[Odd]
 _ROOTS, _PAIRS = (Root, Largest), (Even, Odd)
 
 _INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
@@ -74,6 +85,8 @@ _NAN = 0x7F  # the code of NaN in float8_e4m3fn
 _NAN_BLOCK = -128  # the exponent of a block with NaN in 4 bits
 # The ranges of exponents in which each code times 2^e, or its square for roots, is a normal float32.
 _ROOT_LIMITS, _LIMITS, _PAIR_LIMITS = (-54, 56), (-117, 119), (-117, 126)
+_LINEAR_LIMITS = (-126, 121)
+_NAN_INTEGER = -128  # the code of NaN among integers
 
 
 def encode(
@@ -91,10 +104,10 @@ def encode(
       start: A uint32, the position from which numbers are counted in the hash.
 
     Returns:
-      Codes in float8_e4m3fn, of the shape of the array, or for 4 bits in uint8, (..., ceil(n / 2)); and
-      exponents e in int8, (..., ceil(n / 32)), for a merged last axis of n. The largest finite magnitude
-      of a block (for roots, its root), divided by 2^e, is in (128, 256] for 8 bits, and in (3, 6] for 4
-      bits.
+      Codes in float8_e4m3fn, or for `Linear` in int8, of the shape of the array, or for 4 bits in uint8,
+      (..., ceil(n / 2)); and exponents e in int8, (..., ceil(n / 32)), for a merged last axis of n. The
+      largest finite magnitude of a block (for roots, its root), divided by 2^e, is in (128, 256] for 8
+      bits, in (63.5, 127] for `Linear`, and in (3, 6] for 4 bits.
     """
     whole = x
     x = x if form in _PAIRS else _merge(x, _count_axes(x.shape))
@@ -119,6 +132,12 @@ def encode(
         pairs = pairs[..., 0] | pairs[..., 1] << 4
         e = jnp.where(e > _PAIR_LIMITS[1], _NAN_BLOCK, e)
         return _join(pairs, (n + 1) // 2), e.astype(jnp.int8)
+    if form is Linear:
+        # floor(y + draw), with y in multiples of 2^-23; only numbers near 2^128 have y > 127
+        codes = (y * 2.0**23).astype(jnp.int32) + (draw >> 9).astype(jnp.int32) >> 23
+        codes = jnp.minimum(codes, 127)
+        codes = jnp.where(is_finite, jnp.where(raw < 0, -codes, codes), _NAN_INTEGER)
+        return _unmerge(_join(codes, n).astype(jnp.int8), whole), e.astype(jnp.int8)
     if form in _ROOTS:
         codes = _round_root(y, draw if form is Root else None)
     else:
@@ -151,13 +170,8 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
         whole, codes = codes, _merge(codes, exponents.ndim)
         n, bits = codes.shape[-1], jax.lax.bitcast_convert_type(codes, jnp.int8)
         c = _split(bits, _find_group(codes, n, form)).astype(jnp.int32)
-        size = c & _NAN
-        # Codes are the leading bits of a float32, except for multiples of 2^-9 below 2^-6 (see `_fix`).
-        # There is no float16 on the way, because XLA cannot compile float16 for all processors.
-        normal = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
-        y = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
-        y = jnp.where(c < 0, -y, y)
-        x = jnp.where(size == _NAN, jnp.nan, y) * _power(_spread(e, y))
+        y = _read_integers(c) if form is Linear else _read_floats(c)
+        x = y * _power(_spread(e, y))
     top = float(jnp.finfo(dtype).max)
     if form in _ROOTS:
         x = jnp.minimum(x * x, top)
@@ -165,6 +179,21 @@ def decode(codes: jax.Array, exponents: jax.Array, form: Form, dtype: Any) -> ja
         x = jnp.clip(x, -top, top)
     x = _join(x, n).astype(dtype)
     return x if form in _PAIRS else _unmerge(x, whole)
+
+
+def _read_integers(c: jax.Array) -> jax.Array:
+    """Return the numbers of codes in int8."""
+    return jnp.where(c == _NAN_INTEGER, jnp.nan, c.astype(jnp.float32))
+
+
+def _read_floats(c: jax.Array) -> jax.Array:
+    """Return the numbers of codes in float8_e4m3fn, from their bits."""
+    size = c & _NAN
+    # Codes are the leading bits of a float32, except for multiples of 2^-9 below 2^-6 (see `_fix`).
+    # There is no float16 on the way, because XLA cannot compile float16 for all processors.
+    normal = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
+    y = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
+    return jnp.where(size == _NAN, jnp.nan, jnp.where(c < 0, -y, y))
 
 
 def _count_axes(shape: tuple[int, ...]) -> int:
@@ -210,6 +239,9 @@ def _find_exponents(top: jax.Array, form: Form) -> jax.Array:
     if form in _PAIRS:
         e = jnp.clip((top + 0x3FFFFF >> 23) - 129, *_PAIR_LIMITS)
         return jnp.where(top < _INFINITY, e, _PAIR_LIMITS[1] + 1)
+    if form is Linear:
+        # Numbers above 127/64 times a power of two get the next exponent, since there is no code 128
+        return jnp.clip((top + 0x1FFFF >> 23) - 133, *_LINEAR_LIMITS)
     # 2^k is the smallest power of two that is not below the number
     k = (top + 0x7FFFFF >> 23) - 127
     # The root of a square in (2^14, 2^16] is in (128, 256].

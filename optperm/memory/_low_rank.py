@@ -218,29 +218,14 @@ def low_rank(
       - SubTrack++ and GrassJump are similar to `projection="power"` and `projection="random"`.
 
       With Adam, a projected leaf takes (d r + 2 r k) words instead of 2 d k. The gradient itself is not
-      compressed. A step costs two matrix products of 2 d k r operations each. On a CPU, these may take
-      longer than Adam's update, but much less time than a gradient on a few hundred tokens. A basis
-      costs a d x d Gram matrix and its eigenvectors, or a QR decomposition of a d x r matrix. Under
-      `jax.vmap` over independent runs, all runs compute bases whenever one run needs a new basis. An
-      update has no reverse-mode derivative, because moments change in a loop of at most one iteration.
+      compressed. A step costs two matrix products of 2 d k r operations each, and a basis costs a d x d
+      Gram matrix and its eigenvectors, or a QR decomposition of a d x r matrix.
 
       With "svd" and "power", a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`.
       By Fira's formula, its first step would be thousands of times longer than Adam's. Therefore
       :math:`\lVert R_j \rVert` counts as at least a tenth of its value with a random basis,
-      :math:`\sqrt{r / d} \, \lVert G_j \rVert`, so that
-      :math:`\lVert S_j \rVert \le 10 \sqrt{d / r} \, \lVert N_j \rVert`. A column always exactly
-      outside the subspace gets no step. To avoid this, use "random", whose bases hardly ever miss a
-      column, or `residual=None`.
-
-      The method adds 1e-8 to :math:`\lVert R_j \rVert`, so columns with norms below about 1e-8 lose S.
-
-      If the gradient of a matrix is zero or not finite, the matrix keeps its basis, and the next step
-      tries again. Random bases need no gradient. Nonfinite gradients give nonfinite updates, so
-      `optax.apply_if_finite` can skip these steps.
-
-      If the gradient is sharded along k, a step all-reduces a few numbers, and an SVD all-reduces a d x
-      d Gram matrix. If the gradient is sharded along d, a step all-reduces R, and a Gram matrix gathers
-      the gradient. Random bases need no communication. Bases are sharded like the rows of the gradient.
+      :math:`\sqrt{r / d} \, \lVert G_j \rVert`. A column always exactly outside the subspace gets no
+      step: use "random", whose bases hardly ever miss a column, or `residual=None`.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the wrong

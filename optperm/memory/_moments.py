@@ -84,7 +84,7 @@ _CARRIED: dict[type, Formula] = {
 def _is_carried(node: Any) -> bool:
     """Return whether a node is a state whose moments can be carried over."""
     roles = KNOWN.get(type(node), {}).values()
-    return type(node) in _CARRIED or (bool(roles) and set(roles) == {"mean"})
+    return type(node) in _CARRIED or (bool(roles) and set(roles) <= {"mean", "matrix"})
 
 
 def match_others(inner_state: Any, params: Any, is_own: Callable[[Any], bool]) -> list[Match]:

@@ -42,6 +42,7 @@ from optperm.memory._blocks import (
     Even,
     Form,
     Largest,
+    Linear,
     Odd,
     Random,
     Root,
@@ -130,7 +131,10 @@ def quantize_state(
     .. math::
       p = \frac{r^2 - r_0^2}{r_1^2 - r_0^2},
 
-    so the rounding is unbiased in v. First moments are also rounded at random, without bias in m::
+    so the rounding is unbiased in v. First moments are also rounded at random, without bias in m. The
+    momentum of Muon, which is orthogonalized as a matrix, has codes in int8 instead, because rounding
+    errors that are small beside the matrix matter more there than errors that are small beside their
+    entries::
 
       tx = optperm.quantize_state(optax.adamw(1e-3))
 
@@ -249,7 +253,7 @@ def quantize_state(
         **extra_args: Any,
     ) -> tuple[Updates, QuantizedState]:
         forms = _find_forms(state.exponents)
-        if any(form in ((Random,) if bits == 4 else (Even, Odd)) for form in forms):
+        if any(form in ((Random, Linear) if bits == 4 else (Even, Odd)) for form in forms):
             raise ValueError(
                 f"bits must be {8 if bits == 4 else 4}, as in the state, got {bits}. To change bits, "
                 "convert the state with optperm.memory.dequantize, then optperm.memory.quantize."
@@ -382,11 +386,11 @@ def _find_form(moment: Moment, bits: int) -> Form:
     """Return the form of a moment's codes."""
     if moment.role == "maximum":
         return Largest
-    if moment.role != "mean":
+    if moment.role not in ("mean", "matrix"):
         return Root
     if bits == 4:
         return Odd if moment.array.shape[-1] % 2 else Even
-    return Random
+    return Linear if moment.role == "matrix" else Random
 
 
 def _flag_moments(inner_state: Any, params: Any, flags: Any) -> list[bool]:

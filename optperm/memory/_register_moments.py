@@ -12,8 +12,9 @@ import optax.contrib
 from optperm.core import checks
 
 # The arrays of a field are linear in gradients, linear in squares of gradients, or maxima of such
-# squares. "centered" is a square from which the optimizer subtracts the square of a mean.
-Role = Literal["mean", "square", "maximum", "centered"]
+# squares. "matrix" is a mean that is orthogonalized. "centered" is a square from which the optimizer
+# subtracts the square of a mean.
+Role = Literal["mean", "matrix", "square", "maximum", "centered"]
 
 # The fields with moments of each type of state, and the role of each field
 KNOWN: dict[type, dict[str, Role]] = {}
@@ -32,9 +33,10 @@ def register_moments(state_type: type, **roles: Role) -> None:
 
     Args:
       state_type: The type of the optimizer's state, a NamedTuple.
-      **roles: For each field with moments, a tree like params, its role: "mean"; "square", which is
-        never negative; "maximum" for a maximum of squares; or "centered" for a square v of an optimizer
-        that divides by the root of :math:`v - m^2`, where m is the field before it in this call.
+      **roles: For each field with moments, a tree like params, its role: "mean"; "matrix" for a mean
+        that the optimizer orthogonalizes, as Muon does; "square", which is never negative; "maximum"
+        for a maximum of squares; or "centered" for a square v of an optimizer that divides by the root
+        of :math:`v - m^2`, where m is the field before it in this call.
 
     Returns:
       None. The registration holds for the whole process.
@@ -54,8 +56,8 @@ def register_moments(state_type: type, **roles: Role) -> None:
       dtype(float8_e4m3fn)
 
     Notes:
-      `low_rank(carry=True)` carries over states whose fields are all means. A function that `jax.jit`
-      compiled before this call does not know the state.
+      `low_rank(carry=True)` carries over states whose fields are all means or matrices. A function that
+      `jax.jit` compiled before this call does not know the state.
 
     Raises:
       TypeError: If `state_type` is not a type of NamedTuple.
@@ -90,7 +92,7 @@ register_moments(optax.contrib.ScaleBySimplifiedAdEMAMixState, m="mean", n="squa
 register_moments(optax.ScaleByLionState, mu="mean")
 register_moments(optax.EmaState, ema="mean")
 register_moments(optax.TraceState, trace="mean")
-register_moments(optax.contrib.MuonState, mu="mean")
+register_moments(optax.contrib.MuonState, mu="matrix")
 register_moments(optax.ScaleByRmsState, nu="square")
 register_moments(optax.ScaleByRStdDevState, mu="mean", nu="centered")
 register_moments(optax.ScaleByAdaDeltaState, e_g="square", e_x="square")

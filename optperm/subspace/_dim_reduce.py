@@ -137,19 +137,8 @@ def dim_reduce(
       is no pair. Each further length minimizes the parabola through :math:`f` and the rejected loss,
       but is at most :math:`\rho` times and at least 0.1 times the previous length. After
       `max_search_steps` failed trials, the next step continues with the next length. After two such
-      steps in a row, the search resets :math:`B`. If the loss is smooth, all steps use the same batch,
-      and `inner` is linear (SGD without momentum, at any learning rate), the search finds a step until
-      the rounding of the loss hides the decrease. The search has no curvature condition. If the
-      curvatures in the subspace differ by a factor of 1e4 or more, `dim_reduce` takes several times as
-      many steps as BFGS in SciPy. A residual :math:`g - P^\top g_k` as small as its own rounding counts
-      as zero.
-
-      No transformation after this method may change its updates, because the curvature belongs to its
-      own steps: pass the transformation in `inner`, as in `optax.chain(optax.sgd(0.1), ...)`.
-
-      If `optperm.mask_elements` fixes entries inside or before this method, these entries must be zero
-      in the basis, as in the basis of a trajectory under the same mask. With another basis, the search
-      stalls, because it tries steps that cannot be taken.
+      steps in a row, the search resets :math:`B`. A residual :math:`g - P^\top g_k` as small as its own
+      rounding counts as zero.
 
       `line_search="mindspore"` is MindSpore's search, which may stall forever (at curvatures above 2.2
       if there are two trials):
@@ -161,35 +150,9 @@ def dim_reduce(
       Initially, :math:`B = I`, and :math:`B` is updated only if :math:`y^\top s > 10^{-20}`.
       `quasi_newton.rejections` in the state counts the consecutive failures of the search.
 
-      A step costs two passes over :math:`P`, and one evaluation of the loss per trial. Trials do not
-      change the state of `inner`. The search rejects trials with a nonfinite loss, and makes no trials
-      if the loss itself is not finite. If the gradient or its projection is not finite, the step is
-      skipped, and in the state, only `count`, `step_length` and `num_trials` change.
-
-      Inside `optax.MultiSteps`, the search would follow the mean gradient of several batches but use the
-      loss of the last batch. `optperm.subspace.set_basis` rejects this; inside `optperm.dldr`, it cannot
-      be detected. For large batches, evaluate the mean loss over microbatches, with the memory of one
-      microbatch:
-
-      .. code-block:: python
-
-        def mean_loss(params, microbatches):  # leaves of shape (number, size, ...)
-            part = jax.checkpoint(lambda microbatch: loss_fn(params, microbatch))
-            return jnp.mean(jax.lax.map(part, microbatches))
-
-        e = optperm.evaluate(mean_loss, params, microbatches)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-
-      Each of :math:`R` replicas holds :math:`\lceil k / R \rceil` rows of :math:`P`, and all other
-      arrays in full. A step then needs an all-gather of k numbers, one all-reduce for both
-      :math:`P^\top d` and :math:`P^\top g_k`, and averages of the loss and the gradient. The params must
-      be the same on all replicas, and `update` takes the extra arguments from the replica's own batch.
-      Call `init` within the mapped function, where the number of replicas is known:
-
-      .. code-block:: python
-
-        opt_state = jax.pmap(tx.init, axis_name="replica")(params)
-        opt_state = jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))(opt_state, basis)
+      No transformation after this method may change its updates, because the curvature belongs to its
+      own steps: pass the transformation in `inner`, as in `optax.chain(optax.sgd(0.1), ...)`. A step
+      costs two passes over :math:`P`, and one evaluation of the loss per trial.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

@@ -109,9 +109,8 @@ def check_columns(monitored: Names, of_evaluation: Names | None, of_steps: Names
     for name in monitored:
         known = of_evaluation if name.startswith("eval_") else of_steps
         if known is not None and name not in known:
-            raise ValueError(
-                f"EarlyStopping or keep_best needs the metric {name!r}, but rows have only {[*known]}."
-            )
+            says = f"EarlyStopping or keep_best needs the metric {name!r}, but rows have only {[*known]}"
+            raise ValueError(f"{says}. A metric of Validation.fn has the name eval_<name>.")
 
 
 @dataclasses.dataclass

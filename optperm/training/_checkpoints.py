@@ -197,9 +197,8 @@ class Folder:
         if isinstance(resume, bool):
             return known[-1] if resume and known else None
         if (step := operator.index(resume)) not in known:
-            raise ValueError(
-                f"resume={resume}, but {self.folder} has checkpoints of steps {known}."
-            )
+            has = f"has checkpoints of steps {known}" if known else "has no checkpoints"
+            raise ValueError(f"resume={resume}, but {self.folder} {has}.")
         return step
 
     def read(self, step: int, facts: Mapping[str, Any], shapes: "Shapes") -> dict[str, Any]:
@@ -289,5 +288,6 @@ def _errors(says: str) -> Iterator[None]:
         yield
     except Exception as error:  # file systems and kinds of damage have different error types
         why = str(error).strip().partition("\n")[0]
-        why = why if len(why) <= _LONGEST else f"{why[:_LONGEST]} ..."
+        if len(why) > _LONGEST:  # the cause, such as a full disk, is often at the end
+            why = f"{why[: _LONGEST // 2]} ... {why[-_LONGEST // 2 :]}"
         raise CheckpointError(f"{says} ({type(error).__name__}: {why}).") from error

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import as_arrays
@@ -140,7 +141,10 @@ def _read_stream(name: str, iterator: Iterator[Any]) -> Iterator[Any]:
 
 def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
     """Return the batches of an epoch, from an iterable or a function that returns an iterable."""
-    return iter(source if hasattr(source, "__iter__") else source(epoch))
+    batches = source if hasattr(source, "__iter__") else source(epoch)
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"{name}({epoch}) must return an iterable of batches, got {batches!r}.")
+    return iter(batches)
 
 
 def no_batch(name: str, epoch: int) -> ValueError:
@@ -276,13 +280,25 @@ def make_feed(
         return StreamFeed(data, batch_size, layout)
     asked = [state.for_loop() for state in find_states(carry.opt_state, LoopState)]
     size = checks.count_examples("data", data)
-    # Each replica has its own number; a process reads the numbers on its devices.
-    made_for = [jnp.asarray(each.num_data) for each in asked if each.num_data is not None]
-    shards = [np.ravel(shard.data) for n in made_for for shard in n.addressable_shards]
-    if wrong := [int(n) for numbers in shards for n in numbers if n != size]:
-        raise ValueError(f"The optimizer has num_data={wrong[0]}, but data has {size} examples.")
     replace = any(each.draws_examples for each in asked)
-    return ArrayFeed(data, batch_size, key, layout, replace)
+    feed = ArrayFeed(data, batch_size, key, layout, replace)
+    if wrong := _find_other([each.num_data for each in asked], size):
+        raise ValueError(f"The optimizer has num_data={wrong[0]}, but data has {size} examples.")
+    if find_states(carry.opt_state, optax.MultiStepsState):
+        return feed  # the optimizer's batch has several of these batches
+    per_gradient = batch_size // (layout.replicas if layout.own else 1)
+    if wrong := _find_other([each.batch_size for each in asked], per_gradient):
+        says = f"The optimizer was made for batch_size={wrong[0]}"
+        raise ValueError(f"{says}, but each of its gradients has {per_gradient} examples.")
+    return feed
+
+
+def _find_other(made_for: Iterable[jax.Array | None], here: int) -> list[int]:
+    """Return the numbers for which optimizers were made, if they differ from the number here."""
+    # Each replica has its own number; a process reads the numbers on its devices.
+    known = [jnp.asarray(number) for number in made_for if number is not None]
+    shards = [np.ravel(shard.data) for number in known for shard in number.addressable_shards]
+    return [int(number) for numbers in shards for number in numbers if number != here]
 
 
 class ArrayFeed:
@@ -296,6 +312,10 @@ class ArrayFeed:
 
     def __init__(self, data: Any, batch_size: Any, key: Any, layout: Layout, replace: bool) -> None:
         size, parts = checks.count_examples("data", data), layout.parts
+        if batch_size is None:
+            raise TypeError(
+                "Pass batch_size, the number of examples per step, since data has arrays."
+            )
         checks.check_count("batch_size", batch_size)
         if batch_size > size:
             raise ValueError(

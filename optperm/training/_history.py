@@ -115,6 +115,7 @@ class History:
 
         Args:
           figure: The figure that `plot` of another history returned, to draw this history into its axes.
+            Columns that the other history does not have are left out.
           label: The name of this history in the legend.
 
         Returns:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import reprlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +48,9 @@ def fit(
     arguments of this evaluation, and applies the updates (`optperm.apply_updates`).
 
     Args:
-      state: A `TrainState`, which does not change, or a `flax.nnx` model, which is trained in place.
+      state: A `TrainState`, which does not change, or a `flax.nnx` model, which is trained in place. For
+        other params, such as those of an Equinox model, pass
+        `TrainState.create(apply_fn=None, params=params, tx=tx)`.
       loss_fn: For a `TrainState`, a function `loss_fn(params, batch)` that returns the scalar mean loss;
         for a model, `loss_fn(model, batch)`, which may change the model's state. With padded or masked
         examples, return a pair `(sum, count)` as the loss, the sum of the losses that count and their
@@ -62,6 +65,7 @@ def fit(
       epochs: The number of the last epoch, counted from the start of the first run.
       steps: The number of the last step, counted in the same way.
       batch_size: For arrays, the number of examples per step over all devices. The rest is left out.
+        For a sampler with a kernel from `optperm.bayes.learn_kernel`, the batch size of the kernel.
       key: The key of the shuffles: an int in [0, 2**32), or a key of `jax.random`.
       has_aux: If True, the last entry of the tuple that `loss_fn` returns is a dict of scalar metrics,
         which are means over the batch.
@@ -125,7 +129,7 @@ def fit(
     ):
         if value is not None and not isinstance(value, kind):
             says = f"{name} must be a {kind.__name__}(...) of optperm.training"
-            raise TypeError(f"{says}, got {value!r}.")
+            raise TypeError(f"{says}, got {reprlib.repr(value)}.")
     schedule = Schedule.make(epochs, steps, validation, checkpoints, callbacks)
     processes.check_devices()
     with processes.together():

@@ -112,6 +112,7 @@ class Run:
     show: Callable[[int], None] | None = None  # shows the progress
     is_warned = False
     is_counted = False  # whether the count of the loss is known to be a count
+    is_seen = False  # whether the warnings of the optimizer state after the first steps are issued
     commit: Callable[..., Any] | None = None
     interrupt: Interrupt | None = None
 
@@ -210,6 +211,7 @@ class Run:
                 fed = given.feed.run(compiled, self.carry, self.at, count, interrupt, common)
                 self._record(fed)
                 self._check_count(fed)
+                self._check_first_steps()
                 error = fed.error
                 stop = self._do_what_is_due()
             except Interrupted:
@@ -265,6 +267,15 @@ class Run:
         self.is_counted, given = True, self.given
         if not conditions.is_count(self.carry, given.feed.example(), given.model, self.layout):
             warnings.warn(conditions.NOT_COUNT, stacklevel=4)  # where fit is called
+
+    def _check_first_steps(self) -> None:
+        """Issue the warnings of the optimizer state after two steps, since rows may come much later.
+
+        After a step, a method may find that something has changed its updates. A call has 100 steps.
+        """
+        if not self.is_seen and self.is_judged and self.at.step >= self.began.step + 2:
+            self.is_seen = True
+            self.warn_of_state(stacklevel=5)  # where fit is called
 
     def _check_updates(self) -> None:
         """Warn once if most updates of params in 16 bits round to nothing, at rows 100 steps apart."""
@@ -328,9 +339,6 @@ class Run:
             self.show(self.at.step)
         if jax.process_count() > 1 and self.layout.own:
             self._find_period()
-        # An epoch may be long: say what is wrong before its first row
-        if (taken := self.at.step - self.began.step) - fed.steps < 100 <= taken:
-            self.warn_of_state(stacklevel=5)
 
     def _find_period(self) -> None:
         """Note the number of steps between the last commits."""

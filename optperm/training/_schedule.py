@@ -46,6 +46,9 @@ class Schedule:
             if count is not None:
                 checks.check_count(name, count)
         after, at_epochs, start = dict[int, tuple[Callback, ...]](), tuple[Callback, ...](), None
+        if not isinstance(callbacks, Mapping | None):
+            wanted = 'a dict such as {100: f, "epoch": g}'
+            raise TypeError(f"callbacks must be {wanted}, got {callbacks!r}.")
         for key, value in (callbacks or {}).items():
             if key == "epoch_start":
                 start = value

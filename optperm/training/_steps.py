@@ -46,7 +46,9 @@ def wrap_model(
         return Model(loss_fn, has_aux), source
     if not (isinstance(source, nnx.Module) and isinstance(optimizer, nnx.Optimizer)):
         wanted = "optperm.training.TrainState.create(...), or a flax.nnx model and its optimizer"
-        raise TypeError(f"fit takes {wanted}, got {type(source)} and {type(optimizer)}.")
+        says = f"fit takes {wanted}, got {type(source)} and {type(optimizer)}"
+        advice = "For other params, pass TrainState.create(apply_fn=None, params=params, tx=tx)"
+        raise TypeError(f"{says}. {advice}.")
     graphdef, params, model_state = split_model(source, optimizer.wrt)
     state = TrainState(
         step=optimizer.step.get_value(),

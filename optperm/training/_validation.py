@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -56,9 +57,8 @@ class Validation:
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise TypeError(
-                f"Validation.fn must be a function of params and a batch, got {self.fn!r}."
-            )
+            got = reprlib.repr(self.fn)
+            raise TypeError(f"Validation.fn must be a function of params and a batch, got {got}.")
         if not datas.is_arrays("Validation.data", self.data) and isinstance(self.data, Iterator):
             raise TypeError(
                 "Validation.data is an iterator, which can be read only once: pass a list."
@@ -66,10 +66,11 @@ class Validation:
         for name in ("batch_size", "every"):
             if getattr(self, name) is not None:
                 checks.check_count(f"Validation.{name}", getattr(self, name))
-        if isinstance(self.keep_best, tuple):
-            checks.check_choice(
-                "the mode of Validation.keep_best", self.keep_best[1], get_args(Mode)
-            )
+        if self.best is not None:
+            if len(self.best) != 2 or not isinstance(self.best, tuple):
+                wanted = 'a column, or a pair such as ("eval_accuracy", "max")'
+                raise TypeError(f"Validation.keep_best must be {wanted}, got {self.keep_best!r}.")
+            checks.check_choice("the mode of Validation.keep_best", self.best[1], get_args(Mode))
 
     @property
     def best(self) -> tuple[str, str] | None:

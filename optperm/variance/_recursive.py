@@ -93,9 +93,8 @@ def recursive_gradient(
       Unlike SVRG's estimate, this estimate is biased by earlier estimates, and after a large step it is
       worse than the plain gradient. A step costs two gradients. A step that restarts costs the full
       gradient instead of the second gradient. The state contains the last params and a float32 estimate.
-      The notes of `svrg` on dropout, on other gradient transformations, and on `optax.MultiSteps`,
-      `optax.masked` and `optax.partition` apply here too. `optperm.variance.take_snapshot` sets the
-      estimate between steps.
+      The notes of `svrg` on random numbers and on its place in a chain apply here too.
+      `optperm.variance.take_snapshot` sets the estimate between steps.
 
       The gradient of the batch replaces a nonfinite entry of the estimate. If this entry of the gradient
       is not finite either, the next batch's gradient replaces the entry.

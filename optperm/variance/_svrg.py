@@ -182,31 +182,17 @@ def svrg(
       *hurts*. The gradient soon differs from its value at the snapshot, the correction adds variance,
       and plain SGD takes more than twice as many steps for the same number of gradients.
       :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs little more than a
-      step without SVRG. `benchmarks/variance.py` compares these methods. Any optimizer may follow
-      `svrg`, but Adam with a constant learning rate does not converge to the optimum, because it divides
-      by a running average of the gradients' magnitude.
+      step without SVRG. Any optimizer may follow `svrg`, but Adam with a constant learning rate does not
+      converge to the optimum, because it divides by a running average of the gradients' magnitude.
 
       Both gradients of a step use the same batch. Draw random numbers, such as dropout masks, from a key
-      in the batch, so that both gradients use the same numbers. :math:`\mu` uses one draw of masks. The
-      corrected gradient therefore has the error of this draw until the next snapshot, and is unbiased
-      only over snapshots. See the notes of `optperm.variance.full_gradient` on means over several draws.
-
-      Put `svrg` before accumulation and before other gradient transformations, such as clipping and
-      weight decay, because it subtracts untransformed gradients. Inside `optax.MultiSteps`, only the
-      last of the accumulated gradients would be corrected; chain `svrg` with
-      `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
-      `optax.masked`, `svrg` sees only its own part of the params, and the functions of
-      `optperm.evaluate` use the current values of the other params. This is exact only while the other
-      params do not change. If you write your own `full_grad_fn`, it has to insert the other params.
-
-      An entry whose correction is not finite passes through uncorrected. A snapshot with nonfinite
-      params or a nonfinite full gradient is not taken.
+      in the batch, so that both gradients use the same numbers. Put `svrg` before accumulation
+      (`optax.MultiSteps`), clipping and weight decay, because it subtracts untransformed gradients.
 
       An unstable learning rate does not always produce NaNs. If gradients are bounded, as in logistic
-      regression, the loss stays finite but rises above its initial value. `svrg` does not know the
-      learning rate, so it cannot warn. Compare the loss over all examples with its value before the
-      first step, and find the rate with `optperm.variance.svrg_learning_rate`, especially for unscaled
-      features.
+      regression, the loss stays finite but rises above its initial value. Compare the loss over all
+      examples with its value before the first step, and find the rate with
+      `optperm.variance.svrg_learning_rate`, especially for unscaled features.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

@@ -17,7 +17,7 @@ import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
-from transformations import ordinal
+from transformations import GATHERED, ordinal
 
 import optperm
 from optperm.core.mapped_axes import mark_varying
@@ -85,15 +85,6 @@ SHARDINGS = {
     "both": ((2, 2), P("x", "y"), P("y")),
     "input": ((4,), P("x", None), P(None)),
     "output": ((4,), P(None, "x"), P("x")),
-}
-# For how a kernel is cut, the largest parameter that the update has to gather then: to permute a weight
-# vector, to factorize a matrix, or to move the exponents of groups of entries.
-_OF_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
-GATHERED = {
-    **dict.fromkeys(("sgperm", "permute_by_cycles", "laperm"), _OF_VECTORS),
-    "low_rank-svd": {"input": "kernel", "both": "kernel"},
-    "quantize_state": {"both": "kernel"},
-    "quantize_state-4": {"both": "kernel"},
 }
 MOVES = re.compile(r"= \(?(.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(")
 

@@ -66,7 +66,7 @@ def test_failed_write_is_of_the_checkpoint_that_failed(tmp_path, monkeypatch):
 
     async def fail(self, item, directory, *args):
         if directory.parent.name.startswith("4."):
-            raise OSError("no space left on device")
+            raise OSError(f"cannot write {'a/long/path' * 60}: no space left on device")
         return await write(self, item, directory, *args)
 
     monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", fail)

@@ -294,6 +294,7 @@ def test_missing_extra_is_named(monkeypatch, tmp_path):
 EMPTY = {"x": np.zeros((0, 5), np.float32), "y": np.zeros(0, np.int32)}
 RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
 TOO_MANY = optax.chain(optax.clip(1.0), kernels.constant_sgd(num_data=1000, batch_size=BATCH))
+OTHER_BATCH = kernels.constant_sgd(num_data=40, batch_size=2)
 EVERY_SECOND = optax.MultiSteps(optax.adam(1e-2), 2)
 
 
@@ -316,7 +317,7 @@ REFUSED = [
         ValueError,
         "batch_size must be at most 40, the number of examples, got 41",
     ),
-    ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),
+    ({"batch_size": None}, TypeError, "Pass batch_size, the number of examples per step"),
     ({"batch_size": 6, **fitting.on(4)}, ValueError, "a multiple of 4, got 6"),
     ({"key": -1}, ValueError, "key must be at least 0"),
     ({"train_data": EMPTY, "batch_size": 8}, ValueError, "contains no examples"),
@@ -338,6 +339,8 @@ REFUSED = [
         TypeError,
         r"must be a Validation\(...\) .*, got <built-in function len>",
     ),
+    ({"validation": (len, DATA)}, TypeError, r"must be a Validation\(...\) .*, got .{,150}$"),
+    ({"eval_fn": DATA, "eval_data": len}, TypeError, "must be a function of .*, got .{,150}$"),
     (
         {"checkpoint_every": 0, "checkpoints": "a"},
         ValueError,
@@ -351,6 +354,7 @@ REFUSED = [
     ({"every": {0: print}}, ValueError, r"callbacks\[0\] must be at least 1"),
     ({"every": {6: 3}}, TypeError, r"callbacks\[6\] must be a function .*, or a list .*, got 3"),
     ({"callbacks": {"epochs": print}}, ValueError, "A key of callbacks must be .*, got 'epochs'"),
+    ({"callbacks": [print]}, TypeError, "callbacks must be a dict such as .*, got .<built-in"),
     ({"on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
     ({"epoch_start": 3}, TypeError, "callable"),
     (
@@ -358,6 +362,9 @@ REFUSED = [
         ValueError,
         "must be one of 'min', 'max'",
     ),
+    ({"keep_best": ["loss", "max"], **fitting.EVALUATION}, TypeError, "or a pair such as .*, got"),
+    ({"keep_best": ("loss",), **fitting.EVALUATION}, TypeError, r"a pair .*, got \('loss',\)"),
+    ({"keep_best": "accuracy", **fitting.EVALUATION}, ValueError, "has the name eval_<name>"),
     (
         {"checkpoints": "a", "on_signal": "ignore"},
         ValueError,
@@ -369,7 +376,9 @@ REFUSED = [
     ({"train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., got function"),
     ({"train_data": fitting.all_batches(1), "epochs": 2}, ValueError, "only once"),
     ({"train_data": iter([]), "epoch_start": print}, ValueError, "an iterator is read once"),
+    ({"train_data": lambda epoch: None}, TypeError, r"data\(1\) must return an iterable .* None"),
     ({"tx": TOO_MANY}, ValueError, r"^The optimizer has num_data=1000, .* has 40 examples"),
+    ({"tx": OTHER_BATCH}, ValueError, "made for batch_size=2, but .* gradients has 8 examples"),
     ({"tx": EVERY_SECOND}, TypeError, r"which MultiSteps\(\.\.\.\)\.gradient_transformation"),
     ({"loss_fn": lambda params, batch: params["w"]}, TypeError, "a real scalar"),
     ({"loss_fn": lambda params, batch, *, rng: 0.0}, ValueError, "pass rng=jax.random.key"),
@@ -409,12 +418,20 @@ def test_what_is_no_model_is_named():
     for model, says in [
         (
             train_state.TrainState.create(**state),
-            r"optperm.training.TrainState.create\(.*flax.training.train_state",
+            r"optperm.training.TrainState.create\(.*flax.training.train_state.* pass TrainState.create",
         ),
         (fitting.NnxNet(), "and its optimizer, got .*NnxNet.* and .*NoneType"),
     ]:
         with pytest.raises(TypeError, match=says):
             training.fit(model, lambda p, b: 0.0, DATA, epochs=1, batch_size=8)
+
+
+def test_sampler_trains_on_batches_of_its_kernel():
+    """Around a sampler, `optax.MultiSteps` makes its batch of several batches."""
+    whole = kernels.constant_sgd(num_data=40, batch_size=BATCH)
+    parts = optax.MultiSteps(kernels.constant_sgd(num_data=40, batch_size=2 * BATCH), 2)
+    for tx in (whole, parts.gradient_transformation()):
+        assert linear_fit(tx=tx, epochs=1).step == 5
 
 
 def test_sam_gets_the_arguments_that_it_takes():
@@ -464,7 +481,26 @@ class Complaint(NamedTuple):
         return ["before"] if not self.count else ["often", f"after {int(self.count)}"]
 
 
-def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_row(recwarn):
+def test_optimizer_after_sgperm_is_said_within_the_first_hundred_steps(recwarn):
+    """The first row comes after 250 steps."""
+    tx = optax.chain(optperm.sgperm(0.5), optax.scale(0.5))
+    data, seen = itertools.repeat(DATA, 250), list[int]()
+    params = {"w": jax.random.normal(jax.random.key(0), (fitting.FEATURES, fitting.CLASSES))}
+    linear_fit(
+        train_data=data,
+        tx=tx,
+        params=params,
+        epochs=1,
+        every={
+            100: lambda event: seen.append(sum("had not set" in str(w.message) for w in recwarn))
+        },
+    )
+    assert seen == [1, 1]
+
+
+def test_each_warning_of_a_state_is_given_once_before_the_first_step_after_the_second_or_a_row(
+    recwarn,
+):
     tx = optax.GradientTransformation(
         lambda params: Complaint(jnp.int32(0)),
         lambda updates, state, params=None: (updates, Complaint(state.count + 1)),
@@ -474,33 +510,12 @@ def test_each_warning_of_a_state_is_given_once_before_the_first_step_or_after_a_
     linear_fit(tx=tx, epochs=3, every={1: lambda e: took.append(len(recwarn))})
     said = [(str(each.message), each.filename) for each in recwarn]
     here = fitting.__file__
-    assert said == [(text, here) for text in ("before", "often", "after 5", "after 10", "after 15")]
-    assert took[:5] == [1] * 4 + [3]  # the row comes before the functions of its step
+    times = "after 2", "after 5", "after 10", "after 15"
+    assert said == [(text, here) for text in ("before", "often", *times)]
+    assert took[:5] == [1, 3, 3, 3, 4]  # the row comes before the functions of its step
     phases = optperm.switch_after(1000, optax.sgd(0.1), tx)
     linear_fit(tx=phases, epochs=1)
     assert len(recwarn) == len(said)
-
-
-def test_what_changes_the_updates_after_sgperm_is_said_within_the_first_hundred_steps(recwarn):
-    """Once, at the call of `fit`, long before the first row."""
-    params = {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}
-    state = training.TrainState.create(
-        apply_fn=None, params=params, tx=optax.chain(optperm.sgperm(0.5), optax.scale(0.9))
-    )
-    said = {}
-
-    def note(event):
-        said[event.step] = [each for each in recwarn if "sgperm" in str(each.message)]
-
-    def loss_fn(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2)
-
-    data = np.random.default_rng(0).normal(size=(8 * 130, 8)).astype(np.float32)
-    training.fit(
-        state, loss_fn, data, epochs=2, batch_size=8, callbacks={99: note, 100: note, "epoch": note}
-    )
-    assert [len(said[step]) for step in (99, 198, 200)] == [0, 1, 1]
-    assert said[198][0].filename == __file__
 
 
 class Aim(NamedTuple):

@@ -123,7 +123,7 @@ def run(kind, name, devices, **options):
 @functools.cache
 def uninterrupted(kind, name, feed, devices):
     """A run whose calls of steps begin and end elsewhere."""
-    return run(kind, name, devices, train_data=feed_of(feed, []), steps_per_call=4)
+    return run(kind, name, devices, train_data=feed_of(feed, []), every={4: lambda event: None})
 
 
 @pytest.mark.parametrize(("kind", "name", "feed", "devices", "interruption"), RUNS)
@@ -371,6 +371,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
     for options, says in [
         ({"resume": False}, "contains checkpoints of an earlier run"),
         ({"resume": 4}, r"resume=4, but .* has checkpoints of steps \[10\]"),
+        ({"resume": 4, "checkpoints": tmp_path / "empty"}, "resume=4, but .* has no checkpoints"),
         ({"key": 1}, r"belongs to another run: key is \[0, 0\] there and \[0, 1\] here\."),
         ({"batch_size": 4}, "batch_size is 8 there and 4 here"),
         ({"train_data": others, "batch_size": BATCH}, "the digest of data is"),

@@ -60,7 +60,7 @@ def test_events_of_any_calls_come_at_their_steps():
         assert int(event.state.step) == event.step
 
     every = {1: later.append, 3: note, 4: [print, lambda event: event.step == 12]}
-    result = linear_fit(epochs=9, steps_per_call=5, every=every, **EVALUATION)
+    result = linear_fit(epochs=9, every=every, **EVALUATION)
     assert (result.ended, result.step) == ("stopped", 12)
     losses = result.history.steps["loss"]
     assert [step for step, _, _ in seen] == [3, 6, 9, 12]
