@@ -186,7 +186,8 @@ def sample(
       (True, True)
 
     Notes:
-      If each step can use all examples, NUTS (NumPyro, BlackJAX) samples the exact posterior.
+      With few examples, NUTS (NumPyro, BlackJAX) samples the exact posterior, and may be as fast. With
+      many examples, `python benchmarks/nuts.py` compares the effective draws per second.
 
       With `resume`, the arguments are compared with the arguments of the earlier call. Functions cannot
       be compared, so the loss of a batch at `params` is compared, and the batch of a function `data`. Of
