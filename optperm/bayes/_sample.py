@@ -24,6 +24,7 @@ from optperm.bayes._chains import (
 )
 from optperm.bayes._conditions import sees_gradient
 from optperm.bayes._constant_sgd import constant_sgd
+from optperm.bayes._control_variates import Anchor, full_gradients
 from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._learn_kernel import (
@@ -49,6 +50,8 @@ from optperm.core.trees import is_function, without_variables
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN, evaluate, is_mean
 from optperm.exact import apply_updates
 
+# The maximum change of the full gradient at an anchor, in standard deviations of the posterior.
+_MOST_CHANGE = 0.25
 # The number of parts of the draws; `on_draws` is called after each part.
 _PARTS = 10
 # The default numbers of examples in a batch, and of steps before the draws.
@@ -230,6 +233,7 @@ def sample(
         tx = _make_sampler(sampler, batches.num_data, size, params)
         batch, _ = batches.split(batches.one(jax.random.key(0)))
         loss = make_loss(loss_fn, params, batch, num_data=batches.num_data, log_prior=log_prior)
+        _check_anchor(kernel, loss, batches)
         keys = jax.random.split(make_key(key), 4)
         problem = _Problem(loss, batches, num_chains, -(-num_draws // _PARTS), thinning, keys)
         facts: dict[str, Any] = {}
@@ -249,8 +253,9 @@ def sample(
 
         # Optima
         first, begun = _find_optima(problem, params, starts, progress, searches=tx is None)
-        conditions = _check_conditions(problem, tx, begun)
-        conditions["is_learned"] = sampler is None and kernel is None
+        conditions = _check_conditions(problem, tx, begun) | {
+            "is_learned": sampler is None and kernel is None
+        }
         # The report also contains these warnings
         said = [text for name, text in _CONDITIONS.items() if conditions[name] is False]
         _warn(said)
@@ -282,8 +287,8 @@ def sample(
         samples = samples._replace(starts=first, **conditions)
         if not samples.is_learned:
             samples = measure_batch_noise(tx, loss, batches, samples, keys[0])
-        found = judge(samples, most_ranked=_MOST_RANKED).warnings
-        _warn([text for text in found if text not in said] + _judge_bounds(problem, samples))
+        said = [t for t in judge(samples, most_ranked=_MOST_RANKED).warnings if t not in said]
+        _warn(said + _judge_bounds(problem, samples))
         return samples
 
 
@@ -298,6 +303,22 @@ def _choose_batch_size(
     num_rows = checks.count_examples("data", data)
     size = max(_BATCH_SIZE, min(optax.tree.size(params), _LARGEST_BATCH))
     return _BATCH_SIZE if size > num_rows else size
+
+
+def _check_anchor(kernel: NoiseKernel | None, loss: Loss, batches: Batches) -> None:
+    """Raise a ValueError unless the gradient over all examples at the anchor is the kernel's."""
+    if kernel is None or not kernel.anchor or batches.is_function:
+        return
+    at, known = kernel.anchor
+    found = full_gradients(loss, batches, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], at))
+    change = jax.tree.map(lambda new, old: new[0] - old, found, known)
+    distance = float(kernel._replace(anchor=Anchor(at, change)).anchor_distance())
+    if not distance <= _MOST_CHANGE:
+        raise ValueError(
+            "The kernel's control variates belong to other data, another loss or another prior: the "
+            "gradient over all examples at their optimum has changed, which moves the posterior by "
+            f"{distance:.2g} standard deviations. Learn a new kernel."
+        )
 
 
 def _facts_of_data(problem: _Problem, params: Params, data: Any, batch: Any) -> dict[str, Any]:

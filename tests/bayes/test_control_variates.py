@@ -1,5 +1,7 @@
 """Control variates: the gradients of batches and of all examples, and the draws that need few steps."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,9 @@ def loss_fn(params, batch):
 def params_of(number):
     rng = np.random.default_rng(number)
     return {"w": jnp.float32(rng.normal(size=D)), "b": jnp.float32(rng.normal())}
+
+
+KERNEL = optperm.bayes.NoiseKernel.unknown(jnp.zeros(3), "full")
 
 
 class OnDisk:
@@ -106,6 +111,44 @@ def problem(num_data, dim):
         hessian = (x * (p * (1 - p))[:, None]).T @ x + np.eye(dim)
         mode -= np.linalg.solve(hessian, x.T @ (p - y) + mode)
     return (x, y), loss, log_prior, mode, np.linalg.inv(hessian)
+
+
+def test_a_kernel_with_control_variates_serves_its_own_data_and_refuses_others():
+    """The same data need no further learning, and the report finds the kernel's noise; with other data,
+    the gradient at the anchor is not the kernel's."""
+    (x, y), loss, log_prior, mode, covariance = problem(2000, 3)
+    given = {"log_prior": log_prior, "batch_size": 32}
+    kernel, _ = optperm.bayes.learn_kernel(loss, (x, y), jnp.zeros(3), 0, steps=1600, **given)
+    counts = {"num_draws": 500, "thinning": 5, "kernel": kernel}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples = optperm.bayes.sample(loss, (x, y), jnp.zeros(3), 0, **given, **counts)
+    report = optperm.bayes.posterior_report(samples)
+    assert 0 < report.noise_left < 0.1
+    assert report.distance < 1
+    sd = np.sqrt(np.diag(covariance))
+    draws = np.asarray(samples.params).reshape(-1, 3)
+    np.testing.assert_allclose(draws.std(axis=0) / sd, 1, atol=0.1)
+    np.testing.assert_allclose(draws.mean(axis=0), mode, atol=0.2 * sd.min())
+    with pytest.raises(ValueError, match="belong to other data, another loss or another prior"):
+        optperm.bayes.sample(loss, (x, 1 - y), jnp.zeros(3), 0, **given, **counts)
+
+
+def test_control_variates_are_refused_where_there_is_no_gradient_over_all_examples():
+    """For functions, losses that mix examples, other samplers, and kernels that are known already."""
+    data, loss, *_ = problem(50, 3)
+    two = jax.tree.map(lambda x: x[:2], data)
+    one = {"batch_size": 2, "control_variates": True}
+    for call, given, message in (
+        ("learn_kernel", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
+        ("learn_kernel", {"estimator": "two_batches"}, "estimator='two_batches' is for losses"),
+        ("sample", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
+        ("sample", {"sampler": lambda n, s: optperm.sgld(1e-4, n)}, r"put optperm.svrg\(\) before"),
+        ("sample", {"kernel": KERNEL}, "pass it to learn_kernel instead"),
+    ):
+        usual = {"data": data, "params": jnp.zeros(3), "key": 0} | one
+        with pytest.raises(ValueError, match=message):
+            getattr(optperm.bayes, call)(loss, **usual | given)
 
 
 @pytest.mark.slow
