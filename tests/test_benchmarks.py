@@ -57,6 +57,7 @@ RUNS = USUAL | {
     "--methods diloco agn": {},
     "training.py --only cost --repetitions 1 --seconds 0.01 --hidden 4": {},
     "posterior.py --problems quadratic --batch-sizes 32 --seeds 1 --steps 50 --defaults": {},
+    "nuts.py --problems logistic-500 --seconds 0.01 --draws 40": {"FEWEST": 4, "WARM_UP": 20},
     "sparsity.py --only sweep --seeds 1 --fractions 3 --sweep-steps 2 2 --hidden 4": {},
     "uncertainty.py --only defaults --seeds 1 --steps 2": {"TASKS": ("MLP", "transformer")},
     "permutation.py --only speed --repetitions 1": {"SHAPES": ((10, 100),)},

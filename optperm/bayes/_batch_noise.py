@@ -14,6 +14,7 @@ import optax
 from optperm.bayes._batches import MOST_BYTES, Batches
 from optperm.bayes._chains import Samples
 from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._control_variates import correct_batch
 from optperm.bayes._correlation import times_rows
 from optperm.bayes._covariance import BatchGradients, Outer, per_example
 from optperm.bayes._forms import Diagonal, Form, inner
@@ -88,14 +89,15 @@ def measure_batch_noise(
     if kernel is None:
         return samples
 
-    def in_basis(basis: Form, draws: Any, keys: jax.Array, looked: Any) -> Any:
+    def in_basis(basis: Form, anchor: Any, draws: Any, keys: jax.Array, looked: Any) -> Any:
         return basis.variances(
-            batch_covariance(loss, batches, draws, keys, looked, basis.covariance)
+            batch_covariance(loss, batches, draws, keys, looked, basis.covariance, anchor)
         )
 
     most = _most_looks(batches, max(_LOOKS, _EXAMPLES // batches.batch_size))
     draws, keys, _ = _choose_draws(samples.params, most, key)
-    found = fresh_jit(in_basis)(kernel.basis, draws, keys, _read_batches(batches, keys))
+    looked = _read_batches(batches, keys)
+    found = fresh_jit(in_basis)(kernel.basis, kernel.anchor, draws, keys, looked)
     return samples._replace(batch_noise=found)
 
 
@@ -168,17 +170,20 @@ def batch_covariance(
     keys: jax.Array,
     looked: Any,
     outer: Outer,
+    anchor: Any = (),
 ) -> Any:
-    """Return `outer`'s part of R, a batch gradient's covariance: the mean over one batch per draw."""
+    """Return `outer`'s part of R, a batch gradient's covariance: the mean over one batch per draw.
+
+    With an anchor, this is the covariance that its control variates leave.
+    """
 
     def of_draw(each: tuple[Any, jax.Array, Any]) -> Any:
         params, key, read = each
         rows = batches.one(key) if read is None else read
         e = evaluate(loss, params, batches.split(rows)[0])
         size = batches.batch_size
-        c_hat, _ = per_example(
-            BatchGradients(params, e.grad, e.extra_args, size, None, None), outer
-        )
+        batch = BatchGradients(params, e.grad, e.extra_args, size, None, None)
+        c_hat, _ = per_example(correct_batch(batch, anchor) if anchor else batch, outer)
         return jax.tree.map(lambda c: c / size, c_hat)
 
     found = jax.lax.map(of_draw, (draws, keys, looked))

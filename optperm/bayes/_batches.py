@@ -33,6 +33,7 @@ class Batches(NamedTuple):
         `rows`.
       num_bytes: The bytes of a batch.
       is_function: Whether a user's function returns the batches.
+      read_slice: A function from a first and a last number to rows of arrays on disk; otherwise None.
     """
 
     num_data: int
@@ -42,6 +43,7 @@ class Batches(NamedTuple):
     read: Callable[[jax.Array], Any] | None
     num_bytes: int
     is_function: bool = False
+    read_slice: Callable[[int, int], Any] | None = None
 
     def parts(self, keys: jax.Array, length: int, most: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the first step of each part, its number of steps, and the argument of `batch`.
@@ -151,7 +153,11 @@ def make_batches(
             lambda x: np.asarray(x[rows.ravel()], _dtype_of(x)).reshape(*shape, *x.shape[1:]), data
         )
 
-    return Batches(found, batch_size, num_apart, None, read_rows, max(num_bytes, 1))
+    def read_slice(first: int, last: int) -> Any:
+        return jax.tree.map(lambda x: np.asarray(x[np.arange(first, last)], _dtype_of(x)), data)
+
+    read = max(num_bytes, 1)
+    return Batches(found, batch_size, num_apart, None, read_rows, read, read_slice=read_slice)
 
 
 def _is_on_host(leaf: Any) -> bool:

@@ -1,7 +1,9 @@
 """Constant SGD: SGD with constant step sizes, whose iterates are samples from a posterior.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
-JMLR 18(134), 2017, with injected noise whose covariance fits the problem.
+JMLR 18(134), 2017, with injected noise whose covariance fits the problem, averaged over two steps as in
+B. Leimkuhler and C. Matthews, "Rational Construction of Stochastic Numerical Methods for Molecular
+Sampling", Applied Mathematics Research eXpress, 2013.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes._faults import judge_kernel, judge_stability, judge_temperature
+from optperm.bayes._control_variates import correct
+from optperm.bayes._faults import judge_kernel, judge_steps, judge_temperature
 from optperm.bayes._kernel import NoiseKernel, check_is_kernel, check_kernel
 from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
@@ -25,6 +28,8 @@ from optperm.core.shardings import can_be_seen
 from optperm.core.states import ForLoop
 from optperm.core.transformation import transformation
 
+_NEEDS = {"grad_fn": "the gradient of the batch at given params"}
+
 
 class ConstantSgdState(NamedTuple):
     """State of `constant_sgd`.
@@ -33,6 +38,7 @@ class ConstantSgdState(NamedTuple):
       count: Number of steps taken.
       key: The raw random key of the injected noise.
       velocity: v, a tree like params, in float32 or wider.
+      noise: z of the last step, a tree like params; 0 before the first step.
       kernel: The noise, the curvature and the basis of the steps.
       limit: c times the `learning_rate` of the last step.
       temperature: T of the last step.
@@ -42,6 +48,7 @@ class ConstantSgdState(NamedTuple):
     count: Int32[Array, ""]  # type: ignore[assignment]
     key: UInt32[Array, "2"]
     velocity: PyTree[Float[Array, "?*shape"], "Params"]
+    noise: PyTree[Float[Array, "?*shape"], "Params"]
     kernel: NoiseKernel
     limit: Float32[Array, ""]
     temperature: Float32[Array, ""]
@@ -73,7 +80,7 @@ class ConstantSgdState(NamedTuple):
         del params
         if not can_be_seen(self.count):
             return []
-        found = judge_stability(self.kernel.stability, self.count, "stability")
+        found = judge_steps(self.kernel, self.count)
         return found + judge_temperature(self.count, self.temperature) + judge_kernel(self.kernel)
 
 
@@ -87,7 +94,8 @@ def constant_sgd(
     r"""Sample from the posterior with SGD and constant step sizes.
 
     .. math::
-      v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - (1 - \mu) v_t
+      v_t = \mu v_{t-1} + H (g_t + \tfrac12 (\xi_t + \xi_{t-1})), \qquad
+      \theta_{t+1} = \theta_t - (1 - \mu) v_t
 
     The loss is :math:`L = \frac{1}{N} \sum_n \ell_n` with
     :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`; it includes the prior
@@ -101,11 +109,21 @@ def constant_sgd(
 
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
     :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. The noise of a step therefore has
-    the covariance :math:`(2 T / N) H` for any such h. Near an optimum, the draws follow
-    :math:`N(\theta^*, T (N A)^{-1})`, to first order in c. In every direction, the chain moves as
-    fast as c and the noise of the batches allow, even if the posterior is long and narrow. Without
-    injected noise, this is the method of Mandt, Hoffman and Blei (`optperm.mandt_sgd`); without noise
-    from the batches, this is Langevin dynamics.
+    the covariance :math:`(2 T / N) H` for any such h. The mean of two successive :math:`\xi` (Leimkuhler
+    and Matthews) has the same sum over many steps. Near an optimum, where a fraction
+    :math:`\varphi_i = h_i \Lambda_i / s` of the noise is from the batches, draws follow
+    :math:`N(\theta^*, T (N A)^{-1})` with variances multiplied by
+
+    .. math::
+      1 + \varphi_i \frac{c_i / 2}{1 - c_i / 2}, \qquad c_i = h_i a_i, \qquad
+      a_i = \frac{1 - \mu}{1 + \mu} w_i^\top A w_i
+
+    for any :math:`c_i` below 2: exactly the posterior without noise from the batches. If the kernel has
+    control variates, the gradient :math:`g_t` is :math:`g_B(\theta) - g_B(\theta^*) + \nabla
+    L(\theta^*)`, which hardly has noise (`optperm.bayes.learn_kernel`). In every direction, the chain
+    moves as fast as c and the noise of the batches allow, even if the posterior is long and narrow.
+    Without injected noise, this is the method of Mandt, Hoffman and Blei (`optperm.mandt_sgd`); without
+    noise from the batches, this is Langevin dynamics.
 
     `optperm.bayes.learn_kernel` learns :math:`W, \Lambda, a` and :math:`\rho` near an optimum, and
     returns the params at which every step of this transformation samples. `optperm.bayes.sample` runs
@@ -123,6 +141,8 @@ def constant_sgd(
     Returns:
       A transformation whose `update` needs `params`, and batches of S examples drawn with replacement.
       With `optax.MultiSteps`, S counts the examples of all batches of a step.
+      With control variates, it also needs the extra argument `grad_fn` of `optperm.evaluate`, which
+      evaluates the batch at :math:`\theta^*`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -136,8 +156,8 @@ def constant_sgd(
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     chosen = jax.random.choice(key, 1000, (10,))
-      ...     grads = jax.grad(loss_fn)(w, (x[chosen], y[chosen]))
-      ...     updates, opt_state = tx.update(grads, opt_state, w)
+      ...     e = optperm.evaluate(loss_fn, w, (x[chosen], y[chosen]))
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
       ...     w = optax.apply_updates(w, updates)
       ...     return (w, opt_state), w
       >>> keys = jax.random.split(jax.random.key(2), 30_000)
@@ -151,9 +171,9 @@ def constant_sgd(
       draws are too narrow by a fifth or more. In a chain, put nothing that changes gradients (clipping,
       `optperm.svrg`, weight decay) before this transformation, and nothing that scales updates after it.
 
-      The state of the diagonal preconditioner has three numbers per parameter; the state of the full
-      preconditioner contains a D x D matrix, and a step computes two matrix-vector products. 16-bit
-      params have remainders of 16 bits.
+      The state of the diagonal preconditioner has four numbers per parameter, and six with control
+      variates; the state of the full preconditioner contains a D x D matrix, and a step computes two
+      matrix-vector products. 16-bit params have remainders of 16 bits.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -164,6 +184,9 @@ def constant_sgd(
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+
+      Leimkuhler and Matthews, `Rational Construction of Stochastic Numerical Methods for Molecular
+      Sampling <https://arxiv.org/abs/1203.5428>`_, 2013
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
@@ -178,6 +201,7 @@ def constant_sgd(
             count=jnp.zeros([], jnp.int32),
             key=key_data(key),
             velocity=wide_zeros(params),
+            noise=wide_zeros(params),
             # The state may be donated, but the kernel belongs to the caller
             kernel=jax.tree.map(jnp.array, kernel),
             limit=kernel.max_stability + zero,
@@ -186,23 +210,32 @@ def constant_sgd(
         )
 
     def update(
-        g: Updates, state: ConstantSgdState, params: Params, **extra_args: Any
+        g: Updates,
+        state: ConstantSgdState,
+        params: Params,
+        *,
+        grad_fn: Any = None,  # needed with control variates
+        **_: Any,
     ) -> tuple[Updates, ConstantSgdState]:
-        del extra_args
         kernel, count = state.kernel, state.count
         basis, mu = kernel.basis, kernel.momentum
         rate = resolve_schedule("learning_rate", learning_rate, count)
         t = resolve_schedule("temperature", temperature, count)
+
+        # g <- g_B(theta) - (g_B(theta*) - grad L(theta*))
+        if kernel.anchor:
+            g = correct(kernel.anchor, g, grad_fn(kernel.anchor.params))
 
         # s = 2 S T / N, h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
         s = kernel.scale(t)
         h = kernel.step_sizes(s, rate)
         b = kernel.injected(h, s)
 
-        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S
+        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) (z + z_-) / 2)
         size = kernel.batch_size
-        z = basis.flat(three_point_like(fold(state.key, count), params))
-        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), z)
+        z = three_point_like(fold(state.key, count), params)
+        mean = basis.flat(jax.tree.map(lambda z, last: (z + last) / 2, z, state.noise))
+        xi = basis.times(jax.tree.map(lambda b: jnp.sqrt(b / size.astype(b.dtype)), b), mean)
         noisy = optax.tree.add(basis.coordinates(g, h), xi)
         moves = computed_once(basis.params_of(basis.times(h, noisy), params))
 
@@ -218,6 +251,7 @@ def constant_sgd(
         return updates, state._replace(
             count=optax.safe_increment(count),
             velocity=velocity,
+            noise=z,
             limit=kernel.max_stability * rate,
             temperature=t,
             left_out=state.left_out + jnp.logical_not(all_finite(g)).astype(jnp.int32),
@@ -229,6 +263,7 @@ def constant_sgd(
         method="constant_sgd",
         like=lambda state: state.velocity,
         takes_gradient=True,
+        needs=_NEEDS if kernel.anchor else {},
     )
     return with_remainders(sampler, method="constant_sgd")
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optperm.bayes._kernel import NoiseKernel
 from optperm.core.shardings import can_be_seen
 
-_LARGEST_STABILITY, _LARGEST_UNEVEN = 0.5, 0.2
+# The ratio of variances without averaged noise at a stability of 0.5.
+_LARGEST_RATIO, _LARGEST_UNEVEN = 4 / 3, 0.2
 # Learning limits errors to a fifth, up to rounding, unless chains would then hardly move.
 _LEAST_DRIFT, _LARGEST_ERROR = 0.7, 0.201
+# The maximum distance of an anchor from an optimum, in standard deviations along a direction, and the
+# fraction of the noise with which control variates help no longer.
+_FARTHEST, _MOST_LEFT = 10.0, 1.0
 
 COLD = (
     "The temperature is 0 in the last step: at this temperature, draws do not follow the posterior. "
@@ -31,15 +37,24 @@ def judge_temperature(count: Any, temperature: Any) -> list[str]:
     return [COLD] if np.any(count) and np.any(np.asarray(temperature) == 0) else []
 
 
-def judge_stability(stability: Any, steps: Any, lower: str) -> list[str]:
-    """Return a warning if steps are so long that variances increase; `lower` names the remedy."""
-    stability = float(np.max(stability))
-    if not (stability > _LARGEST_STABILITY and np.any(np.asarray(steps) > 0)):
+def judge_stability(
+    stability: Any, steps: Any, lower: str, fraction: float | np.ndarray = 1.0
+) -> list[str]:
+    """Return a warning if steps are so long that variances increase.
+
+    Args:
+      stability: lambda_max(H A) (1 - mu) / (1 + mu).
+      steps: The number of steps.
+      lower: The name of the remedy.
+      fraction: The fraction phi of the noise that is not averaged over two steps: the batches'.
+    """
+    c = np.asarray(stability, np.float64)
+    # Var = T / (N lambda) (1 + phi (c / 2) / (1 - c / 2)) along that direction
+    ratio = float(np.max(1 + fraction * (c / 2) / np.maximum(1 - c / 2, 1e-3)))
+    if not (ratio > _LARGEST_RATIO and np.any(np.asarray(steps) > 0)):
         return []
-    # Var = T / (N lambda) / (1 - h lambda / 2) along that direction
-    ratio = 1 / max(1 - stability / 2, 1e-3)
     return [
-        f"lambda_max(H A) of the steps, corrected for momentum, is {stability:.3g}: along its "
+        f"lambda_max(H A) of the steps, corrected for momentum, is {float(np.max(c)):.3g}: along its "
         f"eigenvector, the variance of the draws is about {ratio:.2g} times what it should be. Pass a "
         f"smaller {lower}, or use smaller batches."
     ]
@@ -54,6 +69,34 @@ def judge_mean(uneven: Any, estimates: Any) -> list[str]:
         "weights or mixes examples (as predictions (n,) minus labels (n, 1) do). Use jnp.mean and "
         "equal shapes, or estimator='two_batches' for a loss that has to mix examples."
     ]
+
+
+def judge_steps(kernel: NoiseKernel, count: Any) -> list[str]:
+    """Return a warning if the steps of a kernel, or of a kernel for each chain, are too long."""
+    fractions = NoiseKernel.batch_fraction
+    fraction = (jax.vmap(fractions) if jnp.ndim(kernel.stability) else fractions)(kernel)
+    return judge_stability(kernel.stability, count, "stability", np.asarray(fraction))
+
+
+def judge_anchor(kernel: NoiseKernel) -> list[str]:
+    """Return warnings about control variates that leave the noise, or are far from an optimum."""
+    if not kernel.anchor:
+        return []
+    distances = NoiseKernel.anchor_distance
+    distance = (jax.vmap(distances) if jnp.ndim(kernel.stability) else distances)(kernel)
+    found, far, left = [], float(np.max(distance)), float(np.max(kernel.noise_left))
+    if far > _FARTHEST:
+        found.append(
+            "The search has not reached an optimum: by the gradient over all examples, the point of "
+            f"the control variates is about {far:.2g} standard deviations of the posterior away. Start "
+            "closer to an optimum, or take more steps to learn the kernel."
+        )
+    if left > _MOST_LEFT:
+        found.append(
+            f"Control variates leave {left:.2g} times the noise of the batches, because the chain moves "
+            "far from its optimum: pass control_variates=False, or larger batches."
+        )
+    return found
 
 
 def judge_kernel(kernel: NoiseKernel) -> list[str]:
@@ -72,6 +115,7 @@ def judge_kernel(kernel: NoiseKernel) -> list[str]:
             f"may be up to {too_large:.0%} too large, in others up to {too_small:.0%} too small. Use "
             "preconditioner='full', or a smaller noise_ratio."
         )
+    found += judge_anchor(kernel)
     estimates = int(np.min(kernel.estimates))
     size = kernel.basis.num_needed(kernel.noise)
     if estimates < size:

@@ -83,6 +83,11 @@ class Diagonal(NamedTuple):
         """Return the form in which C is diagonal, its noise, and the curvature in its directions."""
         return self, covariance, curvature
 
+    def rotate(self, covariance: Any, curvature: Any, size: Any) -> tuple[Any, Any, Any]:
+        """Return the same as `turn`."""
+        del size
+        return self.turn(covariance, curvature)
+
     def probes(self, params: Params) -> tuple[Any, ...]:
         """Return random x, the starts of the search for extreme eigenvalues of the noise correlation."""
         return normal_like(key_data(1), params), normal_like(key_data(2), params)
@@ -188,6 +193,28 @@ class Full(NamedTuple):
         c, units = covariance
         noise, rotation = decompose(c, dot(self.w.T * units[None], self.w))
         return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
+
+    def rotate(
+        self, covariance: tuple[jax.Array, jax.Array], curvature: jax.Array, size: jax.Array
+    ) -> tuple[Full, jax.Array, jax.Array]:
+        r"""Return the same as `turn` for directions in which A, not C, is about the identity.
+
+        If :math:`W^\top A W \approx \operatorname{diag}(m)`, the new directions are
+        :math:`W \operatorname{diag}(m)^{-1/2} R` with a rotation R. The W of `turn` would not
+        fit the curvature if C is noise that control variates have left.
+
+        Args:
+          covariance: C, as stored by this form.
+          curvature: a.
+          size: m, positive where a is.
+        """
+        scale = jax.lax.rsqrt(jnp.where(size > 0, size, 1.0))
+        c = covariance[0] * scale[:, None] * scale[None]
+        largest = jnp.max(jnp.diagonal(c))
+        noise, rotation = jnp.linalg.eigh(c / jnp.where(largest > 0, largest, 1.0))
+        noise = jnp.maximum(noise * largest, 0.0)
+        turned = dot((rotation**2).T, curvature * scale**2)
+        return Full(dot(self.w * scale[None], rotation)), noise, turned
 
     def probes(self, params: Params) -> tuple[Any, ...]:
         """Return no probes, because the noise is not correlated in these coordinates."""

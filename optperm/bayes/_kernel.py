@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._forms import FORMS, Form, Preconditioner
+from optperm.bayes._control_variates import anchor_like
+from optperm.bayes._forms import FORMS, Form, Preconditioner, Scalar
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.shapes import Array, Float, Float32, Int32, Params, PyTree, Updates
@@ -85,6 +87,8 @@ class NoiseKernel(NamedTuple):
       num_data: N.
       batch_size: S.
       momentum: :math:`\mu`.
+      noise_left: The fraction of the batches' noise that control variates leave; 1 without them.
+      anchor: The point :math:`\theta^*` of the control variates and its full gradient; () without them.
     """
 
     basis: Form
@@ -101,9 +105,13 @@ class NoiseKernel(NamedTuple):
     num_data: Int32[Array, ""]
     batch_size: Int32[Array, ""]
     momentum: Float32[Array, ""]
+    noise_left: Float32[Array, ""]
+    anchor: Any  # Anchor, or ()
 
     @classmethod
-    def unknown(cls, params: Params, preconditioner: Preconditioner) -> NoiseKernel:
+    def unknown(
+        cls, params: Params, preconditioner: Preconditioner, *, control_variates: bool = True
+    ) -> NoiseKernel:
         """Return a kernel without noise and of unknown, infinite curvature, which takes no steps.
 
         It has the structure, shapes and dtypes of every kernel for these params, so it is a target with
@@ -112,6 +120,7 @@ class NoiseKernel(NamedTuple):
         Args:
           params: The params, a tree.
           preconditioner: "full", "diagonal" or "scalar".
+          control_variates: Whether the kernel has control variates.
         """
         checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
         form = FORMS[preconditioner].like(params)
@@ -132,6 +141,8 @@ class NoiseKernel(NamedTuple):
             num_data=none,
             batch_size=none,
             momentum=zero,
+            noise_left=one,
+            anchor=anchor_like(params) if control_variates else (),
         )
 
     def scale(self, temperature: jax.Array | float = 1.0) -> jax.Array:
@@ -176,6 +187,35 @@ class NoiseKernel(NamedTuple):
             return jnp.where(h > 0, jnp.maximum(b, 0.0), 0.0)
 
         return jax.tree.map(of_entry, self.noise, h)
+
+    def batch_fraction(self) -> jax.Array:
+        r"""Return :math:`\max_i h_i \Lambda_i / s`, the maximum fraction of noise from the batches."""
+        s = self.scale()
+        fractions = jax.tree.map(
+            lambda h, noise: jnp.max(h * noise / s.astype(h.dtype), initial=0.0),
+            self.step_sizes(s),
+            self.noise,
+        )
+        return functools.reduce(jnp.maximum, jax.tree.leaves(fractions))
+
+    def anchor_distance(self) -> jax.Array:
+        r"""Return about how far the anchor is from an optimum, in posterior standard deviations.
+
+        Along :math:`w_i`, this is :math:`\sqrt{N / m_i} |w_i^\top \nabla L(\theta^*)|` with
+        :math:`m_i = a_i (1 + \mu) / (1 - \mu)`. The maximum over i is returned.
+        """
+        g = self.basis.coordinates(self.anchor.full_grad, self.anchor.full_grad)
+        factor = (1 + self.momentum) / (1 - self.momentum)
+
+        def along(g: jax.Array, a: jax.Array) -> jax.Array:
+            n, m = self.num_data.astype(g.dtype), a * factor.astype(a.dtype)
+            root = jnp.sqrt(n / jnp.where(m > 0, m, 1.0))
+            return jnp.max(jnp.where(m > 0, root * jnp.abs(g), 0.0), initial=0.0)
+
+        curvature = self.curvature
+        if isinstance(self.basis, Scalar):
+            curvature = jax.tree.map(lambda g: jnp.broadcast_to(curvature, g.shape), g)
+        return functools.reduce(jnp.maximum, jax.tree.leaves(jax.tree.map(along, g, curvature)))
 
     def variance_errors(self) -> tuple[jax.Array, jax.Array]:
         """Return the maximum fractions by which correlation makes variances too small and too large."""
@@ -230,6 +270,10 @@ def check_kernel(
         ("kernel.noise", kernel.noise, jax.eval_shape(lambda p: basis.like(p).zeros(p), params)),
     ):
         checks.check_same_tree(name, found, wanted, source="params")
+    if kernel.anchor:
+        checks.check_same_tree(
+            "kernel.anchor.params", kernel.anchor.params, params, source="params"
+        )
     for name, number in numbers.items():
         found = getattr(kernel, name)
         if can_be_seen(found) and int(found) != number:

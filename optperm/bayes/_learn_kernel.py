@@ -17,13 +17,15 @@ from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order
 from optperm.bayes._batches import Batches, make_batches
 from optperm.bayes._chains import check_has_params
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
+from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
-from optperm.bayes._faults import judge_kernel, judge_stability
-from optperm.bayes._forms import FORMS, Preconditioner
+from optperm.bayes._faults import judge_kernel, judge_steps
+from optperm.bayes._forms import FORMS, Preconditioner, inner
 from optperm.bayes._kernel import NoiseKernel
 from optperm.bayes._next_kernel import (
     Window,
+    any_unknown,
     first_kernel,
     first_window,
     next_kernel,
@@ -50,7 +52,7 @@ from optperm.exact import apply_updates
 _LARGEST_FULL = 4096
 # The search takes six sixteenths of the steps, and each window a number of sixteenths. The chain stands
 # still in the first two windows, whose kernels do not know the curvature yet.
-_PARTS, _SEARCH, _WINDOWS = 16, 6, (1, 1, 2, 2, 4)
+_PARTS, _SEARCH, _WINDOWS, _AT_REST = 16, 6, (1, 1, 2, 2, 4), 2
 # If each estimate uses the gradients of many examples, an eighth of the estimates is enough.
 _ESTIMATE_EVERY, _ENOUGH = 8, 1000
 # A function's batches are compared at rest over this many epochs, but in at most half of the steps.
@@ -73,6 +75,19 @@ _OUTSIDE = (
     "a prior: steps ignore such bounds. Transform the parameter (m = exp(u)) and add the log of the "
     "Jacobian (u) to log_prior."
 )
+
+
+class _Defaults(NamedTuple):
+    """The maximum momentum, c, and the maximum ratio of noises."""
+
+    momentum: float
+    stability: float
+    noise_ratio: float
+
+
+_WITHOUT = _Defaults(momentum=0.9, stability=0.2, noise_ratio=10.0)
+# Where the noise depends on the params, its fraction is a fifth at most
+_WITH_VARIATES = _Defaults(momentum=0.5, stability=0.5, noise_ratio=0.25)
 
 
 class Learned(NamedTuple):
@@ -101,10 +116,11 @@ def learn_kernel(
     preconditioner: Preconditioner | None = None,
     estimator: Estimator = "per_example",
     momentum: float | None = None,
-    stability: float = 0.2,
-    noise_ratio: float = 10.0,
+    stability: float | None = None,
+    noise_ratio: float | None = None,
     steps: int = 8000,
     chunk_size: int | None = None,
+    control_variates: bool | None = None,
 ) -> tuple[NoiseKernel, Params]:
     r"""Learn the kernel with which `optperm.constant_sgd` samples a posterior.
 
@@ -120,6 +136,18 @@ def learn_kernel(
     of :math:`H^{1/2}`) and the spread of the batches' curvatures. Two further estimates may lower
     :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation of
     the noise. See `optperm.bayes.NoiseKernel`.
+
+    With control variates (Baker et al.), the kernel has an anchor :math:`\theta^*`, where the search
+    ended, and the gradient over all examples there. Steps use the gradient
+
+    .. math::
+      g_B(\theta) - g_B(\theta^*) + \nabla L(\theta^*)
+
+    whose noise per example is about :math:`H_n (\theta - \theta^*)`, with the Hessian :math:`H_n` of the
+    example. In a posterior, :math:`|\theta - \theta^*|^2` is proportional to 1 / N, so the number of
+    steps per effective draw does not grow with N. From the third window on, C is the covariance of this
+    noise along the chain, and W makes A about the identity. The gradient over all examples is computed
+    three times, in parts. The kernel has two more trees like params.
 
     Args:
       loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
@@ -139,14 +167,20 @@ def learn_kernel(
       estimator: The estimator of C: "per_example", from the gradients of the batch's examples;
         "single_example", from one further example; or "two_batches", from the two halves of a batch, for
         losses that mix examples.
-      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(0.9, (S - 1) / (S + 1))`. At the same
-        stability, momentum makes steps :math:`(1 + \mu) / (1 - \mu)` times as long.
-      stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. Variances are
-        too large by a fraction of up to about c / 2.
+      momentum: :math:`\mu`, in [0, 1). None for :math:`(S - 1) / (S + 1)`, but at most 0.5 with control
+        variates, and 0.9 without. At the same stability, momentum makes steps
+        :math:`(1 + \mu) / (1 - \mu)` times as long.
+      stability: c, in (0, 2), the maximum eigenvalue of :math:`H A (1 - \mu) / (1 + \mu)`. None for 0.5
+        with control variates, and 0.2 without. On a quadratic, a fraction :math:`\varphi` of noise from
+        the batches makes variances too large by :math:`\varphi c / (2 - c)`, and injected noise changes
+        no variance.
       noise_ratio: The maximum of :math:`\rho`, the ratio of the batches' noise to the injected noise.
+        None for 0.25 with control variates, and 10 without.
       steps: The number of steps of the search on batches and of the windows, at least 16.
       chunk_size: The number of per-example gradients held in memory at once. None for a million entries
         in total, but at least 8 gradients.
+      control_variates: Whether the kernel has control variates. None for True, but False if `data` is a
+        function, or if the estimator is "two_batches".
 
     Returns:
       The `NoiseKernel`, a tree of arrays that Orbax and pickle can save, and the params at which
@@ -160,9 +194,10 @@ def learn_kernel(
       >>> kernel, w = optperm.bayes.learn_kernel(
       ...     loss_fn, (x, y), jnp.zeros(2), key=0, batch_size=10, steps=2000
       ... )
-      >>> W = kernel.basis.w  # the full preconditioner: W^T C W = I
-      >>> C = jnp.cov((x * (x @ w - y)[:, None]).T)
-      >>> bool(jnp.allclose(W.T @ C @ W, jnp.eye(2), atol=0.2))
+      >>> W = kernel.basis.w  # W^T A W = I, with the Hessian A = x^T x / N
+      >>> bool(jnp.allclose(W.T @ (x.T @ x / 1000) @ W, jnp.eye(2), atol=0.2))
+      True
+      >>> bool(kernel.noise_left < 0.05)  # the fraction of the noise that control variates leave
       True
 
     Notes:
@@ -189,6 +224,9 @@ def learn_kernel(
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+
+      Baker, Fearnhead, Fox and Nemeth, `Control Variates for Stochastic Gradient MCMC
+      <https://arxiv.org/abs/1706.05439>`_, Statistics and Computing 2019
     """
     check_learning(
         key,
@@ -201,6 +239,7 @@ def learn_kernel(
         noise_ratio,
         steps,
         chunk_size,
+        control_variates,
     )
     params = without_variables(params)
     check_has_params(params)
@@ -219,16 +258,40 @@ def learn_kernel(
         found = learn_kernels(
             loss, batches, stacked, typed[None], preconditioner=preconditioner, estimator=estimator,
             momentum=momentum, stability=stability, noise_ratio=noise_ratio, steps=steps,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size, control_variates=control_variates,
+            is_searched=batches.rows is not None,
         )  # fmt: skip
     kernel, last = jax.tree.map(lambda leaf: leaf[0], (found.kernels, found.params))
     check_learned(kernel)
     if log_prior is not None and not np.isfinite(log_prior(last)):
         warnings.warn(_OUTSIDE, stacklevel=2)
-    said = judge_stability(kernel.stability, 1, "stability") + judge_kernel(kernel)
+    said = judge_steps(kernel, 1) + judge_kernel(kernel)
     for text in found.warnings + said:
         warnings.warn(text, stacklevel=2)
     return kernel, last
+
+
+def choose_variates(
+    control_variates: bool | None, batches: Batches, estimator: Estimator = "per_example"
+) -> bool:
+    """Return whether kernels have control variates; for None, choose it by the data.
+
+    Raises:
+      ValueError: If there is no gradient over all examples.
+    """
+    if control_variates and batches.is_function:
+        raise ValueError(
+            "control_variates=True needs the gradient over all examples: pass data as arrays, or "
+            "control_variates=False."
+        )
+    if control_variates and estimator == "two_batches":
+        raise ValueError(
+            "control_variates=True needs a mean over examples, but estimator='two_batches' is for "
+            "losses that mix examples: pass control_variates=False, or another estimator."
+        )
+    if control_variates is None:
+        return not batches.is_function and estimator != "two_batches"
+    return control_variates
 
 
 def choose_form(preconditioner: Preconditioner | None, params: Params) -> Preconditioner:
@@ -258,6 +321,7 @@ def check_learning(
     noise_ratio: Any,
     steps: Any,
     chunk_size: Any,
+    control_variates: Any,
 ) -> None:
     """Raise unless the arguments of `learn_kernel` are valid."""
     checks.check_key("key", key)
@@ -266,16 +330,20 @@ def check_learning(
         checks.check_static_count("num_data", num_data)
     checks.check_static_count("steps", steps, minimum=_PARTS)
     checks.check_choice("estimator", estimator, tuple(ESTIMATES))
-    checks.check_positive("stability", stability)
-    if float(stability) >= 2:
+    if stability is not None:
+        checks.check_positive("stability", stability)
+    if stability is not None and float(stability) >= 2:
         raise ValueError(f"stability must be below 2, got {float(stability):g}.")
-    checks.check_positive("noise_ratio", noise_ratio)
+    if noise_ratio is not None:
+        checks.check_positive("noise_ratio", noise_ratio)
     if preconditioner is not None:
         checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
     if momentum is not None:
         checks.check_decay("momentum", momentum)
     if chunk_size is not None:
         checks.check_static_count("chunk_size", chunk_size)
+    if control_variates is not None:
+        checks.check_flag("control_variates", control_variates)
 
 
 def learn_kernels(
@@ -287,10 +355,12 @@ def learn_kernels(
     preconditioner: Preconditioner | None = None,
     estimator: Estimator = "per_example",
     momentum: float | None = None,
-    stability: float = 0.2,
-    noise_ratio: float = 10.0,
+    stability: float | None = None,
+    noise_ratio: float | None = None,
     steps: int = 8000,
     chunk_size: int | None = None,
+    control_variates: bool | None = None,
+    is_searched: bool = False,
 ) -> Learned:
     """Return a kernel for each chain, and the points at which the chains may begin to sample.
 
@@ -306,20 +376,26 @@ def learn_kernels(
       noise_ratio: The maximum ratio of noises.
       steps: The number of steps.
       chunk_size: The number of per-example gradients in memory at once.
+      control_variates: Whether the kernels have control variates; None if the data allow it.
+      is_searched: Whether the starts are optima, so that control variates help the search.
     """
+    has_anchor = choose_variates(control_variates, batches, estimator)
     size, unit = batches.batch_size, steps // _PARTS
     form = choose_form(preconditioner, jax.tree.map(lambda leaf: leaf[0], params))
-    mu = min(0.9, (size - 1) / (size + 1)) if momentum is None else momentum
+    default = _WITH_VARIATES if has_anchor else _WITHOUT
+    mu = min(default.momentum, (size - 1) / (size + 1)) if momentum is None else momentum
     begin = functools.partial(
         first_kernel, preconditioner=form, num_data=batches.num_data, batch_size=size, momentum=mu,
-        max_noise_ratio=noise_ratio, max_stability=stability,
+        max_noise_ratio=default.noise_ratio if noise_ratio is None else noise_ratio,
+        max_stability=default.stability if stability is None else stability,
     )  # fmt: skip
     every = _steps_per_estimate(size, estimator, form, steps)
     params, split = _join(params)
+    loss_of = functools.partial(_loss_of_joined, loss, split)
 
     def gradients(params: Any, batch: Any) -> BatchGradients:
         here, apart = batches.split(batch)
-        e = evaluate(lambda p, batch: loss(split(p), batch), params, here, example=apart)
+        e = evaluate(loss_of, params, here, example=apart)
         return BatchGradients(params, e.grad, e.extra_args, size, chunk_size, None)
 
     descend, move, stand = (
@@ -335,29 +411,58 @@ def learn_kernels(
         return carry
 
     states = fresh_jit_once(jax.vmap(_NEWTON.init))(params)
-    params, _ = run(descend, (params, states), (), 0, _SEARCH * unit)
-    kernels = fresh_jit_once(jax.vmap(begin))(params)
+    anchors: Any = ()
+    if not has_anchor:
+        params, _ = run(descend, (params, states), (), 0, _SEARCH * unit)
+    else:
+        # Far from an optimum, control variates would add noise
+        weights = jnp.full(len(keys), float(is_searched))
+        for phase, length in ((0, _SEARCH - _SEARCH // 3), (len(_WINDOWS) + 2, _SEARCH // 3)):
+            anchors = find_anchors(loss_of, batches, params)
+            (params, states) = run(
+                descend, (params, states), (anchors, weights), phase, length * unit
+            )
+            weights = jnp.ones_like(weights)
+        anchors = find_anchors(loss_of, batches, params)
+    kernels = fresh_jit_once(jax.vmap(begin))(params)._replace(anchor=anchors)
     seen = fresh_jit_once(jax.vmap(first_window))(kernels, params)
     restart, end = fresh_jit_once(jax.vmap(_restart)), fresh_jit_once(jax.vmap(_end_window))
     said: list[str] = []
+    resting: NoiseKernel | None = None
     left_out = jnp.zeros(len(keys), jnp.int32)
     for number, length in enumerate(_WINDOWS, start=1):
         carry = restart(kernels, params, seen, _fold(keys, number))
         params, opt_state, seen = run(move, carry, kernels, number, length * unit)
         left_out += find_states(opt_state, ConstantSgdState)[0].left_out
         kernels, seen = end(kernels, seen)
+        if has_anchor and number == _AT_REST:
+            # The noise of the batches at rest; from here on, the noise that control variates leave
+            resting = kernels
+            kernels = kernels._replace(noise=optax.tree.zeros_like(kernels.noise))
         if number == 1 and batches.is_function:
             at_rest = min(max(_EPOCHS * batches.num_data // size, unit), steps // 2)
             rows = jnp.zeros((len(keys), at_rest, NUM_PROJECTIONS))
             _, rows = run(stand, (params, rows), kernels, len(_WINDOWS) + 1, at_rest)
             said = judge_order(rows.swapaxes(0, 1), jax.vmap(count_noisy)(kernels, params))
-    if np.any(left_out):
-        said = [*said, _NOT_FINITE.format(int(np.max(left_out)))]
-    params, every_split = jax.vmap(split)(params), jax.vmap(split)
-    if form == "diagonal":
-        noise, curvature = every_split(kernels.noise), every_split(kernels.curvature)
-        kernels = kernels._replace(noise=noise, curvature=curvature)
-    return Learned(kernels, params, said)
+    said += [_NOT_FINITE.format(int(np.max(left_out)))] if np.any(left_out) else []
+    kernels = _split_kernels(kernels, resting, jax.vmap(split), form)
+    return Learned(kernels, jax.vmap(split)(params), said)
+
+
+def _split_kernels(
+    kernels: NoiseKernel, resting: NoiseKernel | None, split: Callable[[Any], Any], form: str
+) -> NoiseKernel:
+    """Return kernels whose trees are those of the params.
+
+    Kernels with anchors get the fraction of the noise at rest that control variates leave.
+    """
+    if resting is not None:
+        left = jax.vmap(_noise_over_curvature)(kernels) / jax.vmap(_noise_over_curvature)(resting)
+        anchor = Anchor(*map(split, kernels.anchor))
+        kernels = kernels._replace(noise_left=left.astype(jnp.float32), anchor=anchor)
+    if form != "diagonal":
+        return kernels
+    return kernels._replace(noise=split(kernels.noise), curvature=split(kernels.curvature))
 
 
 def _join(params: Params) -> tuple[Any, Callable[[Any], Any]]:
@@ -382,13 +487,19 @@ def _join(params: Params) -> tuple[Any, Callable[[Any], Any]]:
     return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1), split
 
 
+def _loss_of_joined(loss: Loss, split: Callable[[Any], Any], params: Any, batch: Any) -> jax.Array:
+    return loss(split(params), batch)
+
+
 def _descend(
     gradients: GradientsFn, carry: Any, kernel: Any, batch: Any, key: jax.Array, number: jax.Array
 ) -> Any:
-    """Take a step of the search."""
-    del kernel, key, number
+    """Take a step of the search, with the control variates of an anchor and a weight, or without ()."""
+    del key, number
     params, opt_state = carry
     found = gradients(params, batch)
+    if kernel:
+        found = correct_batch(found, *kernel)
     updates, opt_state = _NEWTON.update(found.grad, opt_state, params, **found.extras)
     return apply_updates(params, updates, opt_state), opt_state
 
@@ -406,14 +517,19 @@ def _move(
     """Take a step of a window, in which every so many batches are observed."""
     params, opt_state, seen = carry
     found = gradients(params, batch)
+    observed = found
+    if kernel.anchor:
+        # At the anchor itself, control variates would leave no noise
+        moves = jnp.logical_not(any_unknown(kernel))
+        observed = correct_batch(found, kernel.anchor, moves)
 
     def look(seen: Window) -> Window:
         h, noise_key = probing_steps(kernel), fold(key_data(key), number)
-        return observe(seen, kernel, found, estimator, h, noise_key, number // every)
+        return observe(seen, kernel, observed, estimator, h, noise_key, number // every)
 
     # The number of the step is the same in all chains, so vmap keeps the conditional
     seen = when(number % every == 0, look, seen)
-    updates, opt_state = constant_sgd(kernel).update(found.grad, opt_state, params)
+    updates, opt_state = constant_sgd(kernel).update(found.grad, opt_state, params, **found.extras)
     return apply_updates(params, updates, opt_state), opt_state, seen
 
 
@@ -461,6 +577,16 @@ def _run_part(
         return cast_like(new, carry)
 
     return jax.lax.fori_loop(first, first + count, take_step, carry)
+
+
+def _noise_over_curvature(kernel: NoiseKernel) -> jax.Array:
+    """Return the sum of Lambda_i / a_i, about the trace of A^-1 C in any basis."""
+    ratios = jax.tree.map(
+        lambda noise, a: jnp.where(a > 0, noise / jnp.where(a > 0, a, 1.0), 0.0),
+        kernel.noise,
+        kernel.curvature,
+    )
+    return inner(ratios, optax.tree.ones_like(ratios))
 
 
 def _fold(keys: jax.Array, number: int) -> jax.Array:

@@ -84,7 +84,7 @@ def first_kernel(
 ) -> NoiseKernel:
     """Return the kernel of the first window, `NoiseKernel.unknown` with its numbers."""
     ratio, most = (jnp.asarray(x, jnp.float32) for x in (max_noise_ratio, max_stability))
-    return NoiseKernel.unknown(params, preconditioner)._replace(
+    return NoiseKernel.unknown(params, preconditioner, control_variates=False)._replace(
         noise_ratio=ratio,
         max_noise_ratio=ratio,
         max_stability=most,
@@ -183,7 +183,15 @@ def next_kernel(kernel: NoiseKernel, seen: Window) -> NoiseKernel:
     h, s = probing_steps(kernel), kernel.scale()
     # a is first in the coordinates of the old steps, then in the coordinates of the new steps
     factor = (1 - kernel.momentum) / (1 + kernel.momentum)
-    basis, noise, curvature = kernel.basis.turn(seen.covariance, curvature_bound(seen, h, factor))
+    bound = curvature_bound(seen, h, factor)
+    basis, noise, curvature = kernel.basis.turn(seen.covariance, bound)
+    if kernel.anchor:
+        # Where the chain moves, control variates have left hardly any noise
+        moves = jnp.logical_not(any_unknown(kernel))
+        rotated = kernel.basis.rotate(seen.covariance, bound, mean_curvature(seen, h))
+        basis, noise, curvature = optax.tree.where(moves, rotated, (basis, noise, curvature))
+        width = jnp.where(moves, relative_variance(kernel, seen), 1.0)
+        noise = jax.tree.map(lambda c: c / width.astype(c.dtype), noise)
     is_known = _any_positive(curvature)
     stability, excess = _shorten(kernel, seen.stability * factor)
     most = kernel.max_noise_ratio
@@ -252,19 +260,36 @@ def curvature_bound(seen: Window, h: Any, momentum_factor: jax.Array) -> Any:
     .. math::
       h_i a_i = \bar q \, \frac{1 - \mu}{1 + \mu} + \frac{\operatorname{Var} q_i}{2 \bar q}
     """
-    n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
 
     def of_entry(mean: jax.Array, root_square: jax.Array, h: jax.Array) -> jax.Array:
-        # Var q = (r - |E q|) (r + |E q|); the roots of these factors do not overflow
-        mean = jnp.abs(mean)
-        deviation = jnp.sqrt(jnp.maximum(root_square - mean, 0.0)) * jnp.sqrt(root_square + mean)
-        size = mean + _ERRORS * deviation / jnp.sqrt(n.astype(mean.dtype))
+        size, deviation = _bound_mean(seen, mean, root_square)
         divisor = jnp.maximum(size, 0.1 * deviation)
         spread = jnp.where(divisor > 0, _SPREAD * deviation * (deviation / divisor), 0.0)
         bound = size * momentum_factor.astype(mean.dtype) + spread
         return jnp.where(h > 0, bound / jnp.where(h > 0, h, 1.0), 0.0)
 
     return jax.tree.map(of_entry, seen.curvature, seen.root_square, h)
+
+
+def mean_curvature(seen: Window, h: Any) -> Any:
+    r"""Return :math:`\bar q / h` of `curvature_bound`, without the spread and for any momentum."""
+
+    def of_entry(mean: jax.Array, root_square: jax.Array, h: jax.Array) -> jax.Array:
+        size, _ = _bound_mean(seen, mean, root_square)
+        return jnp.where(h > 0, size / jnp.where(h > 0, h, 1.0), 0.0)
+
+    return jax.tree.map(of_entry, seen.curvature, seen.root_square, h)
+
+
+def _bound_mean(
+    seen: Window, mean: jax.Array, root_square: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return |E q| plus two standard errors, and the standard deviation of q."""
+    n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
+    # Var q = (r - |E q|) (r + |E q|); the roots of these factors do not overflow
+    mean = jnp.abs(mean)
+    deviation = jnp.sqrt(jnp.maximum(root_square - mean, 0.0)) * jnp.sqrt(root_square + mean)
+    return mean + _ERRORS * deviation / jnp.sqrt(n.astype(mean.dtype)), deviation
 
 
 def fraction_by_places(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Array) -> jax.Array:
@@ -283,6 +308,22 @@ def fraction_by_places(seen: Window, kernel: NoiseKernel, h: Any, scale: jax.Arr
     variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
     old = kernel.noise_ratio / (1 + kernel.noise_ratio)
     return old * _VARIATION / jnp.sqrt(variance + 1e-12)
+
+
+def relative_variance(kernel: NoiseKernel, seen: Window) -> jax.Array:
+    r"""Return the ratio of the chain's variance in a window to the posterior's, with control variates.
+
+    Steps with the fraction :math:`1 - \varphi` of injected noise, and the fraction :math:`\varphi'` of
+    noise from the batches, have :math:`1 - \varphi + \varphi'` times the noise that samples. The noise
+    of the batches is proportional to this variance. The mean over directions has weights
+    :math:`\varphi'`.
+    """
+    s = kernel.scale()
+    relative = _over(kernel.step_sizes(s), s)
+    assumed = optax.tree.mul(kernel.noise, relative)
+    found = optax.tree.mul(kernel.basis.variances(seen.covariance), relative)
+    variance = _mean(jax.tree.map(lambda old, new: 1 - old + new, assumed, found), found)
+    return jnp.where(variance > 0, variance, 1.0)
 
 
 def _shorten(kernel: NoiseKernel, effective: jax.Array) -> tuple[jax.Array, jax.Array]:

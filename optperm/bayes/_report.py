@@ -61,6 +61,9 @@ class PosteriorReport(NamedTuple):
       mcse: The maximum Monte Carlo standard error of a mean, divided by the standard deviation.
       stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)` of constant SGD.
       noise_ratio: The maximum ratio of the batches' noise to the injected noise, chosen by the warm-up.
+      noise_left: The maximum fraction of the batches' noise that control variates leave.
+      distance: The maximum distance between the mean of a chain's draws and the optimum of its control
+        variates, in standard deviations of the draws.
       drift: The ratio of the noise in the last window of the warm-up to the noise in the window before.
       step_bias: The maximum relative increase of a variance due to the step size of SGLD or SGHMC.
       batch_bias: An upper bound on the relative increase, due to the noise of SGLD's or SGHMC's batches,
@@ -77,6 +80,8 @@ class PosteriorReport(NamedTuple):
     mcse: float
     stability: float | None
     noise_ratio: float | None
+    noise_left: float | None
+    distance: float | None
     drift: float | None
     step_bias: float | None
     batch_bias: float | None
@@ -93,6 +98,8 @@ class PosteriorReport(NamedTuple):
             "Monte Carlo error over sd": self.mcse,
             "lambda_max(H A)": self.stability,
             "noise of last two windows": self.drift,
+            "noise left by control variates": self.noise_left,
+            "sds from their optimum, maximum": self.distance,
             "variance added by the steps": self.step_bias,
             "variance batches add, at most": self.batch_bias,
             "entries that never moved": self.unmoved or None,
@@ -201,11 +208,14 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
     """
     evidence = Evidence(samples, most_ranked)
     found = list_warnings(evidence)
-    one = evidence.kernels[0] if len(evidence.kernels) == 1 else None
+    one: Any = evidence.kernels[0] if len(evidence.kernels) == 1 else None
+    anchored = one is not None and bool(one.anchor)
     return PosteriorReport(
         *evidence.figures,
         stability=None if one is None else float(np.max(one.stability)),
         noise_ratio=None if one is None else float(np.max(one.noise_ratio)),
+        noise_left=None if not anchored else float(np.max(one.noise_left)),
+        distance=None if not anchored else _distance(one, samples),
         drift=None if one is None else float(np.mean(one.drift)),
         step_bias=evidence.langevin_biases[0],
         batch_bias=evidence.langevin_biases[1],
@@ -213,6 +223,19 @@ def judge(samples: Samples, *, most_ranked: int) -> PosteriorReport:
         not_checked=tuple(describe_unchecked(evidence)),
         warnings=tuple(found),
     )
+
+
+def _distance(kernel: NoiseKernel, samples: Samples) -> float:
+    """Return the maximum of |mean - theta*| / sd over the chains and entries of the draws."""
+
+    def of_leaf(draws: Any, at: Any) -> float:
+        draws, at = np.asarray(draws, np.float64), np.asarray(at, np.float64)
+        deviation = draws.std(axis=(0, 1))
+        distance = np.abs(draws.mean(axis=1) - at)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(np.max(np.where(deviation > 0, distance / deviation, 0.0), initial=0.0))
+
+    return max(jax.tree.leaves(jax.tree.map(of_leaf, samples.params, kernel.anchor.params)))
 
 
 def warn_of_draws(samples: Samples) -> None:

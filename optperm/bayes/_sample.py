@@ -24,10 +24,15 @@ from optperm.bayes._chains import (
 )
 from optperm.bayes._conditions import sees_gradient
 from optperm.bayes._constant_sgd import constant_sgd
+from optperm.bayes._control_variates import Anchor, full_gradients
 from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
-from optperm.bayes._learn_kernel import check_learned, choose_form, learn_kernels
-from optperm.bayes._next_kernel import first_kernel
+from optperm.bayes._learn_kernel import (
+    check_learned,
+    choose_form,
+    choose_variates,
+    learn_kernels,
+)
 from optperm.bayes._optima import first_starts, search_starts
 from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import wide_params
@@ -45,10 +50,14 @@ from optperm.core.trees import is_function, without_variables
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN, evaluate, is_mean
 from optperm.exact import apply_updates
 
+# The maximum change of the full gradient at an anchor, in standard deviations of the posterior.
+_MOST_CHANGE = 0.25
 # The number of parts of the draws; `on_draws` is called after each part.
 _PARTS = 10
 # The default numbers of examples in a batch, and of steps before the draws.
 _BATCH_SIZE, _BURN_IN = 32, 1000
+# The maximum number of examples in a batch by default.
+_LARGEST_BATCH = 512
 # The maximum number of entries whose draws are ranked; 4,000 draws take 5 ms per entry.
 _MOST_RANKED = 200
 # The maximum number of draws at which the loss is checked.
@@ -77,6 +86,7 @@ def sample(
     num_data: int | None = None,
     sampler: Sampler | None = None,
     preconditioner: Preconditioner | None = None,
+    control_variates: bool | None = None,
     kernel: NoiseKernel | None = None,
     resume: Any = None,
     num_chains: int = 4,
@@ -124,12 +134,16 @@ def sample(
         if `loss_fn` includes the prior. The prior must be smooth and finite everywhere: instead of a
         parameter :math:`m > 0`, sample :math:`u = \log m` with the log prior :math:`\log p(m) + u`,
         where :math:`e^u` is the Jacobian.
-      batch_size: S; None for the kernel's S, or for 32.
+      batch_size: S; None for the kernel's S, or for 32. With control variates, the noise that they leave
+        grows with the number D of params, so None is for D between 32 and 512.
       num_data: N; None for the number of rows, or for the kernel's N. Required if `data` is a function.
       sampler: None for constant SGD, or a function `sampler(N, S)` that returns another sampling
         transformation, as `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument
         `full_grad_fn`, the gradient over all examples, if `data` are arrays in memory.
       preconditioner: The preconditioner of constant SGD; see `optperm.bayes.learn_kernel`.
+      control_variates: Whether the kernels of constant SGD have control variates, so that the number of
+        steps per effective draw does not grow with N; see `optperm.bayes.learn_kernel`. None for True,
+        but False if `data` is a function. For another sampler, put `optperm.svrg` before the sampler.
       kernel: A kernel of `optperm.bayes.learn_kernel` for all chains, which then learn none.
       resume: A folder in which this function keeps the results of each step and of each tenth of the
         draws, as NumPy files. After the process was killed, the same call resumes there, and returns the
@@ -175,7 +189,8 @@ def sample(
       (True, True)
 
     Notes:
-      If each step can use all examples, NUTS (NumPyro, BlackJAX) samples the exact posterior.
+      With few examples, NUTS (NumPyro, BlackJAX) samples the exact posterior, and may be as fast. With
+      many examples, `python benchmarks/nuts.py` compares the effective draws per second.
 
       With `resume`, the arguments are compared with the arguments of the earlier call. Functions cannot
       be compared, so the loss of a batch at `params` is compared, and the batch of a function `data`. Of
@@ -197,48 +212,50 @@ def sample(
         changes the gradient before the sampler, the warning comes before the first step.
     """
     counts = {"num_chains": num_chains, "num_draws": num_draws, "thinning": thinning}
-    _check_arguments(key, burn_in, batch_size, num_data, counts, sampler, preconditioner, kernel)
+    _check_arguments(
+        key, burn_in, batch_size, num_data, counts, sampler,
+        {"kernel": kernel, "preconditioner": preconditioner, "control_variates": control_variates},
+    )  # fmt: skip
     params = without_variables(params)
     check_has_params(params)
     if kernel is not None:
         check_kernel(kernel, params, preconditioner)
         batch_size = int(kernel.batch_size) if batch_size is None else batch_size
         num_data = int(kernel.num_data) if num_data is None and is_function(data) else num_data
-    size = _BATCH_SIZE if batch_size is None else batch_size
+    size = batch_size or _choose_batch_size(params, data, sampler, control_variates)
     with explicit_mesh(data, params, starts):
         # An estimate of the noise from batches of one example needs another example
         num_apart = int(not is_function(data) or size == 1)
         batches = make_batches(data, num_data, size, num_apart=num_apart)
         if kernel is not None:
             check_kernel(kernel, params, batch_size=size, num_data=batches.num_data)
+        has_variates = choose_variates(control_variates, batches)
         tx = _make_sampler(sampler, batches.num_data, size, params)
         batch, _ = batches.split(batches.one(jax.random.key(0)))
         loss = make_loss(loss_fn, params, batch, num_data=batches.num_data, log_prior=log_prior)
+        _check_anchor(kernel, loss, batches)
         keys = jax.random.split(make_key(key), 4)
         problem = _Problem(loss, batches, num_chains, -(-num_draws // _PARTS), thinning, keys)
         facts: dict[str, Any] = {}
         if resume is not None:
             facts = {
                 **counts,
-                "batch_size": size,
-                "num_data": batches.num_data,
                 "burn_in": burn_in,
-                "key": np.asarray(jax.random.key_data(keys[0])).tolist(),
                 "sampler": None if sampler is None else "a function",
                 "preconditioner": preconditioner,
+                "control_variates": has_variates,
                 "kernel": fingerprint(kernel),
                 "params": fingerprint(params),
                 "starts": "a function" if is_function(starts) else fingerprint(starts),
-                "data": fingerprint(batch if is_function(data) else data),
-                "place of the data": "memory" if batches.rows is not None else "host",
-                "loss of a batch": f"{float(fresh_jit(loss)(params, batch)):.4g}",
+                **_facts_of_data(problem, params, data, batch),
             }
         progress = Progress(resume, facts)
 
         # Optima
         first, begun = _find_optima(problem, params, starts, progress, searches=tx is None)
-        conditions = _check_conditions(problem, tx, begun)
-        conditions["is_learned"] = sampler is None and kernel is None
+        conditions = _check_conditions(problem, tx, begun) | {
+            "is_learned": sampler is None and kernel is None
+        }
         # The report also contains these warnings
         said = [text for name, text in _CONDITIONS.items() if conditions[name] is False]
         _warn(said)
@@ -250,15 +267,16 @@ def sample(
         else:
             kernels = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_chains), kernel)
             if kernel is None:
-                kernels, begun, texts = _learn(problem, begun, preconditioner, progress)
+                kernels, begun, texts = _learn(
+                    problem, begun, preconditioner, has_variates, starts is None, progress
+                )
                 _warn(texts)
                 check_learned(kernels)
             tx = constant_sgd(jax.tree.map(lambda leaf: leaf[0], kernels))
             opt_state = fresh_jit(jax.vmap(_init_constant_sgd))(kernels, begun)
 
         # Chains
-        default = 0 if conditions["is_learned"] else _BURN_IN
-        steps = default if burn_in is None else burn_in
+        steps = (0 if conditions["is_learned"] else _BURN_IN) if burn_in is None else burn_in
         chains = _Chains(problem, tx)
         begin = functools.partial(chains.begin, begun, opt_state, steps, starts is None)
         samples = _collect(
@@ -269,9 +287,50 @@ def sample(
         samples = samples._replace(starts=first, **conditions)
         if not samples.is_learned:
             samples = measure_batch_noise(tx, loss, batches, samples, keys[0])
-        found = judge(samples, most_ranked=_MOST_RANKED).warnings
-        _warn([text for text in found if text not in said] + _judge_bounds(problem, samples))
+        said = [t for t in judge(samples, most_ranked=_MOST_RANKED).warnings if t not in said]
+        _warn(said + _judge_bounds(problem, samples))
         return samples
+
+
+def _choose_batch_size(
+    params: Params, data: Any, sampler: Any, control_variates: bool | None
+) -> int:
+    """Return the default batch size."""
+    if sampler is not None or control_variates is False or is_function(data):
+        return _BATCH_SIZE
+    # The trace of A^-1 C of the noise H_n (theta - theta*) grows with D, for any N
+    checks.check_arrays("data", data)
+    num_rows = checks.count_examples("data", data)
+    size = max(_BATCH_SIZE, min(optax.tree.size(params), _LARGEST_BATCH))
+    return _BATCH_SIZE if size > num_rows else size
+
+
+def _check_anchor(kernel: NoiseKernel | None, loss: Loss, batches: Batches) -> None:
+    """Raise a ValueError unless the gradient over all examples at the anchor is the kernel's."""
+    if kernel is None or not kernel.anchor or batches.is_function:
+        return
+    at, known = kernel.anchor
+    found = full_gradients(loss, batches, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], at))
+    change = jax.tree.map(lambda new, old: new[0] - old, found, known)
+    distance = float(kernel._replace(anchor=Anchor(at, change)).anchor_distance())
+    if not distance <= _MOST_CHANGE:
+        raise ValueError(
+            "The kernel's control variates belong to other data, another loss or another prior: the "
+            "gradient over all examples at their optimum has changed, which moves the posterior by "
+            f"{distance:.2g} standard deviations. Learn a new kernel."
+        )
+
+
+def _facts_of_data(problem: _Problem, params: Params, data: Any, batch: Any) -> dict[str, Any]:
+    """Return what a folder keeps of the data, of the key and of the loss."""
+    return {
+        "batch_size": problem.batches.batch_size,
+        "num_data": problem.batches.num_data,
+        "key": np.asarray(jax.random.key_data(problem.keys[0])).tolist(),
+        "data": fingerprint(batch if is_function(data) else data),
+        "place of the data": "host" if problem.batches.rows is None else "memory",
+        "loss of a batch": f"{float(fresh_jit(problem.loss)(params, batch)):.4g}",
+    }
 
 
 def _warn(texts: list[str]) -> None:
@@ -306,8 +365,7 @@ def _check_arguments(
     num_data: Any,
     counts: dict[str, Any],
     sampler: Any,
-    preconditioner: Any,
-    kernel: Any,
+    of_kernels: dict[str, Any],
 ) -> None:
     checks.check_key("key", key)
     if burn_in is not None:
@@ -317,16 +375,27 @@ def _check_arguments(
     for name, count in (("batch_size", batch_size), ("num_data", num_data)):
         if count is not None:
             checks.check_static_count(name, count)
-    if preconditioner is not None:
-        checks.check_choice("preconditioner", preconditioner, tuple(FORMS))
+    if of_kernels["preconditioner"] is not None:
+        checks.check_choice("preconditioner", of_kernels["preconditioner"], tuple(FORMS))
+    if of_kernels["control_variates"] is not None:
+        checks.check_flag("control_variates", of_kernels["control_variates"])
+    if of_kernels["kernel"] is not None and of_kernels["control_variates"] is not None:
+        raise ValueError(
+            "control_variates is for kernels that sample learns: pass it to learn_kernel instead."
+        )
     if sampler is None:
         return
     checks.check_function(
         "sampler", sampler, "(num_data, batch_size) that returns a transformation"
     )
-    for name, value in (("kernel", kernel), ("preconditioner", preconditioner)):
+    for name, value in of_kernels.items():
         if value is not None:
-            raise ValueError(f"{name} is for sampler=None: pass it to your sampler instead.")
+            instead = (
+                "put optperm.svrg() before your sampler"
+                if name == "control_variates"
+                else "pass it to your sampler"
+            )
+            raise ValueError(f"{name} is for sampler=None: {instead} instead.")
 
 
 def _make_sampler(
@@ -394,7 +463,12 @@ def _init_constant_sgd(kernel: NoiseKernel, params: Params) -> Any:
 
 
 def _learn(
-    problem: _Problem, starts: Any, preconditioner: Preconditioner | None, progress: Progress
+    problem: _Problem,
+    starts: Any,
+    preconditioner: Preconditioner | None,
+    has_variates: bool,
+    is_searched: bool,
+    progress: Progress,
 ) -> tuple[NoiseKernel, Any, list[str]]:
     """Return a kernel for each chain, the params at which the chains begin, and warnings."""
     batches = problem.batches
@@ -406,14 +480,15 @@ def _learn(
             problem.loss, batches, starts, jax.random.split(problem.keys[3], problem.num_chains),
             preconditioner=form,
             estimator="single_example" if batches.batch_size == 1 else "per_example",
+            control_variates=has_variates,
+            is_searched=is_searched and batches.rows is not None,
         )  # fmt: skip
         return (found.kernels, found.params), found.warnings
 
     def like() -> Any:
         begin = functools.partial(
-            first_kernel, preconditioner=form, num_data=batches.num_data,
-            batch_size=batches.batch_size, momentum=0.0, max_noise_ratio=1.0, max_stability=1.0,
-        )  # fmt: skip
+            NoiseKernel.unknown, preconditioner=form, control_variates=has_variates
+        )
         return jax.eval_shape(jax.vmap(begin), starts), starts
 
     (kernels, params), texts = progress.phase("kernels", learn, like)

@@ -16,7 +16,7 @@ N, S = 200, 8
 def test_bias_of_a_kernel_is_judged_by_the_steps_of_all_draws():
     """Not by a last step at which the rate is small, for noise that is twice the kernel's."""
     w = {"a": jnp.zeros(3), "b": jnp.ones(2)}
-    kernel = optperm.bayes.NoiseKernel.unknown(w, "diagonal")
+    kernel = optperm.bayes.NoiseKernel.unknown(w, "diagonal", control_variates=False)
     one = jax.tree.map(jnp.ones_like, kernel.noise)
     kernel = kernel._replace(
         noise=one, curvature=one, num_data=jnp.int32(N), batch_size=jnp.int32(S)

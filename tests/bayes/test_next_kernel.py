@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optperm.bayes._control_variates import Anchor
 from optperm.bayes._covariance import BatchGradients
 from optperm.bayes._next_kernel import (
     curvature_bound,
@@ -14,6 +15,7 @@ from optperm.bayes._next_kernel import (
     next_window,
     observe,
     probing_steps,
+    relative_variance,
 )
 
 N, S, D = 500, 8, 3
@@ -100,6 +102,50 @@ def test_curvature_is_that_of_the_new_directions():
     w = np.asarray(new.basis.w, np.float64)
     np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=1e-5)
     np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
+
+
+def test_directions_for_control_variates_fit_the_curvature():
+    """A diagonal A stays the identity in the new directions, in which the noise is diagonal; in the
+    window before, at rest, the noise without control variates is made the identity."""
+    a, anchor = np.array([4.0, 2.0, 0.5]), Anchor(jnp.zeros(D), jnp.zeros(D))
+    kernel, seen = begin("full")
+    kernel = kernel._replace(anchor=anchor)
+    seen = seen._replace(
+        estimates=jnp.int32(10**6), covariance=(jnp.float32(NOISE), jnp.float32(np.diag(NOISE))),
+    )  # fmt: skip
+    for curvature, wanted in ((jnp.inf, NOISE), (1.0, np.diag(a))):
+        kernel = known(kernel, curvature=curvature)
+        h = np.asarray(probing_steps(kernel))
+        seen = seen._replace(curvature=jnp.float32(h * a), root_square=jnp.float32(h * a))
+        new = jax.jit(next_kernel)(kernel, seen)
+        w = np.asarray(new.basis.w, np.float64)
+        np.testing.assert_allclose(w.T @ wanted @ w, np.eye(D), atol=1e-5)
+        width = 1.0 if np.isinf(curvature) else float(relative_variance(kernel, seen))
+        np.testing.assert_allclose(w.T @ NOISE @ w, width * np.diag(new.noise), atol=1e-5)
+        np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
+
+
+def test_noise_along_a_chain_is_that_of_a_chain_with_the_posteriors_variance():
+    """With half of the noise from the batches at the posterior's variance, a chain whose kernel has no
+    noise is twice as wide, and a chain whose kernel has all noise has no width: both find a half."""
+    kernel, seen = begin("diagonal", max_noise_ratio=1e9)
+    s = float(kernel.scale())
+    kernel = kernel._replace(
+        anchor=Anchor(jnp.zeros(D), jnp.zeros(D)),
+        curvature=jnp.full(D, 0.2), noise_ratio=jnp.float32(1e9),
+    )  # fmt: skip
+    for assumed in (0.0, 0.25, 0.9):
+        # V = 1 - phi + V / 2, and h = 1
+        variance = 2 * (1 - assumed)
+        one = jnp.ones(D)
+        seen = seen._replace(
+            estimates=jnp.int32(9),
+            covariance=s * variance / 2 * one,
+            curvature=one,
+            root_square=one,
+        )
+        new = next_kernel(kernel._replace(noise=s * assumed * one), seen)
+        np.testing.assert_allclose(new.noise, s / 2, rtol=1e-4)
 
 
 def test_curvature_includes_the_spread_of_the_batches_curvatures():

@@ -158,7 +158,7 @@ def kernel_state(**changes):
 
 FAULTS_OF_CONSTANT_SGD = {
     "The kernel has not converged": {"drift": 0.5},
-    "about 1.7 times what it should be": {"stability": 0.8},
+    "about 1.6 times what it should be": {"stability": 0.8},
     "up to 64% too large, in others up to 82% too small": {"correlation": [0.1, 1.7]},
     "up to 21% too large": {"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98},
     "In 3 of the steps of a chain, some entries of the gradients were not finite": {"left_out": 3},

@@ -1,0 +1,142 @@
+"""Control variates at an optimum: the gradients of batches, without most of their noise.
+
+J. Baker, P. Fearnhead, E. Fox and C. Nemeth, "Control Variates for Stochastic Gradient MCMC", Statistics
+and Computing 29, 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes import _batches
+from optperm.bayes._batches import Batches
+from optperm.bayes._covariance import BatchGradients
+from optperm.core.dtypes import accumulation_dtype, wide_zeros
+from optperm.core.fresh_jit import fresh_jit_once
+from optperm.core.shapes import Array, Float, Params, PyTree, Updates
+from optperm.core.shardings import explicit_sharding, is_spread
+
+# The number of examples that are evaluated at once in a pass over the data.
+_ROWS = 4096
+
+Loss = Callable[[Any, Any], jax.Array]
+
+
+class Anchor(NamedTuple):
+    r"""A point near an optimum at which the gradient over all examples is known.
+
+    Attributes:
+      params: :math:`\theta^*`, a tree like params.
+      full_grad: :math:`\nabla L(\theta^*)`, in float32 or wider.
+    """
+
+    params: PyTree[Float[Array, "?*shape"], "Params"]
+    full_grad: PyTree[Float[Array, "?*shape"], "Params"]
+
+
+def anchor_like(params: Params) -> Anchor:
+    """Return an anchor with the structure, shapes and dtypes for params."""
+    return Anchor(jax.tree.map(jnp.zeros_like, params), wide_zeros(params))
+
+
+def correct(anchor: Anchor, g: Updates, at_anchor: Updates, weight: Any = 1) -> Updates:
+    r"""Return :math:`g_B(\theta) - w (g_B(\theta^*) - \nabla L(\theta^*))`, in float32 or wider.
+
+    Args:
+      anchor: The anchor.
+      g: :math:`g_B(\theta)`, perhaps with an axis of examples.
+      at_anchor: :math:`g_B(\theta^*)`, of the same shapes.
+      weight: w; 1 for the control variate, and 0 for none.
+    """
+
+    def of_leaf(g: jax.Array, at: jax.Array, mu: jax.Array) -> jax.Array:
+        wide = accumulation_dtype(mu)
+        w = jnp.asarray(weight, wide)
+        # In this order, large, nearly equal numbers cancel exactly
+        return (g.astype(wide) - w * at.astype(wide)) + jnp.broadcast_to(w * mu, jnp.shape(g))
+
+    return jax.tree.map(of_leaf, g, at_anchor, anchor.full_grad)
+
+
+def correct_batch(batch: BatchGradients, anchor: Anchor, weight: Any = 1) -> BatchGradients:
+    """Return the corrected gradients of a batch and of its examples.
+
+    Its `grad_fn` stays, because a control variate does not change the curvature.
+    """
+
+    def corrected(grad_fn: Any) -> Any:
+        def call(params: Params, **part: Any) -> Updates:
+            rows = grad_fn(params, **part), grad_fn(anchor.params, **part)
+            return correct(anchor, *rows, weight)
+
+        vars(call).update(vars(grad_fn))
+        return call
+
+    names = {"per_example_grad_fn", "example_grad_fn"} & batch.extras.keys()
+    grad = correct(anchor, batch.grad, batch.extras["grad_fn"](anchor.params), weight)
+    own = {name: corrected(batch.extras[name]) for name in names}
+    return batch._replace(grad=grad, extras=batch.extras | own)
+
+
+def find_anchors(loss: Loss, batches: Batches, params: Params) -> Anchor:
+    """Return the anchor of each chain, by one pass over all examples.
+
+    Args:
+      loss: The mean loss over a batch.
+      batches: The batches, whose data are arrays.
+      params: The params, with a leading axis of chains.
+    """
+    return Anchor(params, full_gradients(loss, batches, params))
+
+
+def full_gradients(loss: Loss, batches: Batches, params: Params) -> Updates:
+    r"""Return :math:`\nabla L(\theta) = \sum_B \frac{|B|}{N} \nabla L_B(\theta)` of each chain.
+
+    Args:
+      loss: The mean loss over a batch.
+      batches: The batches, whose data are arrays.
+      params: The params, with a leading axis of chains.
+    """
+    n = batches.num_data
+    size = min(n, _ROWS)
+    if batches.read_slice is not None:
+        row = batches.num_bytes / (batches.batch_size + batches.num_apart)
+        size = max(1, min(size, int(_batches.MOST_BYTES / row)))
+
+    def of_part(total: Any, params: Params, rows: Any) -> Any:
+        count = len(jax.tree.leaves(rows)[0])
+        grads = jax.vmap(jax.grad(lambda p: loss(p, rows)))(params)
+        return jax.tree.map(lambda sum_, g: sum_ + (count / n) * g.astype(sum_.dtype), total, grads)
+
+    if batches.read_slice is not None:
+        add = fresh_jit_once(of_part)
+        total = fresh_jit_once(wide_zeros)(params)
+        for first in range(0, n, size):
+            total = add(total, params, batches.read_slice(first, min(first + size, n)))
+        return total
+
+    def whole(params: Params, rows: Any) -> Updates:
+        leaves = jax.tree.leaves(rows)
+        if any(explicit_sharding(leaf) is not None or is_spread(leaf) for leaf in leaves):
+            return jax.lax.map(
+                lambda p: optax.tree.cast(
+                    jax.grad(lambda p: loss(p, rows))(p), accumulation_dtype(p)
+                ),
+                params,
+            )
+
+        def slice_of(start: Any, length: int) -> Any:
+            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
+
+        total = jax.lax.fori_loop(
+            0, n // size, lambda i, total: of_part(total, params, slice_of(i * size, size)),
+            wide_zeros(params),
+        )  # fmt: skip
+        return of_part(total, params, slice_of(n - n % size, n % size)) if n % size else total
+
+    return fresh_jit_once(whole)(params, batches.rows)

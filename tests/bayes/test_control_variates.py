@@ -1,0 +1,179 @@
+"""Control variates: the gradients of batches and of all examples, and the draws that need few steps."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+import optperm
+from optperm.bayes import _control_variates as module
+from optperm.bayes._batches import make_batches
+from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
+from optperm.bayes._covariance import ESTIMATES, BatchGradients
+from optperm.bayes._forms import FORMS
+
+RNG = np.random.default_rng(0)
+N, D, S = 103, 3, 8
+DATA = {"x": np.float32(RNG.normal(size=(N, D))), "y": np.float32(RNG.random(N) < 0.5)}
+
+
+def loss_fn(params, batch):
+    """The loss of a logistic regression with a bias and a prior."""
+    z = batch["x"] @ params["w"] + params["b"]
+    return jnp.mean(jax.nn.softplus(z) - batch["y"] * z) + 0.01 * jnp.sum(params["w"] ** 2)
+
+
+def params_of(number):
+    rng = np.random.default_rng(number)
+    return {"w": jnp.float32(rng.normal(size=D)), "b": jnp.float32(rng.normal())}
+
+
+KERNEL = optperm.bayes.NoiseKernel.unknown(jnp.zeros(3), "full")
+
+
+class OnDisk:
+    """Rows that are read by numbers, as of HDF5 or Zarr."""
+
+    def __init__(self, rows):
+        self.rows, self.shape, self.dtype = rows, rows.shape, rows.dtype
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, rows):
+        return self.rows[rows]
+
+
+@pytest.mark.parametrize("rows", [10, N, 4096])
+@pytest.mark.parametrize("kind", [np.asarray, OnDisk])
+def test_gradients_over_all_examples_are_means_over_parts_of_any_size(kind, rows, monkeypatch):
+    """In memory and on disk, with a last part that is shorter."""
+    monkeypatch.setattr(module, "_ROWS", rows)
+    batches = make_batches(jax.tree.map(kind, DATA), None, S)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(params_of, range(2)))
+    anchors = find_anchors(loss_fn, batches, stacked)
+    support.assert_close(anchors.params, stacked, rtol=0)
+    for index in range(2):
+        wanted = jax.grad(loss_fn)(params_of(index), DATA)
+        found = jax.tree.map(lambda leaf, index=index: leaf[index], anchors.full_grad)
+        support.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["per_example", "single_example"])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_noise_is_that_of_the_differences_between_params_and_anchor(weight, estimator):
+    """The estimate of C is that of g_n(theta) - g_n(theta*), or with a weight of 0, of g_n(theta)."""
+    theta, at = params_of(0), params_of(1)
+    rows, other = (jax.tree.map(lambda x, s=s: x[s], DATA) for s in (slice(S), slice(S, S + 1)))
+    e = optperm.evaluate(loss_fn, theta, rows, example=other)
+    anchor = Anchor(at, jax.grad(loss_fn)(at, DATA))
+    form = FORMS["full"].like(theta)
+    batch = BatchGradients(theta, e.grad, e.extra_args, S, None, None)
+    corrected = correct_batch(batch, anchor, weight)
+    (found, _), is_uneven = ESTIMATES[estimator](corrected, form.covariance)
+
+    def example(params, n):
+        one = jax.tree.map(lambda x: x[n : n + 1], DATA)
+        return np.asarray(jax.flatten_util.ravel_pytree(jax.grad(loss_fn)(params, one))[0])
+
+    g = np.stack([example(theta, n) - weight * example(at, n) for n in range(S + 1)])
+    wanted = np.cov(g[:S].T)
+    if estimator == "single_example":
+        d = g[S] - g[:S].mean(axis=0)
+        wanted = np.outer(d, d) / (1 + 1 / S)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    assert not is_uneven
+    mean = jax.flatten_util.ravel_pytree(corrected.grad)[0]
+    full = np.asarray(jax.flatten_util.ravel_pytree(anchor.full_grad)[0])
+    np.testing.assert_allclose(mean, g[:S].mean(axis=0) + weight * full, rtol=1e-4, atol=1e-6)
+
+
+def problem(num_data, dim):
+    """Logistic regression with the prior N(0, 1): data, loss, log prior, mode and covariance there."""
+    rng = np.random.default_rng(1)
+    x = np.float32(rng.normal(size=(num_data, dim)))
+    x[:, 1] = x[:, 0] + 0.3 * x[:, 1]
+    y = np.float32(rng.random(num_data) < 1 / (1 + np.exp(-x @ rng.normal(size=dim))))
+
+    def loss(w, batch):
+        z = batch[0] @ w
+        return jnp.mean(jax.nn.softplus(z) - batch[1] * z)
+
+    def log_prior(w):
+        return -jnp.sum(w**2) / 2
+
+    mode = np.zeros(dim)
+    for _ in range(20):
+        p = 1 / (1 + np.exp(-x @ mode))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.eye(dim)
+        mode -= np.linalg.solve(hessian, x.T @ (p - y) + mode)
+    return (x, y), loss, log_prior, mode, np.linalg.inv(hessian)
+
+
+def test_a_kernel_with_control_variates_serves_its_own_data_and_refuses_others():
+    """The same data need no further learning, and the report finds the kernel's noise; with other data,
+    the gradient at the anchor is not the kernel's."""
+    (x, y), loss, log_prior, mode, covariance = problem(2000, 3)
+    given = {"log_prior": log_prior, "batch_size": 32}
+    kernel, _ = optperm.bayes.learn_kernel(loss, (x, y), jnp.zeros(3), 0, steps=1600, **given)
+    counts = {"num_draws": 500, "thinning": 5, "kernel": kernel}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples = optperm.bayes.sample(loss, (x, y), jnp.zeros(3), 0, **given, **counts)
+    report = optperm.bayes.posterior_report(samples)
+    assert 0 < report.noise_left < 0.1
+    assert report.distance < 1
+    sd = np.sqrt(np.diag(covariance))
+    draws = np.asarray(samples.params).reshape(-1, 3)
+    np.testing.assert_allclose(draws.std(axis=0) / sd, 1, atol=0.1)
+    np.testing.assert_allclose(draws.mean(axis=0), mode, atol=0.2 * sd.min())
+    with pytest.raises(ValueError, match="belong to other data, another loss or another prior"):
+        optperm.bayes.sample(loss, (x, 1 - y), jnp.zeros(3), 0, **given, **counts)
+
+
+def test_control_variates_are_refused_where_there_is_no_gradient_over_all_examples():
+    """For functions, losses that mix examples, other samplers, and kernels that are known already."""
+    data, loss, *_ = problem(50, 3)
+    two = jax.tree.map(lambda x: x[:2], data)
+    one = {"batch_size": 2, "control_variates": True}
+    for call, given, message in (
+        ("learn_kernel", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
+        ("learn_kernel", {"estimator": "two_batches"}, "estimator='two_batches' is for losses"),
+        ("sample", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
+        ("sample", {"sampler": lambda n, s: optperm.sgld(1e-4, n)}, r"put optperm.svrg\(\) before"),
+        ("sample", {"kernel": KERNEL}, "pass it to learn_kernel instead"),
+    ):
+        usual = {"data": data, "params": jnp.zeros(3), "key": 0} | one
+        with pytest.raises(ValueError, match=message):
+            getattr(optperm.bayes, call)(loss, **usual | given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", "diagonal"])
+def test_effective_draws_cost_few_batches_of_many_examples(form):
+    """With 20,000 examples and batches of 32, the worst parameter makes thousands of effective draws of
+    the posterior, and without control variates a few."""
+    data, loss, log_prior, mode, covariance = problem(20_000, 4)
+    sd, least = np.sqrt(np.diag(covariance)), []
+    for has_variates in (None, False):
+        said = pytest.warns(UserWarning, match="R-hat|effective sample size")
+        with contextlib.nullcontext() if has_variates is None else said:
+            samples = optperm.bayes.sample(
+                loss, data, jnp.zeros(4), 0, log_prior=log_prior, preconditioner=form, num_draws=500,
+                control_variates=has_variates,
+            )  # fmt: skip
+        draws = np.asarray(samples.params).reshape(-1, 4)
+        least.append(optperm.bayes.posterior_report(samples).ess_bulk)
+        if has_variates is None:
+            np.testing.assert_allclose(draws.std(axis=0) / sd, 1, atol=0.06)
+            np.testing.assert_allclose(draws.mean(axis=0), mode, atol=0.15 * sd.min())
+            kernel = samples.last_opt_state.kernel
+            assert np.all(kernel.noise_left < 0.01)
+            anchors = np.asarray(kernel.anchor.params)
+            np.testing.assert_allclose(anchors - mode, 0, atol=0.1 * sd.min())
+    assert least[0] > 1000
+    assert least[0] > 10 * least[1]
