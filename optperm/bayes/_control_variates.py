@@ -16,7 +16,7 @@ import optax
 from optperm.bayes import _batches
 from optperm.bayes._batches import Batches
 from optperm.bayes._covariance import BatchGradients
-from optperm.core.dtypes import accumulation_dtype, wide_zeros
+from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros
 from optperm.core.fresh_jit import fresh_jit_once
 from optperm.core.shapes import Array, Float, Params, PyTree, Updates
 from optperm.core.shardings import explicit_sharding, is_spread
@@ -92,6 +92,20 @@ def find_anchors(loss: Loss, batches: Batches, params: Params) -> Anchor:
       params: The params, with a leading axis of chains.
     """
     return Anchor(params, full_gradients(loss, batches, params))
+
+
+def check_anchors(anchors: Anchor) -> Anchor:
+    """Return anchors.
+
+    Raises:
+      ValueError: If a full gradient is not finite.
+    """
+    if not bool(all_finite(anchors.full_grad)):
+        raise ValueError(
+            "The gradient over all examples is not finite where the search for an optimum ended: remove "
+            "examples with NaN or infinity. With control_variates=False, such gradients are left out."
+        )
+    return anchors
 
 
 def full_gradients(loss: Loss, batches: Batches, params: Params) -> Updates:

@@ -17,7 +17,7 @@ from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order
 from optperm.bayes._batches import Batches, make_batches
 from optperm.bayes._chains import check_has_params
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
-from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
+from optperm.bayes._control_variates import Anchor, check_anchors, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients, Estimator
 from optperm.bayes._diagonal_newton import diagonal_newton
 from optperm.bayes._faults import judge_kernel, judge_steps
@@ -423,7 +423,7 @@ def learn_kernels(
                 descend, (params, states), (anchors, weights), phase, length * unit
             )
             weights = jnp.ones_like(weights)
-        anchors = find_anchors(loss_of, batches, params)
+        anchors = check_anchors(find_anchors(loss_of, batches, params))
     kernels = fresh_jit_once(jax.vmap(begin))(params)._replace(anchor=anchors)
     seen = fresh_jit_once(jax.vmap(first_window))(kernels, params)
     restart, end = fresh_jit_once(jax.vmap(_restart)), fresh_jit_once(jax.vmap(_end_window))
