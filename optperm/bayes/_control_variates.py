@@ -103,7 +103,8 @@ def check_anchors(anchors: Anchor) -> Anchor:
     if not bool(all_finite(anchors.full_grad)):
         raise ValueError(
             "The gradient over all examples is not finite where the search for an optimum ended: remove "
-            "examples with NaN or infinity. With control_variates=False, such gradients are left out."
+            "examples with NaN or infinity, or check the loss. With control_variates=False, entries "
+            "that are not finite are left out."
         )
     return anchors
 
