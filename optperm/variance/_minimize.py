@@ -1035,7 +1035,7 @@ def _lbfgs(run: _Run) -> Advance:
             v, state, count, evaluations = carry
             value, grad = value_and_grad(v, state=state)
             updates, state = tx.update(grad, state, v, value=value, grad=grad, value_fn=value_fn)
-            evaluations = evaluations + state[-1].info.num_linesearch_steps
+            evaluations += jnp.asarray(state[-1].info.num_linesearch_steps, jnp.int32)
             return optax.apply_updates(v, updates), state, count + 1, evaluations
 
         zero = jnp.zeros([], jnp.int32)

@@ -496,3 +496,21 @@ def test_factors_of_gradients_whiten_their_inputs():
     np.testing.assert_allclose(roots["b"], 1.0, rtol=0.05)
     product = multiply_roots(roots, {"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
     np.testing.assert_allclose(product["w"], np.asarray(roots["w"]) @ np.ones((4, 3)), rtol=1e-5)
+
+
+def test_many_params_are_minimized_in_float64():
+    """More params than a dense Hessian is for: L-BFGS, whose counts have other dtypes in this mode."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2000, 600)), rng.normal(size=600)
+    y = x @ w + rng.normal(size=2000)
+
+    def loss_fn(v, batch):
+        return 0.5 * jnp.mean((batch[0] @ v - batch[1]) ** 2)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = optperm.variance.minimize(
+            loss_fn, (x, y), jnp.zeros(600), tol=1e-10, max_passes=300
+        )
+    exact = np.linalg.lstsq(x, y, rcond=None)[0]
+    assert found.params.dtype == jnp.float64
+    np.testing.assert_allclose(found.params, exact, atol=1e-4)
