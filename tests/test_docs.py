@@ -33,7 +33,7 @@ def code_blocks(page):
 
 
 def programs(page):
-    """The blocks of a page as programs: one without an import goes on with the one before."""
+    """Return the programs of a page: a block without an import continues the block before it."""
     found = []
     for block in code_blocks(page):
         if found and "import jax" not in block:
@@ -92,7 +92,7 @@ def test_lines_for_each_method_call_what_there_is():
 
 
 def test_results_are_tables_that_stand_on_pages():
-    """Each says by which command it was made, where and when; no page asks for another."""
+    """Each result file names its command, machine and date, and pages use only these files."""
     pages = "".join(text_of(page) for page in PAGES if page.startswith("benchmarks/"))
     results = sorted((DOCS.parent / "benchmarks" / "results").glob("*.json"))
     assert set(re.findall(r"^```{measured} (\w+)", pages, re.M)) == {each.stem for each in results}
@@ -116,7 +116,7 @@ def test_scripts_that_sentences_name_exist():
 
 
 def test_figures_in_pages_are_those_of_the_results():
-    """Each comment that names a file of results stands behind its figure; another figure is found."""
+    """Each comment that names a result file follows its figure; a wrong figure is found."""
     figures = runpy.run_path(str(DOCS / "figures.py"))
     count = 0
     for page in PAGES:

@@ -71,7 +71,7 @@ def typed_names(path):
 
 
 def test_the_top_level_has_the_same_names_for_type_checkers():
-    """What is loaded when it is used stands twice in the file: for Python and for type checkers."""
+    """A file lists the names that are loaded on use twice: for Python and for type checkers."""
     typed = typed_names(PACKAGE / "__init__.py")
     assert {*typed} == {*dir(optperm)} == {*optperm.__all__}
     for name, module in typed.items():
@@ -116,7 +116,7 @@ def test_a_name_of_a_room_is_not_at_the_top_level(name, says):
         getattr(optperm, name)
 
 
-# A fork is a process in which nothing of optperm has been imported yet.
+# A fork is a process that has not imported optperm yet.
 FRESH = """
 import os, sys
 import optax

@@ -40,7 +40,7 @@ ALLOWED = [
 ]
 OUT_OF_RANGE, NO_NUMBERS = [-0.1, 1.1, float("nan"), np.float32(2), jnp.array(-1)], [True, "1", 1j]
 NO_KEYS = [jax.random.split(KEY), True, 1.0, jnp.ones(2)]
-# With what follows "it must be" and stands before ", got".
+# With the words between "it must be" and ", got".
 REFUSED = [
     (share, ValueError, r"in \[0, 1\]", OUT_OF_RANGE),
     (share, TypeError, "a real number or a schedule", [*NO_NUMBERS, np.True_, None, object()]),
