@@ -95,7 +95,7 @@ def test_bounds_of_the_correlation_after_a_window_hold_and_are_close():
     begun = first_kernel(w, "diagonal", max_stability=0.2, **NUMBERS)
     start = first_window(begun, w)
     begun = begun._replace(noise=kernel_of("diagonal", noise, 0.5).noise, curvature=jnp.zeros(6))
-    h = probing_steps(begun)
+    h = probing_steps(begun, start.bound)
 
     def window(key):
         def step(seen, inputs):
