@@ -109,6 +109,12 @@ def test_the_source_and_the_types_of_each_public_name_can_be_read(room):
         ("sample", r"it is optperm\.bayes\.sample\.$"),
         ("prune", r"it is optperm\.sparsity\.prune\.$"),
         ("sgprem", r"has no attribute 'sgprem'$"),
+        (
+            "galore",
+            r"use optperm\.low_rank\(inner, rank, projection=\"svd\", residual=None, carry=False\)\.$",
+        ),
+        ("adamw8bit", r"use optperm\.quantize_state\(optax\.adamw\(\.\.\.\)\)\.$"),
+        ("muon8bit", r"use optperm\.quantize_state\(optax\.contrib\.muon\(\.\.\.\)\)\.$"),
     ],
 )
 def test_a_name_of_a_room_is_not_at_the_top_level(name, says):
