@@ -46,10 +46,10 @@ from library_bytes import windows
 from timing import stepping, take_turns
 
 import optperm
-from optperm.distributed import Compression, Every, center_params
+from optperm.distributed import Compression, Every, _compression, center_params
 
 AXIS, REPLICAS, PERIOD, NEVER = "replica", 4, 10, 1_000_000
-SGD = optax.sgd(0.1)
+SGD, NESTEROV = optax.sgd(0.1), optax.sgd(0.8, momentum=0.5, nesterov=True)
 OPTIMIZERS = {
     "SGD": SGD,
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -150,7 +150,7 @@ def compare_steps(parts: list[str], leaves: int, size: int, repetitions: int) ->
             axis = {"axis_name": AXIS} if mapped else {}
             ours = {
                 "agn": optperm.agn(bare, every=NEVER, **axis),
-                "diloco": optperm.diloco(bare, every=NEVER, **axis),
+                "diloco": optperm.diloco(bare, NESTEROV, every=NEVER, **axis),
             }
             local = {peer: (tx, make_step(tx, commit=False)) for peer, tx in ours.items()}
             if mapped and "stacked" in parts:
@@ -191,7 +191,7 @@ def committing(optimizer: optax.GradientTransformation, period: int) -> dict[str
     """Return AGN by each rule, and DiLoCo."""
     how = {"every": period, "axis_name": AXIS}
     rules = {f"agn {rule}": optperm.agn(optimizer, combine=rule, **how) for rule in RULES}
-    return rules | {"diloco": optperm.diloco(optimizer, **how)}
+    return rules | {"diloco": optperm.diloco(optimizer, NESTEROV, **how)}
 
 
 def show_traffic() -> None:
@@ -547,13 +547,53 @@ def others(steps: int) -> dict[str, Callable[[Any], Any]]:
     }
 
 
+def find_moves(model: Model, every: int, chosen: argparse.Namespace) -> tuple[float, ...]:
+    """Return what one bit loses of a gradient and of a period's move, and the residual over the move.
+
+    One replica is alone, in the middle of a run. What is lost is a fraction of the squared norm.
+    """
+    (inner, rate), compress = INNER[chosen.inner], Compression(bits=1)
+    start = model.initial(0)
+    tx = optperm.diloco(inner(rate, chosen.steps, start), every=every, compress=compress)
+
+    def train(carried: Any, key: jax.Array, **extra_args: Any) -> tuple[Any, Any]:
+        params, state, _ = carried
+        grads = jax.grad(model.loss_fn)(params, model.batch_of(model.data[0], key, chosen.batch))
+        return (*make_step(tx, **extra_args)(params, state, grads), grads), None
+
+    @jax.jit
+    def run(key: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(key, chosen.steps // 2 // every * every + every)
+        carried = jax.lax.scan(train, (start, tx.init(start), start), keys[:-every])[0]
+        local = functools.partial(train, commit=False)
+        params, _, grads = jax.lax.scan(local, carried, keys[-every:])[0]
+        move, residual = optax.tree.sub(params, carried[0]), carried[1].residual
+        return lost(grads), lost(move), optax.tree.norm(residual) / optax.tree.norm(move)
+
+    def lost(tree: Any) -> jax.Array:
+        def error(leaf: jax.Array) -> jax.Array:
+            sent = _compression.encode(compress, leaf[None])
+            return leaf - _compression.decode(compress, sent, jax.typeof(leaf[None]))[0]
+
+        return (optax.tree.norm(jax.tree.map(error, tree)) / optax.tree.norm(tree)) ** 2
+
+    return tuple(map(float, run(jax.random.key(0))))
+
+
 def compare_exchanges(chosen: argparse.Namespace) -> None:
     """Show nats per byte on held-out bytes for each exchange."""
     text = "Python's library" if chosen.data is None else chosen.data.stem
     title = f"Loss by bytes: {text}, {chosen.replicas} replicas, {chosen.inner}"
-    for exchange, trainers, sent in make_rows(of_bytes(chosen.data), chosen):
+    model = of_bytes(chosen.data)
+    for exchange, trainers, sent in make_rows(model, chosen):
         if not RESULTS.has(title, exchange=exchange):
             show_losses(title, exchange, trainers, sent, chosen)
+    title = f"What one bit loses of a squared norm: {text}, {chosen.inner}"
+    for every in () if chosen.few else PERIODS:
+        if not RESULTS.has(title, every=str(every)):
+            names = "of_a_gradient", "of_a_move", "residual_over_move"
+            cells = zip(names, find_moves(model, every, chosen), strict=True)
+            RESULTS.show(title, every=every, **{name: f"{found:.2f}" for name, found in cells})
 
 
 PARTS = ("local", "periods", "stacked", "traffic", "commits", "outer", "frontier")
