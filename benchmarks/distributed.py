@@ -15,8 +15,8 @@
   difference of their losses, seed by seed, is above its standard error;
 - frontier: the held-out loss of a byte decoder by the bytes that a replica sends: how often replicas
   exchange their moves, in how many bits an entry, with averaging and with Nesterov momentum, beside
-  training in step and one replica alone. Each loss is at its best rate (in parentheses), found on other
-  held-out bytes with the first seed: a rate is halved and doubled until both are worse. `bytes` is what
+  training in step and one replica alone. Each loss is at its best rate, found on other held-out bytes
+  with the first seed: a rate is halved and doubled until both are worse. `bytes` is what
   a replica passes to collectives, and `on a link` what each link of a ring carries, both over training
   in step. All replicas are in one process, by `jax.vmap`.
 
@@ -485,9 +485,9 @@ def show_losses(
 
         best, grid = find_rate(lambda rate, run=run: run(rate, 0)[0], INNER[chosen.inner][1])
         losses = np.array([run(best, seed)[1] for seed in range(chosen.seeds)])
-        cells[outer] = f"{losses.mean():.3f} ± {standard_error(losses):.3f} ({best:g})"
+        cells[outer] = f"{losses.mean():.3f} ± {standard_error(losses):.3f}"
         seeds = ", ".join(f"{loss:.4f}" for loss in losses)
-        grids.append(f"{outer}: {images.shown(grid)}; seeds: {seeds}")
+        grids.append(f"{outer}, rate {best:g} of {images.shown(grid)}; seeds {seeds}")
     bytes_sent, on_link = sent
     cells = {"bytes": f"{bytes_sent:.4f}", "on a link": f"{on_link:.4f}"} | cells
     cells["processor ms per step"] = f"{1e3 * min(times):.1f}"
