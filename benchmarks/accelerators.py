@@ -27,7 +27,8 @@ import optperm
 AXIS, REPLICAS, SIDE = "replica", 4, 1024
 ADAMW = optax.with_extra_args_support(optax.adamw(1e-3))
 AGN = functools.partial(optperm.agn, ADAMW, every=10, axis_name=AXIS)
-DILOCO = functools.partial(optperm.diloco, ADAMW, every=10, axis_name=AXIS)
+NESTEROV = optax.sgd(0.8, momentum=0.5, nesterov=True)
+DILOCO = functools.partial(optperm.diloco, ADAMW, NESTEROV, every=10, axis_name=AXIS)
 TOP_K = optperm.distributed.Compression(1 / 32, bits=2)
 
 

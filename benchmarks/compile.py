@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import results
+import timing
 from jax.experimental.compilation_cache import compilation_cache
 
 import optperm
@@ -181,6 +182,7 @@ def make_program(name: str, num_leaves: int, num_shapes: int) -> tuple[Any, tupl
     return jax.jit(step), (params, jax.eval_shape(init, params), batch)
 
 
+@timing.undisturbed()
 def measure(name: str, num_leaves: int, num_shapes: int) -> Cost:
     """Trace and compile a step twice: the second time the program is in the cache."""
     found = []

@@ -15,7 +15,6 @@ The script prints, all in one run:
 import argparse
 import functools
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from timing import take_turns
 
 import optperm
 
@@ -150,12 +150,7 @@ def compare_scans(repetitions: int, steps: int = 300) -> None:
 def _compare(title: str, runs: dict[str, Callable[[], object]], repetitions: int) -> None:
     """Prints what each takes, measured in turns, and its ratio to the first one."""
     print(title)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repetitions):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - start)
+    times = take_turns(runs, repetitions, warm_up=0)
     # Where other programs run, the fastest tenth was disturbed least.
     fastest = {name: sorted(taken)[len(taken) // 10] for name, taken in times.items()}
     median = {name: statistics.median(taken) for name, taken in times.items()}

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+import timing
 from sklearn.linear_model import ElasticNet, LogisticRegression, PoissonRegressor
 
 import optperm
@@ -263,6 +264,7 @@ class CompileClock:
         return total
 
 
+@timing.undisturbed()
 def run_minimize(problem: Problem, tol: float, max_passes: float, clock: CompileClock) -> Any:
     """Return the minimum, its seconds, and the seconds of tracing and compiling."""
     start = time.perf_counter()
@@ -304,6 +306,7 @@ def run_lbfgs(problem: Problem) -> Callable[[int], Any]:
     return lambda iterations: np.asarray(run(w, data, iterations))
 
 
+@timing.undisturbed()
 def repeat(
     fit: Callable[[int], Any], objective: Callable[[Any], float], goal: float, limit: float
 ) -> tuple[float, int, float]:

@@ -13,21 +13,22 @@
   same time; `in step` averages the gradients of every step. Rates are the best of a grid on other
   held-out data, for each method or for one replica alone. A method loses to it if the mean
   difference of their losses, seed by seed, is above its standard error;
-- bytes: the loss of a byte transformer by the bytes that a device sends. Four replicas start together
-  after some steps in step, and take as many tokens each: in step, alone, with AGN, and with DiLoCo
-  (whole, streamed and compressed), each at the best point of a grid. With nanoGPT's text, `--layers 4
-  --width 128 --batch 3 --steps 2000 --common 0` is nanoGPT's small model for a CPU.
+- frontier: the held-out loss of a byte decoder by the bytes that a replica sends: how often replicas
+  exchange their moves, in how many bits an entry, with averaging and with Nesterov momentum, beside
+  training in step and one replica alone. Each loss is at its best rate, found on other held-out bytes
+  with the first seed: a rate is halved and doubled until both are worse. `bytes` is what
+  a replica passes to collectives, and `on a link` what each link of a ring carries, both over training
+  in step. All replicas are in one process, by `jax.vmap`.
 
     python benchmarks/distributed.py [--only PART ...] [--data FILE] [--json FILE]
 """
 
 import argparse
 import functools
-import itertools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import images
@@ -37,6 +38,7 @@ import library_bytes
 import numpy as np
 import optax
 import results
+import timing
 from collectives import find_collectives, traffic
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,10 +46,10 @@ from library_bytes import windows
 from timing import stepping, take_turns
 
 import optperm
-from optperm.distributed import Compression, Every, center_params
+from optperm.distributed import Compression, Every, _compression, center_params
 
 AXIS, REPLICAS, PERIOD, NEVER = "replica", 4, 10, 1_000_000
-SGD = optax.sgd(0.1)
+SGD, NESTEROV = optax.sgd(0.1), optax.sgd(0.8, momentum=0.5, nesterov=True)
 OPTIMIZERS = {
     "SGD": SGD,
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -148,7 +150,7 @@ def compare_steps(parts: list[str], leaves: int, size: int, repetitions: int) ->
             axis = {"axis_name": AXIS} if mapped else {}
             ours = {
                 "agn": optperm.agn(bare, every=NEVER, **axis),
-                "diloco": optperm.diloco(bare, every=NEVER, **axis),
+                "diloco": optperm.diloco(bare, NESTEROV, every=NEVER, **axis),
             }
             local = {peer: (tx, make_step(tx, commit=False)) for peer, tx in ours.items()}
             if mapped and "stacked" in parts:
@@ -189,7 +191,7 @@ def committing(optimizer: optax.GradientTransformation, period: int) -> dict[str
     """Return AGN by each rule, and DiLoCo."""
     how = {"every": period, "axis_name": AXIS}
     rules = {f"agn {rule}": optperm.agn(optimizer, combine=rule, **how) for rule in RULES}
-    return rules | {"diloco": optperm.diloco(optimizer, **how)}
+    return rules | {"diloco": optperm.diloco(optimizer, NESTEROV, **how)}
 
 
 def show_traffic() -> None:
@@ -293,9 +295,9 @@ def of_images(path: pathlib.Path | None) -> Model:
     return Model(initial, images.loss_fn, batch_of, 16, data)
 
 
-def of_bytes() -> Model:
-    """Return a decoder of `library_bytes`."""
-    whole, held = library_bytes.load()
+def of_bytes(text: pathlib.Path | None = None) -> Model:
+    """Return a decoder of `library_bytes`, of a text or of Python's library."""
+    whole, held = library_bytes.load(text)
     choice, test = (jnp.asarray(windows(held, np.random.default_rng(i), 256)) for i in (2, 1))
     width = library_bytes.CONTEXT + 1
 
@@ -307,26 +309,35 @@ def of_bytes() -> Model:
     return Model(library_bytes.initial, library_bytes.loss_fn, batch_of, 2, data)
 
 
-def make_trainer(model: Model, baseline: str | None, steps: int) -> Callable[..., Any]:
-    """Return a function of outer numbers and a period (of DiLoCo), a rate and a seed.
+def make_trainer(
+    model: Model,
+    steps: int,
+    make_inner: Callable[..., Any],
+    make: Callable[..., Any] | None = None,
+    replicas: int = 1,
+    size: int = 0,
+) -> Callable[..., Any]:
+    """Return a function of a method's numbers, a rate and a seed, to what its replicas have learned.
 
-    It returns the losses to choose by and to test. One program is for all outer optimizers and periods,
-    since compiling takes longer than training.
+    Args:
+      model: What is trained.
+      steps: The number of steps.
+      make_inner: A function from a rate, steps and params to the optimizer of a replica.
+      make: A function from this optimizer and the method's numbers to the method. One program is for
+        all numbers, since compiling takes longer than training.
+      replicas: How many there are.
+      size: The size of a replica's batch.
+
+    Returns:
+      A function to the loss to choose by, and the loss to test.
     """
-    count, size = REPLICAS, model.batch
-    if baseline is not None:
-        count, size = 1, size * BASELINES[baseline]
 
     @jax.jit
     def losses(data: Any, *numbers: Any) -> tuple[jax.Array, jax.Array]:
         *how, rate, seed = numbers
-        fall = optax.cosine_decay_schedule(1.0, steps, 0.05)
-        tx: Any = optax.adamw(lambda t: rate * fall(t))
-        if baseline is None:
-            (outer_rate, momentum), every = how
-            center = optax.sgd(outer_rate, momentum=momentum, nesterov=True)
-            tx = optperm.diloco(tx, center, every=lambda commits: every, axis_name=AXIS)
         start = model.initial(seed)
+        tx = make_inner(rate, steps, start)
+        tx = tx if make is None else make(tx, *how)
 
         def step(carried: Any, key: jax.Array) -> Any:
             params, state = carried
@@ -334,21 +345,47 @@ def make_trainer(model: Model, baseline: str | None, steps: int) -> Callable[...
             return make_step(tx)(params, state, grads), None
 
         def on_replica(keys: jax.Array) -> Any:
-            return jax.lax.scan(step, (start, tx.init(start)), keys)[0][0]
+            return jax.lax.scan(step, (start, tx.init(start)), keys)[0]
 
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), (count, steps))
-        ends = jax.vmap(on_replica, axis_name=AXIS)(keys)
-        # The last step commits, so all replicas are equal.
-        params = jax.tree.map(lambda leaf: leaf[0], ends)
-        return model.loss_fn(params, data[1]), model.loss_fn(params, data[2])
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), (replicas, steps))
+        params, state = jax.vmap(on_replica, axis_name=AXIS)(keys)
+        # The center is the same on all replicas.
+        trained = params if make is None else center_params(state)
+        trained = jax.tree.map(lambda leaf: leaf[0], trained)
+        return model.loss_fn(trained, data[1]), model.loss_fn(trained, data[2])
 
     return functools.cache(lambda *numbers: tuple(map(float, losses(model.data, *numbers))))
+
+
+def adamw(rate: Any, steps: int, params: Any) -> optax.GradientTransformation:
+    """Return AdamW with a cosine over some steps."""
+    del params
+    fall = optax.cosine_decay_schedule(1.0, steps, 0.05)
+    return optax.adamw(lambda t: rate * fall(t))
+
+
+def by_diloco(every: Any = None, **options: Any) -> Callable[..., Any]:
+    """Return what makes DiLoCo of an inner optimizer and numbers: a period, unless it is given."""
+
+    def make(inner: Any, outer_rate: Any, momentum: Any, *period: Any) -> Any:
+        outer = optax.sgd(outer_rate, momentum=momentum, nesterov=True)
+        plan = (lambda commits: period[0]) if every is None else every
+        return optperm.diloco(inner, outer, every=plan, axis_name=AXIS, **options)
+
+    return make
 
 
 def compare_outer(data: pathlib.Path | None, seeds: int, json: pathlib.Path | None) -> None:
     """Show a row of both tables for each setting."""
     models = {"MLP": of_images(data), "decoder": of_bytes()}
-    make = functools.cache(lambda name, *how: make_trainer(models[name], *how))
+
+    @functools.cache
+    def make(name: str, baseline: str | None, steps: int) -> Callable[..., Any]:
+        model = models[name]
+        if baseline is None:
+            return make_trainer(model, steps, adamw, by_diloco(), REPLICAS, model.batch)
+        return make_trainer(model, steps, adamw, size=model.batch * BASELINES[baseline])
+
     for name, steps, every in SETTINGS:
         setting = {"model": name, "steps": steps, "commits": steps // every}
         if RESULTS.has(TITLES["alone"], **{key: str(value) for key, value in setting.items()}):
@@ -357,7 +394,7 @@ def compare_outer(data: pathlib.Path | None, seeds: int, json: pathlib.Path | No
         rates = dict[str, float]()
         for method in (*BASELINES, *OUTER):
             train = make(name, method if method in BASELINES else None, steps)
-            how = () if method in BASELINES else (OUTER[method], every)
+            how = () if method in BASELINES else (*OUTER[method], every)
             by_rate = {rate: train(*how, rate, seeds)[0] for rate in RATES}
             rates[method] = min(by_rate, key=lambda rate: np.nan_to_num(by_rate[rate], nan=np.inf))
             for kind, rate in (("own", rates[method]), ("alone", rates["alone"])):
@@ -383,151 +420,183 @@ def standard_error(found: np.ndarray) -> float:
 
 
 # Loss by bytes.
-INNER = 1.5e-3, 3e-3, 6e-3, 1.2e-2
-MUON = 5e-3, 1.5e-2, 4.5e-2
-CENTERS = {
-    "SGD 1": optax.sgd(1.0),
-    "Nesterov 0.8, 0.5": None,  # what diloco takes by default
-    "Nesterov 0.9, 0.8": optax.sgd(0.9, momentum=0.8, nesterov=True),
-    "Nesterov 0.7, 0.9": optax.sgd(0.7, momentum=0.9, nesterov=True),
+CODES = {
+    "32 bits": None,
+    "1 bit": Compression(bits=1),
+    "4 bits": Compression(bits=4),
+    "1/32 at 2 bits": Compression(1 / 32, bits=2, decay=1.0),
+    "2 bits": Compression(bits=2),
 }
+PERIODS = (1, 3, 10, 50)
+CENTERS = {"nats": OUTER["averaging"], "nats, Nesterov 0.8, 0.5": OUTER["0.8, 0.5"]}
+# The exchanges with `--few`.
+FEW = ((1, "32 bits"), (1, "1 bit"), (3, "1 bit"), (10, "32 bits"), (10, "1 bit"), (50, "32 bits"))
 
 
-class Method(NamedTuple):
-    """A way to train, what it was tried with, and the best of that.
-
-    Attributes:
-      make: A function from a point of the grid to what trains.
-      grid: The points: the rate of the replicas, and of a center its rate or optimizer.
-      best: The point with the lowest loss, after 400 steps from 200 common ones.
-      plan: When fragments are exchanged, if they are.
-    """
-
-    make: Callable[..., Any]
-    grid: list[tuple[Any, ...]]
-    best: tuple[Any, ...]
-    plan: Every | None = None
+def adam(rate: Any, steps: int, params: Any) -> optax.GradientTransformation:
+    """Return Adam with a short warm-up and a cosine."""
+    del params
+    fall = optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 20, steps, 0.02)
+    return optax.adam(lambda t: rate * fall(t))
 
 
-def adamw(rate: float, steps: int) -> optax.GradientTransformation:
-    """Return AdamW with a cosine over some steps, or with a constant rate for 0 of them."""
-    rates = optax.cosine_decay_schedule(rate, steps, 0.05) if steps else rate
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, weight_decay=0.01))
+def muon(rate: Any, steps: int, params: Any) -> optax.GradientTransformation:
+    """Return Muon with the same schedule, and Adam for all but kernels."""
+    fall = optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 20, steps, 0.02)
+    axes = optperm.memory.muon_axes(params)
+    rates = {
+        "learning_rate": lambda t: rate * fall(t),
+        "adam_learning_rate": lambda t: 6e-3 * fall(t),
+    }
+    return optax.contrib.muon(**rates, muon_weight_dimension_numbers=axes)
 
 
-def muon(rate: float, steps: int) -> optax.GradientTransformation:
-    """Return Muon with a cosine over some steps, and Adam for all that is no matrix."""
-    fall = optax.cosine_decay_schedule(1.0, steps, 0.05)
-    return optax.contrib.muon(lambda t: rate * fall(t), adam_learning_rate=lambda t: 3e-3 * fall(t))
+# An inner optimizer, and the rate from which the best is found.
+INNER = {"Adam": (adam, 6e-3), "Muon": (muon, 1.5e-2)}
 
 
-def make_methods(steps: int) -> dict[str, Method]:
-    """Return the compared methods, each with its settings for a number of steps."""
-    whole, parts = Every(PERIOD), Every(PERIOD, fragments=4, delay=1)
+def find_rate(loss_of: Callable[[float], float], rate: float) -> tuple[float, dict[float, float]]:
+    """Return the best rate, whose half and double are worse, and the loss of each that was tried."""
+    tried = dict[float, float]()
+    while True:
+        for each in (rate / 2, rate, 2 * rate):
+            if each not in tried:
+                tried[each] = float(np.nan_to_num(loss_of(each), nan=np.inf))
+        best = min(tried, key=lambda each: tried[each])
+        if best == rate:
+            return best, dict(sorted(tried.items()))
+        rate = best
 
-    def agn(rate: float, center_rate: float) -> Any:
-        center = adamw(center_rate, steps)
-        return optperm.agn(adamw(rate, steps), center, every=PERIOD, axis_name=AXIS)
 
-    def diloco(
-        rate: float, outer: str, inner: Any = adamw, plan: Every = whole, **options: Any
-    ) -> Any:
-        given = inner(rate, steps), CENTERS[outer]
-        return optperm.diloco(*given, every=plan, axis_name=AXIS, **options)
+def show_losses(
+    title: str, exchange: str, trainers: dict[str, Any], sent: Any, chosen: argparse.Namespace
+) -> None:
+    """Show a row: the loss of each outer optimizer at its best rate, and the shortest time of a step."""
+    cells, grids, times = dict[str, str](), list[str](), list[float]()
+    for outer, train in trainers.items():
 
-    def of_diloco(best: tuple[float, str], rates: Any = INNER, **options: Any) -> Method:
-        make, grid = functools.partial(diloco, **options), list(itertools.product(rates, CENTERS))
-        return Method(make, grid, best, options.get("plan", whole))
+        @functools.cache
+        def run(rate: float, seed: int, train: Any = train) -> Any:
+            with timing.undisturbed():
+                start = time.process_time()
+                found = train(rate, seed)
+                times.append((time.process_time() - start) / chosen.steps)
+            return found
 
-    def of_one(make: Any, best: float, rates: Any) -> Method:
-        return Method(lambda rate: make(rate, steps), [(rate,) for rate in rates], (best,))
+        best, grid = find_rate(lambda rate, run=run: run(rate, 0)[0], INNER[chosen.inner][1])
+        losses = np.array([run(best, seed)[1] for seed in range(chosen.seeds)])
+        cells[outer] = f"{losses.mean():.3f} ± {standard_error(losses):.3f}"
+        seeds = ", ".join(f"{loss:.4f}" for loss in losses)
+        grids.append(f"{outer}, rate {best:g} of {images.shown(grid)}; seeds {seeds}")
+    bytes_sent, on_link = sent
+    cells = {"bytes": f"{bytes_sent:.4f}", "on a link": f"{on_link:.4f}"} | cells
+    cells["processor ms per step"] = f"{1e3 * min(times):.1f}"
+    RESULTS.show(title, exchange=exchange, **cells, grid="; ".join(grids))
+    RESULTS.write(chosen.json)
 
-    centers, default = list(itertools.product(INNER, (1e-2, 3e-2))), "Nesterov 0.8, 0.5"
-    streamed = {"plan": parts, "mixing": 0.5}
+
+def find_sent(tx: Any, params: Any, every: int, replicas: int) -> tuple[float, float]:
+    """Return the bytes per step of a replica, and on a link of a ring, over training in step."""
+    link = {"axis_name": AXIS, "bandwidth": 1e9, "replicas": replicas}
+    report = optperm.distributed.traffic_report(tx, params, every=every, **link)
+    ours, whole = report.all, report.synchronous
+    return (
+        ours.bytes_per_step / whole.bytes_per_step,
+        ours.seconds_per_step / whole.seconds_per_step,
+    )
+
+
+def make_rows(
+    model: Model, chosen: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any], tuple[float, float]]]:
+    """Yield each exchange, what trains with each outer optimizer, and what a replica sends."""
+    (inner, rate), replicas, size = INNER[chosen.inner], chosen.replicas, chosen.batch
+    train = functools.partial(make_trainer, model, chosen.steps, inner)
+    shapes = jax.eval_shape(model.initial, 0)
+    whole = inner(rate, chosen.steps, shapes)
+    yield "in step", {"nats": train(size=replicas * size)}, (1.0, 1.0)
+    yield "alone", {"nats": train(size=size)}, (0.0, 0.0)
+    for code, compress in CODES.items():
+        learn = train(by_diloco(compress=compress), replicas, size)
+        for every in PERIODS:
+            if not chosen.few or (every, code) in FEW:
+                trainers = {
+                    outer: functools.partial(learn, *how, every) for outer, how in CENTERS.items()
+                }
+                tx = by_diloco(every, compress=compress)(whole, *CENTERS["nats"])
+                yield f"every {every}, {code}", trainers, find_sent(tx, shapes, every, replicas)
+    if not chosen.few:
+        for name, make in others(chosen.steps).items():
+            sent = find_sent(make(whole), shapes, PERIOD, replicas)
+            yield name, {"nats": train(make, replicas, size)}, sent
+
+
+def others(steps: int) -> dict[str, Callable[[Any], Any]]:
+    """Return other methods, by a function from the inner optimizer."""
+    plan = Every(PERIOD, fragments=4, delay=1)
+
+    def agn(inner: Any, rate: float) -> Any:
+        return optperm.agn(inner, adam(rate, steps // PERIOD, None), every=PERIOD, axis_name=AXIS)
+
     return {
-        "in step": of_one(adamw, 6e-3, INNER),
-        "alone": of_one(adamw, 3e-3, INNER),
-        "`agn`": Method(agn, centers, (3e-3, 1e-2), whole),
-        "`diloco`": of_diloco((6e-3, default)),
-        "`diloco`, 4 fragments, delay 1, mixing 0.5": of_diloco(
-            (3e-3, "Nesterov 0.7, 0.9"), **streamed
+        "agn, outer Adam 0.01": functools.partial(agn, rate=0.01),
+        "agn, outer Adam 0.03": functools.partial(agn, rate=0.03),
+        "every 10, 4 fragments, delay 1": lambda inner: optperm.diloco(
+            inner, optax.sgd(1.0), every=plan, axis_name=AXIS, mixing=0.5
         ),
-        "`diloco`, 4 bits": of_diloco((6e-3, default), compress=Compression(bits=4)),
-        "`diloco`, top 1/16 at 2 bits": of_diloco(
-            (6e-3, default), compress=Compression(1 / 16, bits=2)
-        ),
-        "Muon in step": of_one(muon, 1.5e-2, MUON),
-        "MuLoCo: `diloco` of Muon": of_diloco((1.5e-2, default), MUON, inner=muon),
     }
 
 
-def train_bytes(name: str, tx: Any, plan: Every | None, params: Any, batches: Any) -> Any:
-    """Return what the replicas have trained, and the bytes that each step has sent."""
-    mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
-    where = NamedSharding(mesh, P(AXIS))
+def find_moves(model: Model, every: int, chosen: argparse.Namespace) -> tuple[float, ...]:
+    """Return what one bit loses of a gradient and of a period's move, and the residual over the move.
 
-    def step(params: Any, opt_state: Any, ids: jax.Array, commit: Any) -> tuple[Any, Any]:
-        grads = jax.grad(library_bytes.loss_fn)(params, ids)
-        grads = jax.lax.pmean(grads, AXIS) if "in step" in name else grads
-        return make_step(tx, **({} if plan is None else {"commit": commit}))(
-            params, opt_state, grads
-        )
+    One replica is alone, in the middle of a run. What is lost is a fraction of the squared norm.
+    """
+    (inner, rate), compress = INNER[chosen.inner], Compression(bits=1)
+    start = model.initial(0)
+    tx = optperm.diloco(inner(rate, chosen.steps, start), every=every, compress=compress)
 
-    programs, sent = dict[Any, tuple[Any, int]](), list[int]()
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * REPLICAS), params)
-    carry = jax.device_put((stacked, jax.vmap(tx.init)(stacked)), where)
-    for number, rows in enumerate(batches, start=1):
-        ids, exchange = jax.device_put(rows, where), plan and plan.at(number)
-        commit = bool(exchange.send) if exchange and "agn" in name else exchange
-        if commit not in programs:
-            block = jax.vmap(functools.partial(step, commit=commit))
-            mapped = jax.shard_map(block, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-            compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*carry, ids).compile()
-            programs[commit] = compiled, sum(c.bytes for c in find_collectives(compiled.as_text()))
-        program, size = programs[commit]
-        carry = jax.block_until_ready(program(*carry, ids))
-        sent.append(size)
-    trained = carry[0] if plan is None else center_params(carry[1])
-    return jax.device_get(jax.tree.map(lambda leaf: leaf[0], trained)), sent
+    def train(carried: Any, key: jax.Array, **extra_args: Any) -> tuple[Any, Any]:
+        params, state, _ = carried
+        grads = jax.grad(model.loss_fn)(params, model.batch_of(model.data[0], key, chosen.batch))
+        return (*make_step(tx, **extra_args)(params, state, grads), grads), None
 
+    @jax.jit
+    def run(key: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(key, chosen.steps // 2 // every * every + every)
+        carried = jax.lax.scan(train, (start, tx.init(start), start), keys[:-every])[0]
+        local = functools.partial(train, commit=False)
+        params, _, grads = jax.lax.scan(local, carried, keys[-every:])[0]
+        move, residual = optax.tree.sub(params, carried[0]), carried[1].residual
+        return lost(grads), lost(move), optax.tree.norm(residual) / optax.tree.norm(move)
 
-def compare_bytes(chosen: argparse.Namespace) -> None:
-    """Show nats per byte on held-out bytes, and the bytes that a step sends, on average and at most."""
-    (data, held), evaluate = library_bytes.load(chosen.data), jax.jit(library_bytes.loss_fn)
-    test = windows(held, np.random.default_rng(2 if chosen.grid else 1), 256)
+    def lost(tree: Any) -> jax.Array:
+        def error(leaf: jax.Array) -> jax.Array:
+            sent = _compression.encode(compress, leaf[None])
+            return leaf - _compression.decode(compress, sent, jax.typeof(leaf[None]))[0]
 
-    def batches(count: int, seed: int, stream: int) -> Any:
-        rng = np.random.default_rng((seed, stream))
-        return (windows(data, rng, REPLICAS, chosen.batch) for _ in range(count))
+        return (optax.tree.norm(jax.tree.map(error, tree)) / optax.tree.norm(tree)) ** 2
 
-    starts = [
-        train_bytes("in step", adamw(3e-3, 0), None, library_bytes.initial(seed), common)[0]
-        for seed in range(chosen.seeds)
-        for common in [batches(chosen.common, seed, 0)]
-    ]
-    for name, method in make_methods(chosen.steps).items():
-        if chosen.methods and name.replace("`", "") not in chosen.methods:
-            continue
-        best = method.best if chosen.rate is None else (chosen.rate, *method.best[1:])
-        for point in method.grid if chosen.grid else [best]:
-            losses, sent = [], [0]
-            for seed, start in enumerate(starts):
-                given = method.make(*point), method.plan, start, batches(chosen.steps, seed, 1)
-                trained, sent = train_bytes(name, *given)
-                losses.append(float(evaluate(trained, test)))
-            deviation = f" ± {np.std(losses):.3f}" if len(losses) > 1 else ""
-            RESULTS.show(
-                "Held-out loss and traffic of a byte transformer",
-                method=name,
-                **{"rate of the replicas, and of the center": ", ".join(map(str, point))},
-                nats_per_byte=f"{np.mean(losses):.3f}{deviation}",
-                bytes_per_step=f"{sum(sent) / len(sent):,.0f}",
-                most_in_one=f"{max(sent):,}",
-            )
-            RESULTS.write(chosen.json)
+    return tuple(map(float, run(jax.random.key(0))))
 
 
-PARTS = ("local", "periods", "stacked", "traffic", "commits", "outer", "bytes")
+def compare_exchanges(chosen: argparse.Namespace) -> None:
+    """Show nats per byte on held-out bytes for each exchange."""
+    text = "Python's library" if chosen.data is None else chosen.data.stem
+    title = f"Loss by bytes: {text}, {chosen.replicas} replicas, {chosen.inner}"
+    model = of_bytes(chosen.data)
+    for exchange, trainers, sent in make_rows(model, chosen):
+        if not RESULTS.has(title, exchange=exchange):
+            show_losses(title, exchange, trainers, sent, chosen)
+    title = f"What one bit loses of a squared norm: {text}, {chosen.inner}"
+    for every in () if chosen.few else PERIODS:
+        if not RESULTS.has(title, every=str(every)):
+            names = "of_a_gradient", "of_a_move", "residual_over_move"
+            cells = zip(names, find_moves(model, every, chosen), strict=True)
+            RESULTS.show(title, every=every, **{name: f"{found:.2f}" for name, found in cells})
+
+
+PARTS = ("local", "periods", "stacked", "traffic", "commits", "outer", "frontier")
 
 
 def main() -> None:
@@ -538,16 +607,17 @@ def main() -> None:
     add("--repetitions", type=int, default=31)
     add("--leaves", type=int, default=100)
     add("--leaf-size", type=int, default=100_000)
-    add("--data", type=pathlib.Path, help="an npz of images for outer, or a text for bytes")
+    add("--data", type=pathlib.Path, help="an npz of images for outer, or a text for frontier")
     add("--seeds", type=int, default=3, help="runs to average")
-    add("--layers", type=int, help="layers of the decoder; 1 for outer, 3 for bytes")
-    add("--width", type=int, help="its width, a multiple of 4; 48 for outer, 96 for bytes")
-    add("--steps", type=int, default=400, help="steps of each method, for bytes")
-    add("--common", type=int, default=200, help="synchronous steps before them")
-    add("--batch", type=int, default=8, help="contexts in a step of each replica")
-    add("--rate", type=float, help="of the replicas, instead of the best")
-    add("--methods", nargs="+", help="for bytes; without, all")
-    add("--grid", action="store_true", help="all points of the grid, for bytes")
+    add("--layers", type=int, default=1, help="layers of the decoder")
+    add("--width", type=int, default=48, help="its width, a multiple of 4")
+    add("--steps", type=int, default=900, help="steps of each run, for frontier")
+    add("--batch", type=int, default=2, help="contexts in a step of each replica, for frontier")
+    add("--replicas", type=int, default=REPLICAS, help="for frontier")
+    add(
+        "--inner", choices=INNER, default="Adam", help="the optimizer of the replicas, for frontier"
+    )
+    add("--few", action="store_true", help="fewer exchanges, for frontier")
     add("--resume", action="store_true", help="keep the rows in the file of --json")
     results.add_argument(parser)
     chosen = parser.parse_args()
@@ -561,12 +631,11 @@ def main() -> None:
     if "commits" in chosen.only:
         few = max(1, chosen.leaves // REPLICAS)
         compare_commits(few, chosen.leaf_size, chosen.repetitions)
+    library_bytes.LAYERS, library_bytes.WIDTH = chosen.layers, chosen.width
     if "outer" in chosen.only:
-        library_bytes.LAYERS, library_bytes.WIDTH = chosen.layers or 1, chosen.width or 48
         compare_outer(chosen.data, chosen.seeds, chosen.json)
-    if "bytes" in chosen.only:
-        library_bytes.LAYERS, library_bytes.WIDTH = chosen.layers or 3, chosen.width or 96
-        compare_bytes(chosen)
+    if "frontier" in chosen.only:
+        compare_exchanges(chosen)
     RESULTS.write(chosen.json)
 
 

@@ -46,6 +46,7 @@ import optax
 import optax.contrib
 import results
 from accelerator_programs import DEVICES
+from timing import undisturbed
 
 import optperm
 from optperm.memory import _blocks, _quantize_state
@@ -358,6 +359,7 @@ def learn_images(options: argparse.Namespace) -> None:
         RESULTS.write(options.json)
 
 
+@undisturbed()
 def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -> None:
     """Time updates of wide and tall matrices in turns, donated, by the processor's least time.
 

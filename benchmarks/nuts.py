@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import results
+import timing
 
 import optperm
 
@@ -177,6 +178,7 @@ class Found(NamedTuple):
         return report.ess_bulk, report.ess_tail
 
 
+@timing.undisturbed()
 def by_sample(problem: Problem, draws: int) -> tuple[Found, list[str]]:
     """Return the draws of `optperm.bayes.sample`, and its warnings."""
     seconds, said = [], []
@@ -198,6 +200,7 @@ def by_sample(problem: Problem, draws: int) -> tuple[Found, list[str]]:
     return Found(np.asarray(samples.params), loop, *seconds), said
 
 
+@timing.undisturbed()
 def by_nuts(problem: Problem, optimum: Optimum, seconds: float, *, is_whitened: bool) -> Found:
     """Return the draws of NUTS, whitened by the Hessian or with its own window adaptation."""
     import blackjax  # noqa: PLC0415

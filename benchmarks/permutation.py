@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
-from timing import seconds
+from timing import seconds, undisturbed
 
 import optperm
 from optperm.permutation import _cycles as cycles
@@ -221,6 +221,7 @@ AGGRESSIVENESS = 0.1
 IN_NUMPY = 2  # weight vectors, of not too many entries
 
 
+@undisturbed()
 def measure(rows: int, n: int, ratio: float, repetitions: int) -> None:
     """Show the least times for one shape and partition ratio."""
     rng = np.random.default_rng(0)

@@ -50,6 +50,7 @@ import numpy as np
 import optax
 import results
 import scipy.optimize
+import timing
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, make_moons
 
 import optperm
@@ -507,6 +508,7 @@ def _sentence(message: Any) -> str:
     return str(message).partition(". ")[0].removesuffix(".")
 
 
+@timing.undisturbed()
 def timed(run: Callable[[], np.ndarray], name: str) -> Found:
     """What draws come to, with the seconds they took, compilation included."""
     start, says = time.perf_counter(), ""
@@ -669,6 +671,7 @@ class Verdict(NamedTuple):
         return low <= ratios[0] and ratios[2] <= high and self.found.mean_error <= GOAL_ERROR
 
 
+@timing.undisturbed()
 def by_defaults(
     problem: Problem, batch_size: int, form: str, seeds: int, steps: int
 ) -> tuple[list[Verdict], float]:
@@ -688,6 +691,7 @@ def by_defaults(
     return verdicts, seconds
 
 
+@timing.undisturbed()
 def nuts(problem: Problem, seed: int, draws: int = 1000) -> tuple[np.ndarray, float]:
     """The draws of BlackJAX's NUTS, (chain, draw, D), after its own warm-up, and the seconds."""
     import blackjax  # noqa: PLC0415

@@ -36,7 +36,7 @@ import numpy as np
 import optax
 import results
 from sklearn.decomposition import PCA
-from timing import seconds, take_turns
+from timing import seconds, take_turns, undisturbed
 
 import optperm
 
@@ -152,6 +152,7 @@ def trained(name: str, steps: int, numbers: Any, params: Any, batches: Any) -> A
     return ends[0](params, state) if ends else params
 
 
+@undisturbed()
 def compare_images(title: str, options: argparse.Namespace, train: Any, test: Any) -> None:
     """Show a row for each method."""
     for name in options.methods:

@@ -35,7 +35,7 @@ import results
 import scoring
 import small_tasks
 from scipy import ndimage
-from timing import take_turns
+from timing import take_turns, undisturbed
 
 import optperm
 
@@ -496,6 +496,7 @@ def compare_steps(arguments: argparse.Namespace) -> None:
     compare_draws(arguments)
 
 
+@undisturbed()
 def compare_draws(arguments: argparse.Namespace) -> None:
     """Print the time of a draw of the MLP's params, and of `jax.random.normal` for each leaf."""
     params = images.initial(0, (28, 28, 1), hidden=HIDDEN)

@@ -35,6 +35,7 @@ import library_bytes
 import numpy as np
 import optax
 import results
+import timing
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
@@ -571,6 +572,7 @@ def scikit_trail(problem: Problem, passes: int, solver: str, l2: float) -> Trail
         count *= 2
 
 
+@timing.undisturbed()
 def compare_trails(problem: Problem, l2: float, chosen: argparse.Namespace) -> None:
     """Show the passes and seconds of all methods to the suboptimalities."""
     n = len(problem.data["y"])

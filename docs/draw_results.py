@@ -145,14 +145,41 @@ def draw_first_screen(out: pathlib.Path) -> None:
     figure.savefig(out)
 
 
+@matplotlib.style.context("optperm.pictures")
+def draw_frontier(out: pathlib.Path) -> None:
+    """Draw loss by bytes: a line for each number of bits, through its periods."""
+    bytes_sent, losses, worse = (
+        Panel("", "", "lower", "frontier", column).figures()
+        for column in ("on a link", "nats", "nats, Nesterov 0.8, 0.5")
+    )
+    figure = Figure(figsize=(6.2, 3.2))
+    axes = figure.subplots()
+    codes = dict.fromkeys(name.partition(", ")[2] for name in losses if name.startswith("every"))
+    for number, code in enumerate(code for code in codes if "fragments" not in code):
+        names = [name for name in losses if name.partition(", ")[2] == code]
+        for found, style in ((losses, "-o"), (worse, "x")):
+            points = [(bytes_sent[name][0], found[name][0]) for name in names if name in found]
+            label = code if found is losses else None
+            axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
+    axes.plot([], [], "x", color="0.5", label="with Nesterov momentum")
+    for name, place in (("in step", "top"), ("alone", "bottom")):
+        axes.axhline(losses[name][0], color="0.5", linestyle="--", linewidth=1)
+        axes.text(1, losses[name][0], name, ha="right", va=place, color="0.3")
+    axes.set(xscale="log", xlabel="bytes on a link over synchronous steps (lower is better)")
+    axes.set_ylabel("loss in nats per byte (lower is better)")
+    axes.legend(fontsize="small")
+    figure.savefig(out)
+
+
 def main() -> None:
     """Draw the pictures that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = ["first_screen", *PICTURES]
+    drawn = {"first_screen": draw_first_screen, "frontier": draw_frontier}
+    names = [*drawn, *PICTURES]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}")
     for name in parser.parse_args().names or names:
-        if name == "first_screen":
-            draw_first_screen(DOCS / "first_screen.png")
+        if name in drawn:
+            drawn[name](DOCS / f"{name}.png")
         else:
             draw(PICTURES[name], DOCS / "tutorials" / f"{name}-results.png")
 

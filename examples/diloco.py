@@ -1,4 +1,4 @@
-"""DiLoCo: four replicas train independently, and exchange their progress every fifty steps.
+"""DiLoCo: four replicas exchange their progress every three steps, in one bit per weight.
 
 On one machine, `python diloco.py` uses four virtual devices. On each of several machines, run
 `python diloco.py HOST:PORT NUMBER INDEX`, with the address of machine 0 and the number of machines.
@@ -28,7 +28,8 @@ TRAIN = 1257
 
 model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 params = model.init(jax.random.key(0), x[:1])
-tx = optperm.diloco(optax.adam(3e-3), every=50, axis_name="replica")
+one_bit = optperm.distributed.Compression(bits=1)
+tx = optperm.diloco(optax.adam(3e-3), every=3, axis_name="replica", compress=one_bit)
 
 
 def loss_fn(params, batch):
@@ -45,5 +46,5 @@ result = fit(state, loss_fn, data, epochs=30, batch_size=128, axis_name="replica
 accuracy = jnp.mean(model.apply(result.state.params, x[TRAIN:]).argmax(axis=1) == y[TRAIN:])
 if jax.process_index() == 0:
     print(f"test accuracy {accuracy:.3f} after {result.step} steps on {jax.device_count()} devices")
-    link = {"axis_name": "replica", "every": 50, "bandwidth": 1e9, "replicas": 4}
+    link = {"axis_name": "replica", "every": 3, "bandwidth": 1e9, "replicas": 4}
     print(optperm.distributed.traffic_report(tx, params, **link))

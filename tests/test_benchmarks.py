@@ -1,5 +1,6 @@
 """Every benchmark runs, at its smallest size, and prints its figures."""
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -8,6 +9,7 @@ import pathlib
 import re
 import runpy
 import sys
+import types
 
 import jax
 import numpy as np
@@ -53,8 +55,10 @@ RUNS = USUAL | {
         "MANY": 1000,
         "CONDITIONS": (1e2,),
     },
-    "distributed.py --only bytes --seeds 1 --steps 10 --common 1 --layers 1 --width 8 "
-    "--methods diloco agn": {},
+    "distributed.py --only frontier --seeds 1 --steps 20 --width 8 --replicas 2 --inner Muon": {
+        "CODES": ("1 bit",),
+        "PERIODS": (10,),
+    },
     "training.py --only cost --repetitions 1 --seconds 0.01 --hidden 4": {},
     "posterior.py --problems quadratic --batch-sizes 32 --seeds 1 --steps 50 --defaults": {},
     "nuts.py --problems logistic-500 --seconds 0.01 --draws 40": {"FEWEST": 4, "WARM_UP": 20},
@@ -67,7 +71,7 @@ RUNS = USUAL | {
     "variance.py --only networks --passes 1 --seeds 1 --rates 0.5 --methods SVRG": {
         "SHAPES": ("constant",)
     },
-    "distributed.py --only outer --seeds 1 --layers 1 --width 8": {
+    "distributed.py --only outer --seeds 1 --width 8": {
         "SETTINGS": (("MLP", 4, 2), ("decoder", 4, 2)),
         "OUTER": ("averaging",),
         "RATES": (1e-2,),
@@ -115,10 +119,10 @@ def part_of(table, left):
 def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
     command, monkeypatch, capfd, tmp_path
 ):
-    """In this process, on the suite's eight devices; figures are what it prints last, and keeps."""
+    """In this process, on the suite's eight devices and beside other tests."""
     script, *flags = command.split()
     path, kept = ROOT / "benchmarks" / script, tmp_path / "new" / "found.json"
-    monkeypatch.setattr(sys, "argv", [str(path), *flags, "--json", str(kept)])
+    monkeypatch.setattr(sys, "argv", [str(path), *flags, "--loaded", "--json", str(kept)])
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     update = jax.config.update
@@ -137,7 +141,8 @@ def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
     printed = capfd.readouterr().out.strip().splitlines()
     assert re.search(r"\d", printed[-1])
     found = json.loads(kept.read_text())
-    assert found["command"] == f"python benchmarks/{command}"
+    assert found["command"] == f"python benchmarks/{command} --loaded"
+    assert found["machine"].endswith(", with other programs running")
     for table in found["tables"]:
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}
     assert any(re.search(r"\d", cell) for cell in found["tables"][-1]["rows"][-1])
@@ -147,6 +152,50 @@ def test_no_benchmark_is_left_out():
     """One that is new joins `RUNS`."""
     there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     assert there == {command.split()[0] for command in RUNS} | ELSEWHERE | SHARED
+
+
+@pytest.fixture
+def timing(monkeypatch):
+    """The helper on a machine without load, for a command without flags."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    monkeypatch.setattr(sys, "argv", ["any.py"])
+    module = importlib.import_module("timing")
+    monkeypatch.setattr(module, "LOAD", 0.5)
+    return module
+
+
+def test_times_on_a_loaded_machine_are_refused_before_they_are_taken(timing, monkeypatch):
+    monkeypatch.setattr(timing, "LOAD", 0.51)
+    called = []
+    with pytest.raises(SystemExit, match=r"load was 0\.51 at the start, above 0\.5.*--loaded"):
+        timing.take_turns({"call": lambda: called.append(1)}, 1)
+    assert called == []
+    monkeypatch.setattr(sys, "argv", ["any.py", "--loaded"])
+    assert len(timing.take_turns({"call": lambda: called.append(1)}, 1)["call"]) == 1
+
+
+@pytest.mark.parametrize(("wall", "is_refused"), [(5.9, False), (6.1, True)])
+def test_times_that_waited_for_other_programs_are_refused(timing, monkeypatch, wall, is_refused):
+    """Three seconds of the processor, in less and in more than six on the wall."""
+    clocks = {"perf_counter": [1.0, 1.0 + wall], "process_time": [1.0, 4.0]}
+    clocks = {name: iter(times).__next__ for name, times in clocks.items()}
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(**clocks))
+    with contextlib.ExitStack() as stack:
+        if is_refused:
+            stack.enter_context(pytest.raises(SystemExit, match=r"was 2\.0 times the processor"))
+        with timing.undisturbed():
+            pass
+
+
+def test_results_of_a_loaded_machine_say_so(timing, monkeypatch, tmp_path):
+    """With the flag, in the machine that stands below each table."""
+    found, machines = timing.results.Results(), []
+    found.row("Times", name="a", ms="1")
+    for flags in ([], ["--loaded"]):
+        monkeypatch.setattr(sys, "argv", ["any.py", *flags])
+        found.write(tmp_path / "found.json")
+        machines.append(json.loads((tmp_path / "found.json").read_text())["machine"])
+    assert machines[1] == f"{machines[0]}, with other programs running"
 
 
 def test_scores_by_hand():

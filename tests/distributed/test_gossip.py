@@ -12,6 +12,7 @@ import replicas
 import optperm
 
 PAIRS = functools.partial(optperm.diloco, axis_name=replicas.AXIS, combine="pairs")
+NESTEROV = optax.sgd(0.8, momentum=0.5, nesterov=True)
 
 
 def test_all_are_paired_and_in_time_with_many():
@@ -26,7 +27,7 @@ def test_all_are_paired_and_in_time_with_many():
 
 def test_replicas_without_a_say_follow_their_partner():
     """Weight zero, or params that are not finite; of two without a say each keeps its center."""
-    tx, start = PAIRS(optax.sgd(1.0), every=3), np.zeros(1, np.float32)
+    tx, start = PAIRS(optax.sgd(1.0), NESTEROV, every=3), np.zeros(1, np.float32)
     # By outer steps of rate 0.8 and momentum 0.5 as Nesterov has it
     center = -3 * 0.8 * (1 + 0.5)
     step = loops.make_step(tx, lambda p, batch: (batch[:1], {"weight": batch[1]}))

@@ -86,7 +86,8 @@ ALL = [whole(*SHAPES)]
 TWO, THREE = [whole("a"), whole("b", "c", "d")], [whole("a"), whole("b"), whole("c", "d")]
 SLICES = [whole("a", "b", "d"), layers(0, 2, 4), layers(1, 3, 5)]
 OF_SLICES = {"a": 0, "b": 0, "c": [1, 2, 1, 2, 1, 2], "d": 0}
-DEFAULT = None, replicas.sgd(0.8, 0.5, nesterov=True)
+DEFAULT = None, replicas.sgd(1.0, 0.0)
+NESTEROV = optax.sgd(0.8, momentum=0.5, nesterov=True), replicas.sgd(0.8, 0.5, nesterov=True)
 LARGEST = Compression(0.25), (0.95, largest)
 FOUR_BITS = Compression(bits=4), (1.0, levels)
 PAIRS = {"combine": "pairs"}
@@ -113,6 +114,7 @@ CASES = {
         MOMENTUM, "sequential", {3, 6, 9, 12}, None, None, LARGEST, every=3
     )._replace(atol=1e-6),
     "diloco": diloco(ADAM, DEFAULT, Every(3), ALL)._replace(bad=4),
+    "diloco with nesterov": diloco(ADAM, NESTEROV, Every(3), ALL)._replace(bad=4),
     "diloco by flags of the device": diloco(SGD, ADAM, Every(4), ALL)._replace(
         flags=lambda step: jnp.array(step % 4 == 0)
     ),

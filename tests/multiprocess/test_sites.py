@@ -63,11 +63,12 @@ def run(tmp_path):
 
 
 def train_in_step(folder, steps):
-    """Return the test loss of four replicas that commit in step, with the default outer optimizer."""
+    """Return the test loss of four replicas that commit in step, with Nesterov momentum."""
     sites = runpy.run_path(str(folder / "sites.py"))
     x, y, loss_fn = (sites[name] for name in ("x", "y", "loss_fn"))
     x, y = jax.numpy.asarray(x), jax.numpy.asarray(y)
-    tx = optperm.diloco(optax.adam(1e-3), every=EVERY, axis_name="job")
+    outer = optax.sgd(0.8, momentum=0.5, nesterov=True)
+    tx = optperm.diloco(optax.adam(1e-3), outer, every=EVERY, axis_name="job")
 
     def on_replica(params, opt_state, row):
         grads = jax.grad(loss_fn)(params, x[row], y[row])

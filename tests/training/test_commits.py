@@ -22,7 +22,7 @@ import optperm
 from optperm import training
 from optperm.core.states import find_state
 
-SGD = optax.sgd(0.1)
+SGD, NESTEROV = optax.sgd(0.1), optax.sgd(0.8, momentum=0.5, nesterov=True)
 
 
 def diloco(*outer, **options):
@@ -139,7 +139,7 @@ def test_phase_that_is_running_decides_about_the_center(order):
     """The params are the mean of replicas that train apart, with a warning, never a center of no use."""
     tx = optperm.switch_after(1000, SGD, diloco(every=2))
     if order == "commits earlier":
-        tx = optperm.switch_after(3, diloco(every=2), SGD)
+        tx = optperm.switch_after(3, diloco(NESTEROV, every=2), SGD)
     with pytest.warns(UserWarning, match="phase .* has no commits: fit returns the mean"):
         result = run(tx, steps=8)
     grads = jax.jit(jax.vmap(jax.grad(linear_loss)))
@@ -148,9 +148,8 @@ def test_phase_that_is_running_decides_about_the_center(order):
     for step, batch in enumerate(batches, 1):
         params = params - 0.1 * grads({"w": params}, batch)["w"]
         if order == "commits earlier" and step == 2:
-            outer = optax.sgd(0.8, momentum=0.5, nesterov=True)
             center = linear_params()["w"]
-            moves, _ = outer.update(center - params.mean(axis=0), outer.init(center), center)
+            moves, _ = NESTEROV.update(center - params.mean(axis=0), NESTEROV.init(center), center)
             params = jnp.stack([center + moves] * 2)
     np.testing.assert_allclose(result.state.params["w"], params.mean(axis=0), rtol=0, atol=1e-6)
 
@@ -158,7 +157,7 @@ def test_phase_that_is_running_decides_about_the_center(order):
 def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
     """Of a partition only one part commits; the other one has the steps of the run alone."""
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
-    parts = {"a": optperm.diloco(SGD, every=5), "b": optax.adam(0.1)}
+    parts = {"a": optperm.diloco(SGD, NESTEROV, every=5), "b": optax.adam(0.1)}
     tx = optax.partition(parts, {"a": "a", "b": "b"})
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
