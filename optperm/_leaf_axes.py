@@ -408,7 +408,7 @@ def _may_be_stacked(leaf: _Leaf, own: LeafAxes, others: list[_Leaf]) -> bool:
 
 
 class _Known(NamedTuple):
-    """What the names of a leaf say, whatever its shape.
+    """What the names of a leaf say, for any shape.
 
     Attributes:
       kind: The kind.

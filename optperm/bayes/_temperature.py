@@ -48,7 +48,7 @@ def fit_temperature(
         trained on. The logits of masked classes may be large negative numbers or -inf.
       labels: y, (n,), integers in [0, classes).
       weights: w, (n,), real numbers of at least 0, which are divided by their sum: counts of equal
-        examples, or importance weights. An example of weight 0 is left out, whatever its logits are.
+        examples, or importance weights. An example of weight 0 is left out, for any logits.
         None for equal weights.
       ignore_label: The label of examples to leave out, such as the padding of token sequences (often
         -100 or -1); None to leave out no examples.

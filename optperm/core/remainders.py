@@ -64,7 +64,7 @@ def make_remainder(param: Any, bits: int) -> jax.Array:
 def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """Return the float32 number of a param and its remainder; a wider param is returned as it is.
 
-    A param that is 0 or not finite has no remainder, whatever the array contains.
+    A param that is 0 or not finite has no remainder, for any contents of the array.
     """
     if not is_narrow(param):
         return param

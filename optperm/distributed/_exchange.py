@@ -52,7 +52,7 @@ Take: TypeAlias = Callable[[Any], list[jax.Array]]
 Contribute: TypeAlias = Callable[[int, Take], list[jax.Array]]
 Combine: TypeAlias = Literal["mean", "sum", "sequential"]
 CombineOrPairs: TypeAlias = Literal[Combine, "pairs"]
-# This value instead of a sum of weights means that nothing is in flight.
+# In place of a sum of weights, this value means that nothing is in flight.
 NOTHING = -1.0
 
 

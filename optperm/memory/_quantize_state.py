@@ -133,8 +133,8 @@ def quantize_state(
 
     so the rounding is unbiased in v. First moments are also rounded at random, without bias in m. The
     momentum of Muon, which is orthogonalized as a matrix, has codes in int8 instead, because rounding
-    errors that are small beside the matrix matter more there than errors that are small beside their
-    entries::
+    errors that are small relative to the matrix matter more there than errors that are small relative
+    to their entries::
 
       tx = optperm.quantize_state(optax.adamw(1e-3))
 

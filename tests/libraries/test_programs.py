@@ -19,7 +19,7 @@ TRAINERS, OTHERS = (
     re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text("utf-8"), re.M | re.S)
     for page in ("in_llm_trainers.md", "in_other_libraries.md")
 )
-LIBRARIES = ("flax", "jaxopt", "blackjax", "numpyro", "flowjax", "gpjax", "optimistix", "netket")
+LIBRARIES = ("flax", "blackjax", "numpyro", "flowjax", "gpjax", "optimistix", "netket")
 LIBRARIES = ("keras", *LIBRARIES)
 # The last one is plain Optax.
 PROGRAMS = dict(zip((*LIBRARIES, "optax"), TRAINERS + OTHERS, strict=True))
