@@ -273,10 +273,10 @@ def compare(name: str, problem: Problem, seconds: float, draws: int) -> None:
         sd, (ess, tail) = own.std(axis=0), each.effective()
         of_mode, of_nuts = sd / optimum.deviations, sd / deviation
         RESULTS.show(
-            TITLE, problem=name, method=method, N=f"{len(problem.data[0]):,}", D=problem.size,
+            TITLE, problem_and_method=f"{name}: {method}", N=f"{len(problem.data[0]):,}", D=problem.size,
             ESS=f"{ess:,.0f}", tail=f"{tail:,.0f}", draws=f"{ess / each.seconds:,.1f}",
             call=f"{ess / each.call:,.1f}",
-            ratio=f"{ess / each.seconds / per_second:,.2f}",
+            ratio=f"{ess / each.seconds / per_second:.3g}",
             seconds=f"{each.call:.1f}", second_call=f"{each.second_call:.1f}",
             sd_over_Gaussian=f"{of_mode.min():.3f} to {of_mode.max():.3f}",
             sd_over_NUTS=f"{of_nuts.min():.3f} to {of_nuts.max():.3f}",
