@@ -45,7 +45,7 @@ def kernel_of(form, noise, fraction):
 
 
 def exact_ratios(kernel, noise, hessian):
-    """Eigenvalues, ascending, of the exact stationary covariance over that of the posterior."""
+    """Return the eigenvalues of the stationary covariance divided by the posterior's, ascending."""
     scale = jnp.float32(2 * S / N)
     h = np.broadcast_to(np.float64(kernel.step_sizes(scale)), len(noise))
     b = np.broadcast_to(np.float64(kernel.injected(jnp.float32(h), scale)), len(noise))

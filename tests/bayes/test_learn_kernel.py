@@ -1,4 +1,4 @@
-"""Learning a kernel: what is learned against exact figures, from which data, and what is refused."""
+"""Learning a kernel: exact noise and curvature, kinds of data, and refused arguments."""
 
 import re
 import warnings

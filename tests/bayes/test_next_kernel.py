@@ -57,7 +57,7 @@ def test_unknown_curvature_stops_the_chain_but_not_the_probes():
 
 
 def test_probe_of_an_entry_without_noise_has_the_geometric_mean_of_the_lengths():
-    """So it is neither lost among the others nor hides them, in any units."""
+    """The probe of an entry without noise has the length of a typical entry, in any units."""
     kernel, _ = begin("diagonal", max_noise_ratio=1e9)
     s = 2 * S / N
     for h, probes in (([4e-20, 0.0, 9e-20], [4e-20, 6e-20, 9e-20]), ([0.0] * D, [1.0] * D)):
