@@ -26,11 +26,11 @@ _SAME = (
 )
 _WIDE = (
     "Successive batches are alike, as if chunks of the data were read in order: the mean gradient of {} "
-    "batches varies {:.2g} times as much as with examples drawn at random, so draws are too wide. Draw "
+    "varies {:.2g} times as much as with examples drawn at random, so draws are too wide. Draw "
     "each example of a batch from all examples, at random and with replacement."
 )
 _NARROW = (
-    "Successive batches complement each other, as in shuffled epochs: the mean gradient of {} batches "
+    "Successive batches complement each other, as in shuffled epochs: the mean gradient of {} "
     "varies only {:.2g} times as much as with examples drawn at random, so draws are too narrow. Draw "
     "the examples with replacement."
 )
@@ -114,4 +114,5 @@ def judge_order(projections: Any, num_noisy: Any) -> list[str]:
     errors, size, ratio = max(found, key=lambda each: abs(each[0]))
     if abs(errors) < _ERRORS or _LOW < ratio < _HIGH:
         return []
-    return [(_WIDE if ratio > 1 else _NARROW).format(size, ratio)]
+    batches = "a batch" if size == 1 else f"{size} batches"
+    return [(_WIDE if ratio > 1 else _NARROW).format(batches, ratio)]

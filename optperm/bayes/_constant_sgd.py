@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.bayes._control_variates import correct
-from optperm.bayes._faults import judge_kernel, judge_steps, judge_temperature
+from optperm.bayes._faults import judge_altered, judge_kernel, judge_steps, judge_temperature
 from optperm.bayes._kernel import NoiseKernel, check_is_kernel, check_kernel
 from optperm.bayes._remainders import with_remainders
 from optperm.core import checks
@@ -43,6 +43,7 @@ class ConstantSgdState(NamedTuple):
       limit: c times the `learning_rate` of the last step.
       temperature: T of the last step.
       left_out: Number of steps that left out entries with a nonfinite gradient.
+      altered: With control variates, number of steps whose updates were not the extra argument `grad`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -53,6 +54,7 @@ class ConstantSgdState(NamedTuple):
     limit: Float32[Array, ""]
     temperature: Float32[Array, ""]
     left_out: Int32[Array, ""]
+    altered: Int32[Array, ""]
 
     def for_loop(self) -> ForLoop:
         """Return that batches must be drawn with replacement, and the sizes of the data and a batch."""
@@ -80,7 +82,7 @@ class ConstantSgdState(NamedTuple):
         del params
         if not can_be_seen(self.count):
             return []
-        found = judge_steps(self.kernel, self.count)
+        found = judge_steps(self.kernel, self.count) + judge_altered(self.altered)
         return found + judge_temperature(self.count, self.temperature) + judge_kernel(self.kernel)
 
 
@@ -120,10 +122,11 @@ def constant_sgd(
 
     for any :math:`c_i` below 2: exactly the posterior without noise from the batches. If the kernel has
     control variates, the gradient :math:`g_t` is :math:`g_B(\theta) - g_B(\theta^*) + \nabla
-    L(\theta^*)`, which hardly has noise (`optperm.bayes.learn_kernel`). In every direction, the chain
-    moves as fast as c and the noise of the batches allow, even if the posterior is long and narrow.
-    Without injected noise, this is the method of Mandt, Hoffman and Blei (`optperm.mandt_sgd`); without
-    noise from the batches, this is Langevin dynamics.
+    L(\theta^*)`, which hardly has noise (`optperm.bayes.learn_kernel`). This noise is proportional to
+    :math:`|\theta - \theta^*|^2`, so :math:`T \Lambda` replaces :math:`\Lambda`. In every direction, the
+    chain moves as fast as c and the noise of the batches allow, even if the posterior is long and
+    narrow. Without injected noise, this is the method of Mandt, Hoffman and Blei
+    (`optperm.mandt_sgd`); without noise from the batches, this is Langevin dynamics.
 
     `optperm.bayes.learn_kernel` learns :math:`W, \Lambda, a` and :math:`\rho` near an optimum, and
     returns the params at which every step of this transformation samples. `optperm.bayes.sample` runs
@@ -140,9 +143,9 @@ def constant_sgd(
 
     Returns:
       A transformation whose `update` needs `params`, and batches of S examples drawn with replacement.
-      With `optax.MultiSteps`, S counts the examples of all batches of a step.
       With control variates, it also needs the extra argument `grad_fn` of `optperm.evaluate`, which
-      evaluates the batch at :math:`\theta^*`.
+      evaluates the batch at :math:`\theta^*`. With `optax.MultiSteps`, S counts the examples of all
+      batches of a step, and the kernel must not have control variates.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -207,6 +210,7 @@ def constant_sgd(
             limit=kernel.max_stability + zero,
             temperature=zero + 1,
             left_out=jnp.zeros([], jnp.int32),
+            altered=jnp.zeros([], jnp.int32),
         )
 
     def update(
@@ -214,16 +218,21 @@ def constant_sgd(
         state: ConstantSgdState,
         params: Params,
         *,
+        grad: Any = None,
         grad_fn: Any = None,  # needed with control variates
         **_: Any,
     ) -> tuple[Updates, ConstantSgdState]:
-        kernel, count = state.kernel, state.count
-        basis, mu = kernel.basis, kernel.momentum
+        count, altered = state.count, state.altered
         rate = resolve_schedule("learning_rate", learning_rate, count)
         t = resolve_schedule("temperature", temperature, count)
 
-        # g <- g_B(theta) - (g_B(theta*) - grad L(theta*))
+        # With control variates, Lambda <- T Lambda
+        kernel = state.kernel.tempered(t)
+        basis, mu = kernel.basis, kernel.momentum
+
+        # g <- g_B(theta) - (g_B(theta*) - grad L(theta*)), where all three have the same batch
         if kernel.anchor:
+            altered = altered + _differ(g, grad).astype(jnp.int32)
             g = correct(kernel.anchor, g, grad_fn(kernel.anchor.params))
 
         # s = 2 S T / N, h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
@@ -255,6 +264,7 @@ def constant_sgd(
             limit=kernel.max_stability * rate,
             temperature=t,
             left_out=state.left_out + jnp.logical_not(all_finite(g)).astype(jnp.int32),
+            altered=altered,
         )
 
     sampler = transformation(
@@ -266,6 +276,15 @@ def constant_sgd(
         needs=_NEEDS if kernel.anchor else {},
     )
     return with_remainders(sampler, method="constant_sgd")
+
+
+def _differ(g: Updates, grad: Any) -> jax.Array:
+    """Return whether updates differ from the gradient of the batch, if it is given."""
+    found = jnp.zeros([], jnp.bool_)
+    for one, other in () if grad is None else zip(*map(jax.tree.leaves, (g, grad)), strict=True):
+        if one is not other:
+            found |= ~jnp.array_equal(one, other.astype(one.dtype), equal_nan=True)
+    return found
 
 
 def _check_stable(stability: jax.Array, learning_rate: Any) -> None:

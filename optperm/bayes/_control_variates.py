@@ -103,8 +103,9 @@ def check_anchors(anchors: Anchor) -> Anchor:
     if not bool(all_finite(anchors.full_grad)):
         raise ValueError(
             "The gradient over all examples is not finite where the search for an optimum ended: remove "
-            "examples with NaN or infinity, or check the loss. With control_variates=False, entries "
-            "that are not finite are left out."
+            "examples with NaN or infinity, and return (sum, count) from a loss that divides by the sum "
+            "of weights, which may be 0. If all examples are finite, the loss may have no optimum: add "
+            "a prior. With control_variates=False, entries that are not finite are left out."
         )
     return anchors
 

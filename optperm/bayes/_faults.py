@@ -71,6 +71,18 @@ def judge_mean(uneven: Any, estimates: Any) -> list[str]:
     ]
 
 
+def judge_altered(altered: Any) -> list[str]:
+    """Return a warning if the gradients that control variates correct belonged to other batches."""
+    if not np.any(altered):
+        return []
+    return [
+        f"In {int(np.max(altered))} of the steps of a chain, the updates that constant_sgd got were not "
+        "the gradient of the batch, as with optax.MultiSteps, clipping or weight decay, so control "
+        "variates do not fit them. Remove what changes the gradient, or learn a kernel with "
+        "control_variates=False for optax.MultiSteps."
+    ]
+
+
 def judge_steps(kernel: NoiseKernel, count: Any) -> list[str]:
     """Return a warning if the steps of a kernel, or of a kernel for each chain, are too long."""
     fractions = NoiseKernel.batch_fraction

@@ -154,6 +154,20 @@ class NoiseKernel(NamedTuple):
         size, n = (jnp.asarray(x, jnp.float32) for x in (self.batch_size, self.num_data))
         return 2 * size / n * temperature
 
+    def tempered(self, temperature: jax.Array | float) -> NoiseKernel:
+        r"""Return the kernel for draws at T: with control variates, :math:`T \Lambda` is the noise.
+
+        This noise is proportional to :math:`|\theta - \theta^*|^2`, which is T times as large as at 1.
+        Without control variates, the noise does not depend on T.
+
+        Args:
+          temperature: T.
+        """
+        if not self.anchor:
+            return self
+        t = jnp.asarray(temperature)
+        return self._replace(noise=jax.tree.map(lambda x: t.astype(x.dtype) * x, self.noise))
+
     def step_sizes(self, scale: jax.Array, rate: jax.Array | float = 1.0) -> Any:
         """Return h, of the form of the noise; an entry without noise and curvature takes no step.
 

@@ -157,7 +157,8 @@ def learn_kernel(
 
     Args:
       loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
-        examples of a batch, with or without the prior, as for `optperm.bayes.sample`.
+        examples of a batch, with or without the prior, as for `optperm.bayes.sample`. If it returns a
+        pair `(sum, count)`, use sum / S in your own loop: the kernel belongs to this gradient.
       data: A tree of arrays with a leading axis of N examples. Rows are drawn at random, with
         replacement. NumPy memory maps, and other arrays that are read by `leaf[rows]`, stay on disk: at
         most 64 MB of their rows are in memory at once. Or a function `key -> batch`, which is called on

@@ -59,7 +59,7 @@ def _spread(params: Params, key: jax.Array, num_chains: int) -> Any:
 
     def pairs(p: Any, z: jax.Array) -> jax.Array:
         both = jnp.asarray(p)[None, None] + _SPREAD * jnp.stack([z, -z], axis=1)
-        return both.reshape(-1, *jnp.shape(p))[:num_chains].astype(jnp.result_type(p))
+        return both.reshape(2 * len(keys), *jnp.shape(p))[:num_chains].astype(jnp.result_type(p))
 
     return jax.tree.map(pairs, params, z)
 

@@ -745,7 +745,8 @@ def _chain_of(state: Any, samples: Samples) -> tuple[NoiseKernel, float, float, 
     limit, temperature = (float(np.mean(x)) for x in numbers_of_draws(state, samples))
     size = float(kernel.batch_size)
     # s = 2 S T / N
-    return kernel, size, 2 * size / float(kernel.num_data) * temperature, limit
+    s = 2 * size / float(kernel.num_data) * temperature
+    return kernel.tempered(temperature), size, s, limit
 
 
 def _judge_kernel(evidence: Evidence) -> list[str]:

@@ -555,18 +555,13 @@ class _Chains:
 
     def _take_snapshots(self, opt_state: Any, params: Any) -> Any:
         """Return the states of chains with snapshots at the params of the chains."""
-        loss, rows = self.problem.loss, self.problem.batches.rows
-        if rows is None:
+        if self.problem.batches.is_function:
             raise ValueError(
                 "A control variate needs the gradient of all examples at snapshots: pass data as "
-                "arrays in memory."
+                "arrays, in memory or on disk."
             )
-
-        def take(opt_state: Any, params: Any) -> Any:
-            full_grads = jax.lax.map(jax.grad(lambda p: loss(p, rows)), params)
-            return jax.vmap(take_snapshots)(opt_state, params, full_grads)
-
-        return fresh_jit(take)(opt_state, params)
+        full_grads = full_gradients(self.problem.loss, self.problem.batches, params)
+        return fresh_jit(jax.vmap(take_snapshots))(opt_state, params, full_grads)
 
     def like(self, params: Any, opt_state: Any) -> Samples:
         """Return the shapes and dtypes of a tenth of the draws."""

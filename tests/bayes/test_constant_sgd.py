@@ -15,9 +15,11 @@ import pytest
 import support
 
 import optperm
+from optperm.bayes._constant_sgd import ConstantSgdState
 from optperm.bayes._control_variates import Anchor
 from optperm.bayes._forms import Full
 from optperm.bayes._remainders import wide_params
+from optperm.core.states import find_states
 
 N, S, D, T, MU = 1000, 8, 4, 1.7, 0.8
 ROOT = np.random.default_rng(0).normal(size=(D, D)) + 2 * np.eye(D)
@@ -137,6 +139,69 @@ def test_steps_with_an_anchor_are_steps_with_the_corrected_gradient(form):
         optperm.constant_sgd(kernel._replace(anchor=Anchor(at | {"b": jnp.zeros(2)}, full))).init(
             params
         )
+
+
+@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+def test_a_temperature_scales_all_draws_if_the_noise_is_that_which_control_variates_leave(form):
+    """With gradients A_B theta, noise and curvature together are linear in theta: at T, the chain from
+    the optimum is sqrt(T) times the chain at 1, whether noise or curvature limits a step."""
+    size = jnp.float32(5.0) if form == "scalar" else 5 * jnp.arange(D, dtype=jnp.float32)
+    kernel = kernel_of(form, momentum=0.5)._replace(
+        noise=size, anchor=Anchor(jnp.zeros(D), jnp.zeros(D))
+    )
+    matrices = jnp.float32(np.random.default_rng(0).normal(size=(40, D, D)) / 10 + np.eye(D))
+
+    def chain(t):
+        tx = optperm.constant_sgd(kernel, temperature=t)
+
+        def step(carry, matrix):
+            w, state = carry
+            updates, state = tx.update(matrix @ w, state, w, grad_fn=lambda p: matrix @ p)
+            return (w + updates, state), w + updates
+
+        return jax.lax.scan(step, (jnp.zeros(D), tx.init(jnp.zeros(D))), matrices)[1]
+
+    at_1 = chain(1.0)
+    assert np.all(np.abs(at_1[-1]) > 0)
+    for t in (0.25, 4.0):
+        np.testing.assert_allclose(chain(t), t**0.5 * at_1, rtol=1e-3, atol=1e-4 * np.max(at_1))
+
+
+def test_updates_that_are_not_the_gradient_of_the_batch_are_counted_with_control_variates():
+    """The gradients at the anchor belong to one batch, and so must the updates: after accumulation or
+    clipping, the control variates would be of another batch or size."""
+    w, anchor = jnp.ones(D), Anchor(jnp.zeros(D), jnp.zeros(D))
+    loss = lambda w, batch: jnp.mean((batch @ w) ** 2)  # noqa: E731
+    batches = np.random.default_rng(0).normal(size=(4, S, D)).astype(np.float32)
+
+    def states_after(make, kernel, value=0.0):
+        tx = make(optperm.constant_sgd(kernel))
+        state = tx.init(w)
+
+        @jax.jit
+        def step(state, batch):
+            e = optperm.evaluate(loss, w, batch)
+            return tx.update(e.grad, state, w, **e.extra_args)[1]
+
+        with jax.numpy_dtype_promotion("standard"):  # of Optax's accumulation
+            for batch in batches:
+                state = step(state, batch + np.float32(value))
+        return find_states(state, ConstantSgdState)[0]
+
+    kernel = kernel_of("diagonal")
+    accumulate = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
+    clip = lambda tx: optax.chain(optax.clip(1e-3), tx)  # noqa: E731
+    for make, given, value, count in (
+        (lambda tx: tx, kernel._replace(anchor=anchor), 0.0, 0),
+        (lambda tx: tx, kernel._replace(anchor=anchor), np.nan, 0),
+        (clip, kernel._replace(anchor=anchor), 0.0, 4),
+        (accumulate, kernel._replace(anchor=anchor), 0.0, 2),
+        (accumulate, kernel, 0.0, 0),
+    ):
+        state = states_after(make, given, value)
+        assert int(state.altered) == count
+        said = f"In {count} of the steps of a chain, the updates that constant_sgd got were not"
+        assert any(said in text for text in state.warnings()) == (count > 0)
 
 
 def test_preconditioned_gradients_have_the_steps_at_the_temperature_1():

@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import support
 
@@ -15,6 +16,8 @@ from optperm.bayes._batches import make_batches
 from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients
 from optperm.bayes._forms import FORMS
+from optperm.core.states import find_states
+from optperm.variance import SvrgState
 
 RNG = np.random.default_rng(0)
 N, D, S = 103, 3, 8
@@ -61,6 +64,26 @@ def test_gradients_over_all_examples_are_means_over_parts_of_any_size(kind, rows
         wanted = jax.grad(loss_fn)(params_of(index), DATA)
         found = jax.tree.map(lambda leaf, index=index: leaf[index], anchors.full_grad)
         support.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_snapshots_of_sample_have_the_gradient_over_all_examples_on_disk():
+    """A control variate before another sampler; a leaf of the params has no entries."""
+    empty = {"none": jnp.zeros((0, 2))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few draws
+        samples = optperm.bayes.sample(
+            loss_fn, jax.tree.map(OnDisk, DATA), params_of(0) | empty, 0, batch_size=S, num_chains=2,
+            num_draws=10, thinning=1, burn_in=0,
+            sampler=lambda n, s: optax.chain(optperm.svrg(), optperm.sgld(1e-3, n)),
+        )  # fmt: skip
+    assert samples.params["none"].shape == (2, 10, 0, 2)
+    (state,) = find_states(samples.last_opt_state, SvrgState)
+    for index in range(2):
+        at, found = jax.tree.map(
+            lambda leaf, index=index: leaf[index], (state.snapshot.params, state.snapshot.full_grad)
+        )
+        assert np.any(at["w"] != params_of(0)["w"])
+        support.assert_close(found, jax.grad(loss_fn)(at, DATA), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("estimator", ["per_example", "single_example"])

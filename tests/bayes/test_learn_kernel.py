@@ -222,6 +222,7 @@ def test_variance_of_blocks_shows_correlations_and_passes_independent_batches():
     assert judge_order(z, ones) == []
     assert "alike" in judge_order(averages, ones)[0]
     assert "complement" in judge_order(np.diff(z, axis=0) / np.sqrt(2), ones)[0]
+    assert "the mean gradient of a batch varies 9 times" in judge_order(3 * z, ones)[0]
     wrong = sum(
         len(judge_order(rng.normal(size=(200, 1, 64)) * (np.arange(64) < 3), np.full(1, 3.0)))
         for _ in range(1000)

@@ -162,6 +162,7 @@ FAULTS_OF_CONSTANT_SGD = {
     "up to 64% too large, in others up to 82% too small": {"correlation": [0.1, 1.7]},
     "up to 21% too large": {"correlation": [0.0, 11.5], "noise_ratio": 0.02 / 0.98},
     "In 3 of the steps of a chain, some entries of the gradients were not finite": {"left_out": 3},
+    "In 3 of the steps of a chain, the updates that constant_sgd got were not": {"altered": 3},
     "The temperature is 0": {"temperature": 0.0},
 }
 

@@ -12,6 +12,7 @@ import pytest
 import support
 
 import optperm
+from optperm.bayes._optima import first_starts
 from optperm.bayes._prior import make_loss
 from optperm.core.states import find_states
 
@@ -66,6 +67,14 @@ def test_starts_draws_and_progress():
     assert np.ptp(np.asarray(drawn)) > 0.01
     with pytest.raises(ValueError, match="starts"):
         run(starts=jnp.ones(3))
+
+
+def test_chains_begin_in_pairs_around_params_even_if_a_leaf_has_no_entries():
+    params = {"w": jnp.ones(2), "none": jnp.zeros((0, 3))}
+    starts = first_starts(params, jax.random.key(0), 3, None)
+    assert starts["none"].shape == (3, 0, 3)
+    np.testing.assert_allclose(starts["w"][0] + starts["w"][1], 2, rtol=1e-6)
+    assert np.all(np.abs(starts["w"] - 1) > 0)
 
 
 class Model(NamedTuple):
