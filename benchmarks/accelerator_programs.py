@@ -24,7 +24,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-# What XLA asks of a device that it compiles for: that of an H100.
+# What XLA asks of a device that it compiles for: values of an H100.
 _H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
@@ -136,7 +136,7 @@ def gpu_mesh(shape: dict[str, int]) -> Mesh:
     return _mesh(shape, found.devices)
 
 
-# The device for which a program is compiled: its name, and a mesh of one of it.
+# The device of a compiled program: its name, and a mesh with one such device.
 DEVICES: dict[str, tuple[str, Callable[[], Any]]] = {
     "cpu": ("", lambda: None),
     "tpu": (", TPU v5e", lambda: tpu_mesh({"one": 1})),
@@ -194,7 +194,7 @@ class Program:
         return find_collectives(self.text)
 
     def transfers(self) -> list[Transfer]:
-        """What crosses slices, where no collective stands in the program but pairs of send and recv."""
+        """Return the traffic between slices, for pairs of send and recv instead of collectives."""
         found = []
         for name, body in COMPUTATION.findall(self.text):
             lines = INSTRUCTION.findall(body)

@@ -44,7 +44,7 @@ TOP_K = optperm.distributed.Compression(1 / 32, bits=2)
 
 
 class Case(NamedTuple):
-    """A step: of which optimizer, with which flag, of how many square leaves."""
+    """A step: its optimizer, its flag, and the number of its square leaves."""
 
     tx: Any
     commit: bool | None = None
@@ -69,7 +69,7 @@ CASES = {
 
 
 def square_leaves(number: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of so many float32 leaves."""
+    """Return the shapes of a number of float32 leaves."""
     return {f"w{i}": jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32) for i in range(number)}
 
 
@@ -101,7 +101,7 @@ def measure(title: str, mesh: Mesh, found: results.Results) -> None:
         program, size = compiled(case, mesh), case.leaves * SIDE**2
         sent = program.collectives()
         operations = sorted({each.operation.removesuffix("-start") for each in sent})
-        # A switch has a branch for each way to pair the replicas, of which an exchange takes one.
+        # A switch has a branch for each way to pair the replicas; an exchange takes one branch.
         is_paired = "collective-permute" in operations
         each = sum(each.bytes for each in sent) / (REPLICAS // 2 if is_paired else 1) / size
         where = " in a conditional" if sent and all(each.is_conditional for each in sent) else ""

@@ -185,7 +185,7 @@ def measure(name: str, num_leaves: int, num_shapes: int) -> Cost:
     """Trace and compile a step twice: the second time the program is in the cache."""
     found = []
     for _ in range(2):
-        # What was traced inside of another step is traced anew.
+        # Functions that were traced inside another step are traced again.
         jax.clear_caches()
         program, arguments = make_program(name, num_leaves, num_shapes)
         wall, start = time.perf_counter(), time.process_time()
@@ -232,7 +232,7 @@ def table(
     found: results.Results,
     path: pathlib.Path | None,
 ) -> None:
-    """Measure all methods that have no row yet with leaves of so many shapes; print and write them."""
+    """Measure all methods without a row for this number of shapes; print and write the rows."""
     costs: dict[tuple[str, int], Cost] = {}
     title = find_title(num_shapes)
     for name in names:

@@ -54,7 +54,7 @@ def cross_entropy(model: nn.Module, params: optax.Params, batch: Any) -> jax.Arr
 def samplers(
     size: int, params: optax.Params, loss_fn: Any, data: Any
 ) -> dict[str, optax.GradientTransformation]:
-    """What is compared, by name: SGD first, and samplers, of which Mandt's estimate the noise or not."""
+    """Return the steps by name: SGD first, then samplers, some with estimates of the noise."""
     mandt = functools.partial(optperm.mandt_sgd, 1257, size, max_step=0.1)
     found = {"SGD": optax.sgd(1e-3)}
     for preconditioner in ("scalar", "diagonal"):
@@ -91,7 +91,7 @@ def make_data() -> dict[str, jax.Array]:
 
 
 def compare_steps(repetitions: int) -> None:
-    """Prints the ratio of each step to that of SGD."""
+    """Print the time of each step divided by SGD's."""
     model, size = Network(), 32
     loss_fn = functools.partial(cross_entropy, model)
     params = model.init(jax.random.key(0), jnp.zeros((1, 61)))["params"]
@@ -106,7 +106,7 @@ def compare_steps(repetitions: int) -> None:
 
 
 def compare_scans(repetitions: int, steps: int = 300) -> None:
-    """Prints the ratio of many steps in one program to those of SGD, each on a batch that it draws."""
+    """Print the time of many steps in one program, each on a new batch, divided by SGD's."""
     model, size = Network(), 32
     loss_fn = functools.partial(cross_entropy, model)
     params = model.init(jax.random.key(0), jnp.zeros((1, 61)))["params"]

@@ -243,7 +243,7 @@ def make_problems(parts: list[str], mnist: str | None) -> Iterator[Problem]:
 
 
 class CompileClock:
-    """The seconds in which JAX traced, lowered or compiled, each moment once."""
+    """Return the seconds in which JAX traced, lowered or compiled, each moment once."""
 
     def __init__(self) -> None:
         self.intervals: list[tuple[float, float]] = []
@@ -264,7 +264,7 @@ class CompileClock:
 
 
 def run_minimize(problem: Problem, tol: float, max_passes: float, clock: CompileClock) -> Any:
-    """Return the minimum, its seconds, and those of tracing and compiling."""
+    """Return the minimum, its seconds, and the seconds of tracing and compiling."""
     start = time.perf_counter()
     found = optperm.variance.minimize(
         problem.loss_fn,

@@ -108,7 +108,7 @@ def make_period(tx: Any, **ends: Any) -> Callable[..., Any]:
 def compare(
     title: str, name: str, peers: dict[str, Any], leaves: int, size: int, repetitions: int
 ) -> None:
-    """Show the processor time of each peer, a step and its optimizer, over that of the bare one.
+    """Show the processor time of each peer (a step and its optimizer), divided by the optimizer's alone.
 
     Leaves are those of one replica on each of four devices if the title says so.
     """
@@ -422,7 +422,7 @@ def muon(rate: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_methods(steps: int) -> dict[str, Method]:
-    """Return the methods that are compared, each with what it needs for so many steps."""
+    """Return the compared methods, each with its settings for a number of steps."""
     whole, parts = Every(PERIOD), Every(PERIOD, fragments=4, delay=1)
 
     def agn(rate: float, center_rate: float) -> Any:
@@ -553,7 +553,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.resume:
         RESULTS.resume(chosen.json)
-    # Where there are too few devices, the processor stands in for four. JAX asks when it starts.
+    # With too few devices, the processor simulates four. JAX reads this when it starts.
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     compare_steps(chosen.only, chosen.leaves, chosen.leaf_size, chosen.repetitions)
     if "traffic" in chosen.only:

@@ -108,7 +108,7 @@ def pool(x: jax.Array) -> jax.Array:
 
 
 def logits(params: Params, x: jax.Array) -> jax.Array:
-    """Return those of images (n, height, width, channels)."""
+    """Return the logits of images (n, height, width, channels)."""
     layers = len(params) // 2
     for layer in range(layers):
         w, b = params[f"w{layer}"], params[f"b{layer}"]
@@ -138,7 +138,7 @@ def accuracy(params: Params, data: Data) -> float:
 
 
 def batches(size: int, batch: int, steps: int, seed: int) -> jax.Array:
-    """Return indices (steps, batch), shuffled anew in each epoch."""
+    """Return indices (steps, batch), shuffled again in each epoch."""
     rng, whole = np.random.default_rng(seed), size // batch
     orders = [rng.permutation(size)[: whole * batch] for _ in range(math.ceil(steps / whole))]
     return jnp.asarray(np.concatenate(orders).reshape(-1, batch)[:steps])

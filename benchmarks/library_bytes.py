@@ -14,7 +14,7 @@ CONTEXT, WIDTH, LAYERS, HEADS = 64, 96, 3, 4
 
 
 class Decoder(nn.Module):
-    """A transformer that tells the next byte from those before it."""
+    """A transformer that predicts the next byte from the bytes before it."""
 
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ def low_rank(**options: Any) -> Tx:
     return optperm.low_rank(optax.scale_by_adam(), 1 / 4, every=EVERY, **options)
 
 
-# What each makes of a kernel's gradient, and the scales of its grid. The rank is that of a width of 96.
+# The direction that each makes from a kernel's gradient, and the scales of its grid, for a width of 96.
 METHODS: dict[str, tuple[Callable[[int], Tx], tuple[float, ...]]] = {
     "AdamW": (lambda width: optax.scale_by_adam(), SCALES),
     "optax.contrib.galore": (
@@ -190,7 +190,7 @@ class Runs:
     def get(
         self, lanes: Sequence[Lane], steps: int, at_once: int, run: Callable[[Any], Any]
     ) -> list[Any]:
-        """Return the losses of trainings, of which those that are not there are run, some at once."""
+        """Return the losses of runs; run the missing ones, several at once."""
         keys = {lane: f"{steps} {lane[0]:g} {lane[1]:g} {lane[2]}" for lane in lanes}
         rest = [lane for lane in lanes if keys[lane] not in self.found]
         for start in range(0, len(rest), at_once):
@@ -227,7 +227,7 @@ class Task:
         return library_bytes.windows(self.train, np.random.default_rng((seed, 7)), steps, BATCH)
 
     def program(self, name: str) -> Callable[..., Any]:
-        """Return what goes on with trainings by a method, compiled once for all rates."""
+        """Return the function that continues runs of a method, compiled once for all rates."""
 
         def go_on(carry: Any, batches: Any, rate: Any, scale: Any, steps: Any) -> Any:
             tx = optimizer(name, rate, scale, steps)
@@ -441,7 +441,7 @@ def decoder_shapes(layers: int, width: int, vocabulary: int) -> Any:
 
 
 def decoder_loss(params: Any, ids: jax.Array, heads: int = 12) -> jax.Array:
-    """Return the loss of that decoder, each layer of which is computed again for its gradient."""
+    """Return the loss of this decoder; its gradient computes each layer again."""
     norm = functools.partial(jax.nn.standardize, axis=-1)
 
     @jax.checkpoint

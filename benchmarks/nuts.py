@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 def features(num_data: int, size: int) -> np.ndarray:
-    """Features of unequal scales, of which two are correlated, and a constant."""
+    """Features of unequal scales, two of them correlated, and a constant."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(num_data, size)) * 10 ** rng.uniform(-1, 1, size)
     x[:, 1] = x[:, 0] + 0.2 * x[:, 1]

@@ -161,7 +161,7 @@ def raw_diabetes() -> Problem:
 
 
 def collinear() -> Problem:
-    """Six features, of which four follow from the others but for a noise of 0.05: condition 3.8e3."""
+    """Six features; four of them follow from the others, up to a noise of 0.05: condition 3.8e3."""
     rng = np.random.default_rng(0)
     z = rng.normal(size=(600, 2))
     x = np.c_[np.ones(600), z, z @ rng.normal(size=(2, 4)) + 0.05 * rng.normal(size=(600, 4))]
@@ -169,7 +169,7 @@ def collinear() -> Problem:
 
 
 def year() -> Problem:
-    """An uncentered year in hundreds beside an intercept: condition 4e6."""
+    """An uncentered year in hundreds, and an intercept: condition 4e6."""
     rng = np.random.default_rng(0)
     x = np.c_[np.ones(500), rng.uniform(19.6, 20.2, 500), rng.normal(size=(500, 2))]
     y = x @ np.array([-3, 0.15, 1, -0.5]) + rng.normal(size=500)
@@ -434,13 +434,13 @@ class Found(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether all sds and means are near enough."""
+        """Return whether all sds and means are near enough."""
         low, high = SD_RATIOS
         return low <= self.ratios[0] and self.ratios[2] <= high and self.mean_error <= MEAN_ERROR
 
 
 def compared(draws: np.ndarray, name: str, seconds: float, says: str = "") -> Found:
-    """Draws (chain, draw, D) beside the reference."""
+    """Draws (chain, draw, D), and the reference."""
     flat, known = np.asarray(draws, np.float64).reshape(-1, draws.shape[-1]), reference(name)
     if not np.all(np.isfinite(flat)) or np.abs(flat).max() > 1e6:
         nowhere = float("inf")
@@ -653,7 +653,7 @@ class Verdict(NamedTuple):
     """What is right, and what the report says of it.
 
     Attributes:
-      found: Draws beside the reference.
+      found: Draws, and the reference.
       ess: The minimum bulk effective sample size.
       warnings: The report's.
     """
@@ -664,7 +664,7 @@ class Verdict(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether sds are within a tenth of the right ones, and means within a tenth of those."""
+        """Return whether sds are within a tenth of the reference, and means within a tenth of an sd."""
         ratios, (low, high) = self.found.ratios, GOAL_RATIOS
         return low <= ratios[0] and ratios[2] <= high and self.found.mean_error <= GOAL_ERROR
 
@@ -726,7 +726,7 @@ def _cells(verdicts: list[Verdict], seconds: float) -> dict[str, str]:
 
 
 def defaults_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prints and returns what constant SGD comes to with nothing chosen, beside NUTS."""
+    """Print and return the results of constant SGD with its defaults, and of NUTS."""
     rows = []
     for name in arguments.problems:
         for form, batch_size in itertools.product(arguments.forms, arguments.batch_sizes):
@@ -768,7 +768,7 @@ def defaults_row(name: str, batch_size: int, form: str, seeds: int, steps: int) 
 
 
 def keys_table(num_keys: int) -> list[dict[str, Any]]:
-    """Prints and returns what `optperm.bayes.sample` says of the last layer, for so many keys."""
+    """Print and return the reports of `optperm.bayes.sample` on the last layer, for several keys."""
     problem, rows = PROBLEMS["last layer"](), []
     for key in range(num_keys):
         start = jnp.zeros(problem.size)
@@ -845,7 +845,7 @@ class Method(NamedTuple):
     Attributes:
       parameter: What the grid is of.
       grid: Its values.
-      build: The optimizer of one of them, for so many steps.
+      build: The function from a number of steps to the optimizer of one of them.
       keeps: What is predicted with: the "last" iterate, the "mean" of the second half, or "draws" of it.
       members: How many networks are predicted with together.
       form: The preconditioner of constant SGD, whose kernels are learned first; None for others.

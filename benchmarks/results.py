@@ -1,4 +1,4 @@
-"""The results of a benchmark, as tables in a JSON file, from which the site is made."""
+"""The results of a benchmark, as tables in a JSON file that the site reads."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ class Results:
         self._rows: dict[str, list[dict[str, str]]] = {}
 
     def row(self, title: str, **cells: object) -> None:
-        """Adds a row: each cell under its name, in which an underscore is a space."""
+        """Add a row: each cell under its name, with spaces for underscores."""
         row = {name.replace("_", " "): str(cell) for name, cell in cells.items()}
         self._rows.setdefault(title, []).append(row)
 
@@ -53,7 +53,7 @@ class Results:
             self._rows[table["title"]] = rows
 
     def has(self, title: str, **cells: str) -> bool:
-        """Whether a table has a row with these cells."""
+        """Return whether a table has a row with these cells."""
         return any(cells.items() <= row.items() for row in self._rows.get(title, []))
 
     def rows(self, title: str) -> list[dict[str, str]]:

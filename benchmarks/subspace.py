@@ -223,7 +223,7 @@ def measure_update(repetitions: int, n: int = 2_000_000, k: int = 32) -> None:
 
 
 def trajectory(m: int, n: int) -> jax.Array:
-    """Snapshots of a walk whose steps shrink, as those of a training do."""
+    """Return snapshots of a walk whose steps shrink, as in training."""
 
     @jax.jit
     def walk(key: jax.Array) -> jax.Array:

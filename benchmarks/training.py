@@ -231,7 +231,9 @@ def compare_killed(chosen: argparse.Namespace) -> None:
             items = {"state": ocp.args.StandardRestore(), "history": ocp.args.StandardRestore()}
             manager.restore(step, args=ocp.args.Composite(**items, run=ocp.args.JsonRestore()))
     cells = {"devices": chosen.devices, "kills": chosen.kills, "steps": num_steps}
-    RESULTS.show("Training that was killed, beside one that was not", **cells, same_bits=same)
+    RESULTS.show(
+        "Killed and resumed runs, compared with uninterrupted runs", **cells, same_bits=same
+    )
     if not same:
         raise SystemExit(1)
 
@@ -373,7 +375,7 @@ def compare_methods(chosen: argparse.Namespace) -> None:
 
 
 def draw(path: pathlib.Path, groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draw the training loss over the epochs, and beside it where the test accuracies end."""
+    """Draw the training loss over the epochs, and the final test accuracies."""
     with picture(path, figsize=(6, 2.6 + 0.16 * len(groups))) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for row, runs in enumerate(groups.values()):

@@ -128,7 +128,7 @@ def train_at_draws(
 
 
 class Setting(NamedTuple):
-    """What a method trains with, beside its own hyperparameters.
+    """The training of a method, apart from its hyperparameters.
 
     Attributes:
       seed: The seed of the initial params, the batches and the draws.
@@ -455,7 +455,7 @@ def judge_method(
 
 
 def compare_defaults(arguments: argparse.Namespace) -> None:
-    """Print the NLL on test examples of Adam and of IVON, of which only the rate is tuned."""
+    """Print the NLL of Adam and of IVON on test examples; only the rates are tuned."""
     title = f"IVON by default against Adam: NLL, {arguments.steps} steps, {arguments.seeds} seeds"
     for name, task in small_tasks.load(arguments.data, arguments.text).items():
         if name not in TASKS:
@@ -497,7 +497,7 @@ def compare_steps(arguments: argparse.Namespace) -> None:
 
 
 def compare_draws(arguments: argparse.Namespace) -> None:
-    """Print what a draw of the MLP's params takes, beside `jax.random.normal` for each leaf."""
+    """Print the time of a draw of the MLP's params, and of `jax.random.normal` for each leaf."""
     params = images.initial(0, (28, 28, 1), hidden=HIDDEN)
     state = optperm.ivon(0.1, num_data=50_000.0).init(params)
 

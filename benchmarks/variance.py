@@ -178,7 +178,7 @@ def _compare(
     baseline: str,
     optimizer: optax.GradientTransformation,
 ) -> None:
-    """Show the ratio of each method's median, and of its fastest tenth, to those of a baseline."""
+    """Show each method's median and fastest tenth, divided by a baseline's."""
     runs = {baseline: _stepper(optax.with_extra_args_support(optimizer), loss_fn, params, batch)}
     for name, method in methods.items():
         runs[name] = _stepper(optax.chain(method, optimizer), loss_fn, params, batch)
@@ -274,7 +274,7 @@ class Method(NamedTuple):
       make: From a learning rate, the number of steps, and that between two full gradients.
       gradients: The gradients of its batch that a step takes.
       refreshes: Whether it takes full gradients.
-      rates: The ratio of its rates to those of SGD.
+      rates: Its rates, divided by SGD's.
     """
 
     make: Callable[..., optax.GradientTransformation]
@@ -601,7 +601,7 @@ def compare_trails(problem: Problem, l2: float, chosen: argparse.Namespace) -> N
 
 
 def five_problems(pictures: tuple[np.ndarray, np.ndarray]) -> Iterator[tuple[str, Problem, float]]:
-    """Yield problems that differ in scales and in how alike their examples are, and L2 penalties."""
+    """Yield problems that differ in scales and in the similarity of examples, and L2 penalties."""
     x, y = load_breast_cancer(return_X_y=True)
     l2 = 1 / len(x)
     yield "breast cancer", softmax((x - x.mean(axis=0)) / x.std(axis=0), y, l2), l2

@@ -73,11 +73,6 @@ class Panel(NamedTuple):
 
 # What a table calls a method by its parts, and the call that makes it.
 API_NAMES = {
-    "random, carried, residual": "low_rank",
-    "svd, carried, residual": 'low_rank(projection="svd")',
-    "svd, carried": "…, residual=None",
-    "svd, kept (GaLore)": "…, residual=None, carry=False",
-    "apollo, rank 1": 'apollo(rank=1, by="tensor")',
     "SGPerm": "sgperm",
     "LaPerm": "laperm",
     "SWAG, 8 draws": "swag, 8 draws",
@@ -93,10 +88,8 @@ API_NAMES = {
 }
 
 _ACCURACY = ("test accuracy", "higher")
-_NATS = ("nats per byte", "lower")
 _NLL = ("negative log-likelihood in nats", "lower")
 _TO = ("processor seconds to 1e-3", "lower")
-_SHAKESPEARE = "tinyshakespeare"
 PICTURES = {
     "permuting": [
         Panel("MNIST", *_ACCURACY, "permutation_mnist", "test accuracy"),
@@ -105,10 +98,6 @@ PICTURES = {
     "variance": [
         Panel("MNIST", "passes to 1e-3", "lower", "svrg_convex_60000_n", "to 0.001"),
         Panel("MNIST", *_TO, "svrg_convex_60000_n", "to 0.001", pattern=_SECONDS),
-    ],
-    "low_rank": [
-        Panel("Python's library", *_NATS, "low_rank_bytes", "nats", 1),
-        Panel(_SHAKESPEARE, *_NATS, "low_rank_text", "nats", 1),
     ],
     "posterior": [
         Panel("MNIST", *_NLL, "uncertainty_mnist", "NLL"),

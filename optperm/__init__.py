@@ -69,6 +69,12 @@ _NAMES = {
     "subspace": ["dim_reduce", "dldr", "project", "record_trajectory", "twa"],
     "variance": ["katyusha", "mars", "proximal", "recursive_gradient", "svrg"],
 }
+# What other libraries call a method, and the call that makes it here.
+_ELSEWHERE = {
+    "adamw8bit": "optperm.quantize_state(optax.adamw(...))",
+    "galore": 'optperm.low_rank(inner, rank, projection="svd", residual=None, carry=False)',
+    "muon8bit": "optperm.quantize_state(optax.contrib.muon(...))",
+}
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 if not _TYPE_CHECKING:
     __all__ = [*_MODULE_OF, *_ROOMS]  # noqa: PLE0604
@@ -82,6 +88,8 @@ def __getattr__(name: str) -> _Any:
         globals()[name] = value
         return value
     message = f"module 'optperm' has no attribute {name!r}"
+    if name.lower() in _ELSEWHERE:
+        raise AttributeError(f"{message}: use {_ELSEWHERE[name.lower()]}.")
     if not name.startswith("_"):
         for room in _ROOMS:
             if hasattr(_importlib.import_module(f"optperm.{room}"), name):

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from optax.contrib import GaLoreDimensionNumbers
 
+from optperm.core import checks
 from optperm.core.shapes import Params
 from optperm.core.tables import align
 from optperm.core.trees import is_box, is_variable, mask_like, resolve_tree, without_boxes
@@ -662,7 +663,7 @@ def _as_leaf_axes(name: str, value: Any, leaf: _Leaf) -> LeafAxes:
         return LeafAxes("kernel", rows, columns, copies)
     if not isinstance(value, LeafAxes):
         wanted = "an optperm.LeafAxes, as optperm.leaf_axes(params) returns, or None"
-        raise TypeError(f"{place} must be {wanted}, got {value!r}.")
+        raise TypeError(f"{place} must be {wanted}, got {checks.shown(value)}.")
     roles = sorted(value.in_axis + value.out_axis + value.batch_axis)
     if value.kind != "other" and roles != [*range(rank)]:
         raise ValueError(f"{place} must give each of its axes one role, got {value}.")

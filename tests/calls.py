@@ -46,7 +46,7 @@ def rows(k):
 
 
 def draws(number):
-    """Return so many draws of each of two chains, all of them the params."""
+    """Return draws of two chains that all equal the params."""
     stacked = jax.tree.map(lambda p: np.tile(p, (2, number, *[1] * p.ndim)), PARAMS)
     return optperm.bayes.Samples(stacked, PARAMS, (), jnp.int32(4), jnp.int32(1))
 
@@ -60,7 +60,7 @@ WIDENED = optperm.widen_params(sgd()).init(NARROW)
 MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
 CENTER = optperm.distributed.init_center(PARAMS, sgd())
 MESSAGE, _ = optperm.distributed.contribution(PARAMS, state(optperm.agn(sgd())))
-# Arguments with which each public function works, of which one at a time is spoiled.
+# Valid arguments for each public function. Each test replaces one argument by an invalid value.
 FUNCTIONS = {
     "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
     "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
@@ -161,7 +161,7 @@ _NO_INTEGERS = (2.5, True, "2", jnp.float32(2.0), None)
 RANDOM_KEY = Kind((-1, 2**32), _NO_INTEGERS, (2**32 - 1, jax.random.key_data(KEY)))
 CHOICE = Kind(out_of_range=("none", 3))
 TRANSFORMATION = Kind(mistyped=(10,))
-# What tells trees, and axes of their leaves, from single numbers.
+# The words in an annotation that mean a tree, or the axes of its leaves.
 _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 SHARE, ABOVE_ZERO, FROM_ZERO = {"high": 1.0}, {"is_open": True}, {"minimum": 0}
 DECAY = SHARE | {"is_below": True}
@@ -563,7 +563,7 @@ def call(name, change):
     return tx.update(GRADS, tx.init(PARAMS), params, **given)
 
 
-# Functions that convert or hand on whatever state they are given.
+# Functions that convert or return any state.
 OF_ANY_STATE = {"apply_updates", "draw_samples", "quantize", "dequantize"}
 
 

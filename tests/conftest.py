@@ -41,7 +41,7 @@ import support
 
 from optperm.permutation import _library as library
 
-jax.config.update("jax_enable_x64", False)  # whatever the environment says
+jax.config.update("jax_enable_x64", False)  # in any environment
 
 # What a shell starts in its background ignores Ctrl-C, which some tests raise.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -108,7 +108,7 @@ def pytest_configure(config):
 
     They are kept in the folder that is named, or in one in the checkout, which git ignores.
     """
-    # The hooks of this file are for the tests beside it, those of a plugin for the package too.
+    # The hooks of this file are for the tests in this folder; hooks of a plugin are for the package too.
     config.pluginmanager.register(ForAll())
     if hasattr(config, "workerinput"):
         return

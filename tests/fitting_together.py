@@ -98,7 +98,7 @@ def refuse_what_differs(index):
     says = "3 examples in each of 2 processes, which 4 devices cannot"
     odd = [jax.tree.map(lambda leaf: leaf[:3], batch) for batch in part(1)]
     refuses(ValueError, says, fitting.linen_state(fitting.method("adam")), odd, epochs=1)
-    # The exchanges of one method would wait for those of another.
+    # The exchanges of two methods would wait for each other.
     local = optperm.diloco(optax.sgd(0.1), every=2 + shift, axis_name="replica")
     for tx, options in ((local, on), (optax.sgd(0.1 + shift), {})):
         says, start = "compiled different programs", fitting.linen_state(tx)

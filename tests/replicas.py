@@ -56,7 +56,7 @@ MAPPINGS = {
 
 
 def share(function, mapping, size):
-    """Map a function of what all replicas have alike and of parts of their own.
+    """Map a function of shared values and of one part for each replica.
 
     `function(shared, part)` gives a pair: what is alike on all replicas, which the checked mode of
     `shard_map` holds it to, and what is each one's own.
@@ -92,7 +92,7 @@ def share(function, mapping, size):
 
 @functools.cache
 def partners(size, count):
-    """Return the partner of each replica in the step after so many, as it is drawn."""
+    """Return the partner of each replica in the next step, as the method draws it."""
     return np.asarray(_draw(np.arange(size, dtype=np.int32), np.int32(count)))
 
 
@@ -152,7 +152,7 @@ class Center:
 
 
 def combined(rows, weights, combine):
-    """Return the contributions with which the center takes steps in turn, as rows."""
+    """Return the contributions of the steps that the center takes in turn, as rows."""
     in_turn = weights[:, None] * rows
     total = in_turn.sum(axis=0, keepdims=True)
     return {"mean": total / max(weights.sum(), 1e-9), "sum": total, "sequential": in_turn}[combine]

@@ -35,7 +35,7 @@ FAILED, HANGS = 1, -1
 
 
 def tests_of(mutant):
-    """Return the tests of a mutant's room, or those of its file on the ground floor."""
+    """Return the tests of a mutant's subpackage, or of its file in a lower layer."""
     room = mutant["file"].partition("/")[0].removesuffix(".py").lstrip("_")
     return f"tests/{room}" if (ROOT / "tests" / room).is_dir() else f"tests/test_{room}.py"
 

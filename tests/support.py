@@ -15,7 +15,7 @@ import pytest
 import optperm
 from optperm.permutation import _library as library
 
-# The rooms of methods, whose names are also what is public beside the names at the top.
+# The subpackages of methods. Their names are public, like the names at the top.
 ROOMS = ("bayes", "distributed", "memory", "permutation", "sparsity", "subspace", "variance")
 PUBLIC = {
     name: getattr(module, name)

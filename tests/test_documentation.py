@@ -1,4 +1,4 @@
-"""What docstrings of public names say beside what the linter asks for."""
+"""Rules for the docstrings of public names that the linter does not check."""
 
 import inspect
 import re

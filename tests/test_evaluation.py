@@ -146,7 +146,7 @@ def test_each_example_draws_from_a_key_of_its_own(bound):
 
 
 def test_closures_take_masked_params_as_they_were_evaluated():
-    """Where the params are masked they are those of the evaluation, and get no gradient."""
+    """Masked params keep the values of the evaluation, and get no gradient."""
     e = optperm.evaluate(loss_fn, PARAMS, BATCH)
     masked, filled = OTHER | {"bias": optax.MaskedNode()}, OTHER | {"bias": PARAMS["bias"]}
     assert e.extra_args["value_fn"](masked) == e.extra_args["value_fn"](filled)
@@ -232,7 +232,7 @@ def counted(shared, batch, axis_name=replicas.AXIS):
 
 
 def test_a_sum_and_a_count_are_the_quotient_of_all_that_counts():
-    """Padding has no weight: value and gradients are those of the examples that count."""
+    """Padding has no weight: only the other examples determine value and gradients."""
     batch, few = BATCH | {"mask": MASK}, jax.tree.map(lambda leaf: leaf[MASK > 0], BATCH)
     whole, part = MASK.astype(bool), {"start": 2, "size": 2}
     at = jax.jit(jax.value_and_grad(lambda p, b: divided(masked_sum(p, b))))

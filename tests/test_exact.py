@@ -40,7 +40,7 @@ class Held(NamedTuple):
 
 
 MASKED = optax.MaskedNode()
-# Params, updates and targets, to which the params plus the updates are not equal.
+# Params, updates and targets; params plus updates do not equal the targets.
 PARAMS = {"a": np.float32([1e8, 3e7]), "net": {"b": np.float32([1e8]), "c": np.float32([2e7])}}
 TARGETS = {"a": np.float32([0.1, 0.3]), "net": {"b": np.float32([3.0]), "c": np.float32([0.7])}}
 UPDATES = jax.tree.map(np.subtract, TARGETS, PARAMS)
@@ -195,7 +195,7 @@ def test_a_placement_of_another_step_is_not_applied():
 
 @pytest.mark.usefixtures("lenient")
 def test_sam_takes_its_ascent_around_a_method_that_places():
-    """Its steps are those of `optax.apply_updates`, and the params it leaves are exact."""
+    """Its steps equal those with `optax.apply_updates`, and the final params are exact."""
     start = jnp.array([0.3, -0.8, 0.9, 0.1, -0.2, 0.6])
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
 
@@ -255,7 +255,7 @@ def test_scalars_alone_are_warned_of_and_beside_weights_move_by_their_updates():
 
 @pytest.mark.usefixtures("lenient")
 def test_wrappers_that_change_the_tree_are_named():
-    """The state's tree is not that of the params; `optax.apply_updates` needs no state."""
+    """The trees of state and params differ; `optax.apply_updates` needs no state."""
     w = {"w": jnp.array([0.3 + 1j, -0.1 + 0.2j])}
     for tx, params in (
         (optax.contrib.split_real_and_imaginary(optperm.sgperm()), w),

@@ -71,7 +71,7 @@ def typed_names(path):
 
 
 def test_the_top_level_has_the_same_names_for_type_checkers():
-    """What is loaded when it is used stands twice in the file: for Python and for type checkers."""
+    """A file lists the names that are loaded on use twice: for Python and for type checkers."""
     typed = typed_names(PACKAGE / "__init__.py")
     assert {*typed} == {*dir(optperm)} == {*optperm.__all__}
     for name, module in typed.items():
@@ -109,6 +109,12 @@ def test_the_source_and_the_types_of_each_public_name_can_be_read(room):
         ("sample", r"it is optperm\.bayes\.sample\.$"),
         ("prune", r"it is optperm\.sparsity\.prune\.$"),
         ("sgprem", r"has no attribute 'sgprem'$"),
+        (
+            "galore",
+            r"use optperm\.low_rank\(inner, rank, projection=\"svd\", residual=None, carry=False\)\.$",
+        ),
+        ("adamw8bit", r"use optperm\.quantize_state\(optax\.adamw\(\.\.\.\)\)\.$"),
+        ("muon8bit", r"use optperm\.quantize_state\(optax\.contrib\.muon\(\.\.\.\)\)\.$"),
     ],
 )
 def test_a_name_of_a_room_is_not_at_the_top_level(name, says):
@@ -116,7 +122,7 @@ def test_a_name_of_a_room_is_not_at_the_top_level(name, says):
         getattr(optperm, name)
 
 
-# A fork is a process in which nothing of optperm has been imported yet.
+# A fork is a process that has not imported optperm yet.
 FRESH = """
 import os, sys
 import optax

@@ -51,7 +51,7 @@ def as_state(tree):
 
 FORMS = {
     "shapes": lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
-    # Arrays of a model of billions of params, of which no entry takes memory.
+    # Arrays of a model of billions of params, whose entries take no memory.
     "arrays": lambda shape: np.broadcast_to(np.float32(0.0), shape),
     "State": lambda shape: np.broadcast_to(np.float32(0.0), shape),
 }

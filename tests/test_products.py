@@ -203,7 +203,7 @@ def test_every_entry_of_a_product_is_exact(name, wrapper):
 
 
 def is_placed_by(wrapper, opt_state):
-    """Whether a wrapper puts other values over all entries in this step, by its own promise."""
+    """Return whether a wrapper promises to replace all entries in this step."""
     places = (getattr(opt_state, name, False) for name in ("pulled", "is_restarted"))
     return wrapper != "alone" and any(map(np.any, places))
 

@@ -31,7 +31,7 @@ MOST = {
 
 
 def num_equations(program, seen):
-    """The number of equations, with those of branches and bodies of loops.
+    """Return the number of equations, including branches and bodies of loops.
 
     A program that leaves of one shape share, by an inner `jax.jit`, is traced once and counts once.
     """

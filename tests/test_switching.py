@@ -20,7 +20,7 @@ STEPS, SWITCH = 7, 3
 
 
 def on_grid(tree, parts):
-    """Round: with the rates below, sums and products are exact however they are fused."""
+    """Round the gradients: with the rates below, sums and products are exact under any fusion."""
     return jax.tree.map(lambda leaf: jnp.asarray(np.round(parts * leaf) / parts), tree)
 
 
@@ -127,7 +127,7 @@ def test_only_the_optimizer_whose_turn_it_is_is_computed(track):
 
 
 def test_weights_are_placed_in_their_phase_alone():
-    """Place those of the phase exactly, where `permuted_params` finds them."""
+    """The active phase sets exact values, and `permuted_params` finds them."""
     tx = optperm.switch_after(SWITCH, sgd(), optperm.sgperm(0.4))
     trail = loops.train(tx, START, GRADS)
     at_switch = trail[SWITCH - 1][0]
@@ -181,7 +181,7 @@ READ["posterior_report"] = kernels.constant_sgd().init(calls.PARAMS)
 
 @pytest.mark.filterwarnings("ignore:The (first|maximum|minimum) ")
 def test_a_state_in_a_phase_that_does_not_run_is_refused():
-    """Find of two states that of the phase that runs, and neither in a compiled program."""
+    """Of two states, find the one of the active phase; in a compiled program, find neither."""
     other = sgd().init(calls.PARAMS)
     both = optperm.switch_after(2, sgd(), sgd()).init(calls.PARAMS)
     for name, state in READ.items():

@@ -25,7 +25,7 @@ PLACING = (optperm.permutation.PermuteByCyclesState, optperm.permutation.LapermS
 
 
 def options_of(parameter):
-    """Return the types, or the strings, of which an argument's annotation allows one."""
+    """Return the alternatives in an argument's annotation."""
     return typing.get_args(parameter.annotation) or (parameter.annotation,)
 
 
@@ -62,9 +62,9 @@ class Transformation:
     Attributes:
       factory: What builds it, by its public name.
       arguments: The numbers to build it with.
-      sums_over_params: Whether an update sums over params, so that it rounds by where they lie.
+      sums_over_params: Whether an update sums over params, so that their shardings change its rounding.
       prepared: From a fresh state and params, the state with what training would put into it.
-      other_name: What tells it from another one that the same factory builds.
+      other_name: The name, if the same factory has several entries.
     """
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
@@ -118,12 +118,12 @@ class Transformation:
 
     @property
     def is_identity(self):
-        """Whether it hands on the updates as they came: in their dtype."""
+        """Return whether it passes the updates unchanged, in their dtype."""
         return self._shapes[0]["w"].dtype == jnp.bfloat16
 
     @property
     def permutes(self):
-        """Whether it keeps the values of the params, in another order."""
+        """Return whether it only reorders the values of the params."""
         state = self._shapes[1]
         # That of a chain is a plain tuple.
         parts = state if type(state) is tuple else (state,)
@@ -131,7 +131,7 @@ class Transformation:
 
     @property
     def lenient(self):
-        """Whether optimizers of Optax are in it, which promote dtypes freely."""
+        """Return whether it contains optimizers of Optax, which promote dtypes."""
         return any(hasattr(optax, name) for name in name_states(self._shapes[1]).split(", "))
 
     @property
@@ -221,8 +221,8 @@ TRANSFORMATIONS = (
         sums_over_params=True,
         other_name="low_rank-svd",
     ),
-    # With one vector |R_j| = |b' G_j|, by which a step is divided, is near 0 for some column at most
-    # keys, and magnifies the rounding by which sharded programs differ: 1e-4, but 5e-14 in float64.
+    # With rank 1, some column norms |R_j| are near zero for most keys. Dividing by them amplifies the
+    # rounding differences of sharded programs to 1e-4 (5e-14 in float64).
     Transformation(
         optperm.apollo, {"inner": optax.adam(1e-2), "rank": 2, "every": 2}, sums_over_params=True
     ),
@@ -280,7 +280,7 @@ TRANSFORMATIONS = (
     Transformation(optperm.sgld, {"step_size": 4e-6, "num_data": 1000}),
     Transformation(optperm.sghmc, {"step_size": 1e-6, "num_data": 1000, "friction": 0.5}),
 )
-# Eight that span the kinds: what is promised of every method is tested of these by default.
+# Eight entries of different kinds: by default, the contract tests run for these.
 SPANNING = (
     *("sgperm", "laperm", "agn", "diloco-streaming"),
     *("dim_reduce", "svrg", "mandt_sgd", "mask_elements"),
@@ -297,6 +297,6 @@ GATHERED = {
 
 
 def ordinal(ours):
-    """Return the place among all, for what takes turns; those of the default tier come first."""
+    """Return the place among all entries; the entries of the default tier come first."""
     order = sorted(TRANSFORMATIONS, key=lambda each: each.name not in SPANNING)
     return order.index(ours)

@@ -18,8 +18,6 @@ from optperm.core.trees import mask_like
 
 Preconditioner = Literal["scalar", "diagonal", "full"]
 
-# Eigenvalues of correlations below this fraction of the maximum, times D, are rounding errors.
-_NOTHING = 1e-7
 # The rounding error of gradients is about this many epsilons of their dtype.
 _ROUNDING = 10.0
 
@@ -79,14 +77,10 @@ class Diagonal(NamedTuple):
         del noise
         return 0
 
-    def turn(self, covariance: Any, curvature: Any) -> tuple[Any, Any, Any]:
+    def turn(self, covariance: Any, curvature: Any, size: Any) -> tuple[Any, Any, Any]:
         """Return the form in which C is diagonal, its noise, and the curvature in its directions."""
-        return self, covariance, curvature
-
-    def rotate(self, covariance: Any, curvature: Any, size: Any) -> tuple[Any, Any, Any]:
-        """Return the same as `turn`."""
         del size
-        return self.turn(covariance, curvature)
+        return self, covariance, curvature
 
     def probes(self, params: Params) -> tuple[Any, ...]:
         """Return random x, the starts of the search for extreme eigenvalues of the noise correlation."""
@@ -186,35 +180,31 @@ class Full(NamedTuple):
         return int(noise.shape[-1])
 
     def turn(
-        self, covariance: tuple[jax.Array, jax.Array], curvature: jax.Array
-    ) -> tuple[Full, jax.Array, jax.Array]:
-        r"""Return :math:`W R`, :math:`\Lambda` and the curvature in the directions of :math:`W R`."""
-        # R^T (W^T C W) R = Lambda
-        c, units = covariance
-        noise, rotation = decompose(c, dot(self.w.T * units[None], self.w))
-        return Full(dot(self.w, rotation)), noise, dot((rotation**2).T, curvature)
-
-    def rotate(
         self, covariance: tuple[jax.Array, jax.Array], curvature: jax.Array, size: jax.Array
     ) -> tuple[Full, jax.Array, jax.Array]:
-        r"""Return the same as `turn` for directions in which A, not C, is about the identity.
+        r"""Return the form in which C is diagonal, its noise, and the curvature in its directions.
 
-        If :math:`W^\top A W \approx \operatorname{diag}(m)`, the new directions are
-        :math:`W \operatorname{diag}(m)^{-1/2} R` with a rotation R. The W of `turn` would not
-        fit the curvature if C is noise that control variates have left.
+        If :math:`W^\top A W \approx M = \operatorname{diag}(m)`, the new directions are
+        :math:`W M^{-1/2} R` with the rotation R that makes C diagonal. They fit both matrices:
+
+        .. math::
+          R^\top M^{-1/2} W^\top C W M^{-1/2} R = \Lambda, \qquad
+          R^\top M^{-1/2} W^\top A W M^{-1/2} R \approx I
 
         Args:
           covariance: C, as stored by this form.
           curvature: a.
           size: m, positive where a is.
         """
-        scale = jax.lax.rsqrt(jnp.where(size > 0, size, 1.0))
-        c = covariance[0] * scale[:, None] * scale[None]
-        largest = jnp.max(jnp.diagonal(c))
-        noise, rotation = jnp.linalg.eigh(c / jnp.where(largest > 0, largest, 1.0))
-        noise = jnp.maximum(noise * largest, 0.0)
+        c, units = covariance
+        variances = jnp.diagonal(c)
+        # The variance that rounding alone would show, if the entries of gradients were independent
+        least = (_ROUNDING * jnp.finfo(c.dtype).eps) ** 2 * dot((self.w**2).T, units)
+        m = jnp.where(size > 0, size, jnp.where(variances > 0, variances, 1.0))
+        scale = jax.lax.rsqrt(m)
+        noise, rotation = _eigh_of_part(c * scale[:, None] * scale[None], variances > least)
         turned = dot((rotation**2).T, curvature * scale**2)
-        return Full(dot(self.w * scale[None], rotation)), noise, turned
+        return Full(dot(self.w * scale[None], rotation)), jnp.maximum(noise, 0.0), turned
 
     def probes(self, params: Params) -> tuple[Any, ...]:
         """Return no probes, because the noise is not correlated in these coordinates."""
@@ -259,33 +249,10 @@ def update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
     )
 
 
-def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
-    r"""Return :math:`\Lambda` and R with :math:`R^\top C R = \Lambda` and :math:`R^\top U R` diagonal.
-
-    The diagonal of :math:`\Lambda` is 1 in directions with noise, and 0 in the others.
-
-    Args:
-      covariance: C in some coordinates, (D, D).
-      units: U, (D, D): C in these coordinates if the entries of gradients were independent.
-    """
-    # Divide C by its diagonal, so that rounding in float32 does not depend on the units of coordinates
-    least = (_ROUNDING * jnp.finfo(units.dtype).eps) ** 2 * jnp.diagonal(units)
-    variances = jnp.diagonal(covariance)
-    is_seen = variances > least
-    root = jnp.sqrt(jnp.where(is_seen, variances, jnp.where(least > 0, jnp.diagonal(units), 1.0)))
-    scale = root[:, None] * root[None]
-    noise, vectors = _eigh_of_part(covariance / scale, is_seen)
-    is_noise = noise > _NOTHING * len(noise)
-    # R = C^(-1/2) Q for any rotation Q. The Q that makes R^T U R diagonal does not mix single entries
-    whitened = vectors / jnp.where(is_noise, jnp.sqrt(jnp.where(is_noise, noise, 1.0)), 1.0)[None]
-    _, rotation = _eigh_of_part(dot(whitened.T, dot(units / scale, whitened)), is_noise)
-    return is_noise.astype(noise.dtype), dot(whitened, rotation) / root[:, None]
-
-
 def _eigh_of_part(matrix: jax.Array, is_inside: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return eigenpairs of a part of a matrix; entries outside come first, with the eigenvalue -1."""
-    # Without the mask, rounding would put 1e-7 of the noise into entries without noise, and the next
-    # window would mistake this rounding error for their noise
+    # Without the mask, rounding would mix 1e-7 of the other entries into an entry without noise, and the
+    # next window would mistake this error for its noise and curvature
     is_both = is_inside[:, None] & is_inside[None]
     size = jnp.max(jnp.where(is_both, jnp.abs(matrix), 0.0))
     inside = jnp.where(is_both, matrix / jnp.where(size > 0, size, 1.0), 0.0)

@@ -29,6 +29,7 @@ from optperm.bayes._next_kernel import (
     first_kernel,
     first_window,
     next_kernel,
+    next_pass,
     next_window,
     observe,
     probing_steps,
@@ -53,6 +54,8 @@ _LARGEST_FULL = 4096
 # The search takes six sixteenths of the steps, and each window a number of sixteenths. The chain stands
 # still in the first two windows, whose kernels do not know the curvature yet.
 _PARTS, _SEARCH, _WINDOWS, _AT_REST = 16, 6, (1, 1, 2, 2, 4), 2
+# The first half of a window at rest is short passes, which find how long probes of the curvature may be.
+_PASSES = 6
 # If each estimate uses the gradients of many examples, an eighth of the estimates is enough.
 _ESTIMATE_EVERY, _ENOUGH = 8, 1000
 # A function's batches are compared at rest over this many epochs, but in at most half of the steps.
@@ -125,15 +128,18 @@ def learn_kernel(
     r"""Learn the kernel with which `optperm.constant_sgd` samples a posterior.
 
     .. math::
-      W^\top C W = \operatorname{diag}(\Lambda), \qquad a_i \ge w_i^\top A w_i
+      W^\top C W = \operatorname{diag}(\Lambda), \qquad W^\top A W \approx I, \qquad
+      a_i \ge w_i^\top A w_i
 
     where C is the covariance of one example's gradient and A is the Hessian of the mean loss with the
     prior, both near an optimum. With up to 4,096 params and `data` in memory, L-BFGS on all examples
     moves the params to an optimum first. Then steps scaled by each parameter's curvature
     search on batches, in three eighths of `steps`. Five windows follow, each with the kernel of the
-    window before. In the first two windows, the params stand still; in the others, they move as the
-    draws will. Each window estimates :math:`C`, :math:`a_i` (Hutchinson's estimator in the coordinates
-    of :math:`H^{1/2}`) and the spread of the batches' curvatures. Two further estimates may lower
+    window before. In the first two windows, the params stand still, and the first half of each window is
+    six short passes, which find how long a probe of the curvature may be. In the other windows, the
+    params move as the draws will. Each window estimates :math:`C`, :math:`a_i` (Hutchinson's estimator
+    in the coordinates of :math:`H^{1/2}`) and the spread of the batches' curvatures. Two further
+    estimates may lower
     :math:`\rho`: the variation of the noise with the params and, if :math:`W = I`, the correlation of
     the noise. See `optperm.bayes.NoiseKernel`.
 
@@ -146,7 +152,7 @@ def learn_kernel(
     whose noise per example is about :math:`H_n (\theta - \theta^*)`, with the Hessian :math:`H_n` of the
     example. In a posterior, :math:`|\theta - \theta^*|^2` is proportional to 1 / N, so the number of
     steps per effective draw does not grow with N. From the third window on, C is the covariance of this
-    noise along the chain, and W makes A about the identity. The gradient over all examples is computed
+    noise along the chain. The gradient over all examples is computed
     three times, in parts. The kernel has two more trees like params.
 
     Args:
@@ -209,7 +215,7 @@ def learn_kernel(
       The diagonal and scalar preconditioners take shorter steps if the noise is more correlated. They
       keep all variances within a fifth of the posterior's, or warn. With correlated features, they need
       many steps. With D params, the full preconditioner needs two D x D matrices and, at the end of each
-      window, two decompositions.
+      window, one decomposition.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -410,31 +416,27 @@ def learn_kernels(
             carry = program(carry, kernels, own, part, *places)
         return carry
 
-    states = fresh_jit_once(jax.vmap(_NEWTON.init))(params)
-    anchors: Any = ()
-    if not has_anchor:
-        params, _ = run(descend, (params, states), (), 0, _SEARCH * unit)
-    else:
-        # Far from an optimum, control variates would add noise
-        weights = jnp.full(len(keys), float(is_searched))
-        for phase, length in ((0, _SEARCH - _SEARCH // 3), (len(_WINDOWS) + 2, _SEARCH // 3)):
-            anchors = find_anchors(loss_of, batches, params)
-            (params, states) = run(
-                descend, (params, states), (anchors, weights), phase, length * unit
-            )
-            weights = jnp.ones_like(weights)
-        anchors = check_anchors(find_anchors(loss_of, batches, params))
+    find = functools.partial(find_anchors, loss_of, batches) if has_anchor else None
+    params, anchors = _search(functools.partial(run, descend), find, params, unit, is_searched)
     kernels = fresh_jit_once(jax.vmap(begin))(params)._replace(anchor=anchors)
     seen = fresh_jit_once(jax.vmap(first_window))(kernels, params)
-    restart, end = fresh_jit_once(jax.vmap(_restart)), fresh_jit_once(jax.vmap(_end_window))
+    restart, again = fresh_jit_once(jax.vmap(_restart)), fresh_jit_once(jax.vmap(next_pass))
+    end = fresh_jit_once(jax.vmap(_end_window, in_axes=(0, 0, None)))
     said: list[str] = []
     resting: NoiseKernel | None = None
     left_out = jnp.zeros(len(keys), jnp.int32)
     for number, length in enumerate(_WINDOWS, start=1):
+        left, short = length * unit, length * unit // (2 * _PASSES)
+        for one in range(_PASSES if number <= _AT_REST else 0):
+            phase = len(_WINDOWS) + 2 + number + _AT_REST * one
+            carry = restart(kernels, params, seen, _fold(keys, phase))
+            *_, seen = run(move, carry, kernels, phase, short)
+            kernels, seen = again(kernels, seen)
+            left -= short
         carry = restart(kernels, params, seen, _fold(keys, number))
-        params, opt_state, seen = run(move, carry, kernels, number, length * unit)
+        params, opt_state, seen = run(move, carry, kernels, number, left)
         left_out += find_states(opt_state, ConstantSgdState)[0].left_out
-        kernels, seen = end(kernels, seen)
+        kernels, seen = end(kernels, seen, jnp.bool_(number < _AT_REST))
         if has_anchor and number == _AT_REST:
             # The noise of the batches at rest; from here on, the noise that control variates leave
             resting = kernels
@@ -447,6 +449,27 @@ def learn_kernels(
     said += [_NOT_FINITE.format(int(np.max(left_out)))] if np.any(left_out) else []
     kernels = _split_kernels(kernels, resting, jax.vmap(split), form)
     return Learned(kernels, jax.vmap(split)(params), said)
+
+
+def _search(
+    run: Callable[..., Any],
+    find: Callable[[Any], Any] | None,
+    params: Params,
+    unit: int,
+    is_searched: bool,
+) -> tuple[Params, Any]:
+    """Return the params after the search on batches, and their anchors; () if there is no `find`."""
+    states = fresh_jit_once(jax.vmap(_NEWTON.init))(params)
+    if find is None:
+        params, _ = run((params, states), (), 0, _SEARCH * unit)
+        return params, ()
+    # Far from an optimum, control variates would add noise
+    weights = jnp.full(len(jax.tree.leaves(params)[0]), float(is_searched))
+    for phase, length in ((0, _SEARCH - _SEARCH // 3), (len(_WINDOWS) + 2, _SEARCH // 3)):
+        kernels = find(params), weights
+        params, states = run((params, states), kernels, phase, length * unit)
+        weights = jnp.ones_like(weights)
+    return params, check_anchors(find(params))
 
 
 def _split_kernels(
@@ -524,7 +547,7 @@ def _move(
         observed = correct_batch(found, kernel.anchor, moves)
 
     def look(seen: Window) -> Window:
-        h, noise_key = probing_steps(kernel), fold(key_data(key), number)
+        h, noise_key = probing_steps(kernel, seen.bound), fold(key_data(key), number)
         return observe(seen, kernel, observed, estimator, h, noise_key, number // every)
 
     # The number of the step is the same in all chains, so vmap keeps the conditional
@@ -553,10 +576,14 @@ def _restart(kernel: NoiseKernel, params: Params, seen: Window, key: jax.Array) 
     return params, constant_sgd(kernel, key=key).init(params), seen
 
 
-def _end_window(kernel: NoiseKernel, seen: Window) -> tuple[NoiseKernel, Window]:
-    """Return the next kernel, and the start of its window."""
+def _end_window(kernel: NoiseKernel, seen: Window, rests: jax.Array) -> tuple[NoiseKernel, Window]:
+    """Return the next kernel, and the start of its window; if it rests, curvature is just a bound."""
     new = next_kernel(kernel, seen)
-    return new, next_window(new, seen)
+    start, unknown = next_window(new, seen), optax.tree.full_like(new.curvature, jnp.inf)
+    curvature, bound = optax.tree.where(
+        rests, (unknown, new.curvature), (new.curvature, start.bound)
+    )
+    return new._replace(curvature=curvature), start._replace(bound=bound)
 
 
 def _run_part(

@@ -49,8 +49,9 @@ class Window(NamedTuple):
     r"""The statistics of the batches in a window.
 
     Attributes:
-      estimates: Number of estimates in this window.
-      covariance: The mean of :math:`\hat C`, as stored by the form.
+      estimates: The number of estimates in this pass. A window has several passes if the chain rests.
+      total: The number of estimates in this window.
+      covariance: The mean of :math:`\hat C` in this window, as stored by the form.
       noise: The last :math:`w_i^\top \hat C w_i`, in the form of the kernel's noise.
       repeated: The mean of products of two successive :math:`w_i^\top \hat C w_i h_i / s`.
       curvature: The mean of :math:`q_i = z_i (H^{1/2} A H^{1/2} z)_i`.
@@ -59,9 +60,12 @@ class Window(NamedTuple):
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
       stability: :math:`\lambda_{\max}(H A)`.
       extremes: The extreme eigenvalues of the noise's correlation.
+      bound: The lowest bound on a of the passes before. It limits the probes while the kernel's
+        curvature is unknown; infinite without a bound.
     """
 
     estimates: Int32[Array, ""]
+    total: Int32[Array, ""]
     covariance: PyTree[Float[Array, "..."]]
     noise: PyTree[Float[Array, "..."]]
     repeated: Float32[Array, ""]
@@ -70,6 +74,7 @@ class Window(NamedTuple):
     direction: PyTree[Float[Array, "?*shape"], "Params"]
     stability: Float32[Array, ""]
     extremes: Extremes
+    bound: PyTree[Float[Array, "..."]]
 
 
 def first_kernel(
@@ -99,6 +104,7 @@ def first_window(kernel: NoiseKernel, params: Params) -> Window:
     form, zero = kernel.basis, jnp.zeros([], jnp.float32)
     seen = Window(
         estimates=jnp.zeros([], jnp.int32),
+        total=jnp.zeros([], jnp.int32),
         covariance=form.covariance(
             jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
         ),
@@ -109,6 +115,7 @@ def first_window(kernel: NoiseKernel, params: Params) -> Window:
         direction=normal_like(key_data(0), params),
         stability=zero,
         extremes=Extremes(form.probes(params), *(jnp.zeros(2, jnp.float32) for _ in range(3))),
+        bound=_no_bound(form.zeros(params)),
     )
     ones = optax.tree.ones_like(kernel.noise)
     return seen._replace(extremes=restart(seen.extremes, form, ones))
@@ -119,6 +126,33 @@ def next_window(kernel: NoiseKernel, seen: Window) -> Window:
     return optax.tree.zeros_like(seen)._replace(
         direction=seen.direction,
         extremes=restart(seen.extremes, kernel.basis, kernel.noise),
+        bound=_no_bound(seen.bound),
+    )
+
+
+def next_pass(kernel: NoiseKernel, seen: Window) -> tuple[NoiseKernel, Window]:
+    r"""Return the kernel and the start of another pass at rest, with probes of a better length.
+
+    The first probes of a direction with hardly any noise may be :math:`10^6` times too long. Its
+    :math:`q_j` then hides the curvature of all others, since the deviation of :math:`q_i` is about
+    :math:`\sqrt{q_i q_j}`. The bounds that follow are too high, but a pass with the probes that they
+    allow halves the exponents of these factors. All passes find upper bounds in the same coordinates,
+    so the lowest one holds.
+
+    Args:
+      kernel: The kernel of the window, whose curvature is unknown. The kernel of the first window has no
+        noise, and gets the noise of the first pass.
+      seen: The statistics of the pass.
+    """
+    h = probing_steps(kernel, seen.bound)
+    factor = (1 - kernel.momentum) / (1 + kernel.momentum)
+    found = curvature_bound(seen, h, factor)
+    bound = jax.tree.map(lambda a, b: jnp.where(b > 0, jnp.minimum(a, b), a), seen.bound, found)
+    variances = kernel.basis.variances(seen.covariance)
+    noise = optax.tree.where(_any_positive(kernel.noise), kernel.noise, variances)
+    kernel = kernel._replace(noise=noise, estimates=seen.total)
+    return kernel, next_window(kernel, seen)._replace(
+        bound=bound, covariance=seen.covariance, total=seen.total
     )
 
 
@@ -150,11 +184,13 @@ def observe(
 
     # C <- C + (C^ - C) / n
     (c_hat, products), _ = ESTIMATES[estimator](batch, outer)
+    total = seen.total + 1
     noise = form.variances(c_hat)
     q = _measure_curvature(kernel, batch, h, key, seen.direction)
     new = seen._replace(
         estimates=seen.estimates + 1,
-        covariance=update_mean(seen.covariance, c_hat, n),
+        covariance=update_mean(seen.covariance, c_hat, total.astype(jnp.float32)),
+        total=total,
         noise=noise,
         repeated=_update_repeated(seen, kernel, noise, h, n),
         curvature=update_mean(seen.curvature, q, n),
@@ -180,16 +216,14 @@ def next_kernel(kernel: NoiseKernel, seen: Window) -> NoiseKernel:
     Returns:
       The kernel; the same kernel if the window has no finite estimates.
     """
-    h, s = probing_steps(kernel), kernel.scale()
+    h, s = probing_steps(kernel, seen.bound), kernel.scale()
     # a is first in the coordinates of the old steps, then in the coordinates of the new steps
     factor = (1 - kernel.momentum) / (1 + kernel.momentum)
     bound = curvature_bound(seen, h, factor)
-    basis, noise, curvature = kernel.basis.turn(seen.covariance, bound)
+    basis, noise, curvature = kernel.basis.turn(seen.covariance, bound, mean_curvature(seen, h))
     if kernel.anchor:
         # Where the chain moves, control variates have left hardly any noise
         moves = jnp.logical_not(any_unknown(kernel))
-        rotated = kernel.basis.rotate(seen.covariance, bound, mean_curvature(seen, h))
-        basis, noise, curvature = optax.tree.where(moves, rotated, (basis, noise, curvature))
         width = jnp.where(moves, relative_variance(kernel, seen), 1.0)
         noise = jax.tree.map(lambda c: c / width.astype(c.dtype), noise)
     is_known = _any_positive(curvature)
@@ -213,24 +247,29 @@ def next_kernel(kernel: NoiseKernel, seen: Window) -> NoiseKernel:
         excess=excess,
         drift=jnp.where(is_first, 1.0, _drift(seen, kernel, h, s)).astype(jnp.float32),
         correlation=correlation,
-        estimates=seen.estimates,
+        estimates=seen.total,
     )
     is_sound = (seen.estimates > 0) & all_finite((noise, basis, curvature))
     return optax.tree.where(is_sound, new, kernel)
 
 
-def probing_steps(kernel: NoiseKernel) -> Any:
+def probing_steps(kernel: NoiseKernel, bound: Any) -> Any:
     """Return the steps h with which the window of a kernel measures curvature: none is very long.
 
     An entry without noise may have curvature, for example from a prior on a parameter that no example
     uses. In a network that fits its data, some entries have hardly any noise and an h of 1e30. The
     length of a probe in such an entry is therefore the geometric mean of all lengths. It is 1 if a
     window has no noise, as with equal examples, and all steps are 0 in the first window.
+
+    Args:
+      kernel: The kernel.
+      bound: `Window.bound`, the limit where the kernel's curvature is unknown.
     """
+    lower = jax.tree.map(jnp.minimum, kernel.curvature, bound)
     # Unknown curvature does not limit the steps
-    known = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0.0), kernel.curvature)
+    known = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0.0), lower)
     h = kernel._replace(curvature=known).step_sizes(kernel.scale())
-    # sqrt(h_i) |w_i| is in units of the params. With the basis C^(-1/2), every h_i without limits is s
+    # sqrt(h_i) |w_i| is in units of the params, and h_i is not
     sizes = kernel.basis.lengths(h)
     lengths = jax.tree.map(lambda h, size: jnp.sqrt(h) * size, h, sizes)
     logs = jax.tree.map(lambda x: jnp.log(jnp.where(x > 0, x, 1.0)), lengths)
@@ -345,6 +384,10 @@ def any_unknown(kernel: NoiseKernel) -> jax.Array:
     """Return whether the curvature of a kernel is not known."""
     flags = computed_once([jnp.any(jnp.isinf(leaf)) for leaf in jax.tree.leaves(kernel.curvature)])
     return functools.reduce(jnp.logical_or, flags, jnp.zeros([], jnp.bool_))
+
+
+def _no_bound(like: Any) -> Any:
+    return optax.tree.full_like(like, jnp.inf)
 
 
 def _any_positive(tree: Any) -> jax.Array:

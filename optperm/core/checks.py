@@ -29,6 +29,22 @@ _LARGEST_INT32 = 2**31 - 1
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
+class _Repr(reprlib.Repr):
+    """Texts of values for messages. An array is its dtype and shape, and long texts are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 200
+
+    def repr1(self, x: Any, level: int) -> str:
+        """Return the text of a value, or of an item of a container."""
+        is_array = isinstance(x, jax.Array | np.ndarray) and x.ndim
+        return f"{x.dtype}{[*x.shape]}" if is_array else super().repr1(x, level)
+
+
+shown = _Repr().repr
+
+
 def is_concrete_number(value: object) -> TypeGuard[float | np.ndarray | jax.Array]:
     """Return whether a number has a known value: it is neither traced nor a schedule."""
     return not callable(value) and not isinstance(value, jax.core.Tracer)
@@ -105,7 +121,7 @@ def _as_scalar(name: str, value: object, wanted: str) -> float:
     array = np.asarray(value)
     if not is_real(array.dtype):
         advice = ": pass the value of the schedule at a step" if callable(value) else ""
-        raise TypeError(f"{name} must be {wanted}, got {value!r}{advice}.")
+        raise TypeError(f"{name} must be {wanted}, got {shown(value)}{advice}.")
     if array.ndim:
         raise ValueError(f"{name} must be a single number, got an array of shape {array.shape}.")
     return float(array)
@@ -124,7 +140,7 @@ def check_count(
     """
     array: Any = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.ndim or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be an integer, got {value!r}.")
+        raise TypeError(f"{name} must be an integer, got {shown(value)}.")
     if not isinstance(value, jax.core.Tracer) and not minimum <= int(array) <= maximum:
         limit = f"at least {minimum}" if int(array) < minimum else f"at most {maximum}"
         raise ValueError(f"{name} must be {limit}, got {value!r}.")
@@ -152,8 +168,7 @@ def dtype_of(name: str, value: object) -> Any:
     is_array = getattr(dtype, "kind", "V") not in "OSUMm"
     if not is_array and not isinstance(value, bool | int | float | complex):
         advice = _ADVICE_FUNCTIONS if callable(value) else ""
-        got = reprlib.repr(value)
-        raise TypeError(f"{name} must be an array of numbers, got {got}.{advice}")
+        raise TypeError(f"{name} must be an array of numbers, got {shown(value)}.{advice}")
     return jnp.result_type(value)
 
 
@@ -197,14 +212,14 @@ def check_key(name: str, value: Any) -> None:
     is_array = shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
     if not (is_number or is_array):
         message = "must be an int or a single random key, such as jax.random.key(0)"
-        raise TypeError(f"{name} {message}, got {value!r}.")
+        raise TypeError(f"{name} {message}, got {shown(value)}.")
     check_count(name, value, minimum=0, maximum=2**32 - 1)
 
 
 def check_function(name: str, value: object, arguments: str) -> None:
     """Raise a TypeError unless `value` can be called."""
     if not callable(value):
-        raise TypeError(f"{name} must be a function {arguments}, got {value!r}.")
+        raise TypeError(f"{name} must be a function {arguments}, got {shown(value)}.")
 
 
 def check_real_floating(name: str, tree: Any, *, advice: str | None = None) -> None:
@@ -285,13 +300,15 @@ def _name_kind(node: Any) -> str:
 def check_flag(name: str, value: object) -> None:
     """Raise a TypeError unless `value` is True or False."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise a ValueError unless `value` is one of the allowed strings."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}."
+        )
 
 
 def check_transformation(name: str, value: object) -> None:
@@ -300,7 +317,7 @@ def check_transformation(name: str, value: object) -> None:
         wanted = f"{name} must be an optax.GradientTransformation"
         if isinstance(value, optax.MultiSteps):
             raise TypeError(f"{wanted}, which MultiSteps(...).gradient_transformation() returns.")
-        raise TypeError(f"{wanted}, got {value!r}.")
+        raise TypeError(f"{wanted}, got {shown(value)}.")
 
 
 def as_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
@@ -352,7 +369,7 @@ def check_axis_name(name: str, value: object) -> None:
     names = value if isinstance(value, tuple) else (value,)
     if value is not None and not all(isinstance(each, str) for each in names):
         wanted = "the name of a mapped axis, or a tuple of names"
-        raise TypeError(f"{name} must be {wanted}, got {value!r}.")
+        raise TypeError(f"{name} must be {wanted}, got {shown(value)}.")
 
 
 def is_bound(axis_name: str | tuple[str, ...]) -> bool:

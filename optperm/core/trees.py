@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.core import checks
 from optperm.core.shardings import row_sharding, sharding_of, type_of
 
 # Up to this size, leaves of one shape are worked on together, which compiles faster. Copies of larger
@@ -185,7 +186,7 @@ def spread_prefix(
     )
     found, of_prefix = jax.tree.flatten(prefix, is_leaf=lambda node: node is not prefix)
     if of_prefix != structure or jax.tree_util.treedef_is_leaf(structure):
-        got = f"got {prefix!r} for {structure}"
+        got = f"got {checks.shown(prefix)} for {structure}"
         raise ValueError(f"{name}{path} does not fit the params: expected {values}, {got}.")
     children = [
         spread_prefix(name, value, part, is_value, values, path + jax.tree_util.keystr(at))

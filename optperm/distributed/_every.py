@@ -148,7 +148,9 @@ def resolve_flag(
     if isinstance(commit, bool | np.bool_) or is_commit_only(commit):
         return bool(commit)
     if not isinstance(commit, jax.Array) or commit.ndim or commit.dtype != jnp.bool_:
-        raise TypeError(f"commit of {method} must be {allowed}, or a traced bool, got {commit!r}.")
+        raise TypeError(
+            f"commit of {method} must be {allowed}, or a traced bool, got {checks.shown(commit)}."
+        )
     if varying_axes(commit) & set(axis_names(axis_name)):
         # Otherwise, some replicas would wait for others in a collective.
         raise ValueError(

@@ -143,7 +143,9 @@ def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
     """Return the batches of an epoch, from an iterable or a function that returns an iterable."""
     batches = source if hasattr(source, "__iter__") else source(epoch)
     if not isinstance(batches, Iterable):
-        raise TypeError(f"{name}({epoch}) must return an iterable of batches, got {batches!r}.")
+        raise TypeError(
+            f"{name}({epoch}) must return an iterable of batches, got {checks.shown(batches)}."
+        )
     return iter(batches)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import reprlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -130,7 +129,7 @@ def fit(
     ):
         if value is not None and not isinstance(value, kind):
             says = f"{name} must be a {kind.__name__}(...) of optperm.training"
-            raise TypeError(f"{says}, got {reprlib.repr(value)}.")
+            raise TypeError(f"{says}, got {checks.shown(value)}.")
     schedule = Schedule.make(epochs, steps, validation, checkpoints, callbacks)
     processes.check_devices()
     with processes.together():

@@ -48,7 +48,7 @@ class Schedule:
         after, at_epochs, start = dict[int, tuple[Callback, ...]](), tuple[Callback, ...](), None
         if not isinstance(callbacks, Mapping | None):
             wanted = 'a dict such as {100: f, "epoch": g}'
-            raise TypeError(f"callbacks must be {wanted}, got {callbacks!r}.")
+            raise TypeError(f"callbacks must be {wanted}, got {checks.shown(callbacks)}.")
         for key, value in (callbacks or {}).items():
             if key == "epoch_start":
                 start = value
@@ -57,7 +57,9 @@ class Schedule:
             for function in called:
                 if not callable(function):
                     wanted = "a function of an Event, or a list of such functions"
-                    raise TypeError(f"callbacks[{key!r}] must be {wanted}, got {function!r}.")
+                    raise TypeError(
+                        f"callbacks[{key!r}] must be {wanted}, got {checks.shown(function)}."
+                    )
             if key == "epoch":
                 at_epochs = called
             elif isinstance(key, str):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -57,7 +56,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            got = reprlib.repr(self.fn)
+            got = checks.shown(self.fn)
             raise TypeError(f"Validation.fn must be a function of params and a batch, got {got}.")
         if not datas.is_arrays("Validation.data", self.data) and isinstance(self.data, Iterator):
             raise TypeError(

@@ -107,7 +107,7 @@ def _from_iterable(data: Any) -> Chunks:
     try:
         first = next(iter(data), None)
     except TypeError:
-        raise TypeError(f"data must be {advice}, got {data!r}.") from None
+        raise TypeError(f"data must be {advice}, got {checks.shown(data)}.") from None
     if first is None:
         raise ValueError("data contains no batches.")
     n, few = checks.count_examples("The first batch of data", first), _head(first)

@@ -1,4 +1,4 @@
-"""The noise of the batches at draws, beside the noise of a kernel or of SGLD."""
+"""The noise of the batches at draws, compared with the noise of a kernel or of SGLD."""
 
 import jax
 import jax.numpy as jnp

@@ -16,7 +16,7 @@ import support
 
 import optperm
 from optperm.bayes._control_variates import Anchor
-from optperm.bayes._forms import Full, decompose
+from optperm.bayes._forms import Full
 from optperm.bayes._remainders import wide_params
 
 N, S, D, T, MU = 1000, 8, 4, 1.7, 0.8
@@ -30,7 +30,8 @@ def kernel_of(form, params=None, momentum=MU):
     kernel = optperm.bayes.NoiseKernel.unknown(params, form, control_variates=False)
     noise = jax.tree.map(jnp.ones_like, kernel.noise)
     if form == "full":
-        noise, w = decompose(C, jnp.diag(jnp.diag(C)))
+        # W^T C W = I
+        w = jnp.float32(np.linalg.inv(np.linalg.cholesky(np.float64(C))).T)
         kernel = kernel._replace(basis=Full(w))
     return kernel._replace(
         noise=noise,

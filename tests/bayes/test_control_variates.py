@@ -66,7 +66,7 @@ def test_gradients_over_all_examples_are_means_over_parts_of_any_size(kind, rows
 @pytest.mark.parametrize("estimator", ["per_example", "single_example"])
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_noise_is_that_of_the_differences_between_params_and_anchor(weight, estimator):
-    """The estimate of C is that of g_n(theta) - g_n(theta*), or with a weight of 0, of g_n(theta)."""
+    """C is estimated from g_n(theta) - g_n(theta*), or with a weight of 0, from g_n(theta)."""
     theta, at = params_of(0), params_of(1)
     rows, other = (jax.tree.map(lambda x, s=s: x[s], DATA) for s in (slice(S), slice(S, S + 1)))
     e = optperm.evaluate(loss_fn, theta, rows, example=other)

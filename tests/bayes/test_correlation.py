@@ -45,7 +45,7 @@ def kernel_of(form, noise, fraction):
 
 
 def exact_ratios(kernel, noise, hessian):
-    """Eigenvalues, ascending, of the exact stationary covariance over that of the posterior."""
+    """Return the eigenvalues of the stationary covariance divided by the posterior's, ascending."""
     scale = jnp.float32(2 * S / N)
     h = np.broadcast_to(np.float64(kernel.step_sizes(scale)), len(noise))
     b = np.broadcast_to(np.float64(kernel.injected(jnp.float32(h), scale)), len(noise))
@@ -95,7 +95,7 @@ def test_bounds_of_the_correlation_after_a_window_hold_and_are_close():
     begun = first_kernel(w, "diagonal", max_stability=0.2, **NUMBERS)
     start = first_window(begun, w)
     begun = begun._replace(noise=kernel_of("diagonal", noise, 0.5).noise, curvature=jnp.zeros(6))
-    h = probing_steps(begun)
+    h = probing_steps(begun, start.bound)
 
     def window(key):
         def step(seen, inputs):

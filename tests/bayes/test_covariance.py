@@ -125,7 +125,7 @@ def test_replicas_estimate_the_covariance_of_the_whole_batch(preconditioner, est
 
 @pytest.mark.parametrize("estimator", ["per_example", "single_example", "two_batches"])
 def test_estimate_under_a_mask_is_of_what_it_sees(estimator):
-    """As alone on that part of the params; without any part it hands on what comes."""
+    """The estimate is that of the unmasked params alone; without them, the updates pass unchanged."""
     batch, example = some(12), some(20, 21)
     tx, alone = optperm.mandt_sgd(1000, 12, estimator=estimator), {"w": PARAMS["w"]}
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optperm.bayes._forms import Full, decompose
+from optperm.bayes._forms import Full
 from optperm.bayes._next_kernel import first_kernel
 
 N, S, D, T, MU = 1000, 8, 4, 1.7, 0.8
@@ -14,8 +14,13 @@ C = ROOT @ ROOT.T
 CURVATURE = np.array([0.01, 5.0, 50.0, 0.3])
 
 
-def decomposed(c):
-    return decompose(jnp.float32(c), jnp.diag(jnp.float32(np.diag(c))))
+def turned(c, a, w=None, units=None):
+    """The noise and W of the form for the noise c and the curvature a, from the coordinates of w."""
+    w = np.eye(len(c)) if w is None else w
+    units = np.diag(c) if units is None else units
+    a = jnp.float32(a)
+    form, noise, _ = Full(jnp.float32(w)).turn((jnp.float32(c), jnp.float32(units)), a, a)
+    return np.asarray(noise), np.asarray(form.w)
 
 
 def kernel_of(form, c, curvature, noise_ratio=2.0):
@@ -26,8 +31,8 @@ def kernel_of(form, c, curvature, noise_ratio=2.0):
     )  # fmt: skip
     noise = jnp.float32(np.diag(c))
     if form == "full":
-        noise, w = decomposed(c)
-        kernel = kernel._replace(basis=Full(w))
+        noise, w = turned(c, np.diag(c))
+        kernel = kernel._replace(basis=Full(jnp.asarray(w)))
     elif form == "scalar":
         noise, curvature = jnp.mean(noise), np.max(curvature)
     return kernel._replace(noise=noise, curvature=jnp.float32(curvature))
@@ -66,42 +71,42 @@ def test_shorter_steps_keep_the_law():
     np.testing.assert_allclose(lacking, kernel.noise, rtol=0.05)
 
 
-def test_the_decomposition_does_not_depend_on_units():
-    """Features from e^-8 to e^8, in float32."""
+def test_directions_make_the_noise_diagonal_and_the_curvature_one_in_any_units():
+    """For a diagonal A, and features from e^-8 to e^8 in float32."""
+    a = np.array([3.0, 0.2, 40.0, 1.0])
     units = np.exp([-8.0, -2.0, 3.0, 8.0])
-    noise, basis = decomposed(C)
-    scaled, other = decomposed(C * np.outer(units, units))
+    noise, w = turned(C, a)
+    np.testing.assert_allclose(w.T @ C @ w, np.diag(noise), atol=1e-4)
+    np.testing.assert_allclose(w.T @ np.diag(a) @ w, np.eye(D), atol=1e-5)
+    scaled, other = turned(C * np.outer(units, units), a * units**2)
     np.testing.assert_allclose(scaled, noise, rtol=1e-4)
-    np.testing.assert_allclose(
-        np.abs(other * jnp.float32(units)[:, None]), np.abs(basis), rtol=1e-3, atol=1e-5
-    )
+    np.testing.assert_allclose(np.abs(other * units[:, None]), np.abs(w), rtol=1e-3, atol=1e-5)
 
 
-def test_what_has_no_noise_is_kept_apart_to_the_last_bit():
-    """It gets directions of its own: rounding would be all the noise that the next window sees there."""
+def test_entries_without_noise_are_kept_apart_to_the_last_bit():
+    """They get directions of their own: the next window would take rounding for noise and curvature."""
     for seed in range(20):
         c, rng = np.zeros((9, 9)), np.random.default_rng(seed)
         is_noisy, root = rng.permutation(9) < 6, rng.normal(size=(6, 8))
         c[np.ix_(is_noisy, is_noisy)] = root @ root.T
-        noise, basis = map(np.asarray, decomposed(c))
-        assert noise.sum() == 6
-        np.testing.assert_allclose(basis.T @ c @ basis, np.diag(noise), atol=2e-5)
-        assert not np.any(basis[np.ix_(is_noisy, noise == 0)])
-        assert not np.any(basis[np.ix_(~is_noisy, noise == 1)])
+        noise, w = turned(c, rng.uniform(1, 9, size=9))
+        assert np.sum(noise > 0) == 6
+        np.testing.assert_allclose(w.T @ c @ w, np.diag(noise), atol=2e-5)
+        assert not np.any(w[np.ix_(is_noisy, noise == 0)])
+        assert not np.any(w[np.ix_(~is_noisy, noise > 0)])
 
 
-def test_a_second_look_in_the_coordinates_of_the_first_is_precise():
-    """Of a feature that is 3,000 times as far from zero as it varies C in float32 says nothing."""
+def test_second_window_in_the_coordinates_of_the_first_is_precise():
+    """If a feature is 3,000 times as far from zero as it varies, C in float32 says nothing about it."""
     rng = np.random.default_rng(0)
     x = np.float32(np.c_[np.ones(4000), 3000 + rng.normal(size=4000), rng.normal(size=(4000, 2))])
-    exact, basis = np.float64(x).T @ np.float64(x) / 4000, np.eye(D, dtype=np.float32)
-    units, off = jnp.float32(np.diag(exact)), []
+    exact, w, off = np.float64(x).T @ np.float64(x) / 4000, np.eye(D, dtype=np.float32), []
     for _ in range(3):
-        rows = jnp.float32(x) @ basis
-        _, rotation = decompose(rows.T @ rows / 4000, (basis.T * units[None]) @ basis)
-        basis = basis @ rotation
-        w = np.float64(basis)
-        off.append(np.abs(w.T @ exact @ w - np.eye(D)).max())
+        # Gradients x with A = C, whose diagonal in these coordinates is known
+        rows = x @ w
+        noise, w = turned(rows.T @ rows / 4000, (rows**2).mean(0), w, np.diag(exact))
+        found = np.float64(w).T @ exact @ np.float64(w)
+        off.append(np.abs(noise / found.diagonal() - 1).max())
     assert off[0] > 0.1
     assert off[-1] < 0.01
 

@@ -43,7 +43,7 @@ def test_chains_have_their_exact_law(tx, temperature, h, added, momentum):
     counts = {"num_chains": 64, "num_draws": 250, "thinning": 25, "burn_in": 500}
     samples = optperm.bayes.draw_samples(step, w, tx.init(w), jax.random.key(0), **counts)
     flat = np.asarray(samples.params, np.float64).reshape(-1, 2) / deviations
-    # Within what so many draws may be off
+    # Within the Monte Carlo error of this number of draws
     assert np.abs(np.cov(flat.T) - wanted / np.outer(deviations, deviations)).max() < 0.04
     assert np.abs(flat.mean(axis=0)).max() < 0.04
     posterior = temperature * np.linalg.inv(N * HESSIAN)
@@ -89,7 +89,7 @@ def test_injected_noise_is_of_the_size_of_the_equations():
 
 
 def test_control_variates_take_the_noise_of_the_batches_away():
-    """SVRG in front of SGLD: near a snapshot at the mode steps are those of whole gradients."""
+    """With SVRG before SGLD, steps near a snapshot at the mode have the full gradient."""
     data, plain = 3.0 * support.normal((N, 2)), optperm.sgld(1e-2, N)
 
     def loss_fn(w, batch):

@@ -1,4 +1,4 @@
-"""Learning a kernel: what is learned against exact figures, from which data, and what is refused."""
+"""Learning a kernel: exact noise and curvature, kinds of data, and refused arguments."""
 
 import re
 import warnings
@@ -101,6 +101,13 @@ def test_numbers_of_the_kernel_are_those_of_the_call():
     assert float(kernel.noise_ratio) <= 3.0 + 1e-6
 
 
+def check_noise(kernel):
+    """Check that the noise is diagonal in the directions of the kernel, and as large as it says."""
+    w, root = np.asarray(kernel.basis.w, np.float64), np.sqrt(kernel.noise)
+    found = w.T @ NOISE @ w / np.outer(root, root)
+    np.testing.assert_allclose(found, np.eye(D), atol=0.25)
+
+
 class Counting(np.ndarray):
     """An array that counts the rows of each read."""
 
@@ -133,8 +140,7 @@ def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_
             np.testing.assert_array_equal(found, wanted)
     rows = counting(x)
     kernel, _ = learn(rows, control_variates=False)
-    w = np.asarray(kernel.basis.w, np.float64)
-    np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=0.25)
+    check_noise(kernel)
     assert max(rows.reads) <= 40 * S < N
     assert sum(rows.reads) >= 800 * S
     # Equal Hessians of all examples leave no noise, after three passes over the rows
@@ -152,8 +158,7 @@ def test_function_that_draws_rows_gives_a_kernel_and_needs_the_number_of_example
         return x[np.asarray(jax.random.randint(key, (S,), 0, N))]
 
     kernel, _ = learn(draw, num_data=N)
-    w = np.asarray(kernel.basis.w, np.float64)
-    np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=0.25)
+    check_noise(kernel)
     assert int(kernel.num_data) == N
     with pytest.raises(ValueError, match="num_data must be given if data is a function"):
         learn(draw)

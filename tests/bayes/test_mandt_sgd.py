@@ -170,7 +170,7 @@ def test_what_is_not_finite_or_has_no_noise():
 
 
 def test_momentum_temperature_and_rate_are_factors():
-    """Momentum is Optax's with steps shorter by 1 - mu; a schedule of T is that of the step."""
+    """Momentum is Optax's, with steps shorter by 1 - mu; a schedule of T is read at each step."""
     rows = [batch_gradients(seed) for seed in range(5)]
     plain = [updates for updates, _ in run(mandt(), *rows)]
     moving, velocity = run(mandt(momentum=0.8, learning_rate=0.5), *rows), np.zeros(D)
@@ -198,7 +198,7 @@ def test_full_waits_for_enough_estimates():
 
 
 def test_rows_of_weight_zero_are_no_examples():
-    """A mean by weights makes 0 / 0 of a lone one: the estimate is that of the others."""
+    """A weighted mean of a single example of weight 0 is 0 / 0: the other examples are used."""
     x, w, weights = batch_gradients(0), jnp.zeros(D), jnp.ones(S).at[-3:].set(0.0)
 
     def loss_fn(w, batch):

@@ -12,6 +12,7 @@ from optperm.bayes._next_kernel import (
     first_kernel,
     first_window,
     next_kernel,
+    next_pass,
     next_window,
     observe,
     probing_steps,
@@ -19,6 +20,7 @@ from optperm.bayes._next_kernel import (
 )
 
 N, S, D = 500, 8, 3
+NO_BOUND = jnp.float32(jnp.inf)
 NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
 
 
@@ -40,7 +42,7 @@ def test_first_kernel_takes_no_steps_and_has_no_probes():
     for form in ("scalar", "diagonal", "full"):
         kernel, _ = begin(form)
         np.testing.assert_array_equal(kernel.step_sizes(kernel.scale()), 0)
-        np.testing.assert_array_equal(probing_steps(kernel), 0)
+        np.testing.assert_array_equal(probing_steps(kernel, NO_BOUND), 0)
 
 
 def test_unknown_curvature_stops_the_chain_but_not_the_probes():
@@ -49,17 +51,19 @@ def test_unknown_curvature_stops_the_chain_but_not_the_probes():
     noise = jnp.float32([1.0, 2.0, 4.0])
     kernel = kernel._replace(noise=noise, estimates=jnp.int32(9))
     np.testing.assert_array_equal(kernel.step_sizes(kernel.scale()), 0)
-    np.testing.assert_allclose(probing_steps(kernel), 2 * S / N / (1.1 * noise), rtol=1e-5)
+    np.testing.assert_allclose(
+        probing_steps(kernel, NO_BOUND), 2 * S / N / (1.1 * noise), rtol=1e-5
+    )
 
 
 def test_probe_of_an_entry_without_noise_has_the_geometric_mean_of_the_lengths():
-    """So it is neither lost among the others nor hides them, in any units."""
+    """The probe of an entry without noise has the length of a typical entry, in any units."""
     kernel, _ = begin("diagonal", max_noise_ratio=1e9)
     s = 2 * S / N
     for h, probes in (([4e-20, 0.0, 9e-20], [4e-20, 6e-20, 9e-20]), ([0.0] * D, [1.0] * D)):
         noise = jnp.float32([s / size if size else 0.0 for size in h])
         kernel = kernel._replace(noise=noise, estimates=jnp.int32(9))
-        np.testing.assert_allclose(probing_steps(kernel), probes, rtol=1e-5)
+        np.testing.assert_allclose(probing_steps(kernel, NO_BOUND), probes, rtol=1e-5)
 
 
 def test_statistics_of_a_window_are_means_over_its_batches():
@@ -88,41 +92,62 @@ def test_statistics_of_a_window_are_means_over_its_batches():
     np.testing.assert_allclose(seen.curvature, h * a, rtol=1e-5)
 
 
-def test_curvature_is_that_of_the_new_directions():
-    """In the coordinates of W it is the diagonal of W^T A W, for a diagonal A and steps h."""
+@pytest.mark.parametrize("anchor", [(), Anchor(jnp.zeros(D), jnp.zeros(D))], ids=["none", "anchor"])
+@pytest.mark.parametrize("curvature", [jnp.inf, 1.0], ids=["rests", "moves"])
+def test_new_directions_fit_the_curvature_and_the_noise(anchor, curvature):
+    """A diagonal A becomes the identity in the new directions, in which the noise is diagonal."""
     a = np.array([4.0, 2.0, 0.5])
     kernel, seen = begin("full")
-    kernel = known(kernel, noise=jnp.float32([2.0, 1.0, 0.5]))
-    h = np.asarray(probing_steps(kernel))
+    kernel = known(kernel._replace(anchor=anchor), curvature=curvature)
+    h = np.asarray(probing_steps(kernel, NO_BOUND))
     seen = seen._replace(
-        estimates=jnp.int32(9), covariance=(jnp.float32(NOISE), jnp.float32(np.diag(NOISE))),
+        estimates=jnp.int32(10**6), covariance=(jnp.float32(NOISE), jnp.float32(np.diag(NOISE))),
         curvature=jnp.float32(h * a), root_square=jnp.float32(h * a),
     )  # fmt: skip
     new = jax.jit(next_kernel)(kernel, seen)
     w = np.asarray(new.basis.w, np.float64)
-    np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=1e-5)
-    np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
+    np.testing.assert_allclose(w.T @ np.diag(a) @ w, np.eye(D), atol=1e-5)
+    width = float(relative_variance(kernel, seen)) if anchor and curvature == 1 else 1.0
+    np.testing.assert_allclose(w.T @ NOISE @ w, width * np.diag(new.noise), atol=1e-5)
+    np.testing.assert_allclose(new.curvature, 1, rtol=1e-4)
 
 
-def test_directions_for_control_variates_fit_the_curvature():
-    """A diagonal A stays the identity in the new directions, in which the noise is diagonal; in the
-    window before, at rest, the noise without control variates is made the identity."""
-    a, anchor = np.array([4.0, 2.0, 0.5]), Anchor(jnp.zeros(D), jnp.zeros(D))
+def test_passes_at_rest_find_curvature_that_a_long_probe_hides():
+    """An entry with hardly any noise has a probe that is 1e4 times too long at first.
+
+    Its curvature hides that of the others, whose bounds are then hundreds of times too high. Five passes
+    later, all bounds are near A. The passes share the estimate of C, and the first one finds the noise.
+    """
+    rng = np.random.default_rng(0)
+    mixed = rng.normal(size=(D, 40))
+    a = jnp.float32(mixed @ mixed.T / 40 + np.diag([0.1, 0.2, 0.3]))
+    scale, numbers = jnp.float32([1.0, 1.0, 1e-8]), iter(range(1000))
     kernel, seen = begin("full")
-    kernel = kernel._replace(anchor=anchor)
-    seen = seen._replace(
-        estimates=jnp.int32(10**6), covariance=(jnp.float32(NOISE), jnp.float32(np.diag(NOISE))),
-    )  # fmt: skip
-    for curvature, wanted in ((jnp.inf, NOISE), (1.0, np.diag(a))):
-        kernel = known(kernel, curvature=curvature)
-        h = np.asarray(probing_steps(kernel))
-        seen = seen._replace(curvature=jnp.float32(h * a), root_square=jnp.float32(h * a))
-        new = jax.jit(next_kernel)(kernel, seen)
-        w = np.asarray(new.basis.w, np.float64)
-        np.testing.assert_allclose(w.T @ wanted @ w, np.eye(D), atol=1e-5)
-        width = 1.0 if np.isinf(curvature) else float(relative_variance(kernel, seen))
-        np.testing.assert_allclose(w.T @ NOISE @ w, width * np.diag(new.noise), atol=1e-5)
-        np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
+    kernel = kernel._replace(curvature=jnp.full(D, jnp.inf))
+
+    @jax.jit
+    def step(kernel, seen, number):
+        rows = jnp.sqrt(scale)[None] * jax.random.normal(jax.random.key(number), (S, D))
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: a @ w}
+        batch = BatchGradients(jnp.zeros(D), rows.mean(0), extras, S, None, None)
+        h = probing_steps(kernel, seen.bound)
+        raw = jax.random.key_data(jax.random.key(number))
+        return observe(seen, kernel, batch, "per_example", h, raw, number)
+
+    ratios = []
+    for _ in range(7):
+        for _ in range(20):
+            seen = step(kernel, seen, jnp.int32(next(numbers)))
+        kernel, seen = next_pass(kernel, seen)
+        ratios.append(np.asarray(seen.bound) / np.diag(a))
+    assert np.all(np.isinf(ratios[0]))
+    assert np.max(ratios[1]) > 100
+    assert np.all(np.diff(ratios[1:], axis=0) <= 0)
+    assert np.all((ratios[-1] > 0.9) & (ratios[-1] < 5))
+    assert int(seen.total) == int(kernel.estimates) == 140
+    np.testing.assert_allclose(np.diag(seen.covariance[0]), scale, rtol=0.2)
+    np.testing.assert_allclose(kernel.noise, scale, rtol=0.5)
+    assert np.all(np.isinf(kernel.curvature))
 
 
 def test_noise_along_a_chain_is_that_of_a_chain_with_the_posteriors_variance():
@@ -161,7 +186,7 @@ def test_steps_are_shortened_until_their_stability_is_the_maximum():
     """All curvatures are multiplied by 0.8 / 0.1, where 0.8 is what the window saw."""
     kernel, seen = begin("diagonal", max_stability=0.1)
     kernel, one = known(kernel), jnp.ones(D)
-    h = probing_steps(kernel)
+    h = probing_steps(kernel, NO_BOUND)
     seen = seen._replace(
         estimates=jnp.int32(9), covariance=one, curvature=h, root_square=h,
         stability=jnp.float32(0.8),

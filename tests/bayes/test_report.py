@@ -112,7 +112,7 @@ FAULTS = {
     * np.cumsum(np.random.default_rng(0).normal(size=(4, 500, 1)), axis=1)
     + of_chains(0, 10, 20, 30),
     "^The chains diverge(?!.*R-hat)": np.exp(np.linspace(0, 30, 100))[:, None] * of_chains(1, 1),
-    # A chain that stands still, and then moves, has no width that could grow
+    # A chain that rests, and then moves, has no width that could grow
     "^(?!.*diverge)": np.where(np.arange(100)[:, None] < 50, 0, GOOD[:, :100]),
     "needs at least 4 draws per chain, got 3: draw more": np.ones((2, 3, 1)),
 }
@@ -150,7 +150,7 @@ def test_starts_are_told():
 
 
 def kernel_state(**changes):
-    """A state of constant SGD after many steps, with a kernel in which something is amiss."""
+    """Return a state of constant SGD after many steps, with a faulty kernel."""
     state = kernels.constant_sgd(batch_size=10).init(jnp.zeros(3))
     sound = {"estimates": 500, "stability": 0.1, "count": 20_000, "noise_ratio": 10.0}
     return optax.tree.set(state, **{name: jnp.array(x) for name, x in (sound | changes).items()})
@@ -238,7 +238,7 @@ def test_what_a_state_of_sgld_tells(preconditioner, noise, norm, warning, unchec
 
 
 def test_warnings_of_all_states_are_reported():
-    """A control variate without a snapshot, before a sampler, in the chains of one's own loop."""
+    """In a loop of the user, SVRG before a sampler has no snapshot: the report warns."""
     tx, w = optax.chain(optperm.svrg(), optperm.sgld(1e-3, 100)), jnp.zeros(3)
 
     def step(w, state, key):
@@ -316,7 +316,7 @@ def test_split_r_hats_of_right_chains_are_below_their_limits(decay, shape, runs,
 
 
 def test_of_many_entries_the_ones_that_have_mixed_least_are_ranked():
-    """The sentences are those of all entries: one that drifts among many, and the effective draws."""
+    """The warnings cover all entries: one drifting entry among many, and the effective draws."""
     draws = autoregressive(0.3, (4, 400, 60))
     draws[..., 17] = autoregressive(0.99, (4, 400))
     draws[..., 40] = 1.0

@@ -187,7 +187,7 @@ def test_sampler_in_accumulation_is_sampled_and_its_noise_is_not_known():
 
 
 def test_sums_with_counts_sample_the_posterior_of_all_sums():
-    """Each example has two tokens: the draws are those of the mean over examples."""
+    """Each example has two tokens: the loss is the mean over examples, not over tokens."""
 
     def draws_of(loss_fn):
         return draw(loss_fn=loss_fn, sampler=lambda n, s: LANGEVIN["sgld"](n))
@@ -210,7 +210,7 @@ def test_sums_with_counts_sample_the_posterior_of_all_sums():
     ],
 )
 def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, svrg):
-    """Deviations are those of the whole data's Hessian, and the measured noise is that after svrg."""
+    """Deviations agree with the Hessian of all data, and the noise is measured after svrg."""
     x = 1 + support.normal((2000, 3))
     y = jnp.float32(
         np.random.default_rng(0).random(2000) < jax.nn.sigmoid(x @ jnp.array([1.0, -1, 0.5]))
@@ -311,7 +311,7 @@ def test_prior_with_bounds_is_warned_of_with_the_transform(recwarn):
 
 @pytest.mark.slow
 def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
-    """From -1 the wall at 0 lies on the way to 3."""
+    """The wall at 0 is between the start -1 and the mode 3."""
     wall = lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf)  # noqa: E731
     draw(log_prior=wall, starts=jnp.array([-1.0, 2.0]), burn_in=200)
     assert not draws_outside(recwarn)
@@ -499,7 +499,7 @@ def test_rows_on_disk_are_sampled_as_rows_in_memory(tmp_path):
 
 @pytest.mark.slow
 def test_a_kernel_of_an_earlier_call_is_not_learned_again(monkeypatch):
-    """Its N and S are taken, its noise is compared with that of the batches, and others are refused."""
+    """A kernel's N and S are used, its noise is compared with the batches, and others are refused."""
     kernel, w = optperm.bayes.learn_kernel(loss_fn, Y, jnp.zeros(()), 0, batch_size=8)
     monkeypatch.setattr("optperm.bayes._sample.learn_kernels", None)
     run = functools.partial(

@@ -75,7 +75,7 @@ def test_as_a_plain_loop():
 
 @pytest.mark.slow
 def test_two_parts_are_one_run():
-    """A run that goes on from where one ended gives the bits of the run in one."""
+    """A continued run gives the same bits as an uninterrupted run."""
     whole, first = (draw(*start(), num_draws=n, burn_in=3, thinning=2) for n in (6, 2))
     left = first.last_params, first.last_opt_state
     second = draw(*left, stacked=True, first_step=first.next_step, thinning=2)
@@ -87,7 +87,7 @@ def test_two_parts_are_one_run():
 
 
 def test_chains_differ_and_do_not_depend_on_their_number():
-    """Each chain has its own keys, the same whatever runs beside it, and with raw key data or an int."""
+    """The keys of a chain do not depend on the other chains; raw key data and ints work too."""
     three, two = draw(*start()), draw(*start(), num_chains=2)
     support.assert_same_bits(jax.tree.map(lambda s: s[:2], three.params), two.params)
     assert len(np.unique(three.params["w"][:, -1, 0])) == 3
@@ -204,7 +204,7 @@ def predict(draws):
 
 
 def test_predictions_in_16_bits_are_added_up_in_32():
-    """Thousands of draws, of which each alone would no longer change a sum in 16 bits."""
+    """A mean over thousands of draws, where one draw would not change a sum in 16 bits."""
     found = predict(jnp.full(4000, 0.7, jnp.bfloat16)).mean
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, float(jnp.bfloat16(0.7)), rtol=1e-5)

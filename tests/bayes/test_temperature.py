@@ -47,7 +47,7 @@ def test_a_constant_in_each_row_jit_and_16_bits_change_nothing():
 
 
 def test_labels_for_which_no_temperature_is_best_are_refused():
-    """They are all the largest or the smallest logit, or tie with it, however wide the margins."""
+    """All labels have the largest or the smallest logit, or tie with it, for any margins."""
     logits, _ = sample()
     few, ties = np.array([[300, 0, -1], [0, 500, 0]]), np.array([[5, 5, 0], [9, 1, 0]])
     for z, labels, says in (

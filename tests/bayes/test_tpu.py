@@ -30,7 +30,7 @@ def program(tx):
 
 
 def test_gradients_of_few_examples_are_held_at_once():
-    """By default; those of all 64 would be 64 times the params."""
+    """The default microbatch needs less memory than 64 gradients, which are 64 times the params."""
     assert program(optperm.constant_sgd(10_000, 64)).temp_bytes < 3 * BYTES
 
 

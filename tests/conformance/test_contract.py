@@ -1,4 +1,4 @@
-"""What every transformation of this library promises, beside what Optax's own cases ask."""
+"""The promises of every transformation of this library that Optax's own cases do not test."""
 
 import contextlib
 import functools
@@ -126,7 +126,7 @@ def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, leni
 @pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
-    """Nothing that a method can stand in or be given changes the type of a leaf of params or state."""
+    """No container, dtype or wrapper changes the type of a leaf of params or state."""
     params, tx = support.random_params(), ours.make()
     for make in CONTAINERS.values():
         assert_form_stays(tx, make(params))
@@ -208,7 +208,7 @@ def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
 
 
 def test_tree_map_params_sees_the_params_of_the_state(ours):
-    """`optax.tree.map_params` maps the entries that mirror params, with a spec beside each."""
+    """`optax.tree.map_params` maps the entries that mirror params, and gives each its spec."""
     params, tx = support.random_params(), ours.make()
     opt_state = tx.init(params)
     names, other = {name: name for name in params}, {"transform_non_params": lambda _: ""}
@@ -259,7 +259,7 @@ TELL_NOTHING = {
 
 @pytest.mark.spans("sgperm", "diloco-streaming", "dim_reduce", "svrg", "mask_elements", "sgld")
 def test_what_does_not_fit_is_refused_by_name(ours):
-    """Params that are missing, not trainable, or not those of the state, and updates of another tree."""
+    """Missing or untrainable params, params of another state and other updates are refused."""
     params, tx = support.random_params(), ours.make()
     opt_state = tx.init(params)
     for bad in ({"a": jnp.ones(2, int)}, [jnp.ones(2, complex)]):
@@ -298,7 +298,7 @@ def test_steps_hold_under_the_checks_of_jax(ours):
     given = jax.block_until_ready((params, state, jax.device_put(np.stack(batches))))
     checks = [jax.debug_nans(True), jax.debug_infs(True), jax.debug_key_reuse(True)]
     checks.append(jax.transfer_guard("disallow"))
-    # jax.custom_partitioning, by which the kernel is called, keeps tracers of its own.
+    # jax.custom_partitioning, which calls the kernel, keeps tracers of its own.
     if not ours.permutes:
         checks.append(jax.checking_leaks())
     with contextlib.ExitStack() as stack:

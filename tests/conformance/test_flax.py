@@ -53,7 +53,7 @@ READ = {
 
 
 def assert_close_leaves(actual, expected):
-    """Assert that two trees have the same leaves to rounding, whatever holds them."""
+    """Assert that two trees have the same leaves to rounding, in any containers."""
     leaves = jax.tree.leaves(actual), jax.tree.leaves(expected)
     support.assert_close(*leaves, rtol=1e-5, atol=1e-6)
 

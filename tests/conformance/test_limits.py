@@ -43,7 +43,7 @@ def start(ours):
 
 
 def count(jaxpr, name):
-    """Return how often a primitive stands in a program and in its parts."""
+    """Count the uses of a primitive in a program and in its parts."""
     parts = [value for eqn in jaxpr.eqns for value in jax.tree.leaves(list(eqn.params.values()))]
     inner = [getattr(part, "jaxpr", part) for part in parts]
     found = sum(count(part, name) for part in inner if hasattr(part, "eqns"))

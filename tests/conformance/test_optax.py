@@ -36,7 +36,7 @@ LEFT_OUT = {
 
 
 def note(*sequences, **grid):
-    """Keep the lists of `absl.testing.parameterized.product` beside the case."""
+    """Keep the lists of `absl.testing.parameterized.product` with the case."""
 
     def keep(case):
         case.sequences, case.grid = sequences, grid

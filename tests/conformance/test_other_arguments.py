@@ -1,4 +1,4 @@
-"""A state that is used with other arguments than those with which it was made.
+"""A state that is used with other arguments than at its making.
 
 The result is an error that names the argument, or the updates that these arguments from the start give.
 """

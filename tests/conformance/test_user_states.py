@@ -1,4 +1,4 @@
-"""A user's optimizer may give the fields of its state any names, also those of the protocols."""
+"""A user's optimizer may give the fields of its state any names, also the protocols' names."""
 
 import collections
 import importlib

@@ -40,7 +40,7 @@ ALLOWED = [
 ]
 OUT_OF_RANGE, NO_NUMBERS = [-0.1, 1.1, float("nan"), np.float32(2), jnp.array(-1)], [True, "1", 1j]
 NO_KEYS = [jax.random.split(KEY), True, 1.0, jnp.ones(2)]
-# With what follows "it must be" and stands before ", got".
+# With the words between "it must be" and ", got".
 REFUSED = [
     (share, ValueError, r"in \[0, 1\]", OUT_OF_RANGE),
     (share, TypeError, "a real number or a schedule", [*NO_NUMBERS, np.True_, None, object()]),
@@ -132,3 +132,19 @@ X = jnp.ones(2)
 def test_the_first_node_that_differs_is_named_without_the_trees(tree, expected, says):
     with pytest.raises(ValueError, match=f"^params has a different .* the state: {says}.$"):
         checks.check_same_tree("params", tree, expected, source="the state")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda tree: optperm.low_rank(tree, 4), r"\{'w': float32\[64, 256\]\}"),
+        (lambda tree: key([tree["w"], np.zeros(3)]), r"\[float32\[64, 256\], float64\[3\]\]"),
+        (lambda tree: flag(tree["w"]), r"float32\[64, 256\]"),
+        (lambda tree: key("x" * 9999), "'x+[.]{3}x+'"),
+        (lambda tree: optperm.leaf_axes(tree, w=tree), r"\{'w': float32\[64, 256\]\}"),
+    ],
+)
+def test_message_shows_an_array_by_dtype_and_shape(call, says):
+    with pytest.raises(TypeError, match=rf", got {says}\.$") as raised:
+        call({"w": jnp.zeros((64, 256))})
+    assert len(str(raised.value)) < 400

@@ -1,4 +1,4 @@
-"""Dtypes of sums, types like those of another tree, and whether all leaves of a tree are finite."""
+"""Dtypes of sums, casts to the types of another tree, and checks that all leaves are finite."""
 
 import jax
 import jax.numpy as jnp
@@ -45,5 +45,5 @@ def test_finiteness_of_all_leaves_is_computed_once():
 
     shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 64
     few, many = (keep.lower(part).compile().as_text().count("\n") for part in (shapes[:8], shapes))
-    # In each kernel anew it would grow by the square, as with JAX below 0.12, which drops the barrier.
+    # JAX below 0.12 drops the barrier: each kernel repeats the work, which grows with the square.
     assert many < (9 if jax.__version_info__ >= (0, 12) else 64) * few

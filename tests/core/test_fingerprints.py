@@ -1,4 +1,4 @@
-"""What a state remembers of the arguments with which it was made."""
+"""The fingerprint of the arguments in a state."""
 
 from typing import Any, NamedTuple
 

@@ -14,7 +14,7 @@ WANTED = jax.random.key_data(KEY)
 
 @pytest.mark.parametrize("given", [KEY, WANTED, np.asarray(WANTED), 7, np.uint32(7), jnp.int32(7)])
 def test_a_key_its_raw_data_and_its_seed_are_the_same_key(given):
-    """Seed a threefry key whatever the default is."""
+    """Seed a threefry key under any default implementation."""
     with jax.default_prng_impl("rbg"):
         support.assert_same_bits(keys.key_data(given), WANTED)
         support.assert_same_bits(jax.random.key_data(keys.make_key(given)), WANTED)

@@ -110,7 +110,7 @@ def test_numbers_beyond_the_dtype_become_infinite(dtype):
 @pytest.mark.parametrize("bits", [0, 8, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_with_the_update_is_the_param_of_the_remainder(dtype, bits):
-    """Also for steps across zero, and for those of which the sum misses the split."""
+    """Also for steps across zero, and for steps whose sum misses the split."""
     rng = np.random.default_rng(3)
     start = (0.01 * rng.normal(size=2**14)).astype(np.float32)
     p = jnp.asarray(start).astype(dtype)

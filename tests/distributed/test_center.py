@@ -92,7 +92,7 @@ WEIGHED = {
 
 @pytest.mark.parametrize("name", WEIGHED)
 def test_replicas_count_by_their_weights(name):
-    """A mean or a sum of w n, in which a weight of 0, NaN or less than 0 has no say."""
+    """A mean or a sum of w n ignores weights that are 0, NaN or negative."""
     tx, start = WEIGHED[name](axis_name=AXIS), np.zeros((SIZE, 1), np.float32)
     step = loops.make_step(tx, lambda p, batch: (batch[:1], {"weight": batch[1]}))
     step = replicas.MAPPINGS["vmap"](step, SIZE)
@@ -233,7 +233,7 @@ def test_replicas_draw_their_own_noise_from_their_own_keys(factory):
     assert (np.abs(own[0] - own[1]) > 1e-3).all()
 
 
-# The gradients and the weights of some exchanges, of which only the last one does not overflow. A small
+# The gradients and the weights of some exchanges. Only the last exchange does not overflow. A small
 # sum, divided by infinity, would pass for zero.
 WEIGHTS = [(1e-3, 3e38), (1.0, 3e38), (1.0, 1.0)]
 SUMS = {d: [(x * float(jnp.finfo(d).max), 1.0) for x in (0.4, 0.2)] for d in ("float16", "float32")}
@@ -264,7 +264,7 @@ def test_contributions_that_overflow_together_are_no_exchange(factory, rule, dty
 
 @pytest.mark.parametrize("mixing", [0.0, 0.5])
 def test_a_replica_whose_params_are_not_finite_is_put_on_the_center(mixing):
-    """It sits out an exchange, in which the center moves by the others, and takes part in the next."""
+    """It skips one exchange, in which the other replicas move the center, and joins the next."""
     tx = optperm.diloco(optax.sgd(0.1), SGD, every=2, axis_name=AXIS, mixing=mixing)
     params, grads = np.zeros((2, 2), np.float32), [np.ones((2, 2), np.float32)] * 4
     options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(params)}

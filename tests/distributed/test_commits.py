@@ -202,7 +202,7 @@ def test_a_commit_alone_in_an_unnamed_vmap_over_seeds_is_of_those_that_made_a_st
 @pytest.mark.parametrize("name", support.every_night(["agn mean", "diloco"], ["agn mean"]))
 @pytest.mark.usefixtures("lenient")
 def test_a_method_that_places_params_follows_the_pull(name):
-    """Each replica permutes its weights, exactly, and goes on from the center's permutation."""
+    """Each replica permutes its weights exactly, and continues from the center's permutation."""
     sgperm, start = optperm.sgperm(0.1), {"kernel": np.asarray(support.random_params()["kernel"])}
     outer = {"outer": sgperm} if name == "diloco" else {}
     tx = METHODS[name](sgperm, every=6, axis_name=AXIS, **outer)

@@ -64,7 +64,7 @@ def test_zeros_among_the_largest_stay_zero(bits):
 
 
 def test_replicas_in_rows_send_what_each_sends_alone(x64):
-    """With x64, for each encoder: under jax.vmap, a sort stands for the top_k of one replica."""
+    """With x64, for each encoder: under jax.vmap, a sort replaces the top_k of one replica."""
     for fraction, bits in itertools.product((None, 1 / 4), (None, 1, 2, 8)):
         if fraction is None and bits is None:
             continue

@@ -1,4 +1,4 @@
-"""Replicas however they are mapped: what they compute, what crosses devices, and what is refused."""
+"""Replicas under every mapping: results, traffic between devices, and refused arguments."""
 
 import functools
 
@@ -75,7 +75,7 @@ SLOW += [
 
 @pytest.mark.parametrize(("name", "method"), support.every_night(CELLS, USUAL, slow=SLOW))
 def test_counted_steps_exchange_within_a_conditional(name, method):
-    """No collective of more than a count is outside, and the params are those of a plain vmap."""
+    """Outside conditionals, collectives move only counts; the params equal a plain vmap's."""
     targets = np.float32(np.random.default_rng(0).normal(size=(4, SIZE)))
 
     def four_steps(axes):

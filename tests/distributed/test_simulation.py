@@ -58,7 +58,7 @@ class Case(NamedTuple):
     simulate: Callable[..., Any]
     size: int = SIZE
     flags: Callable[[int], Any] = lambda step: None  # from the number of a step to `commit=`
-    bad: int | None = None  # the step in which a gradient of the last replica has a NaN
+    bad: int | None = None  # the step with a NaN in a gradient of the last replica
     atol: float = 1e-12
 
 

@@ -67,7 +67,7 @@ def test_projections_keep_the_length_of_gradients_on_average():
 
 
 def test_projections_change_with_leaf_key_and_time_alone():
-    """They are those of N(0, 1 / r), others for each leaf, and the same until the next refresh."""
+    """They are drawn from N(0, 1 / r) for each leaf, and stay the same until the next refresh."""
     matrix = module.plan_matrices({"w": jnp.zeros((300, 400))}, 4, "smaller", None)["w"]
     leaf = jnp.zeros((300, 400))
 

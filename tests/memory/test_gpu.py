@@ -16,7 +16,7 @@ for wheel in ("jax_cuda12_plugin", "jax_plugins.xla_cuda12"):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_update_holds_the_moments_of_few_leaves_at_once(bits):
-    """Two moments of two of twelve leaves, of which one is encoded while the other is decoded."""
+    """The memory holds two moments of two of twelve leaves: one is encoded, the other decoded."""
     params = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(12)}
     tx = optperm.quantize_state(optax.adamw(1e-3), bits=bits)
     mesh, state = accelerator_programs.gpu_mesh({"one": 1}), jax.eval_shape(tx.init, params)

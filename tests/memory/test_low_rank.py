@@ -73,7 +73,7 @@ def test_bases_are_orthonormal_and_hold_what_is_largest():
 
 @pytest.mark.slow
 def test_optax_galore_is_the_larger_side_with_kept_moments(x64):
-    """Equal up to the first refresh, as far as their decomposition in float32 tells."""
+    """Equal up to the first refresh, within the accuracy of a decomposition in float32."""
     grads = grads_of({"wide": (8, 12), "tall": (12, 8)}, steps=5, dtype=np.float64)
     # So that no two singular values are near to each other.
     grads = jax.tree.map(lambda g: g * np.logspace(0, -2, g.shape[-1]), grads)
@@ -86,7 +86,7 @@ def test_optax_galore_is_the_larger_side_with_kept_moments(x64):
 
 
 def test_transposed_and_stacked_and_merged_leaves_step_as_their_matrices():
-    """A transposed leaf gives the transposed update, a stack that of its layers, heads their matrix."""
+    """Transposed leaves, stacks of layers and kernels with heads give the updates of their matrices."""
     g = grads_of({"a": (6, 10), "b": (6, 10), "heads": (6, 2, 5)}, steps=3)
     tree = g | {"turned": np.swapaxes(g["a"], 1, 2), "stack": np.stack([g["a"], g["b"]], 1)}
     tree |= {"merged": g["heads"].reshape(3, 6, 10)}
@@ -129,7 +129,7 @@ def test_a_gradient_that_is_zero_or_not_finite_makes_no_basis(bad, x64):
     for at in (1, 5, 6):
         u = np.linalg.svd(grads[at])[0][:, :2]
         np.testing.assert_allclose(np.abs(np.sum(u * basis[at], 0)), 1.0, atol=1e-9)
-    # A power step needs a basis before it, so the first one that is made is that of the SVD.
+    # A power step needs an earlier basis, so the SVD makes the first basis.
     power = optperm.low_rank(optax.identity(), 2, projection="power", every=3)
     _, s = run(power, {"w": spoiled[:2]})
     np.testing.assert_allclose(np.abs(s.basis["w"][1]), np.abs(basis[1]), atol=1e-9)
@@ -185,7 +185,7 @@ def test_moments_at_a_new_basis_are_those_in_its_coordinates():
         "rms": optax.scale_by_rms(0.9),
         "corrected": optax.scale_by_rms(0.9, bias_correction=True),
     }
-    # Each in a branch: as labels of `optax.partition`, names stand for all of its leaves.
+    # Each in a branch: a label of `optax.partition` applies to all leaves of its branch.
     labels = {name: name for name in inners}
     grads = {name: {"w": support.normal((8, 16), seed)} for seed, name in enumerate(inners)}
 
@@ -527,7 +527,7 @@ def test_a_sharded_gradient_is_not_gathered(kind, spec, largest):
 
 
 def test_a_column_nearly_outside_of_the_subspace_gets_a_bounded_step():
-    """By Fira's formula its first step would be 1e5 times as long as those of other columns."""
+    """By Fira's formula, its first step would be 1e5 times as long as the steps of other columns."""
     large = support.normal((16, 4), 0) @ support.normal((4, 63), 1)
     outside = np.linalg.qr(large, mode="complete")[0][:, -1:]
     grads = {"w": jnp.concatenate([large, 1e-2 * outside + 1e-7 * large[:, :1]], axis=1)[None]}

@@ -127,7 +127,7 @@ def layer(seed):
 
 
 def experts(axis):
-    """The axes of the experts, which no name tells, in a stack of layers or in a single layer."""
+    """Experts without a known name, in a stack of layers or in a single layer, with given axes."""
     at = () if axis is None else (axis,)
     count, rows, columns = (i for i in range(3 + len(at)) if i not in at)
     return {"experts": optperm.LeafAxes("kernel", rows, columns, (*at, count))}

@@ -179,7 +179,7 @@ def test_second_moments_of_noise_are_unbiased(places, steps, most):
 
 
 def test_a_state_in_any_container_is_quantized():
-    """In a FrozenDict, a dataclass and an `nnx.State`, where a state of Optax may stand."""
+    """A FrozenDict, a dataclass and an `nnx.State` may contain a state of Optax."""
 
     @flax.struct.dataclass
     class Holder:
@@ -483,7 +483,7 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_merged_axes_of_a_sharded_leaf_have_the_codes_of_the_whole_one(axis, kind):
-    """A kernel (out, in, 3, 3) whose blocks run over (in, 3, 3), of which a device has 45 numbers."""
+    """The blocks of a kernel (out, in, 3, 3) run over (in, 3, 3); a device has 45 of these numbers."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))
     tx = optperm.quantize_state(optax.adam(1e-2), min_size=2)
 

@@ -22,7 +22,7 @@ with np.load(pathlib.Path(__file__).parents[1] / "data" / "low_rank_reference.np
     REFERENCE = dict(file)
 LEAVES = ("wide", "tall", "square")
 RATE, RANK, EVERY = 0.05, 3, 10
-# Where eps stands in a formula makes no difference then.
+# The place of eps in a formula then makes no difference.
 ADAM = optax.scale_by_adam(eps=1e-30)
 
 

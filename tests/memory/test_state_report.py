@@ -61,7 +61,7 @@ def test_words_of_published_tables():
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_every_array_counts_by_its_bytes(name):
-    """The words of the leaves and of other arrays are those of the state that `init` makes."""
+    """The report counts the words of leaves and other arrays as in the state that `init` makes."""
     tx, of_leaves = IN_PARTS[name]
     report = optperm.memory.state_report(tx, PARAMS)
     assert {leaf.name: leaf.shape for leaf in report.leaves} == {
@@ -75,7 +75,7 @@ def test_every_array_counts_by_its_bytes(name):
 
 
 def test_what_belongs_to_no_leaf():
-    """Counts, keys and arrays of a tree of their own, also beside params that are a single array."""
+    """Counts, keys and arrays of another tree, also if the params are a single array."""
     for tx, params, words in (
         (optax.add_noise(0.1, 0.55, key=jax.random.key(0)), PARAMS, 3.0),
         (optax.adam(0.1), PARAMS["kernel"], 1.0),

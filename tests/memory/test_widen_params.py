@@ -99,7 +99,7 @@ def test_wider_leaves_are_those_of_the_inner_optimizer():
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_has_no_remainder():
-    """A pruned entry joins to 0, exactly, whatever its remainder was."""
+    """A pruned entry joins to exactly 0, for any remainder."""
     tx = widen_params(optax.sgd(1.0))
     p = jnp.array([1.0, 1.0, 1.0, 1.0], BF16)
     _, state = tx.update(jnp.full(4, 0.001, BF16), tx.init(p), p)
@@ -130,7 +130,7 @@ def test_a_float32_checkpoint_becomes_16_bits_and_back(bits):
     again = wide_params(params, state)
     unit = {16: 0.0, 8: 2.0**-16, 0: 2.0**-8}[bits]
     support.assert_close(again, wide, rtol=unit, atol=0)
-    # Training goes on from there.
+    # Training continues from there.
     updates, state = tx.update(params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 

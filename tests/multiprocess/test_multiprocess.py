@@ -1,4 +1,4 @@
-"""Training in two processes of two devices, beside one process: AGN, DiLoCo, DimReduce, `fit`."""
+"""Two processes of two devices train like one process: AGN, DiLoCo, DimReduce, `fit`."""
 
 import pathlib
 import runpy
@@ -29,7 +29,7 @@ def test_two_processes_are_one(tmp_path):
 
 
 def check_local_steps(worker, first, second):
-    """After each step params and center are those of `vmap`; the center is the same bits everywhere."""
+    """After each step, params and center equal `vmap`'s; all replicas have the same center."""
     expected = dict(worker.trajectories("vmap", np.asarray))
     assert first.keys() == second.keys() == expected.keys()
     held = {name: np.concatenate([first[name], second[name]]) for name in first}
@@ -67,7 +67,7 @@ def check_dim_reduce(worker, *both):
 
 
 def check_fit(folder):
-    """From arrays; one process also goes on from a checkpoint of both."""
+    """From arrays; one process also resumes from a checkpoint of both."""
     for name in ("svrg", "agn"):
         alone = fitting.fit("linen", name, epochs=2, devices=4).history.steps["loss"]
         for index in range(2):

@@ -22,7 +22,7 @@ SIZE = 4
 
 
 def own(array):
-    """Return the part of a stacked array that lies on the devices of this process."""
+    """Return the part of a stacked array on the devices of this process."""
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
     return np.concatenate([shard.data for shard in shards])
 

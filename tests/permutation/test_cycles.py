@@ -145,7 +145,7 @@ def permute(kernel, trees):
 
 
 def test_kernels_numbers_of_any_dtype_and_size_give_the_same_bits():
-    """Within XLA and on a thread of Python's, whatever the numbers are; damaged ranks are an error."""
+    """Within XLA and on a Python thread, for any numbers; damaged ranks raise an error."""
     support.require_kernel("ffi")
     kinds = itertools.product(KINDS, ["normal", "few subnormal", "zeros"])
     with jax.enable_x64(True):

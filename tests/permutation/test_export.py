@@ -110,7 +110,7 @@ def test_exported_updates_in_another_process_give_the_same_bits(tmp_path):
 
 
 def test_update_that_calls_python_is_not_exported(monkeypatch):
-    """For several platforms, of which one needs it, the error says what can be done."""
+    """If one of several platforms needs a call to Python, the error says what to do."""
     support.require_kernel("ffi")
     monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
     tx, w = optperm.sgperm(), support.bias(5)

@@ -98,7 +98,7 @@ def test_weights_that_never_move_or_stop_are_told_from_those_that_move():
 
 @pytest.mark.usefixtures("one_device")
 def test_every_fit_says_that_the_length_is_over(tmp_path):
-    """Also one that goes on where another, which said it, had ended."""
+    """Each call of `fit` warns once, also a call that resumes after the length is over."""
     resumed = {"checkpoints": training.Checkpoints(tmp_path, every=25, resume=True)}
     for epochs, wanted in ((3, [0, 0, 1]), (4, [1])):
         says, ends = warned_of(optperm.sgperm(num_steps=60), epochs=epochs, **resumed)

@@ -1,4 +1,4 @@
-"""The C++ kernel by itself, beside a slow implementation in C++, plain and under the sanitizers."""
+"""The C++ kernel alone, compared with a slow implementation in C++, also under the sanitizers."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ def run(*command):
     "sanitize", support.every_night(["address,undefined", "thread", ""], ["address,undefined"])
 )
 def test_the_kernel_alone(tmp_path, sanitize):
-    """Its bits are those of a search through neighbor lists, and no access is out of bounds or races."""
+    """Its bits equal a search through neighbor lists, and no access is out of bounds or races."""
     if os.environ.get("OPTPERM_TEST_WITHOUT_KERNEL"):
         pytest.skip("OPTPERM_TEST_WITHOUT_KERNEL is set")
     cmake = shutil.which("cmake")

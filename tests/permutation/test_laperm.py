@@ -155,7 +155,7 @@ def test_export_between_two_synchronizations_rebuilds_the_weights():
 
 
 def test_row_with_a_nan_goes_back_to_its_last_order():
-    """The rows beside it are synchronized; of gradients what is not finite counts as zero."""
+    """The other rows are synchronized; nonfinite entries of gradients count as zero."""
     tx = optperm.laperm(optax.sgd(1.0), 1)
     ((p, opt_state),) = train(tx, params(), [0])
     broken = p | {"kernel": p["kernel"].at[3, 1].set(jnp.nan).at[4, 2].set(jnp.inf)}

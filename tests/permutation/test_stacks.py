@@ -26,7 +26,7 @@ from optperm.permutation import apply_permutation, export_permutation, permuted_
 
 LAYERS = 3
 EXPERTS = LeafAxes("kernel", 1, 2, 0)
-# A layer, of which only the experts' kernels need axes that are given.
+# A layer in which only the kernels of experts need given axes.
 SHAPES = {
     "norm": {"scale": (6,), "bias": (6,)},
     "attention": {
@@ -93,7 +93,7 @@ def test_stacked_layers_train_as_the_layers_by_themselves(method, axis):
     support.assert_same_bits(stacked_state.ranks, ranks)
     moved = jax.tree.map(lambda after, before: np.mean(after != before), got, scanned)
     assert min(jax.tree.leaves(moved)) > 0.2
-    # The exact weights of LaPerm between two synchronizations are those of the params.
+    # Between two synchronizations, the exact weights of LaPerm are the params.
     params = jax.tree.map(lambda p, g: p - g, expected, grads[0])
     exact = jax.jit(functools.partial(permuted_params, axes=axes))(state, params)
     params, wanted = stack(params, axis), stack(exact, axis)
@@ -105,7 +105,7 @@ def test_stacked_layers_train_as_the_layers_by_themselves(method, axis):
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("method", METHODS)
 def test_numbers_of_layers_stay_as_in_each_layer(method):
-    """A gain of each layer is a scalar there, which stays; a vector beside the stack is permuted."""
+    """One gain per layer is a scalar, which stays; a vector outside the stack is permuted."""
     layers = {"norm": {"scale": support.normal((3, 6))}, "gain": support.bias(3, 1)}
     params = {"layers": layers, "slopes": support.bias(5, 2)}
     grads = [support.random_like(params, seed) for seed in range(4)]
@@ -278,7 +278,7 @@ class Layer(nnx.Module):
 
 
 class Layers(nnx.Module):
-    """Three layers that are scanned, of which the first starts with the largest weights."""
+    """Three scanned layers; the first layer starts with the largest weights."""
 
     def __init__(self):
         self.layers = nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(

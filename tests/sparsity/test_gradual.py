@@ -182,7 +182,7 @@ def test_dead_entries_take_no_place_of_live_ones():
 
 
 def test_movement_drops_first_what_moves_towards_zero():
-    """Sum S <- S - w g by hand, in which a gradient that is not finite says nothing."""
+    """Sum S <- S - w g by hand; nonfinite gradients are left out."""
     options = {"every": 1, "criterion": "movement"}
     tx = optperm.prune_gradually(optax.sgd(0.1), 0.5, table([0.0, 0.0, 1.0]), **options)
     w = jnp.array([[1.0, -1.0], [0.1, 2.0]])

@@ -101,7 +101,7 @@ def test_share_that_moves_falls_as_the_cosine_and_is_0_from_the_end_on(drop_frac
 
 
 def test_one_drop_and_grow_by_hand():
-    """Drop 1 of the live 3 and 1, and grow the steepest from 0, though 7 stands there."""
+    """Drop 1 of the live weights 3 and 1, and grow the steepest weight from 0, not from its 7."""
     options = {"end": 3, "every": 1, "drop_fraction": lambda t: 0.5}
     tx = optperm.rigl(optax.sgd(0.1, momentum=0.5), 0.5, **options)
     w, grads = jnp.array([[3.0, 1.0, 7.0, 7.0]]), jnp.array([[1.0, 2.0, 2.0, -3.0]])
@@ -111,7 +111,7 @@ def test_one_drop_and_grow_by_hand():
     ((after, state),) = loops.train(tx, w, [grads], opt_state=start)
     np.testing.assert_allclose(state.inner_state[0].trace, [[1.5, 0.5, 0.0, -3.0]], rtol=1e-6)
     np.testing.assert_allclose(after, [[2.85, 0.0, 0.0, 0.3]], rtol=1e-6)
-    # What is not finite is no reason to grow: nothing moves, whatever goes and comes first.
+    # Nonfinite gradients are no reason to grow: the mask stays.
     start = start._replace(mask=jnp.array([[False, False, True, True]]))
     ((_, state),) = loops.train(tx, w, [jnp.full((1, 4), jnp.nan)], opt_state=start)
     assert state.mask.tolist() == [[False, False, True, True]]

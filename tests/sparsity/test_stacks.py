@@ -1,4 +1,4 @@
-"""Stacked layers: masks of a scanned model are those of the unrolled model, layer by layer."""
+"""Stacked layers: a scanned model has the masks of the unrolled model, layer by layer."""
 
 import functools
 import math
@@ -196,7 +196,7 @@ def test_a_stack_has_the_sparsities_of_the_unrolled_model(layout):
 
 
 def test_the_count_of_zeros_is_exact_up_to_half_the_layers_of_one_shape():
-    """Have exact totals where the shapes of layers differ, however many entries are left by rounding."""
+    """Keep totals exact if the shapes of layers differ, for any remainder of the rounding."""
     rng = np.random.default_rng(0)
     for _ in range(300):
         shapes = rng.integers(1, 9, (rng.integers(1, 6), 3))
@@ -214,7 +214,7 @@ def test_the_count_of_zeros_is_exact_up_to_half_the_layers_of_one_shape():
 
 
 def test_ties_keep_the_earlier_entry_of_each_layer():
-    """Keep as many entries of equal scores in each layer, and not those of the first layers."""
+    """With equal scores, keep the same number of entries in each layer."""
     w = jnp.ones((2, 3, 4))
     for axes, inside in ((KERNEL(1, 2, 0), (1, 2)), (KERNEL(0, 1, 2), (0, 1))):
         pruned, _ = prune(w, MASKS.init(w), 0.5, scope="leaf", axes=axes)

@@ -55,7 +55,7 @@ RAMP = optax.linear_schedule(0.0, 1.0, 4)
     ],
 )
 def test_a_goal_that_is_missed_is_said(tx, steps, says):
-    """Answer alike within a chain and stacked over replicas; nothing is said before the first step."""
+    """Give the same warnings in a chain and stacked over replicas, none before the first step."""
     params, opt_state = train(tx, steps)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), opt_state)
     for state in (opt_state, (optax.EmptyState(), opt_state), stacked):
@@ -181,7 +181,7 @@ def test_a_state_made_with_another_argument_is_refused_by_name(argument):
         (gradual(0.5, 1.0, every=2), gradual(0.6, RAMP, every=1)),
         (gradual(0.5, 1.0), gradual(0.5, 1.0, include=FLAGS)),
         (gradual(0.5, 1.0), gradual(0.5, 1.0, axes=optperm.leaf_axes(PARAMS))),
-        # Scales and biases stay dense alike.
+        # Scales and biases both stay dense.
         (
             rigl(0.5, end=200),
             rigl(0.5, end=200, axes=optperm.leaf_axes(PARAMS, b=optperm.LeafAxes("scale", (), 0))),

@@ -208,7 +208,7 @@ def test_quadratic_of_any_curvature_and_scale_is_solved():
 
 
 def test_search_in_vain_goes_on_where_it_stopped_and_forgets():
-    """Shorten a step that is far too long over several steps, and then begin B anew."""
+    """Shorten a step that is far too long over several steps, and then reset B."""
     tx = optperm.dim_reduce(n_components=2, alpha=0.0, max_search_steps=2)
     opt_state, grads = with_basis(tx, 2), gradient()
     update = functools.partial(tx.update, params=start(), value=1.0)
@@ -232,7 +232,7 @@ def test_search_in_vain_goes_on_where_it_stopped_and_forgets():
 
 
 def test_decrease_that_rounding_hides_is_not_searched_for():
-    """Try once beside a loss of 1e9, and leave the params where they are."""
+    """With a loss of 1e9, make one trial and keep the params."""
     tx = optperm.dim_reduce(n_components=6, alpha=0.0)
     evaluate = loops.evaluation(lambda p, batch: valley.loss_fn(p, batch) + 1e9)
     opt_state = with_basis(tx, 6)
@@ -277,7 +277,7 @@ def test_residual_that_its_dtype_cannot_hold_keeps_what_it_was():
 
 
 def test_set_basis_in_any_nesting_forgets_the_old_curvature():
-    """Find the state in a chain, keep its residual, and start B anew."""
+    """Find the state in a chain, keep its residual, and reset B."""
     tx = optax.chain(optax.clip(1e6), optperm.dim_reduce(n_components=3, max_search_steps=20))
     _, opt_state = train(tx, batches(4)[:, 0], 3)[-1]
     assert not np.array_equal(opt_state[1].quasi_newton.inverse_hessian, np.eye(3))

@@ -64,7 +64,7 @@ def test_trajectory_is_that_of_the_parts_one_after_the_other():
     ],
 )
 def test_snapshots_so_far_count_if_the_steps_of_snapshots_change(earlier, steps, due):
-    """The basis is that of as many snapshots as at first, though steps of the new plan have passed."""
+    """The basis uses as many snapshots as at first, although steps of the new plan have passed."""
     options = OPTIONS | {"restart": "mean"}
     before = optperm.dldr(FIRST, SECOND["twa"](), **options | earlier)
     data = valley.batches(32)[:, 0]

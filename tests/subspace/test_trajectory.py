@@ -17,7 +17,7 @@ def record(steps, every, num_snapshots, **options):
     params = {"w": jnp.zeros((2, 3)), "b": jnp.float32(0.0)}
     ones = [jax.tree.map(jnp.ones_like, params)] * steps
     trail = loops.train(tx, params, ones)
-    for number, (after, _) in enumerate(trail, start=1):  # the updates are handed on
+    for number, (after, _) in enumerate(trail, start=1):  # the updates pass unchanged
         assert np.all(after["w"] == number)
     return [state for _, state in trail]
 

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_checkpoint_that_is_written_late_is_of_its_moment(tmp_path, monkeypatch):
-    """Orbax writes it while training goes on."""
+    """Orbax writes it while training continues."""
     write = ocp.JsonCheckpointHandler._save_fn
 
     async def late(self, *args):
@@ -36,7 +36,7 @@ def test_checkpoint_that_is_written_late_is_of_its_moment(tmp_path, monkeypatch)
 
 
 def test_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path):
-    """A file, a bucket that does not exist, and a folder in which nobody makes files."""
+    """A file, a bucket that does not exist, and a folder that is not writable."""
     (tmp_path / "file").write_text("")
     seen = []
     for where in (tmp_path / "file" / "below", "gs://no-such-bucket-of-ours/x", "/proc/self", 3):

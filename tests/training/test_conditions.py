@@ -138,7 +138,7 @@ def finite(params, batch):
 
 
 def focal(params, batch):
-    """Weights that depend on the params, by which the losses are averaged."""
+    """Losses are averaged with weights that depend on the params."""
     errors = (batch["x"] @ params["w"][:, 0] - batch["y"]) ** 2
     weights = 1 - jnp.exp(-errors)
     return jnp.sum(weights * errors), jnp.sum(weights)

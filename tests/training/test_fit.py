@@ -1,4 +1,4 @@
-"""`fit` beside loops written by hand, its data, callbacks and errors."""
+"""`fit` compared with loops written by hand, its data, callbacks and errors."""
 
 import concurrent.futures
 import dataclasses
@@ -139,7 +139,7 @@ def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
     """A method that evaluates at other params; the loss depends on the model state and on the key."""
 
     def loss_fn(params, batch, *, model_state, rng):
-        """The model state says at which params and with which key it was computed."""
+        """The model state records the params and the key of its computation."""
         noise = jax.random.normal(rng)
         loss = jnp.mean(batch @ params["w"]) + jnp.sum(model_state["w"]) + noise
         return loss, {"w": params["w"], "noise": noise}
@@ -444,7 +444,7 @@ def test_sam_gets_the_arguments_that_it_takes():
 
 
 def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
-    """From the end of one short epoch to that of the next there is hardly anything else."""
+    """Almost all of the time between the ends of two short epochs is training."""
 
     def loss_fn(params, batch):
         w = jax.lax.stop_gradient(params["w"])

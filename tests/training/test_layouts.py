@@ -1,4 +1,4 @@
-"""Where a run lies: sharded states, replicas, and each method beside a loop by hand."""
+"""Layouts of a run: sharded states, replicas, and each method compared with a loop by hand."""
 
 import contextlib
 import re
@@ -61,7 +61,7 @@ def assert_same_params(result, other):
 
 
 def lies(leaf, wanted):
-    """Whether an array lies as it should, on the mesh of the user with its types of axes."""
+    """Return whether an array has its sharding on the user's mesh, with the user's types of axes."""
     return leaf.sharding.mesh == wanted.mesh and leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
 
 
@@ -110,7 +110,7 @@ def compile_step(where, state):
 
 
 def test_step_gathers_no_whole_parameter_that_the_model_does_not():
-    """The gathers of the compiled step are those of the loss and its gradient alone, by their shapes."""
+    """The compiled step has only the gathers of the loss and its gradient, by their shapes."""
     placement = shard(AxisType.Auto)[1]
     params = jax.device_put(dense_params(), placement)
     state = training.TrainState.create(apply_fn=None, params=params, tx=fitting.method("svrg"))
@@ -136,7 +136,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
         spread = dense_fit(fitting.method("adam"), params, mesh=mesh)
     assert spread.state.params["in"].sharding.spec == P(None, "model")
     assert_close(spread, dense_fit(fitting.method("adam")))
-    # By the sharding of a batch, and replicas each of which is spread over two devices.
+    # With the sharding of a batch, and with replicas that are spread over two devices each.
     named = dense_fit(fitting.method("adam"), mesh=NamedSharding(mesh, P("model")))
     assert_close(named, spread)
     tx = optperm.diloco(optax.sgd(0.1), every=3, axis_name="data")

@@ -154,7 +154,7 @@ def test_run_that_is_interrupted_and_resumed_is_the_uninterrupted_one(
 
 
 def test_tasks_that_an_error_prevented_are_left_out_when_training_resumes(tmp_path):
-    """The checkpoint is of the last whole step, and training goes on with the next step."""
+    """The checkpoint is of the last whole step, and training continues with the next step."""
 
     calls = []
 
@@ -185,7 +185,7 @@ def test_tasks_that_an_error_prevented_are_left_out_when_training_resumes(tmp_pa
 
 
 def test_checkpoint_within_an_epoch_has_no_row_of_this_part(tmp_path):
-    """The result has the row; a run that goes on has the epoch's row alone."""
+    """The result has the row; a resumed run has only the row of the epoch."""
     for steps in (7, 7, 9):
         part = linear_fit(steps=steps, checkpoints=tmp_path, resume=True)
         assert rows_of(part)["step"] == [5, steps]
@@ -238,7 +238,7 @@ def test_second_ctrl_c_before_the_end_of_a_step_is_an_interrupt():
 
 @pytest.mark.programs
 def test_second_ctrl_c_within_a_call_of_steps_takes_effect_at_once():
-    """The second step takes seconds, in which Python still handles signals."""
+    """Python handles signals during the second step, which takes seconds."""
     sent = []
 
     def loss_fn(params, batch):
@@ -451,7 +451,7 @@ def test_damaged_checkpoint_is_refused_with_the_steps_of_others(every, tmp_path)
 
 
 class Preempting:
-    """Batches, of which one comes with a SIGTERM; counts the batches that are taken."""
+    """Yield batches, one of them with a SIGTERM, and count the batches that are taken."""
 
     def __init__(self, batches, at):
         self.batches, self.at, self.taken = batches, at, 0

@@ -158,8 +158,8 @@ def test_row_of_nan_is_never_the_best():
 
 
 def test_padded_batches_are_evaluated_by_sums_and_counts():
-    """What fills up the last batch counts for nothing, whatever it holds."""
-    # Batches of 16, the last of which has nothing but what fills it up.
+    """The padding of the last batch does not count, for any values."""
+    # Batches of 16; the last batch contains only padding.
     padded = {"y": np.pad(DATA["y"], (0, 24)), "mask": np.arange(64) < 40}
     padded["x"] = np.pad(DATA["x"], [(0, 24), (0, 0)], constant_values=99.0)
 

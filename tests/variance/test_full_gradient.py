@@ -64,7 +64,7 @@ def assert_rounds_to(got, exact):
 
 
 def test_batches_of_unequal_size_count_by_it():
-    """It is the mean of the ten gradients, however they are cut into batches; twice the same bits."""
+    """It is the mean of the ten gradients for any batches; two calls give the same bits."""
     params, data = support.random_params(), make_data()
     exact = mean_of_single_gradients(params, data)
     for size in (4, 10):

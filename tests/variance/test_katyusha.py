@@ -65,7 +65,7 @@ def test_params_of_16_bits_lose_no_small_steps():
 
 
 def test_entries_that_are_not_finite_do_no_harm():
-    """z stays at an entry whose gradient is NaN, and the next step is finite and goes on."""
+    """z stays at an entry whose gradient is NaN, and the next step is finite."""
     data, params = make_data(), start()
     tx = optperm.katyusha(0.05, 0.3, 0.3)
     _, opt_state = loops.make_step(tx, evaluation(data))(params, tx.init(params), part(data, 0))

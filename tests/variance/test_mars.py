@@ -85,7 +85,7 @@ def test_first_gradient_that_is_not_finite_is_no_last_one():
 
 
 def test_gradients_of_bfloat16_params_are_kept_wider():
-    """Equal gradients need no correction, whatever the dtype of the params."""
+    """Equal gradients need no correction, for any dtype of the params."""
     g = jnp.array([1.003, 1.0038, 0.5019])
     found = last_update([g, g, g], jnp.zeros(3, jnp.bfloat16))
     np.testing.assert_allclose(found, g, rtol=2**-8)

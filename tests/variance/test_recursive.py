@@ -59,7 +59,7 @@ def test_trajectory_of_each_method_is_that_of_its_paper(a, options, is_refreshed
 
 
 def test_estimate_of_bfloat16_params_stays_float32():
-    """256 small changes add up, of which bfloat16 would lose each."""
+    """256 small changes add up, although each would be lost in bfloat16."""
     params, tx, g = jnp.zeros((), jnp.bfloat16), optperm.recursive_gradient(0.0), jnp.bfloat16(1.0)
     _, opt_state = tx.update(g, tx.init(params), params, grad_fn=lambda p: g)
 
@@ -94,7 +94,7 @@ def test_entry_that_is_not_finite_begins_again():
 
 
 def test_full_gradient_between_steps_becomes_the_estimate():
-    """`take_snapshot` makes it the estimate: with a = 0 the next step is it, whatever its batch."""
+    """`take_snapshot` sets the estimate: with a = 0, the next step equals it, for any batch."""
     data, params = make_data(), support.random_like(start(), 0)
     mu = jax.grad(loss_fn)(params, data)
     tx = optperm.recursive_gradient(0.0)

@@ -111,7 +111,7 @@ def test_steps_without_a_snapshot_warn():
     [
         (optperm.svrg(every=5), 0),
         (optperm.svrg(probability=0.2), 0),
-        # The XLA of jax 0.10 makes some, where that of 0.12 makes none.
+        # XLA makes some with jax 0.10, and none with jax 0.12.
         (optperm.recursive_gradient(0.0, 0.2), 2),
         (optperm.mars(), 1),
     ],
@@ -130,7 +130,7 @@ def test_step_between_snapshots_copies_no_state(method, allowed):
 
 
 def test_gradients_of_one_step_see_the_same_dropout_mask():
-    """At the snapshot itself they cancel, whatever the key: what is left is mu."""
+    """At the snapshot, both gradients cancel for any key, and mu is left."""
 
     def loss(params, batch):
         keep = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape)

@@ -1,5 +1,5 @@
-// What processors with AVX-512 (and VBMI2: Intel since Ice Lake, AMD since Zen 4) do better by instructions that
-// no compiler finds by itself. Everything here has a portable counterpart with the same results beside its caller.
+// Instructions of AVX-512 (and VBMI2: Intel since Ice Lake, AMD since Zen 4) that compilers do not find by themselves.
+// Each function has a portable counterpart with the same results, next to its caller.
 #ifndef OPTPERM_AVX512_H_
 #define OPTPERM_AVX512_H_
 
@@ -17,7 +17,7 @@ namespace optperm {
 
 #if OPTPERM_HAS_AVX512
 
-// Marks functions that only such processors run. Lambdas in them would not be marked.
+// Marks functions that only these processors run. The mark does not apply to lambdas inside them.
 #define OPTPERM_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,bmi,bmi2,lzcnt,popcnt")))
 
@@ -35,14 +35,14 @@ namespace avx512 {
 
 constexpr int32_t kLanes = 16;  // of 32 bits
 
-// The first lanes of a register, all of them at most.
+// A mask of the first lanes of a register.
 OPTPERM_AVX512 inline __mmask16 First(int32_t count) {
   return static_cast<__mmask16>(_bzhi_u32(0xFFFF, std::min(count, kLanes)));
 }
 
-// ---- Sorting 32-bit items: by partitions down to what registers hold, and there by Batcher's bitonic network.
+// ---- Sorting 32-bit items: partitions until the items fit into registers, then Batcher's bitonic network.
 
-// With all lanes named: GCC 12 warns of the plain forms, in which it names something undefined.
+// These forms name all lanes: GCC 12 warns about undefined values in the plain forms.
 OPTPERM_AVX512 inline __m512i Min(__m512i a, __m512i b) { return _mm512_maskz_min_epu32(0xFFFF, a, b); }
 OPTPERM_AVX512 inline __m512i Max(__m512i a, __m512i b) { return _mm512_maskz_max_epu32(0xFFFF, a, b); }
 
@@ -55,8 +55,8 @@ OPTPERM_AVX512 inline __m512i Partner(__m512i v) {
   return _mm512_maskz_permutexvar_epi32(0xFFFF, lanes, v);
 }
 
-// Compares all items at once, item i with item i ^ kXor: the smaller one becomes the one of the lower number. Item
-// i is in lane i / count of register i % count.
+// Compares all items at once, item i with item i ^ kXor, and moves the smaller item to the lower index. Item i is in
+// lane i / count of register i % count.
 template <int count, int kXor>
 OPTPERM_AVX512 inline void Exchange(__m512i* v) {
   constexpr int kRegister = kXor % count, kLane = kXor / count;
@@ -118,11 +118,11 @@ OPTPERM_AVX512 inline void SortFew(const uint32_t* from, int32_t size, uint32_t*
     v[i] = _mm512_mask_loadu_epi32(_mm512_set1_epi32(-1), inside[i], from + i * kLanes);
   }
   SortRegisters<count, count * kLanes>(v);
-  for (int riffles = 1; riffles < count; riffles *= 2) Riffle<count>(v);  // so that items stand by their numbers
+  for (int riffles = 1; riffles < count; riffles *= 2) Riffle<count>(v);  // so that items are in order of their indices
   for (int i = 0; i < count; ++i) _mm512_mask_storeu_epi32(sorted + i * kLanes, inside[i], v[i]);
 }
 
-// Copies what is below the pivot to the front, and the rest to the back. Returns how many are below it.
+// Copies items below the pivot to the front, and the other items to the back. Returns the number of items below it.
 OPTPERM_AVX512 inline int32_t Partition(const uint32_t* from, int32_t size, uint32_t pivot, uint32_t* to) {
   const __m512i pivots = _mm512_set1_epi32(static_cast<int32_t>(pivot));
   int32_t front = 0, back = size;
@@ -161,7 +161,7 @@ OPTPERM_AVX512 inline void Sort(uint32_t* from, uint32_t* spare, int32_t size, u
   Sort(spare + below, from + below, size - below, sorted + below, most_partitions - 1);
 }
 
-// ---- The search: what it does with entries in words of 64 places.
+// ---- The search: operations on words of 64 places.
 
 alignas(64) constexpr uint8_t kPlaces[64] = {
     0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
@@ -185,7 +185,7 @@ OPTPERM_AVX512 inline void Signs(const uint64_t* keys, int32_t size, uint64_t* w
   }
 }
 
-// The alive ones of some places, in a buffer with room for a register more. Returns how many they are.
+// Writes the alive places to a buffer with room for one more register. Returns their number.
 OPTPERM_AVX512 inline int32_t Alive(const int32_t* places, int32_t size, const uint64_t* alive, uint32_t* found) {
   const __m512i ones = _mm512_set1_epi32(1), low_bits = _mm512_set1_epi32(31);
   int32_t count = 0;

@@ -1,5 +1,5 @@
-// The search from one source where the cycle cannot be read off the order: weights are tied, or rounding makes the
-// two directions of a move differ.
+// The search from one source if the order does not determine the cycle, because weights are tied, or because rounding
+// makes the two directions of a move differ.
 #ifndef OPTPERM_CAREFUL_SEARCH_H_
 #define OPTPERM_CAREFUL_SEARCH_H_
 
@@ -196,7 +196,7 @@ OPTPERM_FOR_EACH_PROCESSOR Path CarefulSearch<T>::Run(Places* places, const Reac
                                                       int32_t end) {
   places_ = places;
   reach_ = reach;
-  path_ = path_buffer_.Reserve<int32_t>(places->size() + 1);  // the source may stand at both ends
+  path_ = path_buffer_.Reserve<int32_t>(places->size() + 1);  // the source may be at both ends
   path_[0] = source;
   length_ = 1;
   const bool found = places->Rises(source) ? SearchUp(source, end) : SearchDown(source, end);

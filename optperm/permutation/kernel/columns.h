@@ -1,4 +1,4 @@
-// Copying neighboring columns of a row-major matrix to and from buffers of their own.
+// Copies of neighboring columns of a row-major matrix to separate buffers, and back.
 #ifndef OPTPERM_COLUMNS_H_
 #define OPTPERM_COLUMNS_H_
 
@@ -23,7 +23,7 @@ inline Four FirstHalves(Four a, Four b) { return __builtin_shuffle(a, b, Four{0,
 inline Four SecondHalves(Four a, Four b) { return __builtin_shuffle(a, b, Four{2, 6, 3, 7}); }
 #endif
 
-// Transposes the block at `from`, whose lines lie `from_stride` entries apart, to `to`.
+// Transposes the block at `from`, whose lines are `from_stride` entries apart, to `to`.
 inline void TransposeFour(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
   Four a, b, c, d;
   const char* source = static_cast<const char*>(from);
@@ -44,8 +44,8 @@ inline void TransposeFour(const void* from, int64_t from_stride, void* to, int64
   std::memcpy(target + 12 * to_stride, &d, 16);
 }
 
-// Processors do not see the pattern in lines that lie far apart. Fetches those that come some lines after line i and
-// the next three; the `width` entries of one may lie on two lines of the cache.
+// Processors do not detect the pattern of lines that are far apart. Prefetches four lines, some lines after line i; the
+// `width` entries of a line may be on two cache lines.
 template <typename T>
 void FetchAhead(const T* matrix, int64_t stride, int64_t i, int64_t lines, int64_t width) {
   constexpr int64_t kAhead = 16;
@@ -90,9 +90,8 @@ void Transpose(const T* from, int64_t from_stride, int64_t lines, int64_t width,
   }
 }
 
-// How many neighboring columns a thread works on at once: at most one cache line of 32-bit entries, so that
-// reading touches each line once. At least two such tiles a thread, and whole blocks of four where there are
-// enough columns.
+// The number of neighboring columns in a tile of a thread: at most one cache line of 32-bit entries, so that reading
+// touches each line once. Each thread gets at least two tiles, and, with enough columns, whole blocks of four.
 inline int64_t TileWidth(int64_t columns, const Threads& threads) {
   const int64_t tiles = 2 * threads.count;
   const int64_t width = std::clamp<int64_t>((columns + tiles - 1) / tiles, 1, 16);

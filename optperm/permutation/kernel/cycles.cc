@@ -16,10 +16,10 @@
 namespace optperm {
 namespace {
 
-// From how many entries on several threads are worth their while for one weight vector.
+// Use several threads for weight vectors of at least this many entries.
 constexpr int64_t kLong = 1 << 15;
 
-// Subnormal numbers are numbers while this lives: XLA's threads take them for zero.
+// Turns off flush-to-zero, which XLA's threads turn on, for the lifetime of the object.
 class DefaultFloats {
  public:
   DefaultFloats() {
@@ -66,12 +66,12 @@ struct Row {
 template <typename T>
 class SubsetPermuter {
  public:
-  // The entries' homes come in order of rank, and are used up. Returns how many entries moved.
+  // The entries' homes are given in order of rank, and are overwritten. Returns the number of entries that moved.
   OPTPERM_FOR_EACH_PROCESSOR int32_t Permute(const Row<T>& row, Home* home, int32_t size,
                                              const Threads& threads);
 
  private:
-  // Step 4: a recommendation of zero and what is not finite sit out. Not 0 if an entry does.
+  // Step 4: nonfinite entries, and entries with a recommendation of zero, do not take part. Not 0 if there is one.
   Bits<T> SitsOut(int32_t p) const {
     const Bits<T> infinite = ToBits(std::numeric_limits<T>::infinity());
     const Bits<T> wish = entries_.wish[p] & ~kSignBit<T>;
@@ -98,7 +98,7 @@ class SubsetPermuter {
     return any != 0;
   }
 
-  // Marks entries as heavy as the one before.
+  // Marks entries with the same weight as the entry before.
   void MarkTies() {
     const T* weight = entries_.weight;
     const int32_t size = entries_.size;
@@ -126,7 +126,7 @@ class SubsetPermuter {
     }
   }
 
-  // The first entry from one on that is marked as tied, or that is not; the size if there is none.
+  // The first entry, from a given entry, that is marked as tied, or that is not marked; the size if there is none.
   int32_t FindTie(int32_t from, bool is_tied) const {
     if (from >= entries_.size) return entries_.size;
     const uint64_t flip = is_tied ? 0 : ~uint64_t{0};
@@ -211,11 +211,11 @@ OPTPERM_FOR_EACH_PROCESSOR int32_t SubsetPermuter<T>::Permute(const Row<T>& row,
   return moved;
 }
 
-// Permutes weight vectors, one at a time; the working memory is kept from one to the next.
+// Permutes weight vectors, one at a time, and reuses the working memory.
 template <typename T>
 class RowPermuter {
  public:
-  // Returns how many entries moved, or -1 if the ranks are not a permutation.
+  // Returns the number of entries that moved, or -1 if the ranks are not a permutation.
   int32_t Permute(Row<T> row, const Threads& threads) {
     Home* home = homes_.Reserve<Home>(row.n);
     if (!SortByRank(row, home, threads)) return -1;
@@ -224,7 +224,7 @@ class RowPermuter {
     // Step 3.
     Home* grouped = grouped_.Reserve<Home>(row.n);
     Partition(row, home, grouped);
-    if (threads.count > 1) homes_.Release();  // what is large is short-lived
+    if (threads.count > 1) homes_.Release();  // frees large buffers early
     const int32_t whole = row.n / row.partition_size;
     const int32_t subsets = whole + (row.n % row.partition_size != 0 && !row.drop_remainder);
     const auto permute = [&](SubsetPermuter<T>& permuter, int32_t k) {
@@ -266,7 +266,7 @@ class RowPermuter {
     });
     int32_t least = valid ? 0 : -1;
     for (uint32_t rank = 0; rank < n; ++rank) least = std::min(least, home[rank].location);
-    return least >= 0;  // else another rank stood twice
+    return least >= 0;  // otherwise, some rank occurs twice
   }
 
   static double Spread(const Row<T>& row, const Home* home) {
@@ -331,7 +331,7 @@ class TilePermuter {
     const int64_t width = std::min(width_, p.rows - first), base = batch * p.n * p.rows + first;
     // No power of two: columns would share few lines of the cache.
     const int64_t stride = p.n + 16;
-    // A matrix of one weight vector is what it is, transposed.
+    // A matrix with one weight vector equals its transpose in memory.
     const bool is_column = p.rows == 1;
     const T* m = p.recommendation + base;
     T* weights = is_column ? p.new_weights + base : weights_.template Reserve<T>(width_ * stride);

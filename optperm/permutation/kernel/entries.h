@@ -1,4 +1,4 @@
-// The entries of a weight vector, as the search sees them.
+// The entries of a weight vector, in the form that the search uses.
 #ifndef OPTPERM_ENTRIES_H_
 #define OPTPERM_ENTRIES_H_
 
@@ -20,7 +20,7 @@ namespace optperm {
 #define OPTPERM_FOR_EACH_PROCESSOR
 #endif
 
-// Called, not copied into the above: that takes the compiler long, and makes no odds where it runs rarely.
+// Not inlined into the functions above: inlining takes long to compile, and saves no time in code that runs rarely.
 #define OPTPERM_RARE __attribute__((noinline))
 
 #define OPTPERM_INLINE __attribute__((always_inline)) inline
@@ -38,7 +38,7 @@ inline Bits<T> ToBits(T value) {
   return bits;
 }
 
-// Memory that grows, and is used anew each time.
+// A buffer that grows if necessary, and is reused.
 class Buffer {
  public:
   template <typename Item>
@@ -62,7 +62,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Where a weight is, and its rank, which goes with it wherever it moves.
+// The place of a weight, and its rank, which moves with the weight.
 struct alignas(8) Home {
   int32_t location;
   int32_t rank;

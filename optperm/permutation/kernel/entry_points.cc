@@ -1,4 +1,4 @@
-// What Python calls: the kernel by plain C functions, on threads of the library.
+// The functions that Python calls: plain C functions around the kernel, on the library's threads.
 #include <cstdint>
 
 #include "cycles.h"
@@ -9,7 +9,7 @@
 #define OPTPERM_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// Counts up whenever the functions below change.
+// Increase this number whenever the functions below change.
 OPTPERM_EXPORT int32_t optperm_interface_version() { return 2; }
 
 OPTPERM_EXPORT void optperm_set_max_threads(int64_t count) { optperm::max_threads = count; }

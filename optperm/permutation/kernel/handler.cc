@@ -1,4 +1,4 @@
-// What XLA calls: the kernel as a typed FFI handler, over XLA's own threads.
+// The function that XLA calls: the kernel as a typed FFI handler, on XLA's threads.
 #include <algorithm>
 #include <functional>
 #include <string>

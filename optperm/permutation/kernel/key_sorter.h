@@ -11,9 +11,9 @@
 
 namespace optperm {
 
-// Sorts places by the bits of their keys that a mask leaves, ties by place: as items of as many leading bits
-// as 32 or 64 bits hold beside the place, and by insertion where those bits are equal. Items are sorted by
-// AVX-512 where the processor has it, by radix elsewhere; few keys are compared each with each.
+// Sorts places by the masked bits of their keys, and ties by place. An item of 32 or 64 bits holds the place and as
+// many leading bits of the key as fit; insertion sorts items whose leading bits are equal. AVX-512 sorts items if
+// the processor has it, and a radix sort otherwise; few keys are all compared with each other.
 template <typename Key, Key kMask>
 class KeySorter {
  public:
@@ -27,7 +27,7 @@ class KeySorter {
       high = std::max(high, key);
       different |= key ^ first;
     }
-    // The low bits that all have in common are left out: keys may come from numbers of fewer bits.
+    // Low bits that all keys have in common are left out, because keys may come from numbers with fewer bits.
     common_bits_ = different == 0 ? 0 : __builtin_ctzll(different);
     low_ = low;
     const uint64_t range = static_cast<uint64_t>(high - low) >> common_bits_;
@@ -61,16 +61,16 @@ class KeySorter {
 
   static Key Masked(Key key) { return key & kMask; }
 
-  // Whether so many leading bits, in an item of 32 bits, tell most keys apart. Keys are made of floating numbers:
-  // if between two powers of two there are less different leading bits than a quarter of the places, too many
-  // are equal, unless those are all bits in which keys differ.
+  // Whether this number of leading bits, in an item of 32 bits, distinguishes most keys. Keys come from floating-point
+  // numbers: if the leading bits have fewer values between two powers of two than a quarter of the places, too many
+  // keys are equal, unless the leading bits are all the bits in which keys differ.
   bool AreEnough(int bits, uint64_t range, int place_bits) const {
     constexpr int kFraction = sizeof(Key) == 4 ? 23 : 52;
     const int shift = Shift(range, bits);
     return place_bits <= 14 && (shift == 0 || common_bits_ + shift + place_bits <= kFraction + 2);
   }
 
-  // Leaves so many leading bits of keys. Returns how many low bits go.
+  // Keeps this number of leading bits of keys. Returns the number of dropped low bits.
   int LeaveOnly(int bits, uint64_t range) {
     const int shift = Shift(range, bits);
     tells_all_ = shift == 0;
@@ -79,11 +79,11 @@ class KeySorter {
 
   static int BitLength(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
 
-  // How many low bits of numbers up to `range` are too many.
+  // The number of low bits to drop from numbers up to `range`.
   static int Shift(uint64_t range, int bits) { return std::max(BitLength(range) - bits, 0); }
 
-  // For few entries: the place of each in the order is the number of those that come before it, by leading
-  // bits in 16-bit integers, of which processors compare many at once; by insertion where those are equal.
+  // For few entries: the index of an entry in the order is the number of entries before it. Compares leading bits as
+  // 16-bit integers, many at once, and sorts equal leading bits by insertion.
   void Count(const Key* keys, int32_t size, uint64_t range) {
     constexpr int32_t kBlock = 64;
     const int shift = LeaveOnly(15, range);
@@ -192,7 +192,7 @@ class KeySorter {
 
   Key low_ = 0;
   int common_bits_ = 0;     // the low bits in which no keys differ
-  bool tells_all_ = false;  // whether the bits left tell all keys apart that differ
+  bool tells_all_ = false;  // whether the remaining bits distinguish all different keys
   Buffer first_, second_;
   int32_t *order_ = nullptr, *spare_ = nullptr;
 };

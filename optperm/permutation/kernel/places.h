@@ -13,11 +13,11 @@ namespace optperm {
 inline int LowestBit(uint64_t word) { return __builtin_ctzll(word); }
 inline int HighestBit(uint64_t word) { return 63 - __builtin_clzll(word); }
 
-// Places 0, ..., size - 1, each alive or not, and each one that should rise or one that should fall.
+// Places 0, ..., size - 1. Each place is alive or not, and should rise or fall.
 //
 // Two trees of 64-bit words, one over the risers and one over the fallers, find the nearest alive place
 // of a kind up or down. A bit of a level says that a word of the level below may have bits set; it is
-// cleared when a search finds that it has none. So removing places is nothing but clearing bits of
+// cleared when a search finds that it has none. So to remove places, clear their bits in
 // `alive()`.
 class Places {
  public:
@@ -49,7 +49,7 @@ class Places {
   // Whether a place has the same weight as the place below it.
   uint64_t* tied() { return tied_.data(); }
 
-  // Without ties those are not read.
+  // Without ties, these words are not read.
   void Summarize(bool has_ties) {
     const int32_t words = level_words_[0];
     for (int32_t i = 0; has_ties && i < words; ++i) {
@@ -137,7 +137,7 @@ class Places {
     return kNone;
   }
 
-  // The first alive place of either kind at or above, or at or below, `place`. Most are a few words away at most.
+  // The first alive place of either kind at or above, or at or below, `place`. It is usually near.
   int32_t AnyUp(int32_t place) {
     int32_t word = place >> 6;
     if (word >= level_words_[0]) return kNone;

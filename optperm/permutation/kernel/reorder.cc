@@ -11,12 +11,12 @@
 namespace optperm {
 namespace {
 
-// One row at a time, in order of location; the working memory is kept from one to the next.
+// Works on one row at a time, in order of location, and reuses the working memory.
 template <typename Key>
 class RowReorderer {
  public:
-  // Sorts by the keys, which are overwritten, and replaces the ranks by the new ones. Returns false if they
-  // are not a permutation.
+  // Sorts by the keys, which are overwritten, and replaces the ranks by the new ranks. Returns false if the ranks are
+  // not a permutation.
   OPTPERM_FOR_EACH_PROCESSOR bool Reorder(int32_t n, Key* keys, int32_t* ranks, int32_t* sources);
 
  private:
@@ -37,7 +37,7 @@ OPTPERM_FOR_EACH_PROCESSOR bool RowReorderer<Key>::Reorder(int32_t n, Key* keys,
   }
   int32_t least = 0;
   for (int32_t rank = 0; rank < n; ++rank) least = std::min(least, locations[rank]);
-  if (least < 0) return false;  // another rank stood twice
+  if (least < 0) return false;  // some rank occurs twice
   // As unsigned integers in the same order.
   Unsigned* shifted = reinterpret_cast<Unsigned*>(keys);
   for (int32_t i = 0; i < n; ++i) shifted[i] ^= Unsigned{1} << (8 * sizeof(Key) - 1);

@@ -1,4 +1,4 @@
-// LaPerm's synchronization: which weight takes which place.
+// LaPerm's synchronization: assigns weights to places.
 #ifndef OPTPERM_REORDER_H_
 #define OPTPERM_REORDER_H_
 
@@ -16,8 +16,8 @@ struct ReorderProblem {
   int64_t n;
   const Key* keys;       // (batch, n, rows) signed integers in the order of the entries
   const int32_t* ranks;  // (batch, n, rows) the ranks of other entries in their rows
-  int32_t* new_ranks;    // (batch, n, rows) those of the keys, ties by location
-  int32_t* sources;      // (batch, n, rows) where among the others the one of the new rank stands
+  int32_t* new_ranks;    // (batch, n, rows) the ranks of the keys, ties by location
+  int32_t* sources;      // (batch, n, rows) the location of the new rank among the other entries
 };
 
 // Returns false, with the outputs undefined, if the ranks of a row are not a permutation.

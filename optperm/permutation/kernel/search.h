@@ -19,12 +19,12 @@ namespace optperm {
 template <typename T>
 class CycleSearch {
  public:
-  // For each place the place whose weight it takes. In `ties`, if there are any, a bit marks what is as heavy as the
-  // place before.
+  // For each place, the place whose weight it takes. In `ties`, if there are ties, a bit marks a place with the same
+  // weight as the place before.
   const int32_t* Run(const Entries<T>& entries, double epsilon, const uint64_t* ties) {
     reach_ = {entries.weight, epsilon};
     size_ = entries.size;
-    // All places in ascending |m|; beside them there is room for what they take.
+    // All places in ascending |m|, with room for the places whose weights they take.
     const int32_t* order = sorter_.Sort(entries.wish, size_);
     take_ = sorter_.spare();
     Prepare(entries, ties);
@@ -61,13 +61,13 @@ class CycleSearch {
     }
   }
 
-  // The most sources looked at together: enough to spare most of the branches on whether one is still alive, few
-  // enough that hardly any is memorized meanwhile.
+  // The maximum number of sources in a group: large enough to save most branches on whether a source is alive, and
+  // small enough that few sources are memorized in the meantime.
   static constexpr int32_t kLookAhead = 32;
   int32_t LookAhead() const { return std::clamp(size_ / 6, 8, kLookAhead); }
 
-  // Sources in descending |m|, on equal |m| the later place first. Several are looked at together, and those that
-  // are memorized already are left out.
+  // Sources in descending |m|; with equal |m|, the later place comes first. Works on groups of sources, and leaves out
+  // memorized sources.
   template <bool kTies>
   void Search(const int32_t* order) {
 #if OPTPERM_HAS_AVX512
@@ -89,8 +89,8 @@ class CycleSearch {
   }
 
 #if OPTPERM_HAS_AVX512
-  // The same. What an entry takes from its own word of 64 places is a byte here, so that a few instructions move a
-  // cycle, however long.
+  // The same. Here, a byte holds the place in its word of 64 places whose weight an entry takes, so that a few
+  // instructions move a cycle of any length.
   template <bool kTies>
   OPTPERM_AVX512 OPTPERM_RARE void SearchByAvx512(const int32_t* order) {
     const int32_t words = (size_ + 63) / 64;
@@ -113,8 +113,8 @@ class CycleSearch {
   //
   // If the first faller above a riser does not reach down to it, there is no cycle: no other faller reaches as far
   // down. If it does, the cycle is the risers from the source up to that faller, and the faller, which is not tied
-  // with the source. Likewise for a faller, where none of these places are tied with each other. Here are the cycles
-  // that lie within a word of 64 places, with hardly a branch that is hard to predict.
+  // with the source. Likewise for a faller, where none of these places are tied with each other. This function finds
+  // the cycles within a word of 64 places, with few branches that are hard to predict.
   template <bool kByAvx512, bool kTies>
   OPTPERM_INLINE void SearchEach(const uint32_t* sources, int32_t count) {
     uint64_t* const alive_words = places_.alive();
@@ -312,7 +312,7 @@ class CycleSearch {
     return true;
   }
 
-  // What is left: the end does not reach the source, places are tied, or rounding makes the two directions differ.
+  // The other cases: the end does not reach the source, places are tied, or rounding makes the two directions differ.
   template <bool kByAvx512>
   OPTPERM_RARE void SearchCarefully(int32_t source, int32_t end) {
     const Path path = careful_.Run(&places_, reach_, source, end);
@@ -320,7 +320,7 @@ class CycleSearch {
     if (path.length > 0) Take<kByAvx512>(path.places[path.length - 1], path.places[0]);
   }
 
-  // What is not moved within a word by AVX-512 is marked as that.
+  // Marks entries that AVX-512 does not move within a word.
   template <bool kByAvx512>
   OPTPERM_INLINE void Take(int32_t place, int32_t from) {
     take_[place] = from;

@@ -10,7 +10,7 @@
 namespace optperm {
 namespace {
 
-// Tasks that several threads take, one at a time. A thread that comes when all are taken touches nothing else.
+// Tasks that several threads take, one at a time. A thread that comes when all tasks are taken accesses nothing else.
 class Tasks {
  public:
   Tasks(int64_t count, const std::function<void(const NextTask&)>& work) : count_(count), work_(work) {}
@@ -49,7 +49,7 @@ class Pool {
  public:
   void Schedule(std::function<void()> function) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // In a process that was forked no thread is left: functions are then dropped, and callers work alone.
+    // A forked process has no threads of the pool: functions are then dropped, and callers work alone.
     if (static_cast<int64_t>(waiting_.size()) >= kMostWaiting) return;
     waiting_.push_back(std::move(function));
     if (idle_ < static_cast<int64_t>(waiting_.size()) && started_ < max_threads - 1) {

@@ -8,14 +8,14 @@
 
 namespace optperm {
 
-// How many threads may share a piece of work, the calling one among them, and how to call a function on
-// another one: at once, later or never.
+// The number of threads that may share work, including the calling thread, and the way to call a function on another
+// thread: at once, later or never.
 struct Threads {
   int64_t count = 1;
   std::function<void(std::function<void()>)> schedule;
 };
 
-// How many threads one call may use. Python says it when it loads the library.
+// The number of threads that one call may use. Python sets it when it loads the library.
 extern int64_t max_threads;
 
 // The library's own threads, for calls that do not come from XLA.

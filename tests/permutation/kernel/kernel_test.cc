@@ -1,5 +1,5 @@
-// The kernel alone, without Python or XLA, beside a slow implementation that is written from the method's
-// description: neighbor lists, and depth-first search through them.
+// The kernel alone, without Python or XLA, compared with a slow implementation of the method's description: neighbor
+// lists, and a depth-first search through them.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -35,7 +35,7 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// A problem with memory of its own.
+// A problem that owns its memory.
 template <typename T>
 struct Case {
   int64_t batch, rows, n;
@@ -269,7 +269,7 @@ void TestAgainstDescription(const char* type) {
   std::printf("the method's description, %s: ok\n", type);
 }
 
-// Too long for the slow implementation: each move goes the way it should and not too far.
+// Too long for the slow implementation: each move has the right direction, and is not too long.
 template <typename T>
 void TestLongVector(const char* type, int64_t n, int kind) {
   std::mt19937_64 rng(kind);
@@ -302,7 +302,7 @@ void TestLongVector(const char* type, int64_t n, int kind) {
   std::printf("a vector of %lld, %s, kind %d: ok\n", static_cast<long long>(n), type, kind);
 }
 
-// Several threads for each weight vector, or one: the same bits.
+// Several threads or one thread for each weight vector give the same bits.
 template <typename T>
 void TestThreads(const char* type) {
   constexpr int64_t n = 40000;
@@ -472,7 +472,7 @@ void TestReorder(const char* type) {
 }
 
 #if OPTPERM_HAS_AVX512
-// Of each size, as partitions leave them, and where partitions are used up.
+// Of each size that partitions leave, and with all partitions used up.
 void TestNetwork() {
   std::mt19937_64 rng(0);
   for (int32_t size = 1; size < 700; ++size) {
