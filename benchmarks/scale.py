@@ -12,8 +12,8 @@ With `--tuned`, the rates come from earlier files: for a file of one size, its b
 and 10 million params, the ratio of their best rates, once more.
 
 "bytes per param" is what the compiled step of a training holds: its arguments (params, state and a
-batch) and its temporary memory (gradients and activations), over the number of params. Seconds are
-those of the processor on a CPU, and of the wall on a GPU.
+batch) and its temporary memory (gradients and activations), over the number of params. Last, all methods
+take turns with steps, whose time is that of the processor on a CPU, and of the wall on a GPU.
 
     python benchmarks/scale.py --make FILE
     python benchmarks/scale.py [--text FILE] [--size 1|10|30|100] [--methods NAME ...] [--seeds 3]
@@ -49,6 +49,7 @@ import numpy as np
 import optax
 import optax.contrib
 import results
+import timing
 import widen
 from accelerator_programs import DEVICES
 from flax import nnx
@@ -308,23 +309,20 @@ class Task:
         arguments = held.argument_size_in_bytes
         return (arguments + held.temp_size_in_bytes) / self.count, arguments / self.count
 
+    def start(self, name: str, decay: float, seed: int) -> tuple[Any, Any]:
+        """Return the params that training starts with, and the state."""
+        params = optax.tree.cast(self.initial(seed), METHODS[name].dtype)
+        return params, jax.jit(self.program(name, decay)[0])(params)
+
     def run(
         self, data: tuple[np.ndarray, np.ndarray], name: str, rate: float, decay: float, seed: int
-    ) -> tuple[list[float], float]:
-        """Return nats per byte on both halves of what is held out, and seconds per step."""
-        init, step = self.program(name, decay)
+    ) -> list[float]:
+        """Return nats per byte on both halves of what is held out."""
         train, held = data
-        params = optax.tree.cast(self.initial(seed), METHODS[name].dtype)
-        state = jax.jit(init)(params)
-        clock, start = time.process_time if self.is_cpu else time.perf_counter, 0.0
+        params, state = self.start(name, decay, seed)
         for index in range(self.steps):
             ids = library_bytes.windows(train, np.random.default_rng((seed, index)), self.batch)
-            params, state = step(params, state, ids, jnp.float32(rate))
-            if index == 0:
-                jax.block_until_ready(params)
-                start = clock()
-        jax.block_until_ready(params)
-        seconds = (clock() - start) / max(self.steps - 1, 1)
+            params, state = self.program(name, decay)[1](params, state, ids, jnp.float32(rate))
         nats = []
         for part, half in enumerate(np.split(held[: len(held) // 2 * 2], 2)):
             rng = np.random.default_rng(part)
@@ -333,7 +331,21 @@ class Task:
                 for _ in range(max(TESTS // self.batch, 1))
             ]
             nats.append(float(np.mean(losses)))
-        return nats, seconds
+        return nats
+
+    def time(self, decays: dict[str, float], repetitions: int) -> dict[str, float]:
+        """Return the median seconds of a step of each method, which take turns."""
+        ids = jnp.zeros((self.batch, library_bytes.CONTEXT + 1), jnp.int32)
+        calls = {}
+        for name, decay in decays.items():
+
+            def step(carry: Any, name: str = name, decay: float = decay) -> Any:
+                return self.program(name, decay)[1](*carry, ids, jnp.float32(0.0))
+
+            calls[name] = timing.stepping(step, self.start(name, decay, 0))
+        clock = time.process_time if self.is_cpu else time.perf_counter
+        times = timing.take_turns(calls, repetitions, clock)
+        return {name: float(np.median(each)) for name, each in times.items()}
 
     @functools.cached_property
     def evaluate(self) -> Any:
@@ -352,10 +364,9 @@ class Runs:
         """Return the row of a training, which is run if it is not there."""
         point = {"method": name, "rate": f"{rate:g}", "decay": f"{decay:g}", "seed": f"{seed}"}
         if not RESULTS.has(self.title, **point):
-            (chosen, reported), seconds = self.task.run(self.data, name, rate, decay, seed)
-            ms = f"{1e3 * seconds:.1f}"
+            chosen, reported = self.task.run(self.data, name, rate, decay, seed)
             RESULTS.show(
-                self.title, **point, nats_to_choose=f"{chosen:.4f}", nats=f"{reported:.4f}", ms=ms
+                self.title, **point, nats_to_choose=f"{chosen:.4f}", nats=f"{reported:.4f}"
             )
             RESULTS.write(self.path)
         return next(row for row in RESULTS.rows(self.title) if point.items() <= row.items())
@@ -425,7 +436,6 @@ def compare(task: Task, data: Any, options: argparse.Namespace) -> None:
         rate, decay = points[base]
         rows = [runs.get(name, rate, decay, seed) for seed in range(options.seeds)]
         losses[name] = each = np.array([float(row["nats"]) for row in rows])
-        ms = float(np.median([float(row["ms"]) for row in rows]))
         error = f" ± {_error(each):.4f}" if len(each) > 1 else ""
         if not RESULTS.has(task.title, method=name):
             both, arguments = task.bytes_per_param(name, decay)
@@ -438,8 +448,6 @@ def compare(task: Task, data: Any, options: argparse.Namespace) -> None:
                 **{"nats, and standard error": f"{np.mean(each):.4f}{error}"},
                 bytes_per_param=f"{both:.1f}",
                 of_arguments=f"{arguments:.2f}",
-                ms_per_step=f"{ms:.0f}",
-                bytes_of_text_per_second=f"{1e3 * task.batch * library_bytes.CONTEXT / ms:,.0f}",
             )
         if (
             base != name
@@ -458,6 +466,20 @@ def compare(task: Task, data: Any, options: argparse.Namespace) -> None:
                 **{"standard error of the base": f"{_error(losses[base]):.4f}"},
             )
         RESULTS.write(options.json)
+
+    title = f"{task.title}: a step, in turns"
+    if all(RESULTS.has(title, method=name) for name in options.methods):
+        return
+    decays = {name: points[METHODS[name].base or name][1] for name in options.methods}
+    seconds = task.time(decays, options.repetitions)
+    for name, each in seconds.items():
+        RESULTS.show(
+            title,
+            method=name,
+            ms=f"{1e3 * each:.1f}",
+            **{f"over {options.methods[0]}'s": f"{each / seconds[options.methods[0]]:.2f}"},
+            bytes_of_text_per_second=f"{task.batch * library_bytes.CONTEXT / each:,.0f}",
+        )
 
 
 def _error(each: np.ndarray) -> float:
@@ -516,6 +538,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--repetitions", type=int, default=10, help="of timed steps")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
