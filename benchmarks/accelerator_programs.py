@@ -76,6 +76,49 @@ class Transfer(NamedTuple):
     meanwhile: int
 
 
+class Work(NamedTuple):
+    """What a step does that takes no branch of a conditional.
+
+    Attributes:
+      kernels: The operations that it launches.
+      bytes: What their operands and results hold.
+    """
+
+    kernels: int
+    bytes: int
+
+
+# These operations move nothing.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+
+
+def find_work(hlo: str) -> Work:
+    """Return the work of a compiled program.
+
+    A loop counts as often as the program says. A loop that does not say it is a conditional of ours.
+    """
+    bodies = dict(COMPUTATION.findall(hlo))
+
+    def add_up(name: str) -> Work:
+        lines = INSTRUCTION.findall(bodies[name])
+        types = {result: type_ for result, type_, _, _ in lines}
+        kernels = size = 0
+        for _, type_, operation, rest in lines:
+            called = re.findall(r"(?:body|to_apply|calls)=%([\w.-]+)", rest)
+            if operation in ("while", "call", "async-start"):
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
+                times = int(trips[1]) if trips else int(operation != "while")
+                inside = add_up(called[0])
+                kernels, size = kernels + times * inside.kernels, size + times * inside.bytes
+            elif operation != "conditional" and operation not in _FREE:
+                operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
+                kernels += 1
+                size += count_bytes(type_) + sum(count_bytes(types[each]) for each in operands)
+        return Work(kernels, size)
+
+    return add_up(re.findall(r"^ENTRY %([\w.-]+)", hlo, re.MULTILINE)[0])
+
+
 def tpu_mesh(shape: dict[str, int], topology: str = "v5e:2x2", slices: int = 1) -> Mesh:
     """A mesh of TPUs of a topology; of several slices the first axis goes over them."""
     more = {"num_slices": slices} if slices > 1 else {}
@@ -141,6 +184,10 @@ class Program:
     def fusions(self) -> int:
         """How many fused computations the program schedules, outside of conditionals."""
         return self.text.split("\nENTRY ")[1].count(" fusion(")
+
+    def work(self) -> Work:
+        """Return the kernels and the bytes of a step that takes no branch."""
+        return find_work(self.text)
 
     def collectives(self) -> list[Collective]:
         """What crosses devices of one slice."""

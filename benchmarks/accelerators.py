@@ -1,23 +1,35 @@
-"""Memory and traffic of AGN and DiLoCo on TPUs and GPUs, from programs compiled without the devices.
+"""Memory and traffic of methods on TPUs and GPUs, from programs compiled without the devices.
 
-The programs are the steps of four replicas, one on each of four devices, with AdamW as the inner
-optimizer and donated params and state. `libtpu` compiles them for TPU v5e (`pip install libtpu`, on
-Linux), and `jax-cuda12-plugin` and `jax-cuda12-pjrt` compile them for H100 (`pip install --no-deps`, in
-the version of jaxlib; no driver is needed).
+The script prints:
 
-    python benchmarks/accelerators.py [--json FILE]
+- replicas: the steps of four replicas with AGN and DiLoCo, one on each of four devices, with AdamW as
+  the inner optimizer;
+- methods: the update of each method on one H100, with 24 matrices of 2,048 x 2,048, 100 million params,
+  and their gradients as arguments: kernels, bytes that they read and write in a step that takes no
+  branch of a conditional, and temporary memory. Methods for replicas are in the other part; permuting
+  weights calls the host, which cannot be compiled without a device.
+
+Params and state are donated. `libtpu` compiles for TPU v5e (`pip install libtpu`, on Linux), and
+`jax-cuda12-plugin` and `jax-cuda12-pjrt` compile for H100 (`pip install --no-deps`, in the version of
+jaxlib; no driver is needed).
+
+    python benchmarks/accelerators.py [--only replicas|methods] [--methods NAME ...] [--leaves 24]
+        [--side 2048] [--json FILE] [--resume]
 """
 
 import argparse
 import functools
 import importlib.metadata
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import accelerator_programs
+import compile as compiling
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 import results
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -105,19 +117,85 @@ def measure(title: str, mesh: Mesh, found: results.Results) -> None:
         print(f"{name:48}", *(f"{cell!s:>8}" for cell in cells.values()))
 
 
+ADAMW_ALONE = "optax.adamw"
+BFLOAT16 = ("widen_params", "widen_params, quantize_state")
+# What takes a step of a method on one device. Permuting weights calls the host.
+METHODS: dict[str, Callable[[], Any]] = {
+    ADAMW_ALONE: lambda: optax.adamw(1e-3),
+    "optax.contrib.muon": lambda: optax.contrib.muon(1e-3),
+    "quantize_state, Muon": lambda: optperm.quantize_state(optax.contrib.muon(1e-3)),
+    "widen_params": lambda: optperm.widen_params(optax.adamw(1e-3)),
+    "widen_params, quantize_state": lambda: optperm.widen_params(
+        optperm.quantize_state(optax.adamw(1e-3))
+    ),
+}
+METHODS |= {
+    name: make
+    for name, make in compiling.METHODS.items()
+    if not name.startswith(("agn", "diloco", "sgperm", "permute", "mandt", compiling.ADAM))
+}
+
+
+def inner_product(params: Any, grads: Any) -> jax.Array:
+    """Return a loss whose gradient is the second argument."""
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(grads), strict=True)
+    return sum((jnp.vdot(p, g) for p, g in pairs), start=jnp.zeros([]))
+
+
+def measure_methods(
+    names: Sequence[str], leaves: int, side: int, found: results.Results, path: Any
+) -> None:
+    """Compile the update of each method for an H100, and print its kernels, bytes and memory."""
+    mesh, size = accelerator_programs.gpu_mesh({"one": 1}), leaves * side**2
+    title = f"An update of {size / 1e6:.0f} million params on one H100"
+    for name in [ADAMW_ALONE, *(name for name in names if name != ADAMW_ALONE)]:
+        if found.has(title, method=f"`{name}`"):
+            continue
+        dtype = jnp.bfloat16 if name in BFLOAT16 else jnp.float32
+        shape = jax.ShapeDtypeStruct((side, side), dtype)
+        params = {f"w{index:02}": {"kernel": shape} for index in range(leaves)}
+        tx = METHODS[name]()
+        step = compiling.make_step(name, tx, inner_product)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of hyperparameters that do not matter here
+            given = params, jax.eval_shape(tx.init, params), params
+            program = accelerator_programs.Program(step, *accelerator_programs.shapes(given, mesh))
+        work = program.work()
+        found.show(
+            title,
+            method=f"`{name}`",
+            kernels=work.kernels,
+            bytes_per_param=f"{work.bytes / size:.1f}",
+            temporary_bytes_per_param=f"{program.temp_bytes / size:.2f}",
+        )
+        found.write(path, _versions("jax-cuda12-pjrt"))
+
+
+def _versions(*wheels: str) -> str:
+    """Return what compiled the programs."""
+    versions = ", ".join(f"{wheel} {importlib.metadata.version(wheel)}" for wheel in wheels)
+    return f"any: compiled by {versions}, jax {jax.__version__}"
+
+
 def main() -> None:
-    """Compiles for both."""
+    """Compile what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("replicas", "methods"), default="replicas")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--leaves", type=int, default=24)
+    parser.add_argument("--side", type=int, default=2048)
+    parser.add_argument("--resume", action="store_true", help="keep the rows in the file of --json")
     results.add_argument(parser)
     chosen, found = parser.parse_args(), results.Results()
-    shape, versions = {AXIS: REPLICAS}, []
-    for name, make_mesh, wheel in (
-        ("TPU v5e", accelerator_programs.tpu_mesh, "libtpu"),
-        ("H100", accelerator_programs.gpu_mesh, "jax-cuda12-pjrt"),
-    ):
-        measure(f"A step on four {name}", make_mesh(shape), found)
-        versions.append(f"{wheel} {importlib.metadata.version(wheel)}")
-    found.write(chosen.json, f"any: compiled by {', '.join(versions)}, jax {jax.__version__}")
+    if chosen.resume:
+        found.resume(chosen.json)
+    if chosen.only == "methods":
+        measure_methods(chosen.methods, chosen.leaves, chosen.side, found, chosen.json)
+        return
+    shape = {AXIS: REPLICAS}
+    measure("A step on four TPU v5e", accelerator_programs.tpu_mesh(shape), found)
+    measure("A step on four H100", accelerator_programs.gpu_mesh(shape), found)
+    found.write(chosen.json, _versions("libtpu", "jax-cuda12-pjrt"))
 
 
 if __name__ == "__main__":

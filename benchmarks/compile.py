@@ -134,7 +134,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return sum(jnp.mean((leaf - targets[0, 0]) ** 2) for leaf in jax.tree.leaves(params))
 
 
-def make_step(name: str, tx: Any) -> Callable[..., Any]:
+def make_step(name: str, tx: Any, loss_fn: Callable[..., Any] = loss_fn) -> Callable[..., Any]:
     """A training step with what the method needs."""
     tx = optax.with_extra_args_support(tx)
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import runpy
+import shlex
 import sys
 import types
 
@@ -34,6 +35,8 @@ USUAL = {
     "training.py --only methods --methods sgd svrg --seeds 1 --epochs 1 --units 4": {},
     "compile.py --leaves 4,8 --shapes 2 --only agn ivon mask_elements": {},
     "memory.py --only memory --smallest": {},
+    "scale.py --size 0 --steps 2 --batch 2 --context 8 --seeds 2 --rates 0.01 --decays 0.1 "
+    "--methods AdamW 'AdamW, widened, 8 bits' SCALE": {"TESTS": 2},
     "posterior.py --mlp --steps 20 --seeds 1 --grid 1 --methods SGD": {},
     "sparsity.py --only images --seeds 1 --epochs 0.6 --sparsity 0.9 --every 1": {
         "ROWS": ("dense", "RigL, ERK")
@@ -87,6 +90,10 @@ RUNS = USUAL | {
     },
     "widen.py --only update --repetitions 1 --smallest": {},
     "widen.py --only memory --smallest": {},
+    "scale.py --size 0 --steps 2 --batch 2 --context 8 --seeds 1 --rates 0.01 0.03 --decays 0 0.1": {
+        "TESTS": 2
+    },
+    "scale.py --memory --size 0 --batch 2 --context 8 --methods Muon low_rank apollo": {},
     "sparsity.py --only transformer --steps 36 --seeds 1": {
         "DECODER_RATES": (1e-2,),
         "METHODS": ("2:4 straight-through",),
@@ -120,7 +127,7 @@ def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
     command, monkeypatch, capfd, tmp_path
 ):
     """In this process, on the suite's eight devices and beside other tests."""
-    script, *flags = command.split()
+    script, *flags = shlex.split(command)
     path, kept = ROOT / "benchmarks" / script, tmp_path / "new" / "found.json"
     monkeypatch.setattr(sys, "argv", [str(path), *flags, "--loaded", "--json", str(kept)])
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])

@@ -61,10 +61,12 @@ def compute_gains(direction: jax.Array, low: jax.Array, axes: tuple[int, ...]) -
       low: R, of the same shape.
       axes: The axes of the norms: both axes of a matrix, or its rank axis for one gain per column.
     """
-    after, before = (
-        jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True)) for x in (direction, low)
-    )
-    return after / (before + _EPS)
+    return compute_norms(direction, axes) / (compute_norms(low, axes) + _EPS)
+
+
+def compute_norms(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the norms over some axes, which remain as axes of size 1."""
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
 
 
 def check_limit(limit: object) -> None:

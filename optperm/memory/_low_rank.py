@@ -35,6 +35,7 @@ from optperm.memory._directions import (
     check_limit,
     compute_direction,
     compute_gains,
+    compute_norms,
     find_sign,
     limit_growth,
 )
@@ -62,7 +63,13 @@ from optperm.memory._moments import (
     join_moments,
     split_moments,
 )
-from optperm.memory._projections import align_signs, gram_basis, power_basis, random_basis
+from optperm.memory._projections import (
+    align_signs,
+    gram_basis,
+    lay_out_rows,
+    power_basis,
+    random_basis,
+)
 
 Projection = Literal["svd", "random", "power"]
 Residual = Literal["scaled"]
@@ -308,12 +315,16 @@ def low_rank(
             else:
                 # f_j = |N_j| / |R_j|, where |R_j| counts as at least a tenth of its value with a random
                 # basis, sqrt(r / d) |G_j|
-                f = compute_gains(n, r, (m.rank_axis,))
+                columns = (m.rank_axis,)
+                f = compute_gains(n, r, columns)
                 excess = _LARGEST_EXCESS * (m.d / m.rank) ** 0.5
-                f = jnp.minimum(f, excess * compute_gains(n, g, (m.rank_axis,)))
+                f = jnp.minimum(f, excess * compute_gains(n, g, columns))
                 # S = (G - P R) f, with |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2). If the gradient is in
                 # the subspace, S is a rounding error, and its norm counts as 0
-                whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
+                whole, inside = (
+                    jnp.sum(jnp.square(f * compute_norms(x, columns)), axis=(-2, -1))
+                    for x in (g, r)
+                )
                 is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole
                 norm = jnp.sqrt(jnp.where(is_seen, whole - inside, 0.0))
                 # |S / L| <= limit q
@@ -420,7 +431,7 @@ def _refresh(
             old, moved = leaf.basis, leaf.moments
             is_first = leaf.next_refresh == 0
             new = _make_basis(projection, m.matrices(g), old, is_first, words, number)
-            new = shard_like(new, old)
+            new = lay_out_rows(shard_like(new, old))
             if formulas is None:
                 # Moments do not change, so coordinates have to keep their signs.
                 new = align_signs(new, old)

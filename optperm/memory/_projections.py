@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from optperm.core.noise import normal
@@ -42,6 +43,15 @@ def random_basis(
       dtype: The dtype of the basis.
     """
     return jnp.linalg.qr(normal(data, number, shape, dtype))[0]
+
+
+def lay_out_rows(basis: jax.Array) -> jax.Array:
+    """Return a basis whose rows are contiguous in memory, like all other arrays.
+
+    QR and eigenvectors are computed by columns. Without this constraint, XLA lays out the whole loop
+    that changes bases and moments by columns, and copies them in and out of it in every step.
+    """
+    return with_layout_constraint(basis, Layout(tuple(range(basis.ndim))))
 
 
 def align_signs(new: jax.Array, old: jax.Array) -> jax.Array:

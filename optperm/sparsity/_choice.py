@@ -530,14 +530,47 @@ def keep_highest(
     Raises:
       ValueError: If a layer has more entries than int32 can count.
     """
-    copies = [()] * len(codes) if copies is None else copies
-    sizes = [sum(_layer_size(codes[index], copies[index]) for index in group) for group in groups]
+    return keep_highest_of(_get_code, [(code,) for code in codes], groups, counts, copies)
+
+
+def keep_highest_of(
+    encode: Callable[..., jax.Array],
+    parts: Sequence[tuple[jax.Array, ...]],
+    groups: Sequence[Sequence[int]],
+    counts: Sequence[int | jax.Array] | jax.Array,
+    copies: Sequence[tuple[int, ...]] | None = None,
+) -> list[jax.Array]:
+    """Return what `keep_highest` returns for the codes of each leaf's parts.
+
+    A GPU computes the codes in each round, and stores none of them.
+
+    Args:
+      encode: A function from the parts of a leaf to its codes, entry by entry. Each function is compiled
+        once, so it is not defined within another function.
+      parts: For each leaf, a tuple of arrays of its shape.
+      groups: As in `keep_highest`, like all arguments below.
+      counts: The number of entries to keep.
+      copies: The axes that count layers.
+
+    Returns:
+      Booleans shaped like the leaves.
+
+    Raises:
+      ValueError: As in `keep_highest`.
+    """
+    leaves = [first for first, *_ in parts]
+    copies = [()] * len(leaves) if copies is None else copies
+    sizes = [sum(_layer_size(leaves[index], copies[index]) for index in group) for group in groups]
     if max(sizes, default=0) > _LARGEST_INT32:
         raise ValueError(f"At most 2**31 - 1 entries can be ranked together, got {max(sizes)}.")
     if max(sizes, default=0) == 0:
-        return [jnp.ones_like(code, bool) for code in codes]
+        return [jnp.ones_like(leaf, bool) for leaf in leaves]
     static = tuple(map(tuple, groups)), tuple(map(tuple, copies))
-    return [*_select(list(codes), stack_counts(counts), *static)]
+    return [*_select(encode, list(parts), stack_counts(counts), *static)]
+
+
+def _get_code(code: jax.Array) -> jax.Array:
+    return code
 
 
 def count_in_layers(flags: Sequence[jax.Array], copies: Sequence[tuple[int, ...]]) -> jax.Array:
@@ -557,15 +590,18 @@ def stack_counts(counts: Sequence[int | jax.Array] | jax.Array) -> jax.Array:
 # with this bit. On a mesh, each round sums one number per leaf, while a sort would gather all scores.
 # All calls outside jax.jit compile this function once. Counts and thresholds are vectors over all
 # groups, since a program with separate numbers would hold all of them during the work on each leaf.
-@functools.partial(jax.jit, static_argnames=("groups", "copies"))
+@functools.partial(jax.jit, static_argnames=("encode", "groups", "copies"))
 def _select(
-    codes: list[jax.Array],
+    encode: Callable[..., jax.Array],
+    parts: list[tuple[jax.Array, ...]],
     wanted: jax.Array,
     groups: tuple[tuple[int, ...], ...],
     copies: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:
-    word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
-    varying = varying_axes(codes, wanted)
+    leaves = [first for first, *_ in parts]
+    word = jax.eval_shape(encode, *parts[0]).dtype
+    bits = 8 * word.itemsize
+    varying = varying_axes(parts, wanted)
     wanted = mark_varying(wanted, varying)
     # List the leaves of all groups, each with the numbers of its layers, and its first position.
     ranked = [index for group in groups for index in group]
@@ -573,15 +609,15 @@ def _select(
     for group in groups:
         start, of_group = 0, np.arange(0)
         for index in group:
-            of_group = num_layers + np.arange(_count_layers(codes[index], copies[index]))
+            of_group = num_layers + np.arange(_count_layers(leaves[index], copies[index]))
             layers[index], starts[index] = of_group, start
-            start += _layer_size(codes[index], copies[index])
+            start += _layer_size(leaves[index], copies[index])
         num_layers, largest = num_layers + len(of_group), max(largest, start)
     # Small leaves of one type are stacked, because each leaf adds kernels to both loops.
     stacks = [
-        _make_stack(codes, [of_kind[at] for at in alike], layers, starts, axes)
+        _make_stack(parts, [of_kind[at] for at in alike], layers, starts, axes)
         for axes, of_kind in _group_by_copies(ranked, copies).items()
-        for alike in group_alike([codes[index] for index in of_kind])
+        for alike in group_alike([leaves[index] for index in of_kind])
     ]
 
     # A scatter-add is used even if each layer is one leaf: without such an operation, XLA on a CPU
@@ -596,7 +632,7 @@ def _select(
     # t is the code of the k-th highest entry, the largest code that at least k codes reach.
     def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
-        reached = count([stack.rows >= stack.align(candidate) for stack in stacks])
+        reached = count([encode(*stack.parts) >= stack.align(candidate) for stack in stacks])
         return jnp.where(reached >= wanted, candidate, t)
 
     none = mark_varying(jnp.zeros(num_layers, word), varying)
@@ -604,10 +640,10 @@ def _select(
 
     # Entries equal to t are kept if they are before the position e.
     def keep(t: jax.Array, e: jax.Array) -> list[jax.Array]:
+        rows = [encode(*stack.parts) for stack in stacks]
         return [
-            (stack.rows > stack.align(t))
-            | ((stack.rows == stack.align(t)) & (stack.place < stack.align(e)))
-            for stack in stacks
+            (row > stack.align(t)) | ((row == stack.align(t)) & (stack.place < stack.align(e)))
+            for row, stack in zip(rows, stacks, strict=True)
         ]
 
     num_bits = largest.bit_length()
@@ -629,8 +665,8 @@ def _select(
         )
     }
     return [
-        shard_like(chosen[index], code) if index in chosen else jnp.ones_like(code, bool)
-        for index, code in enumerate(codes)
+        shard_like(chosen[index], leaf) if index in chosen else jnp.ones_like(leaf, bool)
+        for index, leaf in enumerate(leaves)
     ]
 
 
@@ -639,34 +675,37 @@ class _Stack(NamedTuple):
 
     Attributes:
       leaves: The indices of the leaves.
-      rows: The leaves, stacked along the first axis.
+      parts: The parts of the leaves, stacked along the first axis.
       copies: The axes of the stack that count layers: the first axis, and the copies of each leaf.
       layers: The number of each layer, in the order of these axes.
       place: The position of each entry among the entries that are ranked together.
     """
 
     leaves: list[int]
-    rows: jax.Array
+    parts: tuple[jax.Array, ...]
     copies: tuple[int, ...]
     layers: np.ndarray[Any, Any]
     place: jax.Array
 
     def align(self, numbers: jax.Array) -> jax.Array:
         """Return a number for each layer of the stack, which broadcasts against the stack."""
-        shape = [n if axis in self.copies else 1 for axis, n in enumerate(self.rows.shape)]
+        shape = [n if axis in self.copies else 1 for axis, n in enumerate(self.place.shape)]
         return numbers[self.layers].reshape(shape)
 
 
 def _make_stack(
-    codes: list[jax.Array],
+    parts: list[tuple[jax.Array, ...]],
     leaves: list[int],
     layers: dict[int, Any],
     starts: dict[int, int],
     copies: tuple[int, ...],
 ) -> _Stack:
-    # Otherwise, XLA would compile one kernel that computes the codes of all leaves.
-    chosen = [codes[index] for index in leaves]
-    rows = jnp.stack(computed_once(chosen)) if len(chosen) > 1 else chosen[0][None]
+    # Without the barrier, XLA would compile one kernel that computes the parts of all leaves.
+    stacked = tuple(
+        jnp.stack(computed_once(list(chosen))) if len(chosen) > 1 else chosen[0][None]
+        for chosen in zip(*(parts[index] for index in leaves), strict=True)
+    )
+    rows = stacked[0]
     apart = (0, *(axis + 1 for axis in copies))
     # Positions are in C order, from the first position of each leaf.
     place, stride = jnp.zeros(rows.shape, jnp.int32), 1
@@ -676,7 +715,7 @@ def _make_stack(
             stride *= rows.shape[axis]
     first = jnp.asarray([starts[index] for index in leaves], jnp.int32)
     place = shard_like(place + jnp.expand_dims(first, range(1, rows.ndim)), rows)
-    return _Stack(leaves, rows, apart, np.concatenate([layers[index] for index in leaves]), place)
+    return _Stack(leaves, stacked, apart, np.concatenate([layers[index] for index in leaves]), place)
 
 
 def _group_by_copies(

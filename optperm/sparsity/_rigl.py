@@ -5,6 +5,7 @@ the method is SET: D. Mocanu et al., arXiv 1707.04780.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -30,6 +31,7 @@ from optperm.sparsity._choice import (
     group_leaves,
     include_leaves,
     keep_highest,
+    keep_highest_of,
     nearest_count,
     order_codes,
     stack_counts,
@@ -201,13 +203,14 @@ def rigl(
                 done = t.astype(jnp.float32) / last.astype(jnp.float32)
                 alpha = alpha / 2 * (1 + jnp.cos(jnp.pi * done))
             # m <- kept (by |w|) and grown (by |g|, or at random)
-            w, g = _compute_magnitudes(before, params, grads, axis_name)
+            w, g = _find_scores(before, params, grads, axis_name)
             if grow == "random":
-                new = _move(before, copies, w, _draw_codes(before, state.key, t), alpha)
+                codes = _draw_codes(before, state.key, t)
+                new = _move(before, copies, w, _code_dead, codes, alpha)
             else:
                 # Nonfinite gradients would be ranked by their positions, and so would a layer's zeros.
                 alpha = jnp.where(all_finite(g) & _have_nonzero(g, copies), alpha, 0)
-                new = _move(before, copies, w, [order_codes(x) for x in g], alpha)
+                new = _move(before, copies, w, _code_dead_gradient, g, alpha)
             return new, jnp.where(_are_equal(new, before), still, 0)
 
         # The condition depends only on the count, the same on all replicas, so selections stay rare.
@@ -274,14 +277,14 @@ def _are_equal(new: Any, old: Any) -> jax.Array:
     return jnp.all(stack_counts([jnp.sum(a != b, dtype=jnp.int32) for a, b in pairs]) == 0)
 
 
-def _compute_magnitudes(
+def _find_scores(
     mask: Any, params: Any, grads: Any, axis_name: AxisName | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return |w| and |g| of the included leaves, averaged over the named axes."""
+    """Return w and g of the included leaves, or |w| and |g| averaged over the named axes."""
     w, g = (jax.tree.leaves(mask_like(tree, mask)) for tree in (params, grads))
     wide = accumulation_dtype(w)
-    w, g = ([jnp.abs(jnp.asarray(leaf, wide)) for leaf in leaves] for leaves in (w, g))
-    return (w, g) if axis_name is None else jax.lax.pmean((w, g), axis_name)
+    w, g = ([jnp.asarray(leaf, wide) for leaf in leaves] for leaves in (w, g))
+    return (w, g) if axis_name is None else jax.lax.pmean(jax.tree.map(jnp.abs, (w, g)), axis_name)
 
 
 def _draw_codes(leaves: Any, raw: Any, t: jax.Array) -> list[jax.Array]:
@@ -299,23 +302,42 @@ def _draw(raw: Any, t: jax.Array, *, shapes: tuple[tuple[int, ...], ...]) -> lis
 def _move(
     mask: Any,
     copies: list[tuple[int, ...]],
-    magnitudes: list[jax.Array],
-    grow_codes: list[jax.Array],
+    weights: list[jax.Array],
+    encode: Callable[..., jax.Array],
+    scores: list[jax.Array],
     alpha: jax.Array,
 ) -> Any:
-    """Return the mask of kept and grown entries, with as many live entries in each layer as before."""
+    """Return the mask of kept and grown entries, with as many live entries in each layer as before.
+
+    The function `encode` makes the codes for growing of scores and the mask of kept entries.
+    """
     leaves, treedef = jax.tree.flatten(mask)
     alone = [[index] for index in range(len(leaves))]
     live = count_in_layers(leaves, copies)
     moving = jnp.asarray(nearest_count(alpha, live))
-    # kept: the n - k live entries with the highest |w|; dead entries have code 0, below all live codes.
-    codes = [order_codes(w) for w in magnitudes]
-    codes = [jnp.where(m, c, jnp.zeros_like(c)) for m, c in zip(leaves, codes, strict=True)]
-    kept = keep_highest(codes, alone, live - moving, copies)
-    # grown: the k entries with the highest |g| that are not kept, including dropped entries.
-    codes = [jnp.where(m, jnp.zeros_like(c), c) for m, c in zip(kept, grow_codes, strict=True)]
-    grown = keep_highest(codes, alone, moving, copies)
+    # kept: the n - k live entries with the highest |w|
+    parts = [*zip(weights, leaves, strict=True)]
+    kept = keep_highest_of(_code_live, parts, alone, live - moving, copies)
+    # grown: the k entries with the highest |g| that are not kept, including dropped entries
+    parts = [*zip(scores, kept, strict=True)]
+    grown = keep_highest_of(encode, parts, alone, moving, copies)
     return jax.tree.unflatten(treedef, [a | b for a, b in zip(kept, grown, strict=True)])
+
+
+def _code_live(weight: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the code of |w| for live entries, and 0, which is below all codes, for dead entries."""
+    codes = order_codes(jnp.abs(weight))
+    return jnp.where(mask, codes, jnp.zeros_like(codes))
+
+
+def _code_dead(code: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return the code of entries that are not kept, and 0 for kept entries."""
+    return jnp.where(kept, jnp.zeros_like(code), code)
+
+
+def _code_dead_gradient(grad: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return the code of |g| for entries that are not kept, and 0 for kept entries."""
+    return _code_dead(order_codes(jnp.abs(grad)), kept)
 
 
 def _restart_dead(
