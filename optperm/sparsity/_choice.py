@@ -715,7 +715,9 @@ def _make_stack(
             stride *= rows.shape[axis]
     first = jnp.asarray([starts[index] for index in leaves], jnp.int32)
     place = shard_like(place + jnp.expand_dims(first, range(1, rows.ndim)), rows)
-    return _Stack(leaves, stacked, apart, np.concatenate([layers[index] for index in leaves]), place)
+    return _Stack(
+        leaves, stacked, apart, np.concatenate([layers[index] for index in leaves]), place
+    )
 
 
 def _group_by_copies(
