@@ -8,6 +8,7 @@ import runpy
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 pytestmark = pytest.mark.programs
 
@@ -50,3 +51,18 @@ def test_tutorial_begins_with_figures_of_the_benchmarks(page, tmp_path):
         assert all("diverges" in cell or cell == "-" for cell in cells.values())
     RESULTS["draw"](panels, tmp_path / "picture.png")
     assert np.std(matplotlib.image.imread(tmp_path / "picture.png")) > 0.01
+
+
+def test_picture_of_exchanges_has_a_line_for_each_number_of_bits(tmp_path, monkeypatch):
+    """Through the losses of its periods by the bytes on a link, between the two baselines."""
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda self, *data, **how: drawn.append((*data, how)))
+    RESULTS["draw_frontier"](tmp_path / "picture.png")
+    lines = {how["label"]: (x, y) for x, y, style, how in drawn if style == "-o"}
+    table = json.loads((RESULTS["RESULTS"] / "frontier.json").read_text("utf-8"))["tables"][0]
+    cells = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    assert {"32 bits", "1 bit"} <= lines.keys()
+    for code, (x, y) in lines.items():
+        rows = [cells[name] for name in cells if name.endswith(f", {code}")]
+        assert [f"{each:.4f}" for each in x] == [row["on a link"] for row in rows]
+        assert [f"{each:.3f}" for each in y] == [row["nats"].split(" ")[0] for row in rows]
