@@ -335,14 +335,11 @@ class Task:
 
     def time(self, decays: dict[str, float], repetitions: int) -> dict[str, float]:
         """Return the median seconds of a step of each method, which take turns."""
-        ids = jnp.zeros((self.batch, library_bytes.CONTEXT + 1), jnp.int32)
-        calls = {}
-        for name, decay in decays.items():
-
-            def step(carry: Any, name: str = name, decay: float = decay) -> Any:
-                return self.program(name, decay)[1](*carry, ids, jnp.float32(0.0))
-
-            calls[name] = timing.stepping(step, self.start(name, decay, 0))
+        others = jnp.zeros((self.batch, library_bytes.CONTEXT + 1), jnp.int32), jnp.float32(0.0)
+        calls = {
+            name: timing.stepping(self.program(name, decay)[1], self.start(name, decay, 0), *others)
+            for name, decay in decays.items()
+        }
         clock = time.process_time if self.is_cpu else time.perf_counter
         times = timing.take_turns(calls, repetitions, clock)
         return {name: float(np.median(each)) for name, each in times.items()}

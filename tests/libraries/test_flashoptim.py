@@ -93,7 +93,7 @@ def test_what_each_accepts():
     updates, _ = tx.update(params, tx.init(params), params)
     assert jax.tree.structure(optax.apply_updates(params, updates)) == jax.tree.structure(params)
     assert not hasattr(theirs(), "update")
-    with pytest.raises(TypeError, match="transformation"):
+    with pytest.raises(TypeError, match="GradientTransformation"):
         optperm.widen_params(theirs())
     # Params in float32 need no remainder here, and are refused there.
     wide = make_params(jnp.float32)
