@@ -280,7 +280,7 @@ METHODS: dict[str, Callable[[Task], Any]] = {
     "constant-sgd": lambda task: optperm.switch_after(
         BURN_IN,
         optax.sgd(0.1, 0.9),
-        optperm.mandt_sgd(task.num_data, task.batch_size, max_step=0.5),
+        optperm.mandt_sgd(task.num_data, task.batch_size, max_step=0.3),
         track=True,
     ),
 }
