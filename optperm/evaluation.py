@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.fresh_jit import fresh_jit
+from optperm.core.fresh_jit import fresh_jit_once
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, shared, varying_axes, varying_like
 from optperm.core.noise import normal_like
@@ -359,7 +359,7 @@ def is_mean(loss_fn: LossFn, params: Params, batch: Any, *, has_aux: bool = Fals
     """
     if num_examples(batch) < 2:
         return True
-    run = fresh_jit(lambda p, b: compare_halves(loss_fn, p, b, has_aux=has_aux))
+    run = fresh_jit_once(lambda p, b: compare_halves(loss_fn, p, b, has_aux=has_aux))
     return judge_halves(*run(params, batch))
 
 

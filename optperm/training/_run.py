@@ -15,7 +15,7 @@ from flax import nnx
 
 from optperm.core import checks
 from optperm.core.fingerprints import list_fingerprints
-from optperm.core.fresh_jit import fresh_jit
+from optperm.core.fresh_jit import fresh_jit, fresh_jit_once
 from optperm.core.states import (
     GoalState,
     LoopState,
@@ -303,8 +303,10 @@ class Run:
             bound = jax.tree_util.Partial(self.given.model, carry.model_state, carry.step_rng())
             batches = self.given.feed.all_batches(self.at.epoch, self.interrupt)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
-            there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
-            begin = fresh_jit(change, out_shardings=there)
+            begin = fresh_jit_once(change)
+            if layout.mesh:
+                there = jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
+                begin = fresh_jit(change, out_shardings=there)
             opt_state = begin(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")

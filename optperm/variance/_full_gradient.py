@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
-from optperm.core.fresh_jit import fresh_jit
+from optperm.core.fresh_jit import fresh_jit_once
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
@@ -142,7 +142,7 @@ def full_gradient(
     # Arrays that are bound to the loss are arguments of the program, unlike the function itself.
     arrays, structure = jax.tree.flatten(bound)
 
-    @fresh_jit
+    @fresh_jit_once
     def sum_batch(params: Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
         bound = jax.tree.unflatten(structure, arrays)
         return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
@@ -289,7 +289,7 @@ def _measure_gap(
     few = jax.tree.map(lambda leaf: take_rows(leaf, ends) if jnp.ndim(leaf) else leaf, batch)
     kept = jnp.ones(len(ends), bool) if weights is None else take_rows(weights, ends) > 0.0
 
-    @fresh_jit
+    @fresh_jit_once
     def compare(
         params: Params, few: Any, kept: jax.Array, arrays: list[Any]
     ) -> tuple[jax.Array, jax.Array]:

@@ -84,6 +84,16 @@ def test_second_call_with_equal_values_compiles_nothing(programs):
     assert sizes == [1, 2, 2, 2]
 
 
+def test_gradient_over_all_examples_is_compiled_once_for_equal_values(programs):
+    """A snapshot in each epoch compiles as many programs as one snapshot."""
+    loss, sizes = Ridge(), []
+    for _ in range(3):
+        optperm.variance.full_gradient(loss, jnp.ones(2), [DATA, DATA])
+        sizes.append(len(programs))
+    assert sizes[0] > 0
+    assert sizes == sizes[:1] * 3
+
+
 @both
 def test_same_function_is_traced_again(compile_function):
     """Also by JAX's own cache, which knows the function and the types of its arguments."""
