@@ -1,5 +1,6 @@
 """What every test runs under: eight virtual devices, and JAX at its strictest."""
 
+import collections
 import ctypes
 import functools
 import itertools
@@ -67,6 +68,8 @@ def pytest_addoption(parser):
     says = "run what all methods share for this entry of tests/transformations.py, or its factory"
     parser.addoption("--entry", action="append", default=[], metavar="NAME", help=says)
     parser.addoption("--all-entries", action="store_true", help="the same for all of them")
+    says = "list the N tests that compile most, with the programs of all tests"
+    parser.addoption("--programs", type=int, default=0, metavar="N", help=says)
 
 
 class ForAll:
@@ -98,6 +101,46 @@ class ForAll:
             self._limit = max(1e9, _resident(process) + 0.2e9)
 
 
+class Programs:
+    """Lists the tests that compile most, for the option `--programs`."""
+
+    def __init__(self, number):
+        self.number, self.counts, self.tests = number, collections.Counter(), {}
+        jax.monitoring.register_event_duration_secs_listener(self.count)
+
+    def count(self, event, seconds, **_):
+        """Count a program that XLA compiles, and the seconds in which it is lowered and compiled."""
+        if event.endswith(("/jaxpr_to_mlir_module_duration", "/backend_compile_duration")):
+            self.counts["programs"] += "backend" in event
+            self.counts["compiling"] += seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self):
+        self.counts = collections.Counter(processor=-time.process_time())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call):
+        """Put the counts into the report, which a worker sends to the process that prints."""
+        report = yield
+        if call.when == "teardown":
+            self.counts["processor"] += time.process_time()
+            report.user_properties.append(("compiled", dict(self.counts)))
+        return report
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            self.tests[report.nodeid] = collections.Counter(*dict(report.user_properties).values())
+
+    def pytest_terminal_summary(self, terminalreporter):
+        """Print the sums over all tests, then the tests with most seconds of compiling."""
+        total = sum(self.tests.values(), collections.Counter())
+        worst = sorted(self.tests.items(), key=lambda test: -test[1]["compiling"])[: self.number]
+        terminalreporter.section("programs, seconds of compiling, seconds of the processor")
+        for name, found in [("all tests", total), *worst]:
+            numbers = f"{found['programs']:6} {found['compiling']:8.2f} {found['processor']:8.2f}"
+            terminalreporter.write_line(f"{numbers}  {name}")
+
+
 def _resident(process):
     """Return the bytes of memory that a process occupies."""
     return int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -110,6 +153,8 @@ def pytest_configure(config):
     """
     # The hooks of this file are for the tests in this folder; hooks of a plugin are for the package too.
     config.pluginmanager.register(ForAll())
+    if config.option.programs:
+        config.pluginmanager.register(Programs(config.option.programs))
     if hasattr(config, "workerinput"):
         return
     default = f"{config.rootpath}/.pytest_cache/programs-jax-{jax.__version__}"
