@@ -68,7 +68,7 @@ def pytest_addoption(parser):
     says = "run what all methods share for this entry of tests/transformations.py, or its factory"
     parser.addoption("--entry", action="append", default=[], metavar="NAME", help=says)
     parser.addoption("--all-entries", action="store_true", help="the same for all of them")
-    says = "list the N tests that compile most, with the programs of all tests"
+    says = "list the programs that tests compile, their seconds, and the N most expensive tests"
     parser.addoption("--programs", type=int, default=0, metavar="N", help=says)
 
 
@@ -102,7 +102,7 @@ class ForAll:
 
 
 class Programs:
-    """Lists the tests that compile most, for the option `--programs`."""
+    """Lists the most expensive tests and what they compile, for the option `--programs`."""
 
     def __init__(self, number):
         self.number, self.counts, self.tests = number, collections.Counter(), {}
@@ -132,9 +132,9 @@ class Programs:
             self.tests[report.nodeid] = collections.Counter(*dict(report.user_properties).values())
 
     def pytest_terminal_summary(self, terminalreporter):
-        """Print the sums over all tests, then the tests with most seconds of compiling."""
+        """Print the sums over all tests, then the tests with most seconds of the processor."""
         total = sum(self.tests.values(), collections.Counter())
-        worst = sorted(self.tests.items(), key=lambda test: -test[1]["compiling"])[: self.number]
+        worst = sorted(self.tests.items(), key=lambda test: -test[1]["processor"])[: self.number]
         terminalreporter.section("programs, seconds of compiling, seconds of the processor")
         for name, found in [("all tests", total), *worst]:
             numbers = f"{found['programs']:6} {found['compiling']:8.2f} {found['processor']:8.2f}"

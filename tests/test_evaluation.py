@@ -48,6 +48,20 @@ def test_values_and_gradients_are_those_of_jax(has_aux):
     support.assert_same_bits(e.extra_args["per_example_grad_fn"](PARAMS), plain(PARAMS))
 
 
+def test_gradient_of_an_example_is_not_averaged_over_replicas():
+    """Of (w - x)^2 / 2 it is w - x of each replica's own example, beside a mean over the batches."""
+
+    def gradients(x):
+        loss = lambda w, x: jnp.mean((w - x) ** 2) / 2  # noqa: E731
+        w = jnp.float32(1.0)
+        e = optperm.evaluate(loss, w, x[:1], example=x[1:], axis_name="replica")
+        return e.grad, e.extra_args["example_grad_fn"](w)
+
+    x = jnp.float32([[1.0, 2.0], [3.0, 6.0]])
+    grad, own = jax.jit(jax.vmap(gradients, axis_name="replica"))(x)
+    assert (grad.tolist(), own.tolist()) == ([-1.0, -1.0], [-1.0, -5.0])
+
+
 def test_minus_the_gradient_of_complex_params_descends():
     """Of mean |w - x|^2 it is 2 (w - x), the conjugate of JAX's, in all examples and in each."""
 

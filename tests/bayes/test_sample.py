@@ -12,7 +12,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes._optima import first_starts
+from optperm.bayes._optima import first_starts, search_starts
 from optperm.bayes._prior import make_loss
 from optperm.core.states import find_states
 
@@ -75,6 +75,17 @@ def test_chains_begin_in_pairs_around_params_even_if_a_leaf_has_no_entries():
     assert starts["none"].shape == (3, 0, 3)
     np.testing.assert_allclose(starts["w"][0] + starts["w"][1], 2, rtol=1e-6)
     assert np.all(np.abs(starts["w"] - 1) > 0)
+
+
+def test_search_from_starts_of_16_bits_finds_the_rounded_optimum():
+    """It searches in float32: steps of bfloat16 would stop at one part in 256 or would not be taken."""
+    optimum, scales = jnp.float32([3.03125, -0.2578125]), jnp.float32([1.0, 50.0])
+
+    def loss(w):
+        return jnp.sum(scales * (w.astype(jnp.float32) - optimum) ** 2)
+
+    found = search_starts(loss, jnp.ones((2, 2), jnp.bfloat16) * jnp.bfloat16(0.7))
+    support.assert_same_bits(found, jnp.stack([optimum.astype(jnp.bfloat16)] * 2))
 
 
 class Model(NamedTuple):

@@ -275,6 +275,17 @@ def test_a_replica_whose_params_are_not_finite_is_put_on_the_center(mixing):
     assert last.skipped.tolist() == [0, 1]
 
 
+def test_skipped_counts_the_exchanges_of_all_fragments():
+    """The second replica misses one exchange of the second fragment, whose params are not finite."""
+    tx = optperm.diloco(optax.sgd(0.1), SGD, every=Every(2, 2), axis_name=AXIS)
+    params, grads = [np.zeros((2, 3), np.float32)] * 2, [[np.ones((2, 3), np.float32)] * 2] * 4
+    options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(params)}
+    params = [params[0], np.float32([[0.0] * 3, [np.nan] * 3])]
+    params, last = loops.train(tx, params, grads, **options)[-1]
+    assert np.all(np.isfinite(params))
+    assert last.skipped.tolist() == [0, 1]
+
+
 def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
     """The accumulator is float32: 512 gradients of 1 in bfloat16 would stop adding up at 256."""
     tx = optperm.agn(SGD, every=512)

@@ -150,6 +150,13 @@ def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
         support.assert_same_bits(at_restart, samples[0])
     assert state.is_restarted
     assert not rest[0][1].is_restarted
+    (before,), (there,), (after,) = (s.exact() for _, s in trail[SWITCH - 1 : SWITCH + 2])
+    flags = [jax.tree.leaves(each.where) for each in (before, there, after)]
+    assert [[bool(flag) for flag in each] for each in flags] == [
+        [False] * 2,
+        [True] * 2,
+        [False] * 2,
+    ]
     fresh = tx.init(params)
     support.assert_same_bits(state.second._replace(subspace=fresh.subspace), fresh)
     alone = trail_of(tx, data[SWITCH + 1 :], at_restart, state.second)
@@ -158,6 +165,38 @@ def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
     )
     exactly = {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 1e-2}
     support.assert_close(got, expected, **exactly)
+
+
+def test_targets_of_the_second_phase_are_none_in_the_step_that_restarts():
+    """It places the restart point, and `sgperm` in the second phase places weights from then on."""
+    line, placed = optperm.project(optax.sgd(1.0), n_components=1), optperm.sgperm(0.5)
+    second = optax.partition({"line": line, "placed": placed}, {"kernel": "placed", "v": "line"})
+    tx = optperm.dldr(optax.sgd(0.1), second, every=1, num_snapshots=2, restart="first")
+    params = {"kernel": support.normal((4, 3)), "v": jnp.ones(2)}
+    grads = [support.random_like(params, seed) for seed in range(3)]
+    _, (_, there), (_, after) = loops.train(tx, params, grads)
+    flags = [
+        [any(map(np.any, jax.tree.leaves(each.where))) for each in state.exact()]
+        for state in (there, after)
+    ]
+    assert flags == [[False, True], [True, False]]
+
+
+def test_curved_valley_is_followed_to_its_minimum():
+    """Rosenbrock's function in four dimensions, which SGD alone leaves far above it."""
+
+    def loss_fn(x, batch):
+        return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2) + jnp.sum(0 * batch)
+
+    first, x, data = optax.sgd(2e-4), jnp.float32([-0.5, 0.5, -0.3, 0.4]), [jnp.zeros(1)] * 150
+    then = optperm.dim_reduce(n_components=4)
+    tx = optperm.dldr(first, then, every=2, num_snapshots=8)
+    evaluate = loops.evaluation(loss_fn)
+    found, alone = (
+        loops.train(each, x, data, evaluate=evaluate, how="scan")[-1][0] for each in (tx, first)
+    )
+    np.testing.assert_allclose(found, 1.0, atol=1e-2)
+    assert np.abs(alone - 1).max() > 0.5
 
 
 @pytest.mark.usefixtures("x64")

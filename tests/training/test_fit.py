@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 import support
-from fitting import BATCH, DATA, linear_fit, linear_loss
+from fitting import BATCH, DATA, FEATURES, linear_fit, linear_loss
 from flax import nnx
 from flax.training import train_state
 
@@ -641,6 +641,19 @@ def test_epoch_start_that_is_the_change_itself_is_made_in_each_epoch():
     )
     support.assert_same_bits(change, by_epoch)
     assert np.any(never["w"] != change["w"])
+
+
+def test_complex_params_take_the_steps_of_their_conjugate_gradient():
+    """Of mean |w - x|^2 / 2 a step of SGD is (x - w) / 10 for the mean x of the batch."""
+
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.sum(jnp.abs(params["w"][None] - batch["x"]) ** 2, axis=1)) / 2
+
+    w = np.full(FEATURES, 1 + 2j, np.complex64)
+    result = linear_fit(loss_fn, tx=optax.sgd(0.1), params={"w": jnp.asarray(w)}, epochs=1)
+    for batch in fitting.batches(1):
+        w = w + np.float32(0.1) * (batch["x"].mean(axis=0) - w)
+    np.testing.assert_allclose(result.state.params["w"], w, rtol=1e-5, atol=1e-6)
 
 
 def test_later_run_sees_the_present_values_that_its_functions_read():
