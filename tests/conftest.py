@@ -35,6 +35,7 @@ import tempfile
 import time
 import warnings
 
+import chex
 import hypothesis
 import jax
 import pytest
@@ -239,6 +240,7 @@ def _strict(request):
     """Raise where a shape or dtype is promoted, unless optimizers of Optax are in a transformation.
 
     The examples of docstrings run as users' programs do."""
+    chex.clear_trace_counter()  # of `chex.assert_max_traces`
     names = request.fixturenames
     if "lenient" in names or ("ours" in names and request.getfixturevalue("ours").lenient):
         dtypes, ranks = "standard", "allow"

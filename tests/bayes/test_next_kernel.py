@@ -66,30 +66,46 @@ def test_probe_of_an_entry_without_noise_has_the_geometric_mean_of_the_lengths()
         np.testing.assert_allclose(probing_steps(kernel, NO_BOUND), probes, rtol=1e-5)
 
 
+A, H = np.float32([4.0, 2.0, 0.5]), np.float32([0.1, 0.2, 0.4])
+
+
+@jax.jit
+def see(kernel, seen, rows, number):
+    """The statistics after a batch whose examples have these gradients, with the Hessian A."""
+    w = jnp.zeros(D)
+    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: A * w}
+    batch = BatchGradients(w, rows.mean(0), extras, S, None, None)
+    return observe(seen, kernel, batch, "per_example", H, jnp.zeros(2, jnp.uint32), number)
+
+
+def test_an_entry_whose_noise_is_enormous_leaves_the_ratio_of_noises_finite():
+    """The square of its noise, relative to the window before, is infinite in float32."""
+    rows = np.random.default_rng(0).normal(size=(S, D)) * [1e12, 1.0, 1.0]
+    kernel, seen = begin("diagonal")
+    kernel = known(kernel, noise=jnp.float32([1.0, 2.0, 3.0]))
+    for t in range(3):
+        seen = see(kernel, seen, jnp.float32(rows), jnp.int32(t))
+    new = jax.jit(next_kernel)(kernel, seen)
+    np.testing.assert_allclose(new.noise, rows.var(axis=0, ddof=1), rtol=1e-5)
+    assert 0 < float(new.noise_ratio) <= 10
+
+
 def test_statistics_of_a_window_are_means_over_its_batches():
     """The deviations of batch t are t times those of the first, so C^ grows as t^2.
 
     Products of the noise of two successive batches are 4 and 36 times the square of the first, and
     their mean, over two pairs, is weighted with C h.
     """
-    rows, a = np.random.default_rng(0).normal(size=(S, D)), jnp.float32([4.0, 2.0, 0.5])
-    w, h = jnp.zeros(D), jnp.float32([0.1, 0.2, 0.4])
+    rows = np.random.default_rng(0).normal(size=(S, D))
     kernel, seen = begin("diagonal")
     kernel = known(kernel, noise=jnp.float32([1.0, 2.0, 3.0]))
-
-    @jax.jit
-    def step(seen, rows, number):
-        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: a * w}
-        batch = BatchGradients(w, rows.mean(0), extras, S, None, None)
-        return observe(seen, kernel, batch, "per_example", h, jnp.zeros(2, jnp.uint32), number)
-
     for t in range(3):
-        seen = step(seen, jnp.float32((t + 1) * rows), jnp.int32(t))
-    c, share = rows.var(axis=0, ddof=1), np.asarray(h / kernel.scale())
+        seen = see(kernel, seen, jnp.float32((t + 1) * rows), jnp.int32(t))
+    c, share = rows.var(axis=0, ddof=1), H / np.asarray(kernel.scale())
     np.testing.assert_allclose(seen.covariance, 14 / 3 * c, rtol=1e-5)
     weighted = np.average(20 * (c * share) ** 2, weights=np.asarray(kernel.noise) * share)
     assert float(seen.repeated) == pytest.approx(weighted, rel=1e-5)
-    np.testing.assert_allclose(seen.curvature, h * a, rtol=1e-5)
+    np.testing.assert_allclose(seen.curvature, H * A, rtol=1e-5)
 
 
 @pytest.mark.parametrize("anchor", [(), Anchor(jnp.zeros(D), jnp.zeros(D))], ids=["none", "anchor"])

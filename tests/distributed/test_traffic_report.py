@@ -12,6 +12,7 @@ import support
 from collectives import traffic
 
 import optperm
+from optperm.distributed._traffic_report import _sum_operands
 
 Compression, Every = optperm.distributed.Compression, optperm.distributed.Every
 traffic_report = optperm.distributed.traffic_report
@@ -72,6 +73,16 @@ def test_traffic_of_all_params_is_four_bytes_each_and_a_weight(dtype, size):
     assert found.synchronous.bytes_per_step == size * NUMBERS
     assert found.all.bytes_per_commit == 4 * NUMBERS + 4
     assert found.all.bytes_per_step == (4 * NUMBERS + 4) / PERIOD
+
+
+def test_operands_of_a_collective_count_by_their_dtypes():
+    """Three integers of 8 bits, five numbers of 16 and seven of 32 are 41 bytes."""
+    leaves = jnp.zeros(3, jnp.int8), jnp.zeros(5, jnp.bfloat16), jnp.zeros(7)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), (AXIS,))):
+        specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}
+        mapped = jax.shard_map(lambda *sent: jax.lax.psum(sent, AXIS), **specs)
+        jaxpr = jax.make_jaxpr(mapped)(*leaves).jaxpr
+    assert _sum_operands(jaxpr, {AXIS}).total() == 3 + 2 * 5 + 4 * 7
 
 
 def test_traffic_of_a_plan_is_a_line_for_each_fragment():

@@ -59,7 +59,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", support.every_night(TOGETHER, [*TOGETHER], slow=["dim_reduce"]))
 def test_padded_batches_of_replicas_train_as_their_examples_alone(name):
     """Beside one device that gets the examples that count; the history has their losses."""
     tx, alone = TOGETHER[name]
