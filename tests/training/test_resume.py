@@ -479,22 +479,21 @@ def test_signal_is_heard_within_one_batch_of_an_evaluation_or_a_full_gradient(ta
     """The task is cut off and still due; the resumed run is the uninterrupted one."""
     batches, calls = list(fitting.batches(1)), []
     has_gradient = task.endswith("full gradient")
+    tx = fitting.method("svrg" if has_gradient else "adam")
     options = {"eval_fn": EVALUATION["eval_fn"], "checkpoints": tmp_path, "on_signal": "return"}
     options |= {"steps": 8} if task == "end within an epoch" else {"epochs": 2}
     options |= {"on_epoch_end": lambda event: calls.append(event.step)}
     if task == "callback":
         options["every"] = {2: lambda event: event.evaluate() and calls.append(f"at {event.step}")}
     if has_gradient:
-        options["epoch_start"] = lambda opt_state, params, full_grad: optax.tree.set(
-            opt_state, mu=full_grad
-        )
+        options["epoch_start"] = optperm.variance.take_snapshot
 
     def train(preempted, folder, **more):
         own = Preempting(batches, TASKS[task][0] if preempted else 0)
         train_data = own if has_gradient else batches
         given = options | {"eval_data": batches if has_gradient else own}
         given |= {"checkpoints": folder} | more
-        return own, linear_fit(train_data=train_data, **given)
+        return own, linear_fit(train_data=train_data, tx=tx, **given)
 
     own, cut = train(True, tmp_path / "cut")
     assert (cut.ended, own.taken, cut.step) == ("interrupted", *TASKS[task])
