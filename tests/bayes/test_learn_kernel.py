@@ -260,7 +260,6 @@ def test_arguments_that_do_not_fit_are_refused():
     for options, message in (
         ({"stability": 2.0}, "stability"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\) in float32, got 1.0"),
-        ({"noise_ratio": 0.0}, "noise_ratio"),
         ({"steps": 15}, "steps must be at least 16"),
         ({"num_data": N + 1}, "num_data must be the number of rows of data, 2000, got 2001"),
         ({"batch_size": N + 1}, "batch_size must be at most the number of examples, 2000"),
