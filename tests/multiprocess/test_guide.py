@@ -21,7 +21,7 @@ def write_program(folder, epochs=8):
     """Write train.py as the guide has it, or with fewer epochs."""
     text = GUIDE.read_text(encoding="utf-8")
     (program,) = re.findall(r":caption: train.py\n(.*?)^```$", text, re.M | re.S)
-    constants = "EPOCHS, EVERY = 64, {}, 20"
+    constants = "EPOCHS, EVERY = 64, {}, 3"
     assert constants.format(8) in program
     changed = program.replace(constants.format(8), constants.format(epochs))
     (folder / "train.py").write_text(changed, encoding="utf-8")
