@@ -187,17 +187,12 @@ def agn(
       Start all replicas with the same params. If `init` is called where the axis is mapped, as in
       `optperm.switch_after`, and the params differ, the center is their mean.
 
-      Local steps send nothing. A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (in
-      float64 if a param is float64). `"sequential"` and `compress` need an all-gather, or `"sequential"`
-      an all-reduce of rows if a replica is sharded. :math:`T` is the number of steps actually taken,
-      also with `commit=`.
+      A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (float64 if a param is float64), and
+      with `"sequential"` or `compress` an all-gather. :math:`T` counts the steps actually taken.
 
       Without `outer`, `inner` has two states: a local state, which pulls do not change, and a state for
-      the center. In each state, schedules, bias correction and periods count the updates of this state,
-      as everywhere in Optax. A schedule in `inner` would therefore fall :math:`T` times as slowly at the
-      center, so it needs `outer`. With one fragment, the center's optimizer also gets the extra
-      arguments: `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value`
-      is the value at the center, and `grad` is the committed gradient.
+      the center. A schedule in `inner` would fall :math:`T` times as slowly there, so it needs `outer`.
+      With one fragment, the center's optimizer also gets the extra arguments, of all replicas' batches.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
