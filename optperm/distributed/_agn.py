@@ -187,8 +187,8 @@ def agn(
       Start all replicas with the same params. If `init` is called where the axis is mapped, as in
       `optperm.switch_after`, and the params differ, the center is their mean.
 
-      A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (float64 if a param is float64), and
-      with `"sequential"` or `compress` an all-gather. :math:`T` counts the steps actually taken.
+      A commit with `"mean"` or `"sum"` needs one all-reduce in float32 or float64, and with
+      `"sequential"` or `compress` an all-gather. :math:`T` counts the steps actually taken.
 
       Without `outer`, `inner` has two states: a local state, which pulls do not change, and a state for
       the center. A schedule in `inner` would fall :math:`T` times as slowly there, so it needs `outer`.
