@@ -121,8 +121,7 @@ def agn(
     takes one step for each :math:`n^i` instead.
 
     With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, each fragment of the params
-    has its own :math:`a^i_p` and :math:`T_p`, which restart when the fragment is sent. Steps between
-    sending and receiving belong to the next sum.
+    has its own :math:`a^i_p` and :math:`T_p`, which restart when the fragment is sent.
 
     Args:
       inner: The optimizer of the local steps.
@@ -134,10 +133,8 @@ def agn(
       axis_name: The axis or axes of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas
         are spread. None for a single replica.
       combine: `"mean"` for the mean of the contributions :math:`n^i`, `"sum"` for their sum, which
-        grows with the number of replicas, or `"sequential"`. With `"sequential"`, the center
-        takes a step for each replica in the order of the indices, as if the replicas reached a parameter
-        server in turn. With plain SGD, `"sequential"` equals `"sum"`. Pairs and mixing need
-        displacements of the params, so only `optperm.diloco` has them.
+        grows with the number of replicas, or `"sequential"`, with which the center takes a step for each
+        replica in the order of the indices.
       compress: An `optperm.distributed.Compression`, which sends fewer bytes, with error feedback. None
         sends the whole contribution in float32.
       center_dtype: The dtype of :math:`c` and of the center's optimizer, such as `"float32"` for
@@ -151,9 +148,8 @@ def agn(
       gradient of the replica's own batch. Do not average this gradient over the axis. `update` also
       takes
 
-      - `commit=`: False takes only the local step, and True also commits after the step. A Python bool
-        is known while tracing, so a local step compiles to the optimizer and one addition. A traced bool
-        must be the same on all replicas. With None, the last step of each period commits. `"only"`
+      - `commit=`: False takes only the local step, and True also commits after the step. A traced
+        bool must be the same on all replicas. With None, the last step of each period commits. `"only"`
         commits the steps since the last commit without a local step: it ignores the gradient, and
         changes nothing if there was no step since the last commit. With a plan, `plan.at(step)` selects
         the fragments of a step during tracing. True and `"only"` exchange all fragments at once, after
@@ -191,18 +187,12 @@ def agn(
       Start all replicas with the same params. If `init` is called where the axis is mapped, as in
       `optperm.switch_after`, and the params differ, the center is their mean.
 
-      Local steps send nothing. A commit with `"mean"` or `"sum"` needs one all-reduce in float32 (in
-      float64 if a param is float64). `"sequential"` and `compress` need an all-gather, or `"sequential"`
-      an all-reduce of rows if a replica is sharded. :math:`T` is the number of steps actually taken,
-      also with `commit=`. A commit leaves out a replica with nonfinite gradients, still pulls it to the
-      center, and counts the omission in `skipped`.
+      A commit with `"mean"` or `"sum"` needs one all-reduce in float32 or float64, and with
+      `"sequential"` or `compress` an all-gather. :math:`T` counts the steps actually taken.
 
       Without `outer`, `inner` has two states: a local state, which pulls do not change, and a state for
-      the center. In each state, schedules, bias correction and periods count the updates of this state,
-      as everywhere in Optax. A schedule in `inner` would therefore fall :math:`T` times as slowly at the
-      center, so it needs `outer`. With one fragment, the center's optimizer also gets the extra
-      arguments: `value_fn`, `grad_fn` and `per_example_grad_fn` use the batches of all replicas, `value`
-      is the value at the center, and `grad` is the committed gradient.
+      the center. A schedule in `inner` would fall :math:`T` times as slowly there, so it needs `outer`.
+      With one fragment, the center's optimizer also gets the extra arguments, of all replicas' batches.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

@@ -147,32 +147,21 @@ def low_rank(
       V \leftarrow c_2 \left| (C \circ C) \left(V / c_2 - (M / c_1)^2\right)
       + (C M / c_1)^2 \right|.
 
-    The learning rate and weight decay come after this transformation::
-
-      optax.chain(
-          optperm.low_rank(optax.scale_by_adam(), 1 / 4),
-          optax.add_decayed_weights(0.1),
-          optax.scale_by_learning_rate(3e-3),
-      )
-
-    Only kernels are projected, as `optperm.leaf_axes` finds them, if this shrinks their state. Each
-    layer of a stack, expert or other copy has its own basis. The same optimizer trains all other
-    leaves at full rank. **Embeddings are not projected**, as in the papers, because their gradients
-    have nonzero rows only for tokens in the batch, so frequent tokens would determine the basis.
-    `init` warns if leaves whose axes are not known hold more than 1% of the entries.
+    Weight decay and the learning rate come after this transformation in a chain. Only kernels are
+    projected, as `optperm.leaf_axes` finds them, if this shrinks their state. Each layer of a stack,
+    expert or other copy has its own basis. The same optimizer trains all other leaves at full rank.
+    **Embeddings are not projected**, because frequent tokens would determine their basis. `init` warns
+    if leaves whose axes are not known hold more than 1% of the entries.
 
     Args:
       inner: The optimizer: a transformation without a learning rate, such as `optax.scale_by_adam()`,
         `optax.scale_by_lion()` or `optax.trace(0.9)`. `optax.contrib.scale_by_muon` needs
         `weight_dimension_numbers`. `inner` gets no params: instead of `optax.adamw`, pass
-        `optax.scale_by_adam()`, and put `optax.add_decayed_weights` last. A complete optimizer, such as
-        `optax.adam(1e-3)`, works too: the residual gets the sign of :math:`\sum \langle N, R \rangle` in
-        the first step where this sum is not 0. Put schedules outside, because `limit` would limit a
-        warm-up.
+        `optax.scale_by_adam()`, and put `optax.add_decayed_weights` last. Put schedules outside, because
+        `limit` would limit a warm-up.
       rank: r, an integer of at least 1, or a fraction in (0, 1) of each leaf's smaller side.
       every: The number of steps from one basis to the next, at least 1, or a schedule of this number.
-        All matrices get their first basis in step 0. Later, the j-th of J projected leaves changes its
-        basis at steps equal to j * every // J, modulo `every`. A resumed run may change `every`.
+        After step 0, matrices change their bases in turn. A resumed run may change `every`.
       projection: "random" for uniformly distributed bases, "svd" for the first singular vectors of the
         gradient, or "power". "power" also starts with singular vectors, but then takes one step of
         subspace iteration from the last basis; use it with `every` from 1 to 20.
@@ -180,16 +169,12 @@ def low_rank(
         basis, multiply the learning rate by d / r: since :math:`E P P^\top = (r / d) I`, the step is
         then unbiased, but noisy.
       carry: Whether to carry over the moments of Adam, Lion, EMA, trace, Muon, RMSProp and states whose
-        registered fields are all means (`optperm.memory.register_moments`). RAdam and Yogi share Adam's
-        state and are treated as Adam. If False, moments do not change, and each new basis vector has a
-        nonnegative product with the vector that it replaces. Pass `carry=False` with Adamax and ADOPT,
-        which store other moments in Adam's state.
+        registered fields are all means (`optperm.memory.register_moments`). If False, moments do not
+        change. Pass `carry=False` with Adamax and ADOPT, which store other moments in Adam's state.
       scale: A factor that multiplies the steps of projected leaves.
       side: The side of each matrix to project, "smaller" or "larger". For a square matrix, "smaller" is
         the columns. "larger" gives a smaller state and a poorer subspace.
       limit: The maximum factor by which the norm of S grows per step, at least 1, or None for no limit.
-        The limit ignores steps whose S is not finite or below a tenth of the S before: the next step
-        may be as long as the step before the exception.
       axes: What each leaf is: a tree like params of `optperm.LeafAxes`,
         `optax.contrib.GaLoreDimensionNumbers` for kernels, and None for full rank, or a function from
         params to such a tree. None for `optperm.leaf_axes`.
@@ -215,24 +200,17 @@ def low_rank(
       (8, 16)
 
     Notes:
-      These arguments give published methods:
+      GaLore is `projection="svd", residual=None, carry=False`, with the learning rate of its scripts
+      times their scale, 0.25. Fira is `projection="svd", carry=False`, and LDAdam without its error
+      buffer `projection="power", residual=None, every=1`.
 
-      - GaLore: `projection="svd", residual=None, carry=False`. Multiply the learning rate of its scripts
-        by their scale, 0.25.
-      - Fira: `projection="svd", carry=False`.
-      - GoLore: `projection="random", residual=None, carry=False`.
-      - LDAdam without its error buffer: `projection="power", residual=None, every=1`.
-      - SubTrack++ and GrassJump are similar to `projection="power"` and `projection="random"`.
+      With Adam, a projected leaf takes (d r + 2 r k) words instead of 2 d k. A step costs two matrix
+      products of 2 d k r operations each, and a basis costs a d x d Gram matrix and its eigenvectors, or
+      a QR decomposition of a d x r matrix.
 
-      With Adam, a projected leaf takes (d r + 2 r k) words instead of 2 d k. The gradient itself is not
-      compressed. A step costs two matrix products of 2 d k r operations each, and a basis costs a d x d
-      Gram matrix and its eigenvectors, or a QR decomposition of a d x r matrix.
-
-      With "svd" and "power", a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`.
-      By Fira's formula, its first step would be thousands of times longer than Adam's. Therefore
-      :math:`\lVert R_j \rVert` counts as at least a tenth of its value with a random basis,
-      :math:`\sqrt{r / d} \, \lVert G_j \rVert`. A column always exactly outside the subspace gets no
-      step: use "random", whose bases hardly ever miss a column, or `residual=None`.
+      With "svd" and "power", a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
+      which counts as at least :math:`\sqrt{r / d} \, \lVert G_j \rVert / 10`: by Fira's formula, its
+      first step would be far too long. A column always exactly outside gets no step.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the wrong
