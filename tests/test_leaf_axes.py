@@ -555,6 +555,10 @@ SEEN_TOGETHER = {
             **dict.fromkeys(("unembed", "patch_embed/w"), ("kernel", (0,), (1,), ())),
         },
     ),
+    "a table of one image": (
+        {"pos_embedding": shape(1, 100, 64), "ln": {"scale": shape(64)}},
+        {"pos_embedding": ("embedding", (1,), (2,), (0,)), "ln/scale": ("scale", (), (0,), ())},
+    ),
     "depthwise": (
         {"dw": {"depthwise_kernel": shape(3, 3, 16, 1), "bias": shape(16)}},
         {"dw/depthwise_kernel": ("kernel", (0, 1), (2, 3), ())},
