@@ -200,6 +200,16 @@ def test_names_of_axes_in_variables_tell_the_copies():
     assert at(found, "wo") == OTHER
 
 
+def test_axes_without_a_name_may_be_copies():
+    """A sharding that names only the axes of a mesh hides no stack."""
+    with nnx.use_eager_sharding(False):
+        kernel = nnx.Param(np.zeros((LAYERS, DIM, HIDDEN)), out_sharding=(None, None, "model"))
+    found = optperm.leaf_axes(
+        {"up": {"kernel": kernel}, "norm": {"scale": np.zeros((LAYERS, DIM))}}
+    )
+    assert at(found, "up/kernel") == LeafAxes("kernel", 1, 2, 0)
+
+
 def test_names_that_an_update_does_not_see_have_to_be_passed():
     """nnx.Optimizer gives variables to init, and plain arrays to update."""
     with nnx.use_eager_sharding(False):
@@ -361,6 +371,9 @@ def test_what_the_caller_says_comes_first(capsys):
     assert axes == {"moe": {"wi": KERNEL, "bias": OTHER}, "head": {"w": OTHER}}
     rows = capsys.readouterr().out.splitlines()
     assert optperm.leaf_axes(MODEL, wi=KERNEL, moe=None)["moe"]["wi"] == KERNEL
+    deep = {"moe": {"up": {"w": np.zeros((4, 3, 2))}}}
+    axes = optperm.leaf_axes(deep, **{"moe/up": KERNEL, "w": None})
+    assert axes == {"moe": {"up": {"w": KERNEL}}}
     assert all("as given" in row for row in rows[1:])
 
 
@@ -541,6 +554,10 @@ SEEN_TOGETHER = {
             ),
             **dict.fromkeys(("unembed", "patch_embed/w"), ("kernel", (0,), (1,), ())),
         },
+    ),
+    "a table of one image": (
+        {"pos_embedding": shape(1, 100, 64), "ln": {"scale": shape(64)}},
+        {"pos_embedding": ("embedding", (1,), (2,), (0,)), "ln/scale": ("scale", (), (0,), ())},
     ),
     "depthwise": (
         {"dw": {"depthwise_kernel": shape(3, 3, 16, 1), "bias": shape(16)}},

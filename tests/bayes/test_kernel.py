@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optperm.bayes._control_variates import Anchor
 from optperm.bayes._forms import Full
 from optperm.bayes._next_kernel import first_kernel
 
@@ -109,6 +110,18 @@ def test_second_window_in_the_coordinates_of_the_first_is_precise():
         off.append(np.abs(noise / found.diagonal() - 1).max())
     assert off[0] > 0.1
     assert off[-1] < 0.01
+
+
+@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+def test_distance_of_an_anchor_is_in_standard_deviations_of_the_posterior(form):
+    """sqrt(N / m_i) |w_i^T g| with m_i = a_i (1 + mu) / (1 - mu), at its maximum."""
+    g = np.array([0.3, -2.0, 4.0, 0.5])
+    anchor = Anchor(jnp.zeros(D), jnp.float32(g))
+    kernel = kernel_of(form, C, CURVATURE)._replace(anchor=anchor)
+    w = np.eye(D) if form != "full" else np.asarray(kernel.basis.w, np.float64)
+    m = (CURVATURE if form != "scalar" else 50.0) * (1 + MU) / (1 - MU)
+    wanted = np.max(np.sqrt(N / m) * np.abs(w.T @ g))
+    np.testing.assert_allclose(kernel.anchor_distance(), wanted, rtol=1e-5)
 
 
 def test_what_has_neither_noise_nor_curvature_takes_no_step():

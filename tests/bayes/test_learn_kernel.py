@@ -11,6 +11,8 @@ import pytest
 import optperm
 from optperm.bayes import _batches
 from optperm.bayes._batch_order import judge_order
+from optperm.bayes._control_variates import Anchor
+from optperm.bayes._learn_kernel import _search
 
 N, S, D = 2000, 8, 3
 HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
@@ -104,6 +106,38 @@ def test_numbers_of_the_kernel_are_those_of_the_call():
     assert float(kernel.noise_ratio) <= 3.0 + 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize(
+    ("has_variates", "numbers"), [(True, [0.5, 0.5, 0.25]), (False, [7 / 9, 0.2, 10.0])]
+)
+def test_default_numbers_depend_on_control_variates(has_variates, numbers):
+    """The momentum, the stability c, and the maximum ratio of noises."""
+    kernel, _ = learn(momentum=None, control_variates=has_variates, steps=160)
+    found = kernel.momentum, kernel.max_stability, kernel.max_noise_ratio
+    np.testing.assert_allclose(found, numbers, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_searched", [False, True])
+def test_search_has_anchors_in_its_last_third_and_from_an_optimum_before(is_searched):
+    """Each part of the search has its own batches, and an anchor where the part before ended."""
+    seen = []
+
+    def run(carry, kernels, phase, length):
+        (anchors, weights), (params, states) = kernels, carry
+        seen.append((phase, length, float(weights[0]), float(anchors.params[0, 0])))
+        return params + 1, states
+
+    def find(params):
+        return Anchor(params, jnp.zeros_like(params))
+
+    params, anchors = _search(run, find, jnp.zeros((1, D)), 10, is_searched)
+    (first, *_), (second, *_) = seen
+    assert [each[1:] for each in seen] == [(40, float(is_searched), 0.0), (20, 1.0, 1.0)]
+    assert first != second
+    np.testing.assert_array_equal(params, 2)
+    np.testing.assert_array_equal(anchors.params, 2)
+
+
 def check_noise(kernel):
     """Check that the noise is diagonal in the directions of the kernel, and as large as it says."""
     w, root = np.asarray(kernel.basis.w, np.float64), np.sqrt(kernel.noise)
@@ -115,15 +149,17 @@ class Counting(np.ndarray):
     """An array that counts the rows of each read."""
 
     reads: list[int]
+    rows: set[bytes]
 
     def __getitem__(self, rows):
         self.reads.append(len(rows))
+        self.rows.add(np.asarray(rows).tobytes())
         return np.asarray(self)[rows]
 
 
 def counting(array):
     found = array.view(Counting)
-    found.reads = []
+    found.reads, found.rows = [], set()
     return found
 
 
@@ -147,6 +183,9 @@ def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_
     assert np.all(kernel.noise_left < 1e-6)
     assert max(rows.reads) <= 40 * S < N
     assert sum(rows.reads) >= 800 * S + 3 * N - 2 * S
+    # All parts, also the passes of a window at rest, have batches of their own: the two later passes
+    # over the rows repeat the first
+    assert len(rows.reads) - len(rows.rows) == 2 * -(-N // (40 * S))
 
 
 def test_function_that_draws_rows_gives_a_kernel_and_needs_the_number_of_examples():

@@ -130,6 +130,16 @@ def test_the_sum_with_the_update_is_the_param_of_the_remainder(dtype, bits):
             assert np.all(error[~misses] <= unit[~misses] / 2.0 ** min(bits, MISSING[p.dtype.name]))
 
 
+@support.needs_float16
+def test_steps_below_the_normal_numbers_of_float16_arrive():
+    """Updates of 2^-16 and 3 x 2^-24, which are subnormal numbers, between params that are normal."""
+    p = jnp.array([2.0**-13, 2.0**-14], jnp.float16)
+    step = jnp.array([2.0**-16, 3 * 2.0**-24], jnp.float32)
+    update, remainder = step_to(p.astype(jnp.float32) + step, p, 16, None)
+    np.testing.assert_array_equal(update.astype(jnp.float32), step)
+    np.testing.assert_array_equal(remainder, 0)
+
+
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_step_from_all_params_has_the_bits_of_step_to(dtype, bits):

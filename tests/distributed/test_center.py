@@ -237,6 +237,7 @@ def test_replicas_draw_their_own_noise_from_their_own_keys(factory):
 # sum, divided by infinity, would pass for zero.
 WEIGHTS = [(1e-3, 3e38), (1.0, 3e38), (1.0, 1.0)]
 SUMS = {d: [(x * float(jnp.finfo(d).max), 1.0) for x in (0.4, 0.2)] for d in ("float16", "float32")}
+PRODUCTS = [(1e38, 10.0), (1.0, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,7 @@ SUMS = {d: [(x * float(jnp.finfo(d).max), 1.0) for x in (0.4, 0.2)] for d in ("f
         (optperm.agn, "mean", "float32", WEIGHTS),
         (optperm.diloco, "pairs", "float32", WEIGHTS),
         (optperm.agn, "sum", "float32", SUMS["float32"]),
+        (optperm.agn, "sequential", "float32", PRODUCTS),
         pytest.param(optperm.agn, "sum", "float16", SUMS["float16"], marks=support.needs_float16),
     ],
 )
@@ -260,6 +262,18 @@ def test_contributions_that_overflow_together_are_no_exchange(factory, rule, dty
         assert opt_state.skipped.tolist() == [min(number, len(exchanges) - 1)] * SIZE
         is_same = center_params(opt_state) == start
         assert (is_same == (number < len(exchanges))).all()
+
+
+@support.needs_float16
+def test_a_displacement_that_overflows_in_the_dtype_of_the_center_is_left_out():
+    """Two steps take a replica from 40,000 to -40,000; 80,000 is finite in float32 only."""
+    tx = optperm.diloco(SGD, SGD, every=2, axis_name=AXIS)
+    grads = [np.float16([[32.0], [40_000.0]])] * 2
+    start = np.full((2, 1), 40_000.0, np.float16)
+    options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(start)}
+    _, (params, opt_state) = loops.train(tx, start, grads, **options)
+    np.testing.assert_array_equal(params, np.full((2, 1), 40_000.0 - 64.0))
+    assert opt_state.skipped.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.5])

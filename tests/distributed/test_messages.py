@@ -205,6 +205,7 @@ def test_a_pull_drops_keeps_or_mixes_later_steps():
             np.testing.assert_allclose(new, [wanted] * 2)
             np.testing.assert_allclose(center_params(state, final=True), [4.0] * 2)
             assert int(state.commits) == 7
+            assert bool(state.pulled.all()) == (mixing == 0)
     bad = params.at[0].set(jnp.nan)
     np.testing.assert_allclose(pull(bad, opt_state, center, 0.5)[0], [4.0] * 2)
 
@@ -246,6 +247,17 @@ def test_contributions_that_are_not_finite_or_have_no_weight_are_left_out():
         assert int(found.version) == 1
     huge = good._replace(move=spoil(3e38))
     support.assert_same_bits(merge(start, [huge, huge], MOMENTUM, "sum"), start)
+
+
+@support.needs_float16
+def test_a_move_that_overflows_in_the_dtype_of_the_center_is_left_out():
+    """100,000 is finite in float32 only, and its mean with 2 would be finite in float16."""
+    tx, start = optperm.diloco(SGD, SGD, every=99), jnp.zeros(2, jnp.float16)
+    params, opt_state = local_step(tx, start, tx.init(start), jnp.full(2, 2.0, jnp.float16))
+    message, _ = contribution(params, opt_state)
+    huge = message._replace(move=jnp.full(2, 1e5, jnp.float32))
+    center = merge(init_center(start, SGD), [huge, message], SGD)
+    np.testing.assert_array_equal(center.params, [-2.0, -2.0])
 
 
 def test_a_job_whose_params_are_not_finite_counts_it_and_sends_no_weight():

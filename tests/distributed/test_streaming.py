@@ -147,6 +147,19 @@ def test_an_exchange_is_received_once_and_only_if_it_was_sent():
     assert list(run(map(plan.at, (5, 6, 7, 8)))) == [-1, -2, -3, -4]
 
 
+def test_a_center_that_is_replaced_receives_nothing_that_was_sent_before():
+    """What is in flight belongs to the center of before, so its arrival changes nothing."""
+    plan = Every(4, 1, 2)
+    tx = optperm.diloco(SGD, SGD, every=plan)
+    params, opt_state = jnp.zeros(1), tx.init(jnp.zeros(1))
+    for step in range(1, 7):
+        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=plan.at(step))
+        params = optperm.apply_updates(params, updates, opt_state)
+        if step == 4:
+            opt_state = opt_state.replace_targets(opt_state._replace(center=jnp.full(1, 9.0)))
+    assert (float(params[0]), float(center_params(opt_state)[0])) == (-6.0, 9.0)
+
+
 def test_a_center_in_float32_under_bfloat16_params():
     """Outer steps too small for bfloat16 add up in it, and the rounding of the params adds nothing."""
     tx = optperm.diloco(SGD, optax.sgd(2**-6), every=1, center_dtype=jnp.float32)

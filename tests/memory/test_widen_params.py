@@ -83,6 +83,28 @@ def test_sixteen_more_bits_train_as_float32(inner):
     support.assert_close(p, jax.tree.map(lambda x: x.astype(BF16), q), rtol=2**-7, atol=1e-3)
 
 
+def test_gradients_in_16_bits_make_steps_in_float32():
+    """0.1 g of a bfloat16 g has more than 8 significant bits, and none of them is lost."""
+    tx, p, g = (
+        widen_params(optax.sgd(0.1), bits=16),
+        jnp.full(3, 10.0, BF16),
+        jnp.full(3, 3.0, BF16),
+    )
+    updates, state = tx.update(g, tx.init(p), p)
+    wide = wide_params(optax.apply_updates(p, updates), state)
+    np.testing.assert_allclose(wide, 10 - np.float32(0.1) * 3, rtol=1e-6)
+
+
+def test_inner_optimizer_sees_params_with_their_remainders():
+    """Half of each parameter is taken away, also of the bits that bfloat16 lacks."""
+    halve = optax.stateless(lambda g, p: -0.5 * p)
+    tx, wide = widen_params(halve, bits=16), jnp.array([1.001, -0.3])
+    params, state = narrow_params(wide, tx.init(wide.astype(BF16)), BF16)
+    updates, state = tx.update(jnp.zeros(2, BF16), state, params)
+    halved = wide_params(optax.apply_updates(params, updates), state)
+    np.testing.assert_allclose(halved, 0.5 * wide, rtol=1e-6)
+
+
 def test_wider_leaves_are_those_of_the_inner_optimizer():
     params = {"w": jnp.ones(4, BF16), "norm": jnp.ones(4), "scalar": jnp.float32(2.0)}
     grads = jax.tree.map(lambda p: jnp.full_like(p, 0.3), params)

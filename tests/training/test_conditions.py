@@ -168,6 +168,11 @@ def test_a_mean_with_a_constant_is_no_sum_for_a_sampler():
         linear_fit(lambda p, batch: (linear_loss(p, batch), 8), tx=SGLD, steps=1)
 
 
+def large_in_between(rate):
+    """A schedule whose updates round to nothing for less than 100 steps at a time."""
+    return lambda count: jnp.where((count > 75) & (count < 125), 1e4, 1.0) * rate
+
+
 @pytest.mark.parametrize(
     ("make", "dtype", "steps", "is_said"),
     [
@@ -175,6 +180,7 @@ def test_a_mean_with_a_constant_is_no_sum_for_a_sampler():
         (optax.sgd, "bfloat16", 125, False),  # rows at steps 50 and 100
         (optax.sgd, "float32", 200, False),
         (lambda rate: optax.sgd(1e4 * rate), "bfloat16", 200, False),
+        (lambda rate: optax.sgd(large_in_between(rate)), "bfloat16", 200, False),
         (lambda rate: optperm.widen_params(optax.sgd(rate)), "bfloat16", 200, False),
         (lambda rate: optperm.widen_params(optax.sgd(rate), bits=0), "bfloat16", 200, False),
     ],

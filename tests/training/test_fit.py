@@ -277,6 +277,14 @@ def test_single_layer_of_nnx_is_trained_and_evaluated():
     np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
 
 
+def test_steps_of_an_nnx_optimizer_are_counted_over_runs():
+    model = nnx.Linear(fitting.FEATURES, fitting.CLASSES, rngs=nnx.Rngs(0))
+    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
+    for epoch in (1, 2):
+        training.fit(model, fitting.nnx_loss, DATA, optimizer=optimizer, epochs=1, batch_size=BATCH)
+        assert int(optimizer.step.get_value()) == 5 * epoch
+
+
 def test_progress_bar_shows_steps(capsys):
     linear_fit(epochs=1, progress=True)
     assert "5/5" in capsys.readouterr().out

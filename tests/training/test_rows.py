@@ -47,6 +47,14 @@ def test_rows_of_epochs_stay_beside_those_within_them():
             assert ends == [5, 10]
             # Of known length, an epoch ends with its last step: its row comes before the callbacks.
             assert seen == [5, 10] or train_data is fitting.batches
+            assert len(seen) == 2
+
+
+def test_callbacks_of_epochs_are_called_where_steps_end_a_run_with_an_evaluation():
+    ends = []
+    note = {"on_epoch_end": lambda event: ends.append(event.step)}
+    linear_fit(steps=4, eval_every=2, **note, **EVALUATION)
+    assert ends == [4]
 
 
 def test_events_of_any_calls_come_at_their_steps():

@@ -12,6 +12,7 @@ from sklearn.linear_model import ElasticNet, LogisticRegression
 
 import optperm
 from optperm.variance import minimize
+from optperm.variance._chunks import make_chunks
 from optperm.variance._curvature import factor_roots, inverse_root, multiply_roots
 
 RNG = np.random.default_rng(0)
@@ -60,6 +61,9 @@ def test_a_ridge_regression_ends_at_the_closed_form_within_its_bound(x):
     assert found.converged
     assert "preconditioned SVRG" in found.method
     assert above <= found.gap <= 1e-6
+    # The Hessian of a quadratic is constant, so the bound at the start is exact before it is doubled.
+    first = value_of(loss_fn, np.zeros(12), (x, Y)) - value_of(loss_fn, best, (x, Y))
+    np.testing.assert_allclose(found.history[0].gap, 2 * first, rtol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,69 @@ def test_chunks_end_where_arrays_end_and_an_iterator_is_refused():
     np.testing.assert_allclose(one.params, other.params, atol=3e-5)
     with pytest.raises(TypeError, match="an iterator can be used only once"):
         minimize(squares, (chunk for chunk in chunks), jnp.zeros(12))
+
+
+def test_few_examples_in_chunks_are_all_used():
+    """L-BFGS, which arrays of 300 rows take, would see only the first chunk."""
+    chunks = [(X[i : i + 100], Y[i : i + 100]) for i in range(0, 300, 100)]
+    found = minimize(squares, chunks, jnp.zeros(12), tol=1e-9)
+    best = np.linalg.lstsq(np.float64(X[:300]), np.float64(Y[:300]), rcond=None)[0]
+    assert "SVRG" in found.method
+    np.testing.assert_allclose(found.params, best, atol=1e-4)
+
+
+def test_steps_of_a_pass_take_batches_without_common_examples(monkeypatch):
+    """41 batches of 96 of the 4,000 examples, which count as their fraction of a pass."""
+    module, starts = optperm.variance._minimize, []
+    compiled = module.fresh_jit
+
+    def note(function, **options):
+        run = compiled(function, **options)
+
+        def call(*args):
+            if getattr(function, "__name__", "") == "steps":
+                starts.append(np.sort(args[-1]))
+            return run(*args)
+
+        return call
+
+    monkeypatch.setattr(module, "fresh_jit", note)
+    found = minimize(squares, (X, Y), jnp.zeros(12))
+    assert np.all(np.diff(starts[0]) >= 96)
+    assert len(starts[0]) == 41
+    passes = [found.history[index].passes for index in range(2)]
+    np.testing.assert_allclose(passes, [1.0, 2.0 + 41 * 96 / 4000])
+
+
+def test_arrays_are_shuffled_once_with_the_key():
+    data = {"x": X, "y": jnp.arange(4000)}
+    one, other = (make_chunks(data, key) for key in (0, 1))
+    for chunks in (one, other):
+        np.testing.assert_array_equal(chunks.first["y"], chunks.order)
+        np.testing.assert_array_equal(chunks.first["x"], X[chunks.order])
+        np.testing.assert_array_equal(np.sort(chunks.order), np.arange(4000))
+    assert np.mean(one.order == other.order) < 0.1
+    assert np.mean(one.order == np.arange(4000)) < 0.1
+
+
+def test_tolerance_is_relative_to_a_loss_above_one():
+    """The loss is about 5,000, and the bound of about 10 is within a hundredth of it: nothing moves."""
+    y = 100 * Y
+    best = np.linalg.lstsq(np.float64(X), np.float64(y), rcond=None)[0]
+    start = jnp.float32(best + np.sqrt(10 / 12))
+    found = minimize(squares, (X, y), start, tol=1e-2)
+    assert found.converged
+    assert 5 < found.gap < 20
+    np.testing.assert_array_equal(found.params, start)
+
+
+def test_equal_columns_have_no_bound():
+    """A singular Hessian bounds nothing: the run stops by the gradient."""
+    x = np.concatenate([X, X[:, :2]], axis=1)
+    found = minimize(squares, (x, Y), jnp.zeros(14), tol=1e-3)
+    assert found.converged
+    assert np.isnan(found.gap)
+    assert all(np.isnan(row.gap) for row in found.history)
 
 
 @pytest.mark.slow
@@ -210,6 +277,9 @@ def test_what_is_wrong_is_said():
     bad[[7, 3000], 2] = np.nan
     with pytest.raises(ValueError, match=r"data\[0\] is not finite in 2 rows: 7, 3000\."):
         minimize(logistic, (bad, CLASS), zeros)
+    chunks = [(bad[i : i + 1000], CLASS[i : i + 1000]) for i in range(500, 4000, 1000)]
+    with pytest.raises(ValueError, match=r"data\[0\] is not finite in 1 rows: 2500\."):
+        minimize(logistic, chunks, zeros)
     with pytest.raises(ValueError, match="float32 or float64, got bfloat16"):
         minimize(logistic, data, jnp.zeros(12, jnp.bfloat16))
     with pytest.raises(ValueError, match="must be a mean over examples"):
@@ -290,6 +360,10 @@ def test_a_strong_convexity_above_the_curvature_is_refused(dense, monkeypatch):
     monkeypatch.setattr("optperm.variance._minimize._DENSE", dense)
     with pytest.raises(ValueError, match="at most the lowest eigenvalue of the Hessian, got 5"):
         minimize(squares, (X, Y), jnp.zeros(12), strong_convexity=5.0)
+    if dense > 1:  # only a matrix shows its lowest eigenvalue, here about 1 of 1 to 9
+        x = X * np.linspace(1, 3, 12, dtype=np.float32)
+        with pytest.raises(ValueError, match="at most the lowest eigenvalue of the Hessian, got 3"):
+            minimize(squares, (x, Y), jnp.zeros(12), strong_convexity=3.0)
 
 
 class Changing:
