@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import support
+from kernels import kernel_for
 
 import optperm
 from optperm.bayes import _control_variates as module
@@ -35,6 +36,7 @@ def params_of(number):
     return {"w": jnp.float32(rng.normal(size=D)), "b": jnp.float32(rng.normal())}
 
 
+MADE = kernel_for(jnp.zeros(3))
 KERNEL = optperm.bayes.NoiseKernel.unknown(jnp.zeros(3), "full")
 
 
@@ -164,10 +166,20 @@ def test_control_variates_are_refused_where_there_is_no_gradient_over_all_exampl
     two = jax.tree.map(lambda x: x[:2], data)
     one = {"batch_size": 2, "control_variates": True}
     for call, given, message in (
-        ("learn_kernel", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
+        ("learn_kernel", {"data": lambda key: two, "num_data": 50}, "pass full_data, or data as"),
         ("learn_kernel", {"estimator": "two_batches"}, "estimator='two_batches' is for losses"),
-        ("sample", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
-        ("sample", {"sampler": lambda n, s: optperm.sgld(1e-4, n)}, r"put optperm.svrg\(\) before"),
+        ("sample", {"data": lambda key: two, "num_data": 50}, "pass full_data, or data as"),
+        (
+            "sample",
+            {"sampler": optperm.mandt_sgd},
+            "with which mandt_sgd samples",
+        ),
+        ("sample", {"sampler": lambda n, s: optperm.constant_sgd(MADE)}, "pass kernel= instead of"),
+        (
+            "sample",
+            {"sampler": lambda n, s: optax.chain(optperm.svrg(), optperm.sgld(1e-4, n))},
+            "leave out either",
+        ),
         ("sample", {"kernel": KERNEL}, "pass it to learn_kernel instead"),
     ):
         usual = {"data": data, "params": jnp.zeros(3), "key": 0} | one
