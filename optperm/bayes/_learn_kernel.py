@@ -64,9 +64,10 @@ _PARTS, _SEARCH, _WINDOWS, _AT_REST = 16, 6, (1, 1, 2, 2, 4), 2
 _PASSES = 6
 # If each estimate uses the gradients of many examples, an eighth of the estimates is enough.
 _ESTIMATE_EVERY, _ENOUGH = 8, 1000
-# The limits of batch sizes that are chosen. The cost of larger batches is proportional to their size, so
-# steps that are longer by the same factor gain nothing.
-_SMALLEST, _LARGEST = 32, 512
+# The default batch size without control variates, and the limits of the size that is chosen with them.
+# Smaller batches are not faster. With larger batches, the cost of a step is proportional to their size,
+# so steps that are longer by the same factor gain nothing.
+_BATCH_SIZE, _SMALLEST, _LARGEST = 32, 128, 512
 # A function's batches are compared at rest over this many epochs, but in at most half of the steps.
 _EPOCHS = 16
 
@@ -176,7 +177,7 @@ def learn_kernel(
       params: A point near the posterior, a tree.
       key: A random key, or an int.
       batch_size: S. None for the size of a function's batches, or for 32 without control variates. With
-        control variates, None is for the smallest power of two from 32 to 512 at which the noise that
+        control variates, None is for the smallest power of two from 128 to 512 at which the noise that
         they leave shortens no step, :math:`S \ge \frac{c N}{2} (1 + 1 / \rho) \max_i \Lambda_i / a_i`
         with the maximum :math:`\rho`, after the third window, in which the chain moves with its longest
         steps. Up to this S, steps are proportional to S.
@@ -524,9 +525,10 @@ def batches_of(
         batch_size = size_of_batch(data)
     elif batch_size is None:
         # The trace of A^-1 C of the noise H_n (theta - theta*) grows with D, for any N
-        size = min(optax.tree.size(params), _LARGEST) if has_variates else _SMALLEST
+        chosen = max(_SMALLEST, min(optax.tree.size(params), _LARGEST))
         checks.check_arrays("data", data)
-        batch_size = min(max(_SMALLEST, size), checks.count_examples("data", data))
+        num_rows = checks.count_examples("data", data)
+        batch_size = min(chosen if has_variates else _BATCH_SIZE, num_rows)
     if num_apart is None:
         # An estimate of the noise from batches of one example needs another example
         num_apart = int(not is_function(data) or batch_size == 1)
