@@ -521,7 +521,9 @@ def make_rows(
         for every in PERIODS:
             if not chosen.few or (every, code) in FEW:
                 trainers = {
-                    outer: functools.partial(learn, *how, every) for outer, how in CENTERS.items()
+                    outer: functools.partial(learn, *how, every)
+                    for outer, how in CENTERS.items()
+                    if outer == "nats" or not chosen.averaging
                 }
                 tx = by_diloco(every, compress=compress)(whole, *CENTERS["nats"])
                 yield f"every {every}, {code}", trainers, find_sent(tx, shapes, every, replicas)
@@ -583,8 +585,10 @@ def find_moves(model: Model, every: int, chosen: argparse.Namespace) -> tuple[fl
 def compare_exchanges(chosen: argparse.Namespace) -> None:
     """Show nats per byte on held-out bytes for each exchange."""
     text = "Python's library" if chosen.data is None else chosen.data.stem
-    title = f"Loss by bytes: {text}, {chosen.replicas} replicas, {chosen.inner}"
     model = of_bytes(chosen.data)
+    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.initial, 0)))
+    size = f"{count:,} params, {chosen.steps} steps of {chosen.batch} contexts"
+    title = f"Loss by bytes: {text}, {chosen.replicas} replicas, {chosen.inner}, {size}"
     for exchange, trainers, sent in make_rows(model, chosen):
         if not RESULTS.has(title, exchange=exchange):
             show_losses(title, exchange, trainers, sent, chosen)
@@ -618,6 +622,7 @@ def main() -> None:
         "--inner", choices=INNER, default="Adam", help="the optimizer of the replicas, for frontier"
     )
     add("--few", action="store_true", help="fewer exchanges, for frontier")
+    add("--averaging", action="store_true", help="without Nesterov momentum, for frontier")
     add("--resume", action="store_true", help="keep the rows in the file of --json")
     results.add_argument(parser)
     chosen = parser.parse_args()

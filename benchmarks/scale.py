@@ -160,15 +160,15 @@ def scale(params: Any, rate: Any, decay: float) -> Tx:
 
 
 def galore(params: Any, rate: Any, decay: float) -> Tx:
-    """Return Optax's GaLore, for each layer of a stack by itself."""
+    """Return Optax's GaLore of the layers' kernels, as its paper has it, for each layer by itself."""
     axes, shapes = jax.tree.leaves(optperm.leaf_axes(params)), jax.tree.leaves(params)
     rank = max(min(leaf.shape[-1] for leaf in shapes) // 4, 1)
     is_stack = [axis.kind == "kernel" and bool(axis.batch_axis) for axis in axes]
     # GaLore projects a matrix, and leaves what has None at full rank.
     matrix = optax.contrib.GaLoreDimensionNumbers()
     numbers = [
-        [matrix if axis.kind == "kernel" else None] * (leaf.shape[0] if stacked else 1)
-        for leaf, axis, stacked in zip(shapes, axes, is_stack, strict=True)
+        [matrix] * leaf.shape[0] if stacked else [None]
+        for leaf, stacked in zip(shapes, is_stack, strict=True)
     ]
 
     def unstack(tree: Any) -> list[list[jax.Array]]:
