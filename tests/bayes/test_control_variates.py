@@ -222,8 +222,10 @@ def test_default_batches_are_as_large_as_the_noise_of_the_hessians_asks_for():
     data, loss = regression(5000, 110)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        samples = optperm.bayes.sample(loss, data, jnp.zeros(110), 0, num_draws=1000, thinning=3)
-    kernel = jax.tree.map(lambda leaf: leaf[0], samples.last_opt_state.kernel)
+        kernel, start = optperm.bayes.learn_kernel(loss, data, jnp.zeros(110), 0, steps=3200)
+        samples = optperm.bayes.sample(
+            loss, data, start, 0, kernel=kernel, num_draws=1000, thinning=2, burn_in=200
+        )
     assert int(kernel.batch_size) == 256
     a = 1 / 3 + 111 / (2 * 256)
     np.testing.assert_allclose(
