@@ -272,7 +272,7 @@ def learn_kernel(
     check_has_params(params)
     checks.check_real_floating("params", params)
     typed = make_key(key)
-    with explicit_mesh(data, full_data, params):
+    with explicit_mesh(data, params):
         num_apart = 1 if estimator == "single_example" else 0
         batches = batches_of(
             data, num_data, batch_size, params, num_apart=num_apart, full_data=full_data,

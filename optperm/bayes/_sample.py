@@ -228,7 +228,7 @@ def sample(
         check_kernel(kernel, params, preconditioner)
         batch_size = int(kernel.batch_size) if batch_size is None else batch_size
         num_data = int(kernel.num_data) if num_data is None and is_function(data) else num_data
-    with explicit_mesh(data, full_data, params, starts):
+    with explicit_mesh(data, params, starts):
         batches = batches_of(
             data, num_data, batch_size, params, num_apart=None, full_data=full_data,
             has_variates=sampler is None and control_variates is not False,
