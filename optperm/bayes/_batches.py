@@ -209,17 +209,17 @@ def _is_iterable_of_batches(full_data: Any) -> bool:
     """
     if full_data is None:
         return False
-    leaves = jax.tree.leaves(full_data)
-    is_tree = bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
-    if is_tree and not isinstance(full_data, list):
-        return False
     advice = "a tree of arrays, or an iterable of batches that starts again, such as a list"
-    if not isinstance(full_data, Iterable):
-        raise TypeError(f"full_data must be {advice}, got {checks.shown(full_data)}.")
     if isinstance(full_data, Iterator):
         raise TypeError(
             f"full_data must be {advice}, got an iterator, which can be read only once."
         )
+    leaves = jax.tree.leaves(full_data)
+    is_tree = bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+    if is_tree and not isinstance(full_data, list):
+        return False
+    if not isinstance(full_data, Iterable):
+        raise TypeError(f"full_data must be {advice}, got {checks.shown(full_data)}.")
     return True
 
 

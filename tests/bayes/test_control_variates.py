@@ -195,9 +195,8 @@ def test_mean_gradients_are_judged_in_standard_errors():
 def test_steps_at_the_size_of_the_noise_are_the_longest(form):
     """With r S examples, h = c / a in all directions, and with 0.99 r S examples, not in all."""
     kernel = kernel_for(jnp.zeros(3), form, batch_size=10)
-    kernel = kernel._replace(
-        noise=kernel.noise * (1 + jnp.arange(kernel.noise.size)).reshape(kernel.noise.shape)
-    )
+    factors = jnp.arange(1.0, kernel.noise.size + 1).reshape(kernel.noise.shape)
+    kernel = kernel._replace(noise=kernel.noise * factors)
     r = float(kernel.noise_over_stability(kernel.scale(), kernel.max_stability))
     longest = np.asarray(kernel.max_stability / kernel.curvature)
     for factor, is_longest in ((1.01, True), (0.99, False)):
