@@ -95,7 +95,7 @@ FUNCTIONS = {
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "learn_kernel": {"loss_fn": loss_fn, "data": BATCH, "params": PARAMS, "key": KEY}
-    | {"batch_size": 2, "steps": 32},
+    | {"steps": 32},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
     "posterior_report": {"samples": draws(4)},

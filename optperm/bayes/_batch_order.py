@@ -1,4 +1,7 @@
-"""Notice batches whose order changes the noise of a chain: chunks, shuffled epochs or equal batches."""
+"""Notice batches whose order changes the noise of a chain: chunks, shuffled epochs or equal batches.
+
+Batches whose mean gradient is not the gradient over all examples are noticed too.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from optperm.core.shardings import unshard
 NUM_PROJECTIONS, _LEAST_BLOCKS = 64, 4
 # A ratio of variances counts if it differs from 1 by these factors and by this many standard errors.
 _LOW, _HIGH, _ERRORS = 0.8, 1.25, 4.0
+# The maximum distance of a mean, in standard errors; rounding is relative to the largest projection.
+_FAR, _ROUNDING = 6.0, 1e-4
 
 _SAME = (
     "data returns the same batch for each key: a chain then follows this batch, not the posterior. Draw "
@@ -33,6 +38,12 @@ _NARROW = (
     "Successive batches complement each other, as in shuffled epochs: the mean gradient of {} "
     "varies only {:.2g} times as much as with examples drawn at random, so draws are too narrow. Draw "
     "the examples with replacement."
+)
+
+_OTHER_MEAN = (
+    "The mean gradient of the batches that data returns differs from the gradient over full_data by "
+    "{:.2g} standard errors, so draws would follow neither. Draw the examples of a batch from full_data "
+    "with equal probabilities, without changes such as augmentation; or pass control_variates=False."
 )
 
 
@@ -70,6 +81,22 @@ def count_noisy(kernel: NoiseKernel, grad: Updates) -> jax.Array:
         (jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(form.times(is_noisy, ones))),
         start=jnp.zeros([], jnp.float32),
     )
+
+
+def judge_mean_gradient(projections: Any, full: Any) -> list[str]:
+    """Return a warning if the mean gradient of batches is not the gradient over all examples.
+
+    Args:
+      projections: x, (step, chain, 64).
+      full: The projections of the gradient over all examples, (chain, 64).
+    """
+    x, wanted = (np.asarray(each, np.float64) for each in (projections, full))
+    if not (np.all(np.isfinite(x)) and np.all(np.isfinite(wanted))):
+        return []
+    # The rounding of equal gradients is no error of a mean
+    error = x.std(axis=0) / np.sqrt(len(x)) + _ROUNDING * np.abs(x).max()
+    far = float(np.max(np.abs(x.mean(axis=0) - wanted) / np.where(error > 0, error, np.inf)))
+    return [_OTHER_MEAN.format(far)] if far > _FAR else []
 
 
 def judge_order(projections: Any, num_noisy: Any) -> list[str]:

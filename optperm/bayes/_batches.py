@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,12 +28,17 @@ class Batches(NamedTuple):
       num_data: N.
       batch_size: S.
       num_apart: The number of further examples that are drawn with each batch, apart from it.
-      rows: All examples, a tree of arrays on the device; None if batches are made on the host.
+      rows: The rows of the batches, a tree of arrays on the device; None if batches are made on the
+        host.
       read: A function from the keys (step, chain) to a tree with leaves (step, chain, ...); None with
         `rows`.
       num_bytes: The bytes of a batch.
       is_function: Whether a user's function returns the batches.
-      read_slice: A function from a first and a last number to rows of arrays on disk; otherwise None.
+      all_rows: All examples, a tree of arrays on the device; None if they are read in parts, or unknown.
+      read_all: A function that yields all examples in parts, from the maximum number of examples of a
+        part; None with `all_rows`, or if the examples are unknown.
+      resize: A function from a batch size to the same batches of this size; None for a function, whose
+        batches have one size.
     """
 
     num_data: int
@@ -43,7 +48,14 @@ class Batches(NamedTuple):
     read: Callable[[jax.Array], Any] | None
     num_bytes: int
     is_function: bool = False
-    read_slice: Callable[[int, int], Any] | None = None
+    all_rows: Any = None
+    read_all: Callable[[int], Iterator[Any]] | None = None
+    resize: Callable[[int], Batches] | None = None
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether a gradient over all examples can be computed."""
+        return self.all_rows is not None or self.read_all is not None
 
     def parts(self, keys: jax.Array, length: int, most: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the first step of each part, its number of steps, and the argument of `batch`.
@@ -107,7 +119,7 @@ class Batches(NamedTuple):
 
 
 def make_batches(
-    data: Any, num_data: int | None, batch_size: int, *, num_apart: int = 0
+    data: Any, num_data: int | None, batch_size: int, *, num_apart: int = 0, full_data: Any = None
 ) -> Batches:
     """Return the batches of a user's data.
 
@@ -117,34 +129,30 @@ def make_batches(
       num_data: N; None for the number of rows.
       batch_size: S.
       num_apart: The number of further examples that are drawn with each batch.
+      full_data: All examples of a function, a tree like other data or an iterable of batches; None if
+        they are unknown.
 
     Raises:
-      TypeError: If a leaf is not an array of numbers.
-      ValueError: If leaves differ in length, if there are fewer examples than `batch_size`, or if
-        `num_data` is missing or is not the number of rows.
+      TypeError: If a leaf is not an array of numbers, or `full_data` can be read only once.
+      ValueError: If leaves differ in length, if there are fewer examples than `batch_size`, if
+        `num_data` is missing or is not the number of rows, or if `data` is not a function but
+        `full_data` is given.
     """
-    size = batch_size + num_apart
     if is_function(data):
-        if num_data is None:
-            raise ValueError(
-                "num_data must be given if data is a function, because the function does not show the "
-                "number of training examples."
-            )
-        _check_enough(num_data, batch_size)
-        read = _read_function(data, batch_size, num_apart)
-        shapes = read(jax.random.key(0)[None, None])
-        num_bytes = sum(x.nbytes for x in jax.tree.leaves(shapes))
-        return Batches(num_data, batch_size, num_apart, None, read, max(num_bytes, 1), True)
-    checks.check_arrays("data", data)
-    found = checks.count_examples("data", data)
-    if num_data not in (None, found):
-        raise ValueError(f"num_data must be the number of rows of data, {found}, got {num_data}.")
+        return _batches_of_function(data, num_data, batch_size, num_apart, full_data)
+    if full_data is not None:
+        raise ValueError(
+            "full_data is for a function data: arrays contain all examples themselves. Leave it out."
+        )
+    found = _count_rows("data", data, num_data)
     _check_enough(found, batch_size)
-    leaves = jax.tree.leaves(data)
-    if not any(map(_is_on_host, leaves)):
+    if not _is_on_disk(data):
         rows = jax.tree.map(jnp.asarray, data)
-        return Batches(found, batch_size, num_apart, rows, None, 0)
-    num_bytes = size * sum(_dtype_of(x).itemsize * math.prod(x.shape[1:]) for x in leaves)
+        resize = functools.partial(make_batches, rows, None, num_apart=num_apart)
+        return Batches(
+            found, batch_size, num_apart, rows, None, 0, all_rows=rows, resize=resize
+        )  # fmt: skip
+    size = batch_size + num_apart
 
     def read_rows(keys: jax.Array) -> Any:
         rows = np.asarray(_draw_all(keys, size=size, num_data=found))
@@ -153,16 +161,105 @@ def make_batches(
             lambda x: np.asarray(x[rows.ravel()], _dtype_of(x)).reshape(*shape, *x.shape[1:]), data
         )
 
-    def read_slice(first: int, last: int) -> Any:
-        return jax.tree.map(lambda x: np.asarray(x[np.arange(first, last)], _dtype_of(x)), data)
+    return Batches(
+        found, batch_size, num_apart, None, read_rows, max(1, size * _bytes_of_row(data)),
+        read_all=functools.partial(_read_slices, data, found),
+        resize=functools.partial(make_batches, data, None, num_apart=num_apart),
+    )  # fmt: skip
 
-    read = max(num_bytes, 1)
-    return Batches(found, batch_size, num_apart, None, read_rows, read, read_slice=read_slice)
+
+def size_of_batch(function: Callable[[jax.Array], Any]) -> int:
+    """Return the number of examples in the batches of a user's function."""
+    return _count_batch(as_arrays(function(jax.random.key(0))))
 
 
-def _is_on_host(leaf: Any) -> bool:
+def _batches_of_function(
+    function: Any, num_data: int | None, batch_size: int, num_apart: int, full_data: Any
+) -> Batches:
+    """Return the batches of a user's function, and all examples if they are given."""
+    all_rows: Any = None
+    read_all: Callable[[int], Iterator[Any]] | None = None
+    if _is_iterable_of_batches(full_data):
+        read_all = functools.partial(_read_iterable, full_data)
+    elif full_data is not None:
+        num_data = _count_rows("full_data", full_data, num_data)
+        if _is_on_disk(full_data):
+            read_all = functools.partial(_read_slices, full_data, num_data)
+        else:
+            all_rows = jax.tree.map(jnp.asarray, full_data)
+    if num_data is None:
+        raise ValueError(
+            "num_data must be given if data is a function, because the function does not show the "
+            "number of training examples."
+        )
+    _check_enough(num_data, batch_size)
+    read = _read_function(function, batch_size, num_apart)
+    shapes = read(jax.random.key(0)[None, None])
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(shapes))
+    return Batches(
+        num_data, batch_size, num_apart, None, read, max(num_bytes, 1), True, all_rows, read_all
+    )
+
+
+def _is_iterable_of_batches(full_data: Any) -> bool:
+    """Return whether all examples come in batches: in a list, or in what is no tree of arrays.
+
+    Raises:
+      TypeError: If an iterator can be read only once, or there is nothing to read.
+    """
+    if full_data is None:
+        return False
+    advice = "a tree of arrays, or an iterable of batches that starts again, such as a list"
+    if isinstance(full_data, Iterator):
+        raise TypeError(
+            f"full_data must be {advice}, got an iterator, which can be read only once."
+        )
+    leaves = jax.tree.leaves(full_data)
+    is_tree = bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+    if is_tree and not isinstance(full_data, list):
+        return False
+    if not isinstance(full_data, Iterable):
+        raise TypeError(f"full_data must be {advice}, got {checks.shown(full_data)}.")
+    return True
+
+
+def _read_iterable(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """Yield the batches of a user's iterable."""
+    del most
+    return (as_arrays(batch) for batch in batches)
+
+
+def _read_slices(data: Any, num_data: int, most: int) -> Iterator[Any]:
+    """Yield slices of arrays on disk, of at most `most` rows and `MOST_BYTES` bytes."""
+    size = max(1, min(num_data, most, MOST_BYTES // max(1, _bytes_of_row(data))))
+    for first in range(0, num_data, size):
+        rows = np.arange(first, min(first + size, num_data))
+        yield jax.tree.map(lambda x, rows=rows: np.asarray(x[rows], _dtype_of(x)), data)
+
+
+def _count_rows(name: str, data: Any, num_data: int | None) -> int:
+    checks.check_arrays(name, data)
+    found = checks.count_examples(name, data)
+    if num_data not in (None, found):
+        raise ValueError(f"num_data must be the number of rows of {name}, {found}, got {num_data}.")
+    return found
+
+
+def _count_batch(batch: Any) -> int:
+    return checks.count_examples("the batch that data returns", batch, has_scalars=True)
+
+
+def _bytes_of_row(data: Any) -> int:
+    leaves = jax.tree.leaves(data)
+    return sum(_dtype_of(x).itemsize * math.prod(x.shape[1:]) for x in leaves)
+
+
+def _is_on_disk(data: Any) -> bool:
     """Return whether rows of a leaf are read on the host, because it may exceed the memory."""
-    return not isinstance(leaf, jax.Array) and type(leaf) is not np.ndarray
+    return any(
+        not isinstance(leaf, jax.Array) and type(leaf) is not np.ndarray
+        for leaf in jax.tree.leaves(data)
+    )
 
 
 def _dtype_of(leaf: Any) -> Any:
@@ -200,7 +297,7 @@ def _read_function(
 
     def one(key: jax.Array) -> Any:
         batch = as_arrays(function(key))
-        size = checks.count_examples("the batch that data returns", batch, has_scalars=True)
+        size = _count_batch(batch)
         if size != batch_size:
             raise ValueError(
                 f"data must return batches of batch_size={batch_size} examples, got {size}."

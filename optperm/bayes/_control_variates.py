@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes import _batches
 from optperm.bayes._batches import Batches
 from optperm.bayes._covariance import BatchGradients
-from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like, wide_zeros
 from optperm.core.fresh_jit import fresh_jit_once
 from optperm.core.shapes import Array, Float, Params, PyTree, Updates
 from optperm.core.shardings import explicit_sharding, is_spread
+from optperm.core.transformation import transformation
+from optperm.evaluation import num_examples
 
 # The number of examples that are evaluated at once in a pass over the data.
 _ROWS = 4096
@@ -42,6 +43,47 @@ class Anchor(NamedTuple):
 def anchor_like(params: Params) -> Anchor:
     """Return an anchor with the structure, shapes and dtypes for params."""
     return Anchor(jax.tree.map(jnp.zeros_like, params), wide_zeros(params))
+
+
+class AnchoredState(NamedTuple):
+    """State of `anchored`.
+
+    Attributes:
+      anchor: The last snapshot.
+    """
+
+    anchor: Anchor
+
+    def with_snapshot(self, params: Params, full_grad: Updates) -> AnchoredState:
+        """Return the state with an anchor at given params, if the params and the gradient are finite.
+
+        Args:
+          params: All params.
+          full_grad: The gradient over all examples at these params.
+        """
+        new = Anchor(params, cast_like(full_grad, self.anchor.full_grad))
+        return AnchoredState(optax.tree.where(all_finite(new), new, self.anchor))
+
+
+def anchored() -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that corrects the gradient of a batch by its error at a snapshot."""
+
+    def init(params: Params) -> AnchoredState:
+        return AnchoredState(anchor_like(params))
+
+    def update(
+        g: Updates, state: AnchoredState, params: Params, *, grad_fn: Any, **_: Any
+    ) -> tuple[Updates, AnchoredState]:
+        del params
+        return correct(state.anchor, g, grad_fn(state.anchor.params)), state
+
+    return transformation(
+        init,
+        update,
+        method="control_variates",
+        like=lambda state: state.anchor.params,
+        needs={"grad_fn": "the gradient of the batch at given params"},
+    )
 
 
 def correct(anchor: Anchor, g: Updates, at_anchor: Updates, weight: Any = 1) -> Updates:
@@ -88,7 +130,7 @@ def find_anchors(loss: Loss, batches: Batches, params: Params) -> Anchor:
 
     Args:
       loss: The mean loss over a batch.
-      batches: The batches, whose data are arrays.
+      batches: The batches, whose examples are all known.
       params: The params, with a leading axis of chains.
     """
     return Anchor(params, full_gradients(loss, batches, params))
@@ -115,25 +157,28 @@ def full_gradients(loss: Loss, batches: Batches, params: Params) -> Updates:
 
     Args:
       loss: The mean loss over a batch.
-      batches: The batches, whose data are arrays.
+      batches: The batches, whose examples are all known.
       params: The params, with a leading axis of chains.
     """
     n = batches.num_data
     size = min(n, _ROWS)
-    if batches.read_slice is not None:
-        row = batches.num_bytes / (batches.batch_size + batches.num_apart)
-        size = max(1, min(size, int(_batches.MOST_BYTES / row)))
 
     def of_part(total: Any, params: Params, rows: Any) -> Any:
-        count = len(jax.tree.leaves(rows)[0])
+        count = num_examples(rows)
         grads = jax.vmap(jax.grad(lambda p: loss(p, rows)))(params)
         return jax.tree.map(lambda sum_, g: sum_ + (count / n) * g.astype(sum_.dtype), total, grads)
 
-    if batches.read_slice is not None:
-        add = fresh_jit_once(of_part)
+    if batches.read_all is not None:
+        add, found = fresh_jit_once(of_part), 0
         total = fresh_jit_once(wide_zeros)(params)
-        for first in range(0, n, size):
-            total = add(total, params, batches.read_slice(first, min(first + size, n)))
+        for rows in batches.read_all(size):
+            found += num_examples(rows)
+            total = add(total, params, rows) if num_examples(rows) else total
+        if found != n:
+            raise ValueError(
+                f"full_data has {found} examples, but num_data is {n}: each example must be there once, "
+                "without padding."
+            )
         return total
 
     def whole(params: Params, rows: Any) -> Updates:
@@ -155,4 +200,4 @@ def full_gradients(loss: Loss, batches: Batches, params: Params) -> Updates:
         )  # fmt: skip
         return of_part(total, params, slice_of(n - n % size, n % size)) if n % size else total
 
-    return fresh_jit_once(whole)(params, batches.rows)
+    return fresh_jit_once(whole)(params, batches.all_rows)

@@ -212,6 +212,26 @@ class NoiseKernel(NamedTuple):
         )
         return functools.reduce(jnp.maximum, jax.tree.leaves(fractions))
 
+    def noise_over_stability(self, scale: Any, limit: Any) -> jax.Array:
+        r"""Return :math:`r = \max_i \Lambda_i (1 + 1 / \rho) c / (s a_i)`.
+
+        In :math:`h_i = s / \max(\Lambda_i (1 + 1 / \rho), s a_i / c)`, s is proportional to S. So with
+        batches of r S examples, the noise of the batches shortens no step.
+
+        Args:
+          scale: s.
+          limit: c.
+        """
+
+        def of_entry(noise: jax.Array, a: jax.Array) -> jax.Array:
+            s, c, rho = (jnp.asarray(x, noise.dtype) for x in (scale, limit, self.noise_ratio))
+            # A flat direction has no limit of stability
+            ratio = noise * (1 + 1 / rho) * (c / s) / jnp.where(a > 0, a, 1.0)
+            return jnp.max(jnp.where((a > 0) & jnp.isfinite(a), ratio, 0.0), initial=0.0)
+
+        ratios = jax.tree.map(of_entry, self.noise, self.curvature)
+        return functools.reduce(jnp.maximum, jax.tree.leaves(ratios))
+
     def anchor_distance(self) -> jax.Array:
         r"""Return about how far the anchor is from an optimum, in posterior standard deviations.
 

@@ -13,8 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._batch_order import NUM_PROJECTIONS, count_noisy, judge_order, project
-from optperm.bayes._batches import Batches, make_batches
+from optperm.bayes._batch_order import (
+    NUM_PROJECTIONS,
+    count_noisy,
+    judge_mean_gradient,
+    judge_order,
+    project,
+)
+from optperm.bayes._batches import Batches, make_batches, size_of_batch
 from optperm.bayes._chains import check_has_params
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
 from optperm.bayes._control_variates import Anchor, check_anchors, correct_batch, find_anchors
@@ -46,7 +52,7 @@ from optperm.core.noise import fold
 from optperm.core.shapes import Params
 from optperm.core.shardings import explicit_mesh, explicit_sharding, is_spread
 from optperm.core.states import find_states
-from optperm.core.trees import without_variables
+from optperm.core.trees import is_function, without_variables
 from optperm.evaluation import NOT_MEAN, evaluate, is_mean
 from optperm.exact import apply_updates
 
@@ -58,6 +64,10 @@ _PARTS, _SEARCH, _WINDOWS, _AT_REST = 16, 6, (1, 1, 2, 2, 4), 2
 _PASSES = 6
 # If each estimate uses the gradients of many examples, an eighth of the estimates is enough.
 _ESTIMATE_EVERY, _ENOUGH = 8, 1000
+# The default batch size without control variates, and the limits of the size that is chosen with them.
+# Smaller batches are not faster. With larger batches, the cost of a step is proportional to their size,
+# so steps that are longer by the same factor gain nothing.
+_BATCH_SIZE, _SMALLEST, _LARGEST = 32, 128, 512
 # A function's batches are compared at rest over this many epochs, but in at most half of the steps.
 _EPOCHS = 16
 
@@ -113,8 +123,9 @@ def learn_kernel(
     params: Params,
     key: int | jax.Array,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     num_data: int | None = None,
+    full_data: Any = None,
     log_prior: Callable[[Any], jax.Array] | None = None,
     preconditioner: Preconditioner | None = None,
     estimator: Estimator = "per_example",
@@ -165,8 +176,16 @@ def learn_kernel(
         the host, and returns S examples, drawn with replacement with the key.
       params: A point near the posterior, a tree.
       key: A random key, or an int.
-      batch_size: S.
-      num_data: N. Needed if `data` is a function; None for the number of rows.
+      batch_size: S. None for the size of a function's batches, or for 32 without control variates. With
+        control variates, None is for the smallest power of two from 128 to 512 at which the noise that
+        they leave shortens no step, :math:`S \ge \frac{c N}{2} (1 + 1 / \rho) \max_i \Lambda_i / a_i`
+        with the maximum :math:`\rho`, after the third window, in which the chain moves with its longest
+        steps. Up to this S, steps are proportional to S.
+      num_data: N; None for the number of rows. Needed if `data` is a function, unless `full_data` are
+        arrays.
+      full_data: All examples, if `data` is a function: a tree of arrays or memory maps, or an iterable
+        of batches that starts again, such as a list. Control variates need the gradient over all
+        examples. Arrays in memory are also searched by L-BFGS.
       log_prior: A function `log_prior(params)`, the number :math:`\log p(\theta)` up to a constant; None
         if `loss_fn` includes the prior.
       preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h). None for "full" up to 4,096
@@ -187,7 +206,7 @@ def learn_kernel(
       chunk_size: The number of per-example gradients held in memory at once. None for a million entries
         in total, but at least 8 gradients.
       control_variates: Whether the kernel has control variates. None for True, but False if `data` is a
-        function, or if the estimator is "two_batches".
+        function without `full_data`, or if the estimator is "two_batches".
 
     Returns:
       The `NoiseKernel`, a tree of arrays that Orbax and pickle can save, and the params at which
@@ -225,8 +244,9 @@ def learn_kernel(
 
     Warns:
       UserWarning: If the loss is not a mean over examples, if the order of a function's batches changes
-        their noise, if gradients are not finite, if the log prior at the returned params is not finite,
-        or if draws with this kernel would not follow the posterior.
+        their noise, if their mean gradient contradicts `full_data`, if gradients are not finite, if the
+        log prior at the returned params is not finite, or if draws with this kernel would not follow the
+        posterior.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -254,19 +274,23 @@ def learn_kernel(
     typed = make_key(key)
     with explicit_mesh(data, params):
         num_apart = 1 if estimator == "single_example" else 0
-        batches = make_batches(data, num_data, batch_size, num_apart=num_apart)
+        batches = batches_of(
+            data, num_data, batch_size, params, num_apart=num_apart, full_data=full_data,
+            has_variates=control_variates is not False and estimator != "two_batches",
+        )  # fmt: skip
         first, _ = batches.split(batches.one(typed))
         loss = make_loss(loss_fn, params, first, num_data=batches.num_data, log_prior=log_prior)
         if not is_mean(loss, params, first):
             warnings.warn(NOT_MEAN, stacklevel=2)
         stacked = jax.tree.map(lambda p: jnp.asarray(p)[None], params)
-        if batches.rows is not None:
-            stacked = search_starts(lambda p: loss(p, batches.rows), stacked)
+        if batches.all_rows is not None:
+            stacked = search_starts(lambda p: loss(p, batches.all_rows), stacked)
         found = learn_kernels(
             loss, batches, stacked, typed[None], preconditioner=preconditioner, estimator=estimator,
             momentum=momentum, stability=stability, noise_ratio=noise_ratio, steps=steps,
             chunk_size=chunk_size, control_variates=control_variates,
-            is_searched=batches.rows is not None,
+            is_searched=batches.all_rows is not None,
+            chooses_size=batch_size is None and not batches.is_function,
         )  # fmt: skip
     kernel, last = jax.tree.map(lambda leaf: leaf[0], (found.kernels, found.params))
     check_learned(kernel)
@@ -286,10 +310,10 @@ def choose_variates(
     Raises:
       ValueError: If there is no gradient over all examples.
     """
-    if control_variates and batches.is_function:
+    if control_variates and not batches.knows_all:
         raise ValueError(
-            "control_variates=True needs the gradient over all examples: pass data as arrays, or "
-            "control_variates=False."
+            "control_variates=True needs the gradient over all examples: pass full_data, or data as "
+            "arrays, or control_variates=False."
         )
     if control_variates and estimator == "two_batches":
         raise ValueError(
@@ -297,7 +321,7 @@ def choose_variates(
             "losses that mix examples: pass control_variates=False, or another estimator."
         )
     if control_variates is None:
-        return not batches.is_function and estimator != "two_batches"
+        return batches.knows_all and estimator != "two_batches"
     return control_variates
 
 
@@ -332,7 +356,8 @@ def check_learning(
 ) -> None:
     """Raise unless the arguments of `learn_kernel` are valid."""
     checks.check_key("key", key)
-    checks.check_static_count("batch_size", batch_size)
+    if batch_size is not None:
+        checks.check_static_count("batch_size", batch_size)
     if num_data is not None:
         checks.check_static_count("num_data", num_data)
     checks.check_static_count("steps", steps, minimum=_PARTS)
@@ -368,6 +393,7 @@ def learn_kernels(
     chunk_size: int | None = None,
     control_variates: bool | None = None,
     is_searched: bool = False,
+    chooses_size: bool = False,
 ) -> Learned:
     """Return a kernel for each chain, and the points at which the chains may begin to sample.
 
@@ -385,6 +411,8 @@ def learn_kernels(
       chunk_size: The number of per-example gradients in memory at once.
       control_variates: Whether the kernels have control variates; None if the data allow it.
       is_searched: Whether the starts are optima, so that control variates help the search.
+      chooses_size: Whether kernels with control variates choose the size of the batches, after the first
+        window in which the chains move.
     """
     has_anchor = choose_variates(control_variates, batches, estimator)
     size, unit = batches.batch_size, steps // _PARTS
@@ -396,19 +424,11 @@ def learn_kernels(
         max_noise_ratio=default.noise_ratio if noise_ratio is None else noise_ratio,
         max_stability=default.stability if stability is None else stability,
     )  # fmt: skip
-    every = _steps_per_estimate(size, estimator, form, steps)
     params, split = _join(params)
     loss_of = functools.partial(_loss_of_joined, loss, split)
 
-    def gradients(params: Any, batch: Any) -> BatchGradients:
-        here, apart = batches.split(batch)
-        e = evaluate(loss_of, params, here, example=apart)
-        return BatchGradients(params, e.grad, e.extra_args, size, chunk_size, None)
-
-    descend, move, stand = (
-        fresh_jit_once(functools.partial(_run_part, functools.partial(step, gradients), batches))
-        for step in (_descend, functools.partial(_move, estimator, every), _stand)
-    )
+    programs = functools.partial(_programs, loss_of, estimator, form, steps, chunk_size)
+    descend, move, stand = programs(batches)
 
     def run(program: Any, carry: Any, kernels: Any, phase: int, length: int) -> Any:
         own = _fold(keys, phase)
@@ -442,14 +462,102 @@ def learn_kernels(
             # The noise of the batches at rest; from here on, the noise that control variates leave
             resting = kernels
             kernels = kernels._replace(noise=optax.tree.zeros_like(kernels.noise))
+        if has_anchor and chooses_size and number == _AT_REST + 1:
+            # Without noise in its kernel, this window has taken the longest steps, and they were stable
+            batches, kernels = _resize(batches, kernels)
+            _, move, _ = programs(batches)
         if number == 1 and batches.is_function:
             at_rest = min(max(_EPOCHS * batches.num_data // size, unit), steps // 2)
             rows = jnp.zeros((len(keys), at_rest, NUM_PROJECTIONS))
             _, rows = run(stand, (params, rows), kernels, len(_WINDOWS) + 1, at_rest)
-            said = judge_order(rows.swapaxes(0, 1), jax.vmap(count_noisy)(kernels, params))
+            said = _judge_batches(rows.swapaxes(0, 1), kernels, params)
     said += [_NOT_FINITE.format(int(np.max(left_out)))] if np.any(left_out) else []
     kernels = _split_kernels(kernels, resting, jax.vmap(split), form)
     return Learned(kernels, jax.vmap(split)(params), said)
+
+
+def _programs(
+    loss: Loss,
+    estimator: Estimator,
+    form: Preconditioner,
+    steps: int,
+    chunk_size: int | None,
+    batches: Batches,
+) -> list[Callable[..., Any]]:
+    """Return programs for parts of the search, of a window, and of batches at fixed params."""
+    size = batches.batch_size
+    every = _steps_per_estimate(size, estimator, form, steps)
+
+    def gradients(params: Any, batch: Any) -> BatchGradients:
+        here, apart = batches.split(batch)
+        e = evaluate(loss, params, here, example=apart)
+        return BatchGradients(params, e.grad, e.extra_args, size, chunk_size, None)
+
+    return [
+        fresh_jit_once(functools.partial(_run_part, functools.partial(step, gradients), batches))
+        for step in (_descend, functools.partial(_move, estimator, every), _stand)
+    ]
+
+
+def batches_of(
+    data: Any,
+    num_data: int | None,
+    batch_size: int | None,
+    params: Params,
+    *,
+    num_apart: int | None,
+    full_data: Any,
+    has_variates: bool,
+) -> Batches:
+    """Return the batches of a user's data; without a size, a function's, or a size to begin with.
+
+    Args:
+      data: As for `learn_kernel`, as are the other arguments.
+      num_data: N.
+      batch_size: S.
+      params: The params of one chain.
+      num_apart: The number of further examples that are drawn with each batch. None for one example,
+        but for none with a function, unless its batches have one example.
+      full_data: All examples of a function.
+      has_variates: Whether there are control variates.
+    """
+    if batch_size is None and is_function(data):
+        batch_size = size_of_batch(data)
+    elif batch_size is None:
+        # The trace of A^-1 C of the noise H_n (theta - theta*) grows with D, for any N
+        chosen = max(_SMALLEST, min(optax.tree.size(params), _LARGEST))
+        checks.check_arrays("data", data)
+        num_rows = checks.count_examples("data", data)
+        batch_size = min(chosen if has_variates else _BATCH_SIZE, num_rows)
+    if num_apart is None:
+        # An estimate of the noise from batches of one example needs another example
+        num_apart = int(not is_function(data) or batch_size == 1)
+    return make_batches(data, num_data, batch_size, num_apart=num_apart, full_data=full_data)
+
+
+def _judge_batches(rows: jax.Array, kernels: NoiseKernel, params: Params) -> list[str]:
+    """Return warnings about the order of a function's batches, and about their mean gradient.
+
+    Args:
+      rows: Projections of gradients at the params, (step, chain, 64).
+      kernels: The kernels, whose anchors are at the params.
+      params: The params.
+    """
+    said = judge_order(rows, jax.vmap(count_noisy)(kernels, params))
+    if said or not kernels.anchor:
+        return said
+    return judge_mean_gradient(rows, jax.vmap(project)(kernels, kernels.anchor.full_grad))
+
+
+def _resize(batches: Batches, kernels: NoiseKernel) -> tuple[Batches, NoiseKernel]:
+    """Return batches of the smallest power of two at which their noise shortens no step."""
+    ratios = jax.vmap(lambda k: k.noise_over_stability(k.scale(), k.max_stability))(kernels)
+    wanted = batches.batch_size * max(float(jnp.max(ratios)), 1e-3)
+    size = min(max(_SMALLEST, min(2 ** math.ceil(math.log2(wanted)), _LARGEST)), batches.num_data)
+    assert batches.resize is not None
+    return batches.resize(size), kernels._replace(
+        batch_size=jnp.full_like(kernels.batch_size, size)
+    )
 
 
 def _search(

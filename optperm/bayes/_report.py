@@ -402,23 +402,11 @@ def describe_mixing(
 
 
 def _describe_larger_batches(evidence: Evidence) -> str:
-    r"""Return what larger batches gain if the noise of the batches limits the slowest steps, or "".
-
-    In :math:`h_i = s / \max(\Lambda_i (1 + 1 / \rho), s a_i / c)`, s is proportional to S. In the
-    slowest direction, :math:`r_i = \Lambda_i (1 + 1 / \rho) c / (s a_i)` is maximal, and steps are as
-    long as their stability allows with batches of :math:`r_i S` examples.
-    """
+    """Return what larger batches gain if the noise of the batches limits the slowest steps, or ""."""
     if len(evidence.states) != 1 or not evidence.kernels:
         return ""
     kernel, _, scale, limit = _chain_of(evidence.states[0], evidence.samples)
-    noise, a = (
-        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
-        for tree in (kernel.noise, kernel.curvature)
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = noise * (1 + 1 / float(kernel.noise_ratio)) * limit / (scale * a)
-    # A flat direction has no limit of stability
-    factor = float(np.max(ratios[np.isfinite(ratios)], initial=0.0))
+    factor = float(kernel.noise_over_stability(scale, limit))
     # The number of effective draws is proportional to S, and 400 are enough
     _, bulk, tail, _ = evidence.figures
     factor = min(factor, max(_WORTHWHILE, _LEAST_ESS / max(min(bulk, tail), 1.0)))
@@ -782,7 +770,7 @@ def _judge_batches(evidence: Evidence) -> list[str]:
     variate = (
         "take a snapshot closer to the mode"
         if has_snapshots
-        else "put optperm.svrg before the sampler"
+        else "pass control_variates=True to optperm.bayes.sample"
     )
     return [
         "The noise of the batches may make the variance of a linear function of the params up to "

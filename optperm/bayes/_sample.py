@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from optperm.bayes._batch_noise import measure_batch_noise
-from optperm.bayes._batches import Batches, make_batches
+from optperm.bayes._batches import Batches
 from optperm.bayes._chains import (
     SAMPLERS,
     Samples,
@@ -23,16 +23,18 @@ from optperm.bayes._chains import (
     numbers_of,
 )
 from optperm.bayes._conditions import sees_gradient
-from optperm.bayes._constant_sgd import constant_sgd
-from optperm.bayes._control_variates import Anchor, full_gradients
+from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
+from optperm.bayes._control_variates import Anchor, anchored, full_gradients
 from optperm.bayes._forms import FORMS, Preconditioner
 from optperm.bayes._kernel import NoiseKernel, check_kernel
 from optperm.bayes._learn_kernel import (
+    batches_of,
     check_learned,
     choose_form,
     choose_variates,
     learn_kernels,
 )
+from optperm.bayes._mandt_sgd import MandtSgdState
 from optperm.bayes._optima import first_starts, search_starts
 from optperm.bayes._prior import make_loss
 from optperm.bayes._remainders import wide_params
@@ -54,10 +56,10 @@ from optperm.exact import apply_updates
 _MOST_CHANGE = 0.25
 # The number of parts of the draws; `on_draws` is called after each part.
 _PARTS = 10
-# The default numbers of examples in a batch, and of steps before the draws.
-_BATCH_SIZE, _BURN_IN = 32, 1000
-# The maximum number of examples in a batch by default.
-_LARGEST_BATCH = 512
+# The number of examples of a function's `full_data` that are compared, if they are not in memory.
+_COMPARED = 1000
+# The default number of steps before the draws.
+_BURN_IN = 1000
 # The maximum number of entries whose draws are ranked; 4,000 draws take 5 ms per entry.
 _MOST_RANKED = 200
 # The maximum number of draws at which the loss is checked.
@@ -84,6 +86,7 @@ def sample(
     log_prior: Callable[[Any], jax.Array] | None = None,
     batch_size: int | None = None,
     num_data: int | None = None,
+    full_data: Any = None,
     sampler: Sampler | None = None,
     preconditioner: Preconditioner | None = None,
     control_variates: bool | None = None,
@@ -115,10 +118,11 @@ def sample(
        the draws of only the 200 entries that have mixed least.
 
     Before the first step, this function compares the loss of a batch with the losses of its halves, and
-    the updates that the sampler gets with the gradient of the loss. A control variate before the
-    sampler, as in `lambda n, s: optax.chain(optperm.svrg(), optperm.sgld(5e-4, n))`, gets a snapshot at
-    the start of each chain, and another at the mean of its first tenth of the draws, which are
-    discarded; `svrg` with `every` or `probability` takes further snapshots.
+    the updates that the sampler gets with the gradient of the loss. Another sampler with
+    `control_variates=True` gets a snapshot at the start of each chain, and another at the mean of its
+    first tenth of the draws, which are discarded. So does `optperm.svrg` in the sampler, as in
+    `lambda n, s: optax.chain(optperm.svrg(every=1000), optperm.sgld(5e-4, n))`, which takes further
+    snapshots.
 
     Args:
       loss_fn: A function `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the
@@ -134,16 +138,18 @@ def sample(
         if `loss_fn` includes the prior. The prior must be smooth and finite everywhere: instead of a
         parameter :math:`m > 0`, sample :math:`u = \log m` with the log prior :math:`\log p(m) + u`,
         where :math:`e^u` is the Jacobian.
-      batch_size: S; None for the kernel's S, or for 32. With control variates, the noise that they leave
-        grows with the number D of params, so None is for D between 32 and 512.
-      num_data: N; None for the number of rows, or for the kernel's N. Required if `data` is a function.
+      batch_size: S; None for the kernel's S, or as in `optperm.bayes.learn_kernel`, for 32 with another
+        sampler.
+      num_data: N; None for the number of rows, or for the kernel's N. Required if `data` is a function
+        without arrays as `full_data`.
+      full_data: All examples, if `data` is a function; see `optperm.bayes.learn_kernel`.
       sampler: None for constant SGD, or a function `sampler(N, S)` that returns another sampling
         transformation, as `lambda n, s: optperm.sgld(1e-5, n)`. The sampler also gets the extra argument
-        `full_grad_fn`, the gradient over all examples, if `data` are arrays in memory.
+        `full_grad_fn`, the gradient over all examples, if they are arrays in memory.
       preconditioner: The preconditioner of constant SGD; see `optperm.bayes.learn_kernel`.
-      control_variates: Whether the kernels of constant SGD have control variates, so that the number of
-        steps per effective draw does not grow with N; see `optperm.bayes.learn_kernel`. None for True,
-        but False if `data` is a function. For another sampler, put `optperm.svrg` before the sampler.
+      control_variates: Whether gradients have control variates, so that the number of steps per
+        effective draw does not grow with N; see `optperm.bayes.learn_kernel`. None for False with
+        another sampler, or if `data` is a function without `full_data`, otherwise for True.
       kernel: A kernel of `optperm.bayes.learn_kernel` for all chains, which then learn none.
       resume: A folder in which this function keeps the results of each step and of each tenth of the
         draws, as NumPy files. After the process was killed, the same call resumes there, and returns the
@@ -222,15 +228,17 @@ def sample(
         check_kernel(kernel, params, preconditioner)
         batch_size = int(kernel.batch_size) if batch_size is None else batch_size
         num_data = int(kernel.num_data) if num_data is None and is_function(data) else num_data
-    size = batch_size or _choose_batch_size(params, data, sampler, control_variates)
     with explicit_mesh(data, params, starts):
-        # An estimate of the noise from batches of one example needs another example
-        num_apart = int(not is_function(data) or size == 1)
-        batches = make_batches(data, num_data, size, num_apart=num_apart)
+        batches = batches_of(
+            data, num_data, batch_size, params, num_apart=None, full_data=full_data,
+            has_variates=sampler is None and control_variates is not False,
+        )  # fmt: skip
         if kernel is not None:
-            check_kernel(kernel, params, batch_size=size, num_data=batches.num_data)
-        has_variates = choose_variates(control_variates, batches)
-        tx = _make_sampler(sampler, batches.num_data, size, params)
+            check_kernel(kernel, params, batch_size=batches.batch_size, num_data=batches.num_data)
+        # The step size of another sampler was chosen for the noise of the batches
+        asked = control_variates if sampler is None else bool(control_variates)
+        has_variates = choose_variates(asked, batches)
+        tx = _make_sampler(sampler, batches, params, has_variates)
         batch, _ = batches.split(batches.one(jax.random.key(0)))
         loss = make_loss(loss_fn, params, batch, num_data=batches.num_data, log_prior=log_prior)
         _check_anchor(kernel, loss, batches)
@@ -238,16 +246,16 @@ def sample(
         problem = _Problem(loss, batches, num_chains, -(-num_draws // _PARTS), thinning, keys)
         facts: dict[str, Any] = {}
         if resume is not None:
-            facts = {
-                **counts,
+            facts = counts | {
                 "burn_in": burn_in,
+                "batch_size": batch_size,
                 "sampler": None if sampler is None else "a function",
                 "preconditioner": preconditioner,
                 "control_variates": has_variates,
                 "kernel": fingerprint(kernel),
                 "params": fingerprint(params),
                 "starts": "a function" if is_function(starts) else fingerprint(starts),
-                **_facts_of_data(problem, params, data, batch),
+                **_facts_of_data(problem, params, data, full_data, batch),
             }
         progress = Progress(resume, facts)
 
@@ -262,16 +270,18 @@ def sample(
 
         # Kernels, and the samplers of the chains
         if tx is not None:
+            tx = optax.chain(anchored(), tx) if has_variates else tx
             opt_state = fresh_jit(jax.vmap(tx.init))(begun)
             check_runs(opt_state, SAMPLERS, method="The sampler")
         else:
             kernels = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_chains), kernel)
             if kernel is None:
                 kernels, begun, texts = _learn(
-                    problem, begun, preconditioner, has_variates, starts is None, progress
-                )
+                    problem, begun, preconditioner, has_variates, starts is None, progress,
+                    chooses_size=batch_size is None and not batches.is_function,
+                )  # fmt: skip
                 _warn(texts)
-                check_learned(kernels)
+                problem = _resized(problem, int(kernels.batch_size[0]))
             tx = constant_sgd(jax.tree.map(lambda leaf: leaf[0], kernels))
             opt_state = fresh_jit(jax.vmap(_init_constant_sgd))(kernels, begun)
 
@@ -286,28 +296,33 @@ def sample(
         # Report
         samples = samples._replace(starts=first, **conditions)
         if not samples.is_learned:
-            samples = measure_batch_noise(tx, loss, batches, samples, keys[0])
+            samples = measure_batch_noise(tx, loss, problem.batches, samples, keys[0])
         said = [t for t in judge(samples, most_ranked=_MOST_RANKED).warnings if t not in said]
         _warn(said + _judge_bounds(problem, samples))
         return samples
 
 
-def _choose_batch_size(
-    params: Params, data: Any, sampler: Any, control_variates: bool | None
-) -> int:
-    """Return the default batch size."""
-    if sampler is not None or control_variates is False or is_function(data):
-        return _BATCH_SIZE
-    # The trace of A^-1 C of the noise H_n (theta - theta*) grows with D, for any N
-    checks.check_arrays("data", data)
-    num_rows = checks.count_examples("data", data)
-    size = max(_BATCH_SIZE, min(optax.tree.size(params), _LARGEST_BATCH))
-    return _BATCH_SIZE if size > num_rows else size
+def _check_takes_variates(found: Any) -> None:
+    """Raise a ValueError if control variates before a sampler with this state would give wrong draws."""
+    if find_states(found, MandtSgdState):
+        raise ValueError(
+            "control_variates=True takes the noise of the batches away, with which mandt_sgd samples: "
+            "leave it out, or use sampler=None."
+        )
+    if find_states(found, ConstantSgdState):
+        raise ValueError(
+            "control_variates is for other samplers than constant_sgd, whose kernel may have control "
+            "variates itself: pass kernel= instead of sampler=."
+        )
+    if find_states(found, SnapshotState):
+        raise ValueError(
+            "sampler has control variates itself, such as optperm.svrg: leave out either."
+        )
 
 
 def _check_anchor(kernel: NoiseKernel | None, loss: Loss, batches: Batches) -> None:
-    """Raise a ValueError unless the gradient over all examples at the anchor is the kernel's."""
-    if kernel is None or not kernel.anchor or batches.is_function:
+    """Raise a ValueError unless the gradient over all examples, if known, is the kernel's."""
+    if kernel is None or not kernel.anchor or not batches.knows_all:
         return
     at, known = kernel.anchor
     found = full_gradients(loss, batches, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], at))
@@ -321,13 +336,17 @@ def _check_anchor(kernel: NoiseKernel | None, loss: Loss, batches: Batches) -> N
         )
 
 
-def _facts_of_data(problem: _Problem, params: Params, data: Any, batch: Any) -> dict[str, Any]:
+def _facts_of_data(
+    problem: _Problem, params: Params, data: Any, full_data: Any, batch: Any
+) -> dict[str, Any]:
     """Return what a folder keeps of the data, of the key and of the loss."""
+    read_all = None if full_data is None else problem.batches.read_all
+    of_all = full_data if read_all is None else next(read_all(_COMPARED), None)
     return {
-        "batch_size": problem.batches.batch_size,
         "num_data": problem.batches.num_data,
         "key": np.asarray(jax.random.key_data(problem.keys[0])).tolist(),
         "data": fingerprint(batch if is_function(data) else data),
+        "full_data": fingerprint(of_all),
         "place of the data": "host" if problem.batches.rows is None else "memory",
         "loss of a batch": f"{float(fresh_jit(problem.loss)(params, batch)):.4g}",
     }
@@ -389,17 +408,12 @@ def _check_arguments(
         "sampler", sampler, "(num_data, batch_size) that returns a transformation"
     )
     for name, value in of_kernels.items():
-        if value is not None:
-            instead = (
-                "put optperm.svrg() before your sampler"
-                if name == "control_variates"
-                else "pass it to your sampler"
-            )
-            raise ValueError(f"{name} is for sampler=None: {instead} instead.")
+        if value is not None and name != "control_variates":
+            raise ValueError(f"{name} is for sampler=None: pass it to your sampler instead.")
 
 
 def _make_sampler(
-    sampler: Sampler | None, num_data: int, batch_size: int, params: Params
+    sampler: Sampler | None, batches: Batches, params: Params, has_variates: bool
 ) -> optax.GradientTransformationExtraArgs | None:
     """Return the sampler for N and S; raise, before the search, if it cannot sample the params."""
     if sampler is None:
@@ -407,8 +421,10 @@ def _make_sampler(
     with warnings.catch_warnings():
         # This warning is wrong here: N examples drawn with replacement have noise
         warnings.filterwarnings("ignore", "batch_size is num_data")
-        tx = optax.with_extra_args_support(sampler(num_data, batch_size))
-    jax.eval_shape(tx.init, params)
+        tx = optax.with_extra_args_support(sampler(batches.num_data, batches.batch_size))
+    opt_state = jax.eval_shape(tx.init, params)
+    if has_variates:
+        _check_takes_variates(opt_state)
     return tx
 
 
@@ -424,7 +440,7 @@ def _find_optima(
       progress: The folder.
       searches: Whether chains search an optimum later if L-BFGS cannot, without data in memory.
     """
-    loss, rows = problem.loss, problem.batches.rows
+    loss, rows = problem.loss, problem.batches.all_rows
     given = starts
     if starts is None and rows is None and not searches:
         given = jax.tree.map(lambda p: jnp.stack([p] * problem.num_chains), params)
@@ -469,6 +485,8 @@ def _learn(
     has_variates: bool,
     is_searched: bool,
     progress: Progress,
+    *,
+    chooses_size: bool,
 ) -> tuple[NoiseKernel, Any, list[str]]:
     """Return a kernel for each chain, the params at which the chains begin, and warnings."""
     batches = problem.batches
@@ -481,7 +499,8 @@ def _learn(
             preconditioner=form,
             estimator="single_example" if batches.batch_size == 1 else "per_example",
             control_variates=has_variates,
-            is_searched=is_searched and batches.rows is not None,
+            is_searched=is_searched and batches.all_rows is not None,
+            chooses_size=chooses_size,
         )  # fmt: skip
         return (found.kernels, found.params), found.warnings
 
@@ -492,7 +511,16 @@ def _learn(
         return jax.eval_shape(jax.vmap(begin), starts), starts
 
     (kernels, params), texts = progress.phase("kernels", learn, like)
+    check_learned(kernels)
     return kernels, params, texts
+
+
+def _resized(problem: _Problem, batch_size: int) -> _Problem:
+    """Return the problem with batches of the size of the kernels."""
+    batches = problem.batches
+    if batches.resize is None or batches.batch_size == batch_size:
+        return problem
+    return problem._replace(batches=batches.resize(batch_size))
 
 
 class _Chains:
@@ -502,8 +530,8 @@ class _Chains:
         self.problem = problem
         batches, loss = problem.batches, problem.loss
         whole = {}
-        if batches.rows is not None:
-            whole["full_grad_fn"] = jax.grad(lambda p: loss(p, batches.rows))
+        if batches.all_rows is not None:
+            whole["full_grad_fn"] = jax.grad(lambda p: loss(p, batches.all_rows))
 
         def take_step(params: Any, opt_state: Any, rows: Any) -> tuple[Any, Any]:
             batch, other = batches.split(rows)
@@ -555,10 +583,10 @@ class _Chains:
 
     def _take_snapshots(self, opt_state: Any, params: Any) -> Any:
         """Return the states of chains with snapshots at the params of the chains."""
-        if self.problem.batches.is_function:
+        if not self.problem.batches.knows_all:
             raise ValueError(
-                "A control variate needs the gradient of all examples at snapshots: pass data as "
-                "arrays, in memory or on disk."
+                "A control variate needs the gradient over all examples at snapshots: pass full_data, "
+                "or data as arrays, in memory or on disk."
             )
         full_grads = full_gradients(self.problem.loss, self.problem.batches, params)
         return fresh_jit(jax.vmap(take_snapshots))(opt_state, params, full_grads)

@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 import support
+from kernels import kernel_for
 
 import optperm
 from optperm.bayes import _control_variates as module
+from optperm.bayes._batch_order import judge_mean_gradient
 from optperm.bayes._batches import make_batches
 from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients
@@ -35,6 +37,7 @@ def params_of(number):
     return {"w": jnp.float32(rng.normal(size=D)), "b": jnp.float32(rng.normal())}
 
 
+MADE = kernel_for(jnp.zeros(3))
 KERNEL = optperm.bayes.NoiseKernel.unknown(jnp.zeros(3), "full")
 
 
@@ -84,6 +87,152 @@ def test_snapshots_of_sample_have_the_gradient_over_all_examples_on_disk():
         )
         assert np.any(at["w"] != params_of(0)["w"])
         support.assert_close(found, jax.grad(loss_fn)(at, DATA), rtol=1e-5, atol=1e-7)
+
+
+def rows_of(key):
+    rows = np.asarray(jax.random.randint(key, (S,), 0, N))
+    return jax.tree.map(lambda x: x[rows], DATA)
+
+
+def in_batches(data, sizes=(40, 0, 63)):
+    """All examples in a list of batches, one of them empty."""
+    cuts = np.cumsum((0, *sizes))
+    return [jax.tree.map(lambda x, i=i: x[cuts[i] : cuts[i + 1]], data) for i in range(len(sizes))]
+
+
+def draws_of(sampler, data=DATA, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few draws
+        return optperm.bayes.sample(
+            loss_fn, data, params_of(0), 0, batch_size=S, num_chains=2, num_draws=20, thinning=1,
+            burn_in=0, sampler=sampler, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sgld", np.asarray), ("sghmc", OnDisk), ("sgld", None)]
+)
+def test_control_variates_of_another_sampler_are_those_of_svrg_before_it(name, kind):
+    """For rows in memory, rows on disk, and a function with all examples."""
+    make = {"sgld": lambda n: optperm.sgld(1e-3, n), "sghmc": lambda n: optperm.sghmc(1e-4, n, 0.1)}
+    given = {"data": rows_of, "full_data": in_batches(DATA), "num_data": N}
+    if kind is not None:
+        given = {"data": jax.tree.map(kind, DATA)}
+    alone = draws_of(lambda n, s: make[name](n), **given)
+    found = draws_of(lambda n, s: make[name](n), control_variates=True, **given)
+    wanted = draws_of(lambda n, s: optax.chain(optperm.svrg(), make[name](n)), **given)
+    support.assert_close(found.params, wanted.params, rtol=1e-4, atol=1e-5)
+    assert np.abs(found.params["w"] - alone.params["w"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [np.asarray, OnDisk, in_batches])
+def test_all_examples_of_a_function_give_the_gradient_of_the_anchor(kind):
+    """As a tree in memory, with the number of examples; as rows on disk; and in batches."""
+    full_data = kind(DATA) if kind is in_batches else jax.tree.map(kind, DATA)
+    num_data = N if kind is in_batches else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few steps
+        kernel, _ = optperm.bayes.learn_kernel(
+            loss_fn, rows_of, params_of(0), 0, full_data=full_data, num_data=num_data, steps=160
+        )
+    assert int(kernel.batch_size) == S
+    assert int(kernel.num_data) == N
+    at, found = kernel.anchor
+    support.assert_close(found, jax.grad(loss_fn)(at, DATA), rtol=1e-5, atol=1e-6)
+    # With the kernel, draws compare this gradient again
+    given = {"kernel": kernel, "data": rows_of, "num_data": N}
+    draws_of(None, full_data=full_data, **given)
+    other = jax.tree.map(lambda x: 100 * x, DATA if kind is OnDisk else full_data)
+    with pytest.raises(ValueError, match="belong to other data, another loss or another prior"):
+        draws_of(None, full_data=other, **given)
+
+
+def test_all_examples_that_do_not_fit_are_refused_or_warned_of():
+    """Padding rows, a missing batch, what can be read once, arrays that need no others, and batches of
+    a function with another mean gradient."""
+    padded = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), DATA)
+    given = {"loss_fn": loss_fn, "data": rows_of, "params": params_of(0), "key": 0, "num_data": N}
+    for full_data, error, message in (
+        (padded, ValueError, "num_data must be the number of rows of full_data, 104, got 103"),
+        (
+            in_batches(padded, (52, 52)),
+            ValueError,
+            "full_data has 104 examples, but num_data is 103",
+        ),
+        (in_batches(DATA)[:1], ValueError, "full_data has 40 examples"),
+        (iter(in_batches(DATA)), TypeError, "got an iterator, which can be read only once"),
+        (3, TypeError, "or an iterable of batches that starts again, such as a list, got 3"),
+    ):
+        with pytest.raises(error, match=message):
+            optperm.bayes.learn_kernel(**given, full_data=full_data, steps=16)
+    with pytest.raises(ValueError, match="full_data is for a function data"):
+        optperm.bayes.learn_kernel(loss_fn, DATA, params_of(0), 0, full_data=DATA)
+    other = DATA | {"y": 1 - DATA["y"]}
+    for full_data, is_said in ((DATA, False), (other, True)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optperm.bayes.learn_kernel(**given, full_data=full_data, steps=800)
+        said = [each for each in found if "differs from the gradient over full_data" in str(each)]
+        assert bool(said) == is_said
+
+
+def test_mean_gradients_are_judged_in_standard_errors():
+    """Equal means are named in at most 2 of 1,000 series of 400 steps, and a distance of 10 errors in
+    all; projections without noise are compared up to rounding."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1000, 400, 1, 64))
+    full = np.zeros((1, 64))
+    assert sum(bool(judge_mean_gradient(one, full)) for one in x) <= 2
+    shifted = full + np.eye(1, 64) * 10 / np.sqrt(400)
+    assert all(judge_mean_gradient(one, shifted) for one in x)
+    same = np.ones((400, 1, 64))
+    assert not judge_mean_gradient(same, full + 1 + 1e-5)
+    assert judge_mean_gradient(same, full + 1.1)
+    assert not judge_mean_gradient(0 * same, full)
+
+
+@pytest.mark.parametrize("form", ["full", "diagonal", "scalar"])
+def test_steps_at_the_size_of_the_noise_are_the_longest(form):
+    """With r S examples, h = c / a in all directions, and with 0.99 r S examples, not in all."""
+    kernel = kernel_for(jnp.zeros(3), form, batch_size=10)
+    factors = jnp.arange(1.0, kernel.noise.size + 1).reshape(kernel.noise.shape)
+    kernel = kernel._replace(noise=kernel.noise * factors)
+    r = float(kernel.noise_over_stability(kernel.scale(), kernel.max_stability))
+    longest = np.asarray(kernel.max_stability / kernel.curvature)
+    for factor, is_longest in ((1.01, True), (0.99, False)):
+        h = np.asarray(kernel.step_sizes(kernel.scale() * factor * r))
+        assert np.allclose(h, longest, rtol=1e-5) == is_longest
+
+
+def regression(num_data, dim):
+    """Linear regression with the features N(0, I), whose Hessians are x x^T."""
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=(num_data, dim)))
+    y = np.float32(x @ rng.normal(size=dim) + rng.normal(size=num_data))
+    return (x, y), lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
+
+
+@pytest.mark.slow
+def test_default_batches_are_as_large_as_the_noise_of_the_hessians_asks_for():
+    """In linear regression with D features N(0, I), control variates leave the noise (D + 1) / N in each
+    direction. The bound on the curvature of batches of S_0 = 128 examples is 1/3 for the momentum, and
+    (D + 1) / (2 S_0) for the spread. Hence S = (c / 2) (1 + 1 / rho) (D + 1) / a = 181 for D = 110, c =
+    0.5 and rho = 0.25, and 256 is the next power of two. Draws have the exact deviations."""
+    data, loss = regression(5000, 110)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel, start = optperm.bayes.learn_kernel(loss, data, jnp.zeros(110), 0, steps=3200)
+        samples = optperm.bayes.sample(
+            loss, data, start, 0, kernel=kernel, num_draws=1000, thinning=2, burn_in=200
+        )
+    assert int(kernel.batch_size) == 256
+    a = 1 / 3 + 111 / (2 * 256)
+    np.testing.assert_allclose(
+        np.mean(kernel.noise / kernel.curvature) * 5000 * a / 111, 1, atol=0.2
+    )
+    exact = np.sqrt(np.diag(np.linalg.inv(np.float64(data[0].T @ data[0]))))
+    deviations = np.asarray(samples.params).std(axis=(0, 1))
+    np.testing.assert_allclose(deviations / exact, 1, atol=0.07)
 
 
 @pytest.mark.parametrize("estimator", ["per_example", "single_example"])
@@ -164,10 +313,20 @@ def test_control_variates_are_refused_where_there_is_no_gradient_over_all_exampl
     two = jax.tree.map(lambda x: x[:2], data)
     one = {"batch_size": 2, "control_variates": True}
     for call, given, message in (
-        ("learn_kernel", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
+        ("learn_kernel", {"data": lambda key: two, "num_data": 50}, "pass full_data, or data as"),
         ("learn_kernel", {"estimator": "two_batches"}, "estimator='two_batches' is for losses"),
-        ("sample", {"data": lambda key: two, "num_data": 50}, "pass data as arrays"),
-        ("sample", {"sampler": lambda n, s: optperm.sgld(1e-4, n)}, r"put optperm.svrg\(\) before"),
+        ("sample", {"data": lambda key: two, "num_data": 50}, "pass full_data, or data as"),
+        (
+            "sample",
+            {"sampler": optperm.mandt_sgd},
+            "with which mandt_sgd samples",
+        ),
+        ("sample", {"sampler": lambda n, s: optperm.constant_sgd(MADE)}, "pass kernel= instead of"),
+        (
+            "sample",
+            {"sampler": lambda n, s: optax.chain(optperm.svrg(), optperm.sgld(1e-4, n))},
+            "leave out either",
+        ),
         ("sample", {"kernel": KERNEL}, "pass it to learn_kernel instead"),
     ):
         usual = {"data": data, "params": jnp.zeros(3), "key": 0} | one
