@@ -366,7 +366,11 @@ def test_arguments_that_do_not_fit_are_refused():
         ),
         ({"preconditioner": "whole"}, ValueError, "preconditioner"),
         ({"data": lambda key: Y[:32]}, ValueError, "num_data must be given"),
-        ({"data": lambda key: Y[:31], "num_data": N}, ValueError, "batch_size=32 examples, got 31"),
+        (
+            {"data": lambda key: Y[:31], "num_data": N, "batch_size": 32},
+            ValueError,
+            "batch_size=32 examples, got 31",
+        ),
     ):
         with pytest.raises(error, match=message):
             draw(**{"sampler": None, "starts": None} | change)
