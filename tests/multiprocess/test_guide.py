@@ -64,7 +64,8 @@ def test_two_hosts_that_resume_train_as_one_process(lenient, tmp_path, monkeypat
     four = jax.devices()[:4]
     monkeypatch.setattr(jax, "devices", lambda: four)
     compressed = in_one_bit["train"](HOSTS, batches_of, read("test.npz"))
-    assert compressed.history.epochs["eval_accuracy"][-1] > 0.9
+    in_one_process = compressed.history.epochs["eval_accuracy"][-1]
+    assert in_one_process > 0.9
     (tmp_path / "checkpoints").rename(tmp_path / "checkpoints-in-one-bit")
     alone = program["train"](HOSTS, batches_of, read("test.npz"))
     monkeypatch.undo()
@@ -83,3 +84,9 @@ def test_two_hosts_that_resume_train_as_one_process(lenient, tmp_path, monkeypat
         # Sums of four parts in another order: Adam divides a rounding of small gradients by their size.
         np.testing.assert_allclose(resumed[name], leaf, rtol=0, atol=1e-5, err_msg=name)
         assert np.abs(cut[name] - leaf).max() > 1e-3
+
+    # The program of the page, as it is, on two hosts
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints-of-two")
+    write_program(tmp_path)
+    _, accuracy = train_on_hosts(tmp_path)
+    assert accuracy == pytest.approx(in_one_process, abs=0.02)
