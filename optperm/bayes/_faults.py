@@ -15,6 +15,8 @@ from optperm.core.shardings import can_be_seen
 _LARGEST_RATIO, _LARGEST_UNEVEN = 4 / 3, 0.2
 # Learning limits errors to a fifth, up to rounding, unless chains would then hardly move.
 _LEAST_DRIFT, _LARGEST_ERROR = 0.7, 0.201
+# A smaller fraction of noise from the batches may drift: the variance of draws changes by less.
+_LEAST_FRACTION = 0.01
 # The maximum distance of an anchor from an optimum, in standard deviations along a direction, and the
 # fraction of the noise with which control variates help no longer.
 _FARTHEST, _MOST_LEFT = 10.0, 1.0
@@ -85,9 +87,13 @@ def judge_altered(altered: Any) -> list[str]:
 
 def judge_steps(kernel: NoiseKernel, count: Any) -> list[str]:
     """Return a warning if the steps of a kernel, or of a kernel for each chain, are too long."""
+    return judge_stability(kernel.stability, count, "stability", _batch_fraction(kernel))
+
+
+def _batch_fraction(kernel: NoiseKernel) -> np.ndarray:
+    """Return the maximum fraction of noise from the batches, of each chain."""
     fractions = NoiseKernel.batch_fraction
-    fraction = (jax.vmap(fractions) if jnp.ndim(kernel.stability) else fractions)(kernel)
-    return judge_stability(kernel.stability, count, "stability", np.asarray(fraction))
+    return np.asarray((jax.vmap(fractions) if jnp.ndim(kernel.stability) else fractions)(kernel))
 
 
 def judge_anchor(kernel: NoiseKernel) -> list[str]:
@@ -114,7 +120,7 @@ def judge_anchor(kernel: NoiseKernel) -> list[str]:
 def judge_kernel(kernel: NoiseKernel) -> list[str]:
     """Return warnings about the estimates of a kernel."""
     found, drift = [], float(np.mean(kernel.drift))
-    if drift < _LEAST_DRIFT:
+    if drift < _LEAST_DRIFT and np.max(_batch_fraction(kernel)) > _LEAST_FRACTION:
         found.append(
             f"The kernel has not converged: in the last window, the noise was {drift:.2g} times the "
             "noise in the previous window, so draws may be too narrow. Start closer to an optimum, or "
