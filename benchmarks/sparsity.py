@@ -87,8 +87,9 @@ def held(sparsity: float, run: Run) -> Any:
 
 
 def same_sparsity(sparsity: float, run: Run) -> dict[str, float]:
-    """The sparsity of each leaf, in the place of ERK's."""
-    return {name: sparsity for index in range(run.layers) for name in (f"w{index}", f"b{index}")}
+    """The sparsity of each kernel, in the place of ERK's; biases have no zeros."""
+    kernels = {f"w{index}": sparsity for index in range(run.layers)}
+    return kernels | {f"b{index}": 0.0 for index in range(run.layers)}
 
 
 ROWS: dict[str, Callable[..., Any]] = {

@@ -403,7 +403,7 @@ USUAL = {
     "--methods AdamW 'AdamW, widened, 8 bits' SCALE": {"TESTS": 2},
     "posterior.py --mlp --steps 20 --seeds 1 --grid 1 --methods SGD": {},
     "sparsity.py --only images --seeds 1 --epochs 0.6 --sparsity 0.9 --every 1": {
-        "ROWS": ("dense", "RigL, ERK")
+        "ROWS": ("dense", "RigL, ERK", "static random, the same sparsity")
     },
     "uncertainty.py --seeds 1 --epochs 0.2 --methods Adam temperature IVON": {},
     "permutation.py --only methods values bytes --seeds 1 --epochs 0.9": {
