@@ -1,10 +1,11 @@
-"""The program of the guide on unreliable machines: processes over files, one slow, killed or late."""
+"""The example `sites.py`: processes over files, one slow, killed or late."""
 
 import ast
 import os
 import pathlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import optperm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lenient")]
 
-GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "unreliable_machines.md"
+PROGRAM = pathlib.Path(__file__).parents[2] / "examples" / "sites.py"
 SECONDS, SLEEP, EVERY = 12, 0.01, 20
 # A job that has imported all, and begins when there is a file.
 LATE = """
@@ -31,11 +32,10 @@ runpy.run_path("sites.py", run_name="__main__")
 
 
 class Run:
-    """Processes of the guide's program in a folder."""
+    """Processes of the program in a folder."""
 
     def __init__(self, folder):
-        (program,) = re.findall(r":caption: sites.py\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
-        (folder / "sites.py").write_text(program, encoding="utf-8")
+        shutil.copy(PROGRAM, folder)
         self.folder, self.started = folder, []
         settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
         settings |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
