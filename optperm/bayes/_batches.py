@@ -177,20 +177,22 @@ def _batches_of_function(
     function: Any, num_data: int | None, batch_size: int, num_apart: int, full_data: Any
 ) -> Batches:
     """Return the batches of a user's function, and all examples if they are given."""
+    like = as_arrays(function(jax.random.key(0)))
     all_rows: Any = None
     read_all: Callable[[int], Iterator[Any]] | None = None
     if _is_iterable_of_batches(full_data):
-        read_all = functools.partial(_read_iterable, full_data)
+        read_all = functools.partial(_read_iterable, full_data, like)
     elif full_data is not None:
         num_data = _count_rows("full_data", full_data, num_data)
+        _check_like(like, full_data)
         if _is_on_disk(full_data):
             read_all = functools.partial(_read_slices, full_data, num_data)
         else:
             all_rows = jax.tree.map(jnp.asarray, full_data)
     if num_data is None:
         raise ValueError(
-            "num_data must be given if data is a function, because the function does not show the "
-            "number of training examples."
+            "num_data must be given if data is a function, because neither the function nor an iterable "
+            "of batches shows the number of training examples."
         )
     _check_enough(num_data, batch_size)
     read = _read_function(function, batch_size, num_apart)
@@ -199,6 +201,17 @@ def _batches_of_function(
     return Batches(
         num_data, batch_size, num_apart, None, read, max(num_bytes, 1), True, all_rows, read_all
     )
+
+
+def _check_like(batch: Any, rows: Any) -> None:
+    """Raise a ValueError unless rows of all examples have the form of those in a function's batch."""
+    wanted, found = ([np.shape(x)[1:] for x in jax.tree.leaves(tree)] for tree in (batch, rows))
+    if jax.tree.structure(batch) != jax.tree.structure(rows) or wanted != found:
+        raise ValueError(
+            f"full_data must have examples like those of the batches that data returns, "
+            f"{checks.shown(batch)}, got {checks.shown(rows)}. A list is read as batches: put arrays of "
+            "all examples into a tuple or a dict."
+        )
 
 
 def _is_iterable_of_batches(full_data: Any) -> bool:
@@ -223,10 +236,13 @@ def _is_iterable_of_batches(full_data: Any) -> bool:
     return True
 
 
-def _read_iterable(batches: Iterable[Any], most: int) -> Iterator[Any]:
-    """Yield the batches of a user's iterable."""
+def _read_iterable(batches: Iterable[Any], like: Any, most: int) -> Iterator[Any]:
+    """Yield the batches of a user's iterable, whose examples must be like those of another batch."""
     del most
-    return (as_arrays(batch) for batch in batches)
+    for batch in batches:
+        rows = as_arrays(batch)
+        _check_like(like, rows)
+        yield rows
 
 
 def _read_slices(data: Any, num_data: int, most: int) -> Iterator[Any]:

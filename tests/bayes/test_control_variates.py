@@ -162,6 +162,9 @@ def test_all_examples_that_do_not_fit_are_refused_or_warned_of():
         (in_batches(DATA)[:1], ValueError, "full_data has 40 examples"),
         (iter(in_batches(DATA)), TypeError, "got an iterator, which can be read only once"),
         (3, TypeError, "or an iterable of batches that starts again, such as a list, got 3"),
+        (tuple(DATA.values()), ValueError, "must have examples like those of the batches"),
+        (list(DATA.values()), ValueError, "A list is read as batches: put arrays"),
+        (DATA | {"y": DATA["y"][:, None]}, ValueError, "must have examples like those"),
     ):
         with pytest.raises(error, match=message):
             optperm.bayes.learn_kernel(**given, full_data=full_data, steps=16)
