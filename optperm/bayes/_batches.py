@@ -205,9 +205,11 @@ def _batches_of_function(
 
 def _check_like(batch: Any, rows: Any) -> None:
     """Raise a ValueError unless rows of all examples have the form of those in a function's batch."""
-    wanted, found = ([np.shape(x)[1:] for x in jax.tree.leaves(tree)] for tree in (batch, rows))
-    has_same_tree = jax.tree.structure(batch) == jax.tree.structure(rows)
-    if not has_same_tree or wanted != found:
+    wanted, found = (
+        {jax.tree_util.keystr(path): np.shape(x)[1:] for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (batch, rows)
+    )
+    if wanted != found:
         raise ValueError(
             f"full_data must have examples like those of the batches that data returns, "
             f"{checks.shown(batch)}, got {checks.shown(rows)}. A list is read as batches: put arrays of "
