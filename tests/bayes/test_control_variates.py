@@ -14,7 +14,7 @@ from kernels import kernel_for
 import optperm
 from optperm.bayes import _control_variates as module
 from optperm.bayes._batch_order import judge_mean_gradient
-from optperm.bayes._batches import make_batches
+from optperm.bayes._batches import batches_of_rows
 from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients
 from optperm.bayes._forms import FORMS
@@ -59,7 +59,7 @@ class OnDisk:
 def test_gradients_over_all_examples_are_means_over_parts_of_any_size(kind, rows, monkeypatch):
     """In memory and on disk, with a last part that is shorter."""
     monkeypatch.setattr(module, "_ROWS", rows)
-    batches = make_batches(jax.tree.map(kind, DATA), None, S)
+    batches = batches_of_rows(jax.tree.map(kind, DATA), None, S)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(params_of, range(2)))
     anchors = find_anchors(loss_fn, batches, stacked)
     support.assert_close(anchors.params, stacked, rtol=0)

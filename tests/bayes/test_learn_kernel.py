@@ -163,6 +163,23 @@ def counting(array):
     return found
 
 
+@pytest.mark.parametrize(("size", "apart"), [(1, 1), (3, 0)])
+def test_a_function_is_called_once_before_its_batches_are_read(size, apart):
+    """The call tells their size; batches of one example need another one, to show the noise."""
+    keys = []
+
+    def data(key):
+        keys.append(key)
+        return np.zeros((size, 2), np.float32)
+
+    batches = _batches.batches_of_function(data, 10, None, num_apart=None, full_data=None)
+    assert len(keys) == 1
+    assert (batches.batch_size, batches.num_apart) == (size, apart)
+    read = batches.read(jnp.stack([jax.random.key(0)] * 2)[:, None])
+    assert read.shape == (2, 1, size + apart, 2)
+    assert batches.num_bytes == read[0].nbytes
+
+
 def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_path):
     """The same batches; no read has more than the allowed bytes, while a kernel is learned."""
     monkeypatch.setattr(_batches, "MOST_BYTES", 40 * S * D * 4)
@@ -170,7 +187,7 @@ def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_
     np.save(tmp_path / "rows.npy", x)
     mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
     keys = jax.random.split(jax.random.key(5), 1)
-    there, here = (_batches.make_batches(data, None, S) for data in (mapped, x))
+    there, here = (_batches.batches_of_rows(data, None, S) for data in (mapped, x))
     ((_, _, part),) = here.parts(keys, 50, 30)
     for first, count, read in there.parts(keys, 50, 30):
         for step in range(first, first + count):
