@@ -313,23 +313,6 @@ def test_params_of_several_dtypes_and_16_bits_learn_the_same_noise():
     )
 
 
-def test_arguments_that_do_not_fit_are_refused():
-    x = examples()
-    for options, message in (
-        ({"stability": 2.0}, "stability"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\) in float32, got 1.0"),
-        ({"steps": 15}, "steps must be at least 16"),
-        ({"num_data": N + 1}, "num_data must be the number of rows of data, 2000, got 2001"),
-        ({"batch_size": N + 1}, "batch_size must be at most the number of examples, 2000"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            learn(x, **options)
-    with pytest.raises(TypeError, match="log_prior must return a real scalar"):
-        learn(x, log_prior=lambda w: w)
-    with pytest.raises(TypeError, match="params has dtype int32, but must be real floating"):
-        learn(x, w=jnp.ones(D, jnp.int32))
-
-
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize(
     ("loss", "message"),
