@@ -117,9 +117,15 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
             carried = step(*carried, batch)
             return carried, carried
 
-        run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
-        trail = run((params, opt_state), replicas.stack(batches))
-        return [replicas.take(trail, index) for index in range(len(batches))]
+        @jax.jit
+        def run(start, batches):
+            _, trail = jax.lax.scan(body, start, batches)
+            # Outside of `jax.jit`, each index of each leaf would be a program of its own.
+            return [
+                replicas.take(trail, index) for index in range(jax.tree.leaves(trail)[0].shape[0])
+            ]
+
+        return run((params, opt_state), replicas.stack(batches))
     if how not in ("eager", "jit"):
         step = replicas.MAPPINGS[how](step, size)
     trail = []
