@@ -100,7 +100,7 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
       tx: The transformation.
       params: The initial params.
       batches: One for each step; under a mapping those of all replicas, stacked, as are the results.
-      how: "eager", "jit", "scan" (one compiled scan over all steps), or one of `replicas.MAPPINGS`.
+      how: "eager", "jit", "scan" (one compiled scan, with results in NumPy), or one of `replicas.MAPPINGS`.
       size: The number of replicas under a mapping, which all begin with these params.
       opt_state: A state to go on from, under a mapping stacked as the params are then.
       init: "eager", or "jit" where `init` computes: two dozen programs otherwise, for each shape.
@@ -117,15 +117,10 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
             carried = step(*carried, batch)
             return carried, carried
 
-        @jax.jit
-        def run(start, batches):
-            _, trail = jax.lax.scan(body, start, batches)
-            # Outside of `jax.jit`, each index of each leaf would be a program of its own.
-            return [
-                replicas.take(trail, index) for index in range(jax.tree.leaves(trail)[0].shape[0])
-            ]
-
-        return run((params, opt_state), replicas.stack(batches))
+        run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
+        # In NumPy, since each index of each leaf would be a program of JAX.
+        trail = jax.device_get(run((params, opt_state), replicas.stack(batches)))
+        return [replicas.take(trail, index) for index in range(len(batches))]
     if how not in ("eager", "jit"):
         step = replicas.MAPPINGS[how](step, size)
     trail = []

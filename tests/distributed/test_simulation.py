@@ -152,8 +152,8 @@ def unflat(rows):
 
 
 SLOW = ("diloco by flags of the device", "pairs of three")
-# What these combine, other cases have: a center with Nesterov's momentum ("diloco sum"), fragments with a
-# delay and with layers, and compression of each kind with each method.
+# What these combine, other cases have: a center with Nesterov's momentum ("diloco sum"), fragments with
+# a delay and with layers, and compression of each kind with each method.
 FURTHER = (
     "agn of layers with a delay",
     "agn largest",
