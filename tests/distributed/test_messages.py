@@ -3,6 +3,7 @@
 import functools
 import heapq
 import io
+import itertools
 import pickle
 
 import flax.serialization
@@ -61,7 +62,20 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(("name", "weights"), support.in_turns(TOGETHER, WEIGHTS))
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    support.every_night(
+        itertools.product(TOGETHER, WEIGHTS),
+        [
+            ("agn mean", "weighted"),
+            ("agn sequential", "equal"),
+            ("diloco with nesterov", "equal"),
+            ("diloco mixed", "weighted"),
+            ("agn 4 bits", "equal"),
+            ("diloco largest", "weighted"),
+        ],
+    ),
+)
 @pytest.mark.usefixtures("x64")
 def test_jobs_that_exchange_at_the_same_step_are_mapped_replicas(name, weights):
     """Params, centers and states of three jobs after each of three commits, to rounding."""

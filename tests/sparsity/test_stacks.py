@@ -25,12 +25,11 @@ pytestmark = pytest.mark.usefixtures("lenient")
 
 KERNEL = functools.partial(optperm.LeafAxes, "kernel")
 # The shape of a layer, its input axes and its output axes: a matrix, an output of attention with its
-# heads, a query whose outputs come first, and a convolution.
+# heads, and a query whose outputs come first.
 SHAPES = {
     "up": ((8, 6), (0,), (1,)),
     "out": ((2, 4, 5), (0, 1), (2,)),
     "query": ((2, 3, 4), (2,), (0, 1)),
-    "conv": ((3, 4, 2), (0, 1), (2,)),
 }
 # The lengths of the axes of copies, and the places of these axes in a leaf.
 LAYOUTS = {
@@ -159,12 +158,12 @@ CHOICES = {
     "units": ramping("saliency", "erk", Units()),
     "rigl": moving,
 }
-# Of each layout, two choices without a marker.
+# Of each layout, the choices without a marker.
 FAST = {
-    "first": ("prune leaf", "rigl"),
+    "first": ("rigl",),
     "second": ("prune erk", "prune n of m"),
-    "experts": ("prune unit", "saliency"),
-    "apart": ("prune units", "blocks"),
+    "experts": ("prune unit",),
+    "apart": ("blocks",),
 }
 CASES = [
     pytest.param(name, layout, marks=[] if name in FAST[layout] else [pytest.mark.slow])

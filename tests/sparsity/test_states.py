@@ -33,6 +33,7 @@ def train(tx, steps, opt_state=None, params=PARAMS):
 
 
 RAMP = optax.linear_schedule(0.0, 1.0, 4)
+further = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +42,11 @@ RAMP = optax.linear_schedule(0.0, 1.0, 4)
         (gradual(0.5, RAMP, every=3), 0, ""),
         (gradual(0.5, RAMP, every=3), 4, "fewer zeros than sparsity asks for"),
         (gradual(0.5, RAMP, every=3), 7, ""),
-        (gradual(0.5, RAMP, every=100), 7, "fewer zeros than sparsity asks for"),
-        (gradual(0.5, lambda t: 0.8 * RAMP(t), every=1), 7, "fewer zeros"),
+        further(gradual(0.5, RAMP, every=100), 7, "fewer zeros than sparsity asks for"),
         (gradual(0.5, lambda t: 0.8 * RAMP(t), every=1, scope="global"), 7, "fewer zeros"),
+        further(gradual(0.5, lambda t: 0.8 * RAMP(t), every=1), 7, "fewer zeros"),
         (gradual(0.5, RAMP, every=2, structure=Units()), 5, ""),
-        (gradual(0.5, RAMP, every=2, structure=Blocks(4, 3)), 4, "fewer zeros"),
+        further(gradual(0.5, RAMP, every=2, structure=Blocks(4, 3)), 4, "fewer zeros"),
         (gradual(0.0, RAMP, every=100), 2, ""),
         (rigl(0.5, end=99, every=5), 0, ""),
         (rigl(0.5, end=99, every=5), 5, "mask of rigl has not moved"),
@@ -192,11 +193,11 @@ def test_a_state_made_with_another_argument_is_refused_by_name(argument, is_reve
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (rigl(0.5, end=20, every=1), rigl(0.5, end=20, every=1, grow="random")),
+        further(rigl(0.5, end=20, every=1), rigl(0.5, end=20, every=1, grow="random")),
         (rigl(0.5, end=20, every=1), rigl(0.5, end=9, every=2, drop_fraction=0.7, skip_step=True)),
-        (rigl(0.5, end=20, every=1), rigl(erk_sparsity(PARAMS, 0.5), end=20, every=1)),
+        further(rigl(0.5, end=20, every=1), rigl(erk_sparsity(PARAMS, 0.5), end=20, every=1)),
         (gradual(0.5, 1.0, every=2), gradual(0.6, RAMP, every=1)),
-        (gradual(0.5, 1.0), gradual(0.5, 1.0, include=FLAGS)),
+        further(gradual(0.5, 1.0), gradual(0.5, 1.0, include=FLAGS)),
         (gradual(0.5, 1.0), gradual(0.5, 1.0, axes=optperm.leaf_axes(PARAMS))),
         # Scales and biases both stay dense.
         (
