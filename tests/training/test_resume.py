@@ -474,6 +474,7 @@ TASKS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("task", TASKS)
 def test_signal_is_heard_within_one_batch_of_an_evaluation_or_a_full_gradient(task, tmp_path):
     """The task is cut off and still due; the resumed run is the uninterrupted one."""
