@@ -28,7 +28,9 @@ import optperm
 from optperm import training
 
 
-@pytest.mark.usefixtures("unchecked")  # with dropout and BatchNorm, the loss is no mean over examples
+# The loss has dropout and BatchNorm, so it is no mean over examples.
+@pytest.mark.filterwarnings("ignore:The loss of some examples is not the mean")
+@pytest.mark.usefixtures("unchecked")
 def test_fit_is_a_loop_written_by_hand_for_a_train_state():
     """Evaluation, update and model state spelled out, one jitted call a step."""
     tx = fitting.method("svrg")
