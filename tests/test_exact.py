@@ -163,7 +163,11 @@ HOW = {"exactly": optperm.apply_updates, "by addition": loops.by_addition}
 @pytest.mark.parametrize(
     ("name", "before", "how"),
     support.every_night(
-        [each for each in itertools.product(SETTING, SOUND, HOW) if each[:2] != ("katyusha", "pulls")],
+        [
+            each
+            for each in itertools.product(SETTING, SOUND, HOW)
+            if each[:2] != ("katyusha", "pulls")
+        ],
         [
             *(("sgperm", before, [*HOW][i % 2]) for i, before in enumerate(SOUND)),
             *(("laperm", "changes nothing", "by addition"), ("laperm", "pulls", "exactly")),
@@ -230,7 +234,9 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
             (_, state), trail = jax.lax.scan(body, (start, state), goals)
             return trail, state
 
-        return jax.tree.map(np.asarray, run(np.tile(np.linspace(-1, 1, 6, dtype=np.float32), (9, 1))))
+        return jax.tree.map(
+            np.asarray, run(np.tile(np.linspace(-1, 1, 6, dtype=np.float32), (9, 1)))
+        )
 
     agn = optperm.agn(optax.sgd(0.2, momentum=0.9), every=2)
     for method in (agn, optperm.sgperm(1.0)):

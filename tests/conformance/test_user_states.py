@@ -74,7 +74,9 @@ def trace(tx):
         warnings.simplefilter("always")
         try:
             program = jax.make_jaxpr(take_steps)(params, loops.linear_batches(2))
-            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(tx.init, params))
+            zeros = jax.tree.map(
+                lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(tx.init, params)
+            )
             optperm.core.states.find_warnings(zeros, params)
         except (ValueError, TypeError) as error:
             return str(error)

@@ -382,7 +382,9 @@ def test_a_state_that_cannot_be_carried_over_is_refused_in_any_container():
         w,
     )
     for params in containers:
-        stack = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), params)
+        stack = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), params
+        )
         for inner, message in UNKNOWN:
             init = optperm.low_rank(inner, 2).init
             calls = [(functools.partial(jax.eval_shape, init), params)]

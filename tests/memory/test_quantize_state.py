@@ -344,7 +344,9 @@ def test_the_divisor_of_centered_squares_keeps_its_precision():
     @jax.jit
     def run(grads):
         def step(states, g):
-            return [each.update(g, state)[1] for each, state in zip((tx, inner), states, strict=True)], None
+            return [
+                each.update(g, state)[1] for each, state in zip((tx, inner), states, strict=True)
+            ], None
 
         start = tx.init(params_of()), inner.init(params_of())
         state, exact = jax.lax.scan(step, [*start], grads)[0]
@@ -439,7 +441,9 @@ def test_a_checkpoint_is_quantized_and_back(bits):
     support.assert_close(back[1][0].nu["w"], state[1][0].nu["w"], rtol=0.27, atol=1e-9)
     jax.eval_shape(tx.update, params, found, params)
     with pytest.raises(ValueError, match=r"opt_state.*like, decoded"):
-        quantize(jax.eval_shape(plain.init, {"w": jax.ShapeDtypeStruct((3, 3), jnp.float32)}), found)
+        quantize(
+            jax.eval_shape(plain.init, {"w": jax.ShapeDtypeStruct((3, 3), jnp.float32)}), found
+        )
     with pytest.raises(ValueError, match="like has no QuantizedState"):
         quantize(state, state)
 

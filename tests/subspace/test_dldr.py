@@ -29,7 +29,10 @@ SECOND = {
 
 def trail_of(tx, data, params=None, opt_state=None):
     """Return the params and the state after each step, as arrays of NumPy."""
-    params, step = valley.start() if params is None else params, loops.make_step(tx, valley.evaluate)
+    params, step = (
+        valley.start() if params is None else params,
+        loops.make_step(tx, valley.evaluate),
+    )
 
     def body(carried, batch):
         carried = step(*carried, batch)
