@@ -449,7 +449,7 @@ def _find_optima(
         return first, first
 
     def search() -> tuple[Any, list[str]]:
-        return search_starts(lambda p: loss(p, rows), first), []
+        return search_starts(loss, first, rows), []
 
     return first, progress.phase("optima", search, lambda: first)[0]
 
