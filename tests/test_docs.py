@@ -369,8 +369,13 @@ def test_tutorial_begins_with_figures_of_the_benchmarks(page, tmp_path):
 @pytest.mark.programs
 def test_picture_of_exchanges_has_a_line_for_each_number_of_bits(tmp_path, monkeypatch):
     """Through the losses of its periods by the bytes on a link, between the two baselines."""
-    drawn = []
-    monkeypatch.setattr(Axes, "plot", lambda self, *data, **how: drawn.append((*data, how)))
+    drawn, plot = [], Axes.plot
+
+    def draw(self, *data, **how):
+        drawn.append((*data, how))
+        return plot(self, *data, **how)
+
+    monkeypatch.setattr(Axes, "plot", draw)
     PICTURES["draw_frontier"](tmp_path / "picture.png")
     lines = {how["label"]: (x, y) for x, y, style, how in drawn if style == "-o"}
     table = load("frontier")["tables"][0]

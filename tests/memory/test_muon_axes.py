@@ -88,5 +88,8 @@ def test_experts_that_no_name_tells_are_warned_of():
     params = {"wi": np.ones((8, 64, 256), np.float32), "up": np.ones((4, 4), np.float32)}
     with pytest.warns(UserWarning, match=r"Muon leaves \['wi'\] alone"):
         assert muon_axes(params)["wi"] is None
+    with pytest.warns(UserWarning, match=r"leaf_axes leaves \['wi'\] alone.* or None to leave"):
+        assert muon_axes(params, up=None) == {"wi": None, "up": None}
+    assert muon_axes(params, up=None, wi=None) == {"wi": None, "up": None}
     axes = muon_axes(params, wi=optperm.LeafAxes("kernel", 1, 2, 0))
     assert axes["wi"] == optax.contrib.MuonDimensionNumbers((1,), (2,))
