@@ -86,8 +86,8 @@ OF_README = [
     ("6.2 bytes", WIDE, "Muon, 8 bits more, 8-bit state", BYTES, 0, 1),
     ("instead of 12.3", WIDE, "Muon, float32", BYTES, 0, 1),
     ("Loss 2.29", LINKS, "every 3, 1 bit", "nats", 0, 1),
-    ("every step 2.20", LINKS, "in step", "nats", 0, 1),
-    ("alone 2.47", LINKS, "alone", "nats", 0, 1),
+    ("2.20 with all bytes", LINKS, "in step", "nats", 0, 1),
+    ("2.47 for one machine alone", LINKS, "alone", "nats", 0, 1),
     ("loss 0.051", MNIST, "Adam, temperature", "NLL", 0, 1),
     ("instead of 0.066", MNIST, "Adam", "NLL", 0, 1),
 ]
