@@ -1,6 +1,5 @@
 """Optimizers with moments in 8 and 4 bits, against the same optimizers in float32."""
 
-import functools
 import itertools
 import math
 import re

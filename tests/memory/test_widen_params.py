@@ -256,8 +256,7 @@ def test_random_numbers_differ_between_leaves_steps_and_keys():
 
 def test_lost_updates_are_those_that_change_nothing():
     """For params of 16 and of 32 bits, against sums in NumPy."""
-    for dtype in (BF16, jnp.float32):
-        dtype = np.dtype(dtype)
+    for dtype in map(np.dtype, (BF16, jnp.float32)):
         p = np.random.default_rng(1).normal(size=1000).astype(dtype)
         u = (10.0 ** -np.random.default_rng(0).uniform(0, 9, 1000)).astype(np.float32)
         u[::10] = 0

@@ -12,7 +12,6 @@ import pytest
 import replicas
 import support
 import valley
-from jax.flatten_util import ravel_pytree
 from valley import batches, rows, start
 
 import optperm

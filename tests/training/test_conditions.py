@@ -59,10 +59,11 @@ def begin(*_):
 
 def said(tx, loss_fn=linear_loss, **options):
     """Return what is said of the loss and its gradient before the first step, which is not compiled."""
-    begun = mock.patch.object(steps, "compile_steps", lambda *_: steps.Steps(begin, begin))
-    with warnings.catch_warnings(record=True) as caught, begun, pytest.raises(Begun):
+    begun = mock.patch.object(steps, "compile_steps", return_value=steps.Steps(begin, begin))
+    with warnings.catch_warnings(record=True) as caught, begun:
         warnings.simplefilter("always")
-        linear_fit(loss_fn, tx=tx, steps=2, **options)
+        with pytest.raises(Begun):
+            linear_fit(loss_fn, tx=tx, steps=2, **options)
     found = [each for each in caught if str(each.message) in (NOT_MEAN, NOT_GRADIENT, NOT_COUNT)]
     assert {each.filename for each in found} <= {fitting.__file__}
     return [str(each.message) for each in found]

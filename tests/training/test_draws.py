@@ -12,7 +12,6 @@ import optperm
 from optperm.core.remainders import join
 from optperm.core.states import DRAW_STREAM, draw_params
 
-
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
