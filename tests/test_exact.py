@@ -228,7 +228,7 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
         @jax.jit
         def run(goals):
             state = tx.init(start)
-            # SAM turns the booleans of a state into integers, but the carry of a scan keeps its types.
+            # SAM turns the booleans of a state into integers, but a carry keeps its types.
             types = jax.eval_shape(step, start, state, goals[0])[1]
             state = optax.tree.cast_like(state, types)
             (_, state), trail = jax.lax.scan(body, (start, state), goals)

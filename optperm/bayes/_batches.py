@@ -69,9 +69,8 @@ class Batches(NamedTuple):
             return
         size = max(1, min(most, MOST_BYTES // (self.num_bytes * len(keys))))
         for first in range(0, length, size):
-            steps = jnp.arange(first, first + size)
             here = min(size, length - first)
-            read = self.read(_fold_steps(keys, steps[:here]))
+            read = self.read(_fold_steps(keys, np.arange(first, first + here, dtype=np.int32)))
             # Further steps are never read
             yield first, here, jax.tree.map(lambda x: _extend(x, size), read)
 
@@ -90,7 +89,7 @@ class Batches(NamedTuple):
             )
 
         def draw(key: jax.Array) -> Any:
-            return jax.tree.map(lambda leaf: take_rows(leaf, self.draw_rows(key)), part)
+            return self._draw(key, part)
 
         return jax.vmap(draw)(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step))
 
@@ -98,23 +97,35 @@ class Batches(NamedTuple):
         """Return the examples of a batch, and the examples apart from it; None if there are none."""
         if not self.num_apart:
             return batch, None
-        size = self.batch_size
-        here, apart = (
-            jax.tree.map(lambda x, s=s: x[s] if jnp.ndim(x) else x, batch)
-            for s in (slice(size), slice(size, None))
-        )
-        return here, apart
+        return _split_batch(batch, size=self.batch_size)
 
-    def draw_rows(self, key: jax.Array) -> jax.Array:
-        """Return the numbers of the rows of a batch, drawn with replacement."""
-        return jax.random.randint(key, (self.batch_size + self.num_apart,), 0, self.num_data)
+    def _draw(self, key: jax.Array, rows: Any) -> Any:
+        """Return the rows of a batch, drawn with replacement."""
+        size = self.batch_size + self.num_apart
+        return _draw_batch(key, rows, size=size, num_data=self.num_data)
 
     def one(self, key: jax.Array) -> Any:
         """Return one batch, for checks before the first step."""
         if self.read is None:
-            rows = self.draw_rows(key)
-            return jax.tree.map(lambda leaf: take_rows(leaf, rows), self.rows)
+            return self._draw(key, self.rows)
         return jax.tree.map(lambda x: jnp.asarray(x[0, 0]), self.read(key[None, None]))
+
+
+@functools.partial(jax.jit, static_argnames="size", inline=True)
+def _split_batch(batch: Any, *, size: int) -> tuple[Any, Any]:
+    """Return the first examples of a batch, and the other examples."""
+
+    def of(part: slice) -> Any:
+        return jax.tree.map(lambda x: x[part] if jnp.ndim(x) else x, batch)
+
+    return of(slice(size)), of(slice(size, None))
+
+
+@functools.partial(jax.jit, static_argnames=("size", "num_data"), inline=True)
+def _draw_batch(key: jax.Array, rows: Any, *, size: int, num_data: int) -> Any:
+    """Return rows of arrays, drawn with replacement."""
+    chosen = jax.random.randint(key, (size,), 0, num_data)
+    return jax.tree.map(lambda leaf: take_rows(leaf, chosen), rows)
 
 
 def batches_of_rows(
@@ -312,6 +323,7 @@ def _check_enough(num_data: int, batch_size: int) -> None:
         )
 
 
+@jax.jit
 def _fold_steps(keys: jax.Array, steps: jax.Array) -> jax.Array:
     """Return a key for each step and each chain."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -344,7 +356,10 @@ def _read_function(
         )
 
     def read(keys: jax.Array) -> Any:
-        batches = [one(key) for key in keys.ravel()]
+        # A loop over an array of JAX compiles a program for each length, which takes a second
+        rows = np.asarray(jax.random.key_data(keys)).reshape(keys.size, -1)
+        impl = jax.random.key_impl(keys)
+        batches = [one(jax.random.wrap_key_data(jnp.asarray(row), impl=impl)) for row in rows]
         for batch in batches[1:]:
             checks.check_same_tree(
                 "the batch that data returns", batch, batches[0], source="its first batch"

@@ -284,7 +284,7 @@ def learn_kernel(
             warnings.warn(NOT_MEAN, stacklevel=2)
         stacked = jax.tree.map(lambda p: jnp.asarray(p)[None], params)
         if batches.all_rows is not None:
-            stacked = search_starts(lambda p: loss(p, batches.all_rows), stacked)
+            stacked = search_starts(loss, stacked, batches.all_rows)
         found = learn_kernels(
             loss, batches, stacked, typed[None], preconditioner=preconditioner, estimator=estimator,
             momentum=momentum, stability=stability, noise_ratio=noise_ratio, steps=steps,

@@ -238,15 +238,6 @@ def test_rank_for_keeps_the_words_and_the_next_rank_does_not():
         np.testing.assert_allclose(kept, words, atol=0.02)
 
 
-def test_words_that_cannot_work_are_refused():
-    """Words that no rank reaches with the largest leaf at full rank."""
-    shapes = {"experts": (4, 64, 256), "w": (64, 64)}
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    words = r"words=0\.6 cannot be reached: .* needs 1\.89 .* full rank is params\['experts'\]\."
-    with pytest.raises(ValueError, match=words):
-        optperm.memory.rank_for(params, words=0.6)
-
-
 @pytest.mark.parametrize(
     ("alias", "direction"),
     [

@@ -313,15 +313,6 @@ def test_infinite_params_without_gradients_stay():
 
 
 WRONG = {
-    "no params of 16 bits": (
-        lambda: narrow_params(jnp.ones(2), widen_params(optax.sgd(0.1)).init(jnp.ones(2)), BF16),
-        "opt_state has no params of 16 bits",
-    ),
-    "bits": (lambda: widen_params(optax.sgd(0.1), bits=4), "bits must be 0, 8 or 16, got 4"),
-    "float8": (
-        lambda: widen_params(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float8_e4m3fn)}),
-        r"params\['w'\] must have at least 16 bits",
-    ),
     "other bits": (
         lambda: jax.jit(widen_params(optax.sgd(0.1), bits=16).update)(
             jnp.ones(2, BF16),
@@ -336,20 +327,10 @@ WRONG = {
         ),
         r"tx\.init\(params\)\._replace\(inner_state=opt_state\)",
     ),
-    "no state": (
-        lambda: wide_params(jnp.ones(2), optax.adam(0.1).init(jnp.ones(2))),
-        "widen_params",
-    ),
-    "other params": (
-        lambda: wide_params(
-            jnp.ones(3, BF16), widen_params(optax.sgd(0.1)).init(jnp.ones(2, BF16))
-        ),
-        r"params is bfloat16\[3\]",
-    ),
 }
 
 
 @pytest.mark.parametrize(("call", "says"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_widened_is_refused(call, says):
-    with pytest.raises((ValueError, TypeError), match=says):
+def test_a_state_of_other_bits_or_of_the_optimizer_alone_is_refused(call, says):
+    with pytest.raises(ValueError, match=says):
         call()
