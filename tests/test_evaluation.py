@@ -1,6 +1,7 @@
 """`evaluate` against closed forms and against plain JAX, alone and averaged over devices."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -400,7 +401,17 @@ def _zeros(params, batch):
     return batch["x"] @ (params["kernel"] - PARAMS["kernel"])
 
 
-@pytest.mark.parametrize(("name", "size"), support.in_turns(LOSSES, (8, 7)))
+# A half of 8 examples has a half of all that counts.
+AT_EIGHT = {"mean and a constant", "loss and accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    support.every_night(
+        itertools.product(LOSSES, (8, 7)),
+        [(name, 8 if name in AT_EIGHT or i % 2 == 0 else 7) for i, name in enumerate(LOSSES)],
+    ),
+)
 def test_losses_that_are_no_means_over_examples_are_found(name, size):
     loss, is_mean = LOSSES[name]
     batch = {name: leaf[:size] for name, leaf in BATCH.items()} | {"key": KEY}

@@ -96,13 +96,13 @@ def test_extra_arguments_that_are_missing_are_named_at_once():
 @pytest.mark.usefixtures("lenient")
 def test_complex_params_are_refused_with_the_advice_that_works():
     """Train the parts as two real leaves."""
-    params = {"w": jnp.array([1 + 2j, 3j]), "b": jnp.ones(1)}
+    params = {"w": np.complex64([1 + 2j, 3j]), "b": np.ones(1, np.float32)}
     message = r"complex64.*two real arrays.*split_real_and_imaginary\(tx\)"
     with pytest.raises(TypeError, match=message):
         optperm.mars().init(params)
     tx = optax.chain(optax.contrib.split_real_and_imaginary(optperm.mars()), optax.scale(-0.1))
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert optax.apply_updates(params, updates)["w"].tolist() != params["w"].tolist()
+    updates = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])(params)
+    assert np.any(updates["w"])
 
 
 def test_a_state_of_another_optimizer_is_refused(ours):
