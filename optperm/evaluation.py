@@ -379,6 +379,8 @@ def compare_halves(
     # Orders from NumPy compile in half of the time.
     rng = np.random.default_rng(0)
     orders = np.array([rng.permutation(size) for _ in range(_ORDERS)])
+    # The direction of the gradients
+    z = normal_like(jax.random.key_data(jax.random.key(1)), params)
 
     def compare(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         key, order = each
@@ -394,7 +396,6 @@ def compare_halves(
 
             of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
             e = evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
-            z = normal_like(jax.random.key_data(jax.random.key(1)), e.grad)
             products = jax.tree.map(
                 lambda g, z: jnp.sum(g.astype(float) * z.astype(float)), e.grad, z
             )

@@ -100,7 +100,7 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
       tx: The transformation.
       params: The initial params.
       batches: One for each step; under a mapping those of all replicas, stacked, as are the results.
-      how: "eager", "jit", "scan" (one compiled scan, and NumPy), or one of `replicas.MAPPINGS`.
+      how: "eager", "jit", "scan" (one compiled scan, with results in NumPy), or of `replicas.MAPPINGS`.
       size: The number of replicas under a mapping, which all begin with these params.
       opt_state: A state to go on from, under a mapping stacked as the params are then.
       init: "eager", or "jit" where `init` computes: two dozen programs otherwise, for each shape.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -190,13 +191,21 @@ def batch_covariance(
     return jax.tree.map(lambda r: jnp.mean(r, axis=0), found)
 
 
+@jax.jit
+def take_draws(draws: Any, chosen: Any) -> Any:
+    """Return the draws with these numbers, where the draws of all chains are on one axis."""
+    # A leaf may have no entries, so -1 would not tell the length
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])[chosen], draws
+    )
+
+
 def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array, np.ndarray]:
     """Return at most `most` draws of all chains on one axis, a key for each draw, and its chain."""
     num_chains, num_draws = jax.tree.leaves(draws)[0].shape[:2]
     size = num_chains * num_draws
     chosen = np.linspace(0, size - 1, min(size, most)).astype(np.int32)
-    some = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[chosen], draws)
-    return some, jax.random.split(key, len(chosen)), chosen // num_draws
+    return take_draws(draws, chosen), jax.random.split(key, len(chosen)), chosen // num_draws
 
 
 def _diagonal_and_maximum(

@@ -280,7 +280,9 @@ def make_fed_runner(
 
         def repeat(params: Params, opt_state: Any) -> Any:
             one = wide_params(params, opt_state), numbers_of(opt_state)
-            return jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x)] * num_draws), one)
+            return jax.tree.map(
+                lambda x: jnp.broadcast_to(jnp.zeros_like(x), (num_draws, *x.shape)), one
+            )
 
         keys = jax.vmap(lambda key: jax.random.fold_in(key, first_step))(chain_keys)
         return keys, opt_state, jax.vmap(repeat)(params, opt_state)

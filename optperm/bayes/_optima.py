@@ -40,16 +40,20 @@ def first_starts(params: Params, key: jax.Array, num_chains: int, starts: Any) -
     return _spread(params, key, num_chains)
 
 
-def search_starts(loss: Callable[[Any], jax.Array], starts: Any) -> Any:
-    """Return an optimum for each start, or the starts themselves if there are many params."""
+def search_starts(loss: Callable[..., jax.Array], starts: Any, *data: Any) -> Any:
+    """Return an optimum of loss(params, *data) for each start; the starts if there are many params."""
     num_chains = len(jax.tree.leaves(starts)[0])
     if optax.tree.size(starts) > _MOST_TO_SEARCH * num_chains:
         return starts
-    search = functools.partial(_search, loss)
-    # A choice between sharded arrays needs a scalar condition, so the chains take turns
     is_explicit = any(map(explicit_sharding, jax.tree.leaves(starts)))
-    every = functools.partial(jax.lax.map, search) if is_explicit else jax.vmap(search)
-    return fresh_jit_once(every)(starts)
+
+    # As an argument, other data of the same shapes need no other program
+    def every(starts: Any, *data: Any) -> Any:
+        search = functools.partial(_search, lambda p: loss(p, *data))
+        # A choice between sharded arrays needs a scalar condition, so the chains take turns
+        return jax.lax.map(search, starts) if is_explicit else jax.vmap(search)(starts)
+
+    return fresh_jit_once(every)(starts, *data)
 
 
 def _spread(params: Params, key: jax.Array, num_chains: int) -> Any:

@@ -8,9 +8,10 @@ import jax
 
 _T = TypeVar("_T")
 _CONFIG: Any = jax.config  # whose attributes not every release has types for
-# Compiled programs by all properties on which they depend, the least recently used first.
+# Compiled programs by all properties on which they depend, the least recently used first. One call of
+# `optperm.bayes.sample` needs about 15 programs.
 _PROGRAMS: dict[Any, Callable[..., Any]] = {}
-_MOST_PROGRAMS = 16
+_MOST_PROGRAMS = 64
 
 
 def fresh_jit(

@@ -459,7 +459,8 @@ class _Run:
                 f"got {self.count} examples, and then {count}."
             )
         self.passes, self.count = self.passes + 1, count
-        look: Look = self._judge(w, *sums, self.objective.chunks.first, self.key)
+        start = jax.random.normal(self.key, w.shape, w.dtype)
+        look: Look = self._judge(w, *sums, self.objective.chunks.first, start)
         self._check_strong_convexity(look)
         lowest = float(look.lowest)
         if not self.objective.is_dense:
@@ -736,12 +737,11 @@ def _judge(
     hessian: jax.Array,
     hessian_count: jax.Array,
     chunk: Any,
-    key: jax.Array,
+    start: jax.Array,
 ) -> Look:
     """Return the look at w from the sums over all chunks."""
     one = jnp.ones_like(count)
     value, grad = total / jnp.where(count > 0, count, one), grad / jnp.where(count > 0, count, one)
-    start = jax.random.normal(key, w.shape, w.dtype)
     # L, from the matrix, or from a product on many examples
     if objective.is_dense:
         hessian = hessian / jnp.where(hessian_count > 0, hessian_count, one)

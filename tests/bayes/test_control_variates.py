@@ -1,6 +1,7 @@
 """Control variates: the gradients of batches and of all examples, and the draws that need few steps."""
 
 import contextlib
+import functools
 import warnings
 
 import jax
@@ -14,31 +15,49 @@ from kernels import kernel_for
 import optperm
 from optperm.bayes import _control_variates as module
 from optperm.bayes._batch_order import judge_mean_gradient
-from optperm.bayes._batches import make_batches
+from optperm.bayes._batches import batches_of_function, batches_of_rows
 from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients
 from optperm.bayes._forms import FORMS
+from optperm.bayes._prior import make_loss
+from optperm.bayes._sample import _check_anchor
 from optperm.core.states import find_states
 from optperm.variance import SvrgState
 
-RNG = np.random.default_rng(0)
 N, D, S = 103, 3, 8
-DATA = {"x": np.float32(RNG.normal(size=(N, D))), "y": np.float32(RNG.random(N) < 0.5)}
+
+
+def make_data(num_data, dim=D):
+    """Features, two of them correlated, and the labels of a logistic regression."""
+    rng = np.random.default_rng(1)
+    x = np.float32(rng.normal(size=(num_data, dim)))
+    x[:, 1] = x[:, 0] + 0.3 * x[:, 1]
+    y = np.float32(rng.random(num_data) < 1 / (1 + np.exp(-x @ rng.normal(size=dim))))
+    return {"x": x, "y": y}
+
+
+DATA, MANY = make_data(N), make_data(2000)
 
 
 def loss_fn(params, batch):
-    """The loss of a logistic regression with a bias and a prior."""
-    z = batch["x"] @ params["w"] + params["b"]
-    return jnp.mean(jax.nn.softplus(z) - batch["y"] * z) + 0.01 * jnp.sum(params["w"] ** 2)
+    """The loss of a logistic regression."""
+    z = batch["x"] @ params["w"]
+    return jnp.mean(jax.nn.softplus(z) - batch["y"] * z)
+
+
+def log_prior(params):
+    return -jnp.sum(params["w"] ** 2) / 2
+
+
+grad_of = jax.jit(jax.grad(loss_fn))
 
 
 def params_of(number):
-    rng = np.random.default_rng(number)
-    return {"w": jnp.float32(rng.normal(size=D)), "b": jnp.float32(rng.normal())}
+    return {"w": np.float32(np.random.default_rng(number).normal(size=D))}
 
 
-MADE = kernel_for(jnp.zeros(3))
-KERNEL = optperm.bayes.NoiseKernel.unknown(jnp.zeros(3), "full")
+MADE = kernel_for({"w": jnp.zeros(D)})
+KERNEL = optperm.bayes.NoiseKernel.unknown({"w": jnp.zeros(D)}, "full")
 
 
 class OnDisk:
@@ -54,111 +73,146 @@ class OnDisk:
         return self.rows[rows]
 
 
+def in_batches(data, sizes=(40, 0)):
+    """All examples in a list of batches, one of them empty."""
+    cuts = (0, *np.cumsum(sizes), len(data["y"]))
+    return [
+        jax.tree.map(lambda x, i=i: x[cuts[i] : cuts[i + 1]], data) for i in range(len(cuts) - 1)
+    ]
+
+
+def rows_of(key, data=DATA, size=S):
+    rows = np.asarray(jax.random.randint(key, (size,), 0, len(data["y"])))
+    return jax.tree.map(lambda x: x[rows], data)
+
+
+def all_of(kind, data):
+    return in_batches(data) if kind is in_batches else jax.tree.map(kind, data)
+
+
 @pytest.mark.parametrize("rows", [10, N, 4096])
-@pytest.mark.parametrize("kind", [np.asarray, OnDisk])
+@pytest.mark.parametrize("kind", [np.asarray, OnDisk, in_batches])
 def test_gradients_over_all_examples_are_means_over_parts_of_any_size(kind, rows, monkeypatch):
-    """In memory and on disk, with a last part that is shorter."""
+    """In memory, on disk, and in batches of a function's examples; with a last part that is shorter."""
     monkeypatch.setattr(module, "_ROWS", rows)
-    batches = make_batches(jax.tree.map(kind, DATA), None, S)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(params_of, range(2)))
+    if kind is in_batches:
+        batches = batches_of_function(rows_of, N, S, num_apart=0, full_data=in_batches(DATA))
+    else:
+        batches = batches_of_rows(all_of(kind, DATA), None, S)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *map(params_of, range(2)))
     anchors = find_anchors(loss_fn, batches, stacked)
     support.assert_close(anchors.params, stacked, rtol=0)
     for index in range(2):
-        wanted = jax.grad(loss_fn)(params_of(index), DATA)
         found = jax.tree.map(lambda leaf, index=index: leaf[index], anchors.full_grad)
-        support.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+        support.assert_close(found, grad_of(params_of(index), DATA), rtol=1e-5, atol=1e-7)
 
 
-def test_snapshots_of_sample_have_the_gradient_over_all_examples_on_disk():
-    """A control variate before another sampler; a leaf of the params has no entries."""
-    empty = {"none": jnp.zeros((0, 2))}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few draws
-        samples = optperm.bayes.sample(
-            loss_fn, jax.tree.map(OnDisk, DATA), params_of(0) | empty, 0, batch_size=S, num_chains=2,
-            num_draws=10, thinning=1, burn_in=0,
-            sampler=lambda n, s: optax.chain(optperm.svrg(), optperm.sgld(1e-3, n)),
-        )  # fmt: skip
-    assert samples.params["none"].shape == (2, 10, 0, 2)
-    (state,) = find_states(samples.last_opt_state, SvrgState)
-    for index in range(2):
-        at, found = jax.tree.map(
-            lambda leaf, index=index: leaf[index], (state.snapshot.params, state.snapshot.full_grad)
-        )
-        assert np.any(at["w"] != params_of(0)["w"])
-        support.assert_close(found, jax.grad(loss_fn)(at, DATA), rtol=1e-5, atol=1e-7)
-
-
-def rows_of(key):
-    rows = np.asarray(jax.random.randint(key, (S,), 0, N))
-    return jax.tree.map(lambda x: x[rows], DATA)
-
-
-def in_batches(data, sizes=(40, 0, 63)):
-    """All examples in a list of batches, one of them empty."""
-    cuts = np.cumsum((0, *sizes))
-    return [jax.tree.map(lambda x, i=i: x[cuts[i] : cuts[i + 1]], data) for i in range(len(sizes))]
+# Given starts need no search
+STARTS = {"w": jnp.asarray(np.stack([params_of(0)["w"]] * 2)), "none": jnp.zeros((2, 0, 2))}
 
 
 def draws_of(sampler, data=DATA, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few draws
         return optperm.bayes.sample(
-            loss_fn, data, params_of(0), 0, batch_size=S, num_chains=2, num_draws=20, thinning=1,
-            burn_in=0, sampler=sampler, **options,
+            loss_fn, data, jax.tree.map(lambda x: x[0], STARTS), 0, batch_size=S, num_chains=2,
+            num_draws=20, thinning=1, burn_in=0, starts=STARTS, sampler=sampler, **options,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("sgld", np.asarray), ("sghmc", OnDisk), ("sgld", None)]
+    ("name", "kind"),
+    [
+        ("sgld", np.asarray),
+        ("sghmc", OnDisk),
+        pytest.param("sgld", None, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_control_variates_of_another_sampler_are_those_of_svrg_before_it(name, kind):
-    """For rows in memory, rows on disk, and a function with all examples."""
+    """For rows in memory, rows on disk, and a function with all examples; a leaf of the params has no
+    entries. Snapshots have the gradient over all examples."""
     make = {"sgld": lambda n: optperm.sgld(1e-3, n), "sghmc": lambda n: optperm.sghmc(1e-4, n, 0.1)}
     given = {"data": rows_of, "full_data": in_batches(DATA), "num_data": N}
     if kind is not None:
         given = {"data": jax.tree.map(kind, DATA)}
-    alone = draws_of(lambda n, s: make[name](n), **given)
     found = draws_of(lambda n, s: make[name](n), control_variates=True, **given)
     wanted = draws_of(lambda n, s: optax.chain(optperm.svrg(), make[name](n)), **given)
+    assert wanted.params["none"].shape == (2, 20, 0, 2)
     support.assert_close(found.params, wanted.params, rtol=1e-4, atol=1e-5)
-    assert np.abs(found.params["w"] - alone.params["w"]).max() > 1e-3
+    (state,) = find_states(wanted.last_opt_state, SvrgState)
+    for index in range(2):
+        at, full = (
+            {"w": np.asarray(tree["w"][index])}
+            for tree in (state.snapshot.params, state.snapshot.full_grad)
+        )
+        assert np.any(at["w"] != params_of(0)["w"])
+        support.assert_close(full, grad_of(at, DATA), rtol=1e-5, atol=1e-7)
+
+
+OF_FUNCTION = {
+    "loss_fn": loss_fn, "data": functools.partial(rows_of, data=MANY, size=32),
+    "params": {"w": jnp.zeros(D)}, "key": 0, "num_data": 2000, "log_prior": log_prior,
+}  # fmt: skip
+
+
+def learn(full_data):
+    """Return a kernel for batches of a function with control variates, and what is said."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        kernel, _ = optperm.bayes.learn_kernel(**OF_FUNCTION, full_data=full_data, steps=1600)
+    return kernel, [str(each.message) for each in found]
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return learn(in_batches(MANY))
+
+
+def test_all_examples_of_a_function_give_the_gradient_of_the_anchor(learned):
+    """Examples whose mean gradient is not the mean of the batches are warned of."""
+    kernel, said = learned
+    assert not said
+    _, said = learn(in_batches(MANY | {"y": 1 - MANY["y"]}))
+    assert any("differs from the gradient over full_data" in text for text in said)
+    assert int(kernel.batch_size) == 32
+    assert int(kernel.num_data) == 2000
+    at, found = kernel.anchor
+    wanted = jax.tree.map(lambda g, w: g + w / 2000, grad_of(at, MANY), at)
+    support.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [np.asarray, OnDisk, in_batches])
-def test_all_examples_of_a_function_give_the_gradient_of_the_anchor(kind):
-    """As a tree in memory, with the number of examples; as rows on disk; and in batches."""
-    full_data = kind(DATA) if kind is in_batches else jax.tree.map(kind, DATA)
-    num_data = N if kind is in_batches else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few steps
-        kernel, _ = optperm.bayes.learn_kernel(
-            loss_fn, rows_of, params_of(0), 0, full_data=full_data, num_data=num_data, steps=160
-        )
-    assert int(kernel.batch_size) == S
-    assert int(kernel.num_data) == N
-    at, found = kernel.anchor
-    support.assert_close(found, jax.grad(loss_fn)(at, DATA), rtol=1e-5, atol=1e-6)
-    # With the kernel, draws compare this gradient again
-    given = {"kernel": kernel, "data": rows_of, "num_data": N}
-    draws_of(None, full_data=full_data, **given)
-    other = jax.tree.map(lambda x: 100 * x, DATA if kind is OnDisk else full_data)
+def test_all_examples_of_a_function_are_compared_with_those_of_a_kernel(kind, learned):
+    """As a tree in memory, as rows on disk, and in batches."""
+    kernel, loss = learned[0], make_loss(
+        loss_fn, OF_FUNCTION["params"], MANY, num_data=2000, log_prior=log_prior
+    )  # fmt: skip
+    batches = batches_of_function(
+        OF_FUNCTION["data"], 2000, 32, num_apart=0, full_data=all_of(kind, MANY)
+    )
+    _check_anchor(kernel, loss, batches)
+    other = all_of(kind, jax.tree.map(lambda x: 100 * x, MANY))
     with pytest.raises(ValueError, match="belong to other data, another loss or another prior"):
-        draws_of(None, full_data=other, **given)
+        optperm.bayes.sample(**OF_FUNCTION, kernel=kernel, full_data=other)
 
 
-def test_all_examples_that_do_not_fit_are_refused_or_warned_of():
-    """Padding rows, a missing batch, what can be read once, arrays that need no others, and batches of
-    a function with another mean gradient."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [np.asarray, OnDisk, in_batches])
+@pytest.mark.filterwarnings("ignore:.*")
+def test_batches_of_a_function_are_sampled_with_a_kernel(kind, learned):
+    samples = optperm.bayes.sample(
+        **OF_FUNCTION, kernel=learned[0], full_data=all_of(kind, MANY), num_draws=20, thinning=1
+    )
+    assert np.all(np.isfinite(samples.params["w"]))
+
+
+def test_all_examples_that_do_not_fit_are_refused():
+    """Padding rows, a missing batch, what can be read once, and arrays that need no others."""
     padded = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), DATA)
     given = {"loss_fn": loss_fn, "data": rows_of, "params": params_of(0), "key": 0, "num_data": N}
     for full_data, error, message in (
         (padded, ValueError, "num_data must be the number of rows of full_data, 104, got 103"),
-        (
-            in_batches(padded, (52, 52)),
-            ValueError,
-            "full_data has 104 examples, but num_data is 103",
-        ),
+        (in_batches(padded), ValueError, "full_data has 104 examples, but num_data is 103"),
         (in_batches(DATA)[:1], ValueError, "full_data has 40 examples"),
         (iter(in_batches(DATA)), TypeError, "got an iterator, which can be read only once"),
         (3, TypeError, "or an iterable of batches that starts again, such as a list, got 3"),
@@ -170,13 +224,6 @@ def test_all_examples_that_do_not_fit_are_refused_or_warned_of():
             optperm.bayes.learn_kernel(**given, full_data=full_data, steps=16)
     with pytest.raises(ValueError, match="full_data is for a function data"):
         optperm.bayes.learn_kernel(loss_fn, DATA, params_of(0), 0, full_data=DATA)
-    other = DATA | {"y": 1 - DATA["y"]}
-    for full_data, is_said in ((DATA, False), (other, True)):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            optperm.bayes.learn_kernel(**given, full_data=full_data, steps=800)
-        said = [each for each in found if "differs from the gradient over full_data" in str(each)]
-        assert bool(said) == is_said
 
 
 def test_mean_gradients_are_judged_in_standard_errors():
@@ -197,7 +244,7 @@ def test_mean_gradients_are_judged_in_standard_errors():
 @pytest.mark.parametrize("form", ["full", "diagonal", "scalar"])
 def test_steps_at_the_size_of_the_noise_are_the_longest(form):
     """With r S examples, h = c / a in all directions, and with 0.99 r S examples, not in all."""
-    kernel = kernel_for(jnp.zeros(3), form, batch_size=10)
+    kernel = kernel_for(jnp.zeros(D), form, batch_size=10)
     factors = jnp.arange(1.0, kernel.noise.size + 1).reshape(kernel.noise.shape)
     kernel = kernel._replace(noise=kernel.noise * factors)
     r = float(kernel.noise_over_stability(kernel.scale(), kernel.max_stability))
@@ -238,87 +285,80 @@ def test_default_batches_are_as_large_as_the_noise_of_the_hessians_asks_for():
     np.testing.assert_allclose(deviations / exact, 1, atol=0.07)
 
 
+@functools.partial(jax.jit, static_argnames="estimator")
+def estimate(theta, anchor, rows, other, weight, estimator):
+    """Return an estimate of C with control variates, whether it is uneven, and the gradient."""
+    e = optperm.evaluate(loss_fn, theta, rows, example=other)
+    batch = BatchGradients(theta, e.grad, e.extra_args, S, None, None)
+    corrected = correct_batch(batch, anchor, weight)
+    (found, _), is_uneven = ESTIMATES[estimator](corrected, FORMS["full"].like(theta).covariance)
+    return found, is_uneven, corrected.grad["w"]
+
+
 @pytest.mark.parametrize("estimator", ["per_example", "single_example"])
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_noise_is_that_of_the_differences_between_params_and_anchor(weight, estimator):
     """C is estimated from g_n(theta) - g_n(theta*), or with a weight of 0, from g_n(theta)."""
     theta, at = params_of(0), params_of(1)
     rows, other = (jax.tree.map(lambda x, s=s: x[s], DATA) for s in (slice(S), slice(S, S + 1)))
-    e = optperm.evaluate(loss_fn, theta, rows, example=other)
-    anchor = Anchor(at, jax.grad(loss_fn)(at, DATA))
-    form = FORMS["full"].like(theta)
-    batch = BatchGradients(theta, e.grad, e.extra_args, S, None, None)
-    corrected = correct_batch(batch, anchor, weight)
-    (found, _), is_uneven = ESTIMATES[estimator](corrected, form.covariance)
+    full = grad_of(at, DATA)
+    found, is_uneven, mean = estimate(theta, Anchor(at, full), rows, other, weight, estimator)
 
-    def example(params, n):
-        one = jax.tree.map(lambda x: x[n : n + 1], DATA)
-        return np.asarray(jax.flatten_util.ravel_pytree(jax.grad(loss_fn)(params, one))[0])
+    def examples(params):
+        z = DATA["x"][: S + 1] @ params["w"]
+        return (1 / (1 + np.exp(-z)) - DATA["y"][: S + 1])[:, None] * DATA["x"][: S + 1]
 
-    g = np.stack([example(theta, n) - weight * example(at, n) for n in range(S + 1)])
+    g = examples(theta) - weight * examples(at)
     wanted = np.cov(g[:S].T)
     if estimator == "single_example":
         d = g[S] - g[:S].mean(axis=0)
         wanted = np.outer(d, d) / (1 + 1 / S)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert not is_uneven
-    mean = jax.flatten_util.ravel_pytree(corrected.grad)[0]
-    full = np.asarray(jax.flatten_util.ravel_pytree(anchor.full_grad)[0])
-    np.testing.assert_allclose(mean, g[:S].mean(axis=0) + weight * full, rtol=1e-4, atol=1e-6)
+    wanted = g[:S].mean(axis=0) + weight * np.asarray(full["w"])
+    np.testing.assert_allclose(mean, wanted, rtol=1e-4, atol=1e-6)
 
 
-def problem(num_data, dim):
-    """Logistic regression with the prior N(0, 1): data, loss, log prior, mode and covariance there."""
-    rng = np.random.default_rng(1)
-    x = np.float32(rng.normal(size=(num_data, dim)))
-    x[:, 1] = x[:, 0] + 0.3 * x[:, 1]
-    y = np.float32(rng.random(num_data) < 1 / (1 + np.exp(-x @ rng.normal(size=dim))))
-
-    def loss(w, batch):
-        z = batch[0] @ w
-        return jnp.mean(jax.nn.softplus(z) - batch[1] * z)
-
-    def log_prior(w):
-        return -jnp.sum(w**2) / 2
-
-    mode = np.zeros(dim)
+def laplace(data):
+    """Return the mode of the posterior, and the covariance there."""
+    x, y = data["x"], data["y"]
+    mode = np.zeros(x.shape[1])
     for _ in range(20):
         p = 1 / (1 + np.exp(-x @ mode))
-        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.eye(dim)
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.eye(len(mode))
         mode -= np.linalg.solve(hessian, x.T @ (p - y) + mode)
-    return (x, y), loss, log_prior, mode, np.linalg.inv(hessian)
+    return mode, np.linalg.inv(hessian)
 
 
-def test_a_kernel_with_control_variates_serves_its_own_data_and_refuses_others():
+def test_a_kernel_with_control_variates_serves_its_own_data_and_refuses_others(learned):
     """The same data need no further learning, and the report finds the kernel's noise; with other data,
     the gradient at the anchor is not the kernel's."""
-    (x, y), loss, log_prior, mode, covariance = problem(2000, 3)
-    given = {"log_prior": log_prior, "batch_size": 32}
-    kernel, _ = optperm.bayes.learn_kernel(loss, (x, y), jnp.zeros(3), 0, steps=1600, **given)
-    counts = {"num_draws": 500, "thinning": 5, "kernel": kernel}
+    mode, covariance = laplace(MANY)
+    given = {"log_prior": log_prior, "kernel": learned[0], "starts": {"w": jnp.zeros((4, D))}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        samples = optperm.bayes.sample(loss, (x, y), jnp.zeros(3), 0, **given, **counts)
+        samples = optperm.bayes.sample(
+            loss_fn, MANY, {"w": jnp.zeros(D)}, 0, num_draws=500, thinning=5, **given
+        )
     report = optperm.bayes.posterior_report(samples)
     assert 0 < report.noise_left < 0.1
     assert report.distance < 1
     sd = np.sqrt(np.diag(covariance))
-    draws = np.asarray(samples.params).reshape(-1, 3)
+    draws = np.asarray(samples.params["w"]).reshape(-1, D)
     np.testing.assert_allclose(draws.std(axis=0) / sd, 1, atol=0.1)
     np.testing.assert_allclose(draws.mean(axis=0), mode, atol=0.2 * sd.min())
+    other = MANY | {"y": 1 - MANY["y"]}
     with pytest.raises(ValueError, match="belong to other data, another loss or another prior"):
-        optperm.bayes.sample(loss, (x, 1 - y), jnp.zeros(3), 0, **given, **counts)
+        optperm.bayes.sample(loss_fn, other, {"w": jnp.zeros(D)}, 0, **given)
 
 
 def test_control_variates_are_refused_where_there_is_no_gradient_over_all_examples():
     """For functions, losses that mix examples, other samplers, and kernels that are known already."""
-    data, loss, *_ = problem(50, 3)
-    two = jax.tree.map(lambda x: x[:2], data)
-    one = {"batch_size": 2, "control_variates": True}
+    one, on_disk = {"batch_size": S, "control_variates": True}, {"data": all_of(OnDisk, DATA)}
     for call, given, message in (
-        ("learn_kernel", {"data": lambda key: two, "num_data": 50}, "pass full_data, or data as"),
-        ("learn_kernel", {"estimator": "two_batches"}, "estimator='two_batches' is for losses"),
-        ("sample", {"data": lambda key: two, "num_data": 50}, "pass full_data, or data as"),
+        ("learn_kernel", {"data": rows_of, "num_data": N}, "pass full_data, or data as"),
+        ("learn_kernel", on_disk | {"estimator": "two_batches"}, "two_batches. is for losses"),
+        ("sample", {"data": rows_of, "num_data": N}, "pass full_data, or data as"),
         (
             "sample",
             {"sampler": optperm.mandt_sgd},
@@ -332,9 +372,9 @@ def test_control_variates_are_refused_where_there_is_no_gradient_over_all_exampl
         ),
         ("sample", {"kernel": KERNEL}, "pass it to learn_kernel instead"),
     ):
-        usual = {"data": data, "params": jnp.zeros(3), "key": 0} | one
+        usual = {"data": DATA, "params": {"w": jnp.zeros(D)}, "key": 0} | one
         with pytest.raises(ValueError, match=message):
-            getattr(optperm.bayes, call)(loss, **usual | given)
+            getattr(optperm.bayes, call)(loss_fn, **usual | given)
 
 
 @pytest.mark.slow
@@ -343,23 +383,24 @@ def test_effective_draws_cost_few_batches_of_many_examples(form, most):
     """With 20,000 examples and batches of 32, the worst parameter makes hundreds of effective draws of
     the posterior in 10,000 steps, and without control variates a tenth of them at most. The diagonal
     form takes shorter steps, because two features are correlated."""
-    data, loss, log_prior, mode, covariance = problem(20_000, 4)
+    data = make_data(20_000, 4)
+    mode, covariance = laplace(data)
     sd, least = np.sqrt(np.diag(covariance)), []
     for has_variates in (None, False):
         said = pytest.warns(UserWarning, match="R-hat|effective sample size")
         with contextlib.nullcontext() if has_variates is None else said:
             samples = optperm.bayes.sample(
-                loss, data, jnp.zeros(4), 0, log_prior=log_prior, preconditioner=form, num_draws=500,
-                control_variates=has_variates,
+                loss_fn, data, {"w": jnp.zeros(4)}, 0, log_prior=log_prior, preconditioner=form,
+                num_draws=500, control_variates=has_variates,
             )  # fmt: skip
-        draws = np.asarray(samples.params).reshape(-1, 4)
+        draws = np.asarray(samples.params["w"]).reshape(-1, 4)
         least.append(optperm.bayes.posterior_report(samples).ess_bulk)
         if has_variates is None:
             np.testing.assert_allclose(draws.std(axis=0) / sd, 1, atol=0.06)
             np.testing.assert_allclose(draws.mean(axis=0), mode, atol=0.15 * sd.min())
             kernel = samples.last_opt_state.kernel
             assert np.all(kernel.noise_left < 0.01)
-            anchors = np.asarray(kernel.anchor.params)
+            anchors = np.asarray(kernel.anchor.params["w"])
             np.testing.assert_allclose(anchors - mode, 0, atol=0.1 * sd.min())
     assert least[0] > most
     assert least[0] > 10 * least[1]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,22 +51,43 @@ def kill(*_, **__):
 QUICK = {"sampler": sgld, "burn_in": 3}
 
 
-@pytest.mark.parametrize("num_files", [2, 3])
+@pytest.fixture(autouse=True)
+def _three_parts(monkeypatch):
+    monkeypatch.setattr(_sample, "_PARTS", 3)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder, the samples and the shown draws of an undisturbed run in three parts."""
+    folder, shown = tmp_path_factory.mktemp("run"), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_sample, "_PARTS", 3)
+        found = run(
+            **QUICK, resume=folder, on_draws=lambda n, new: shown.append((n, np.array(new)))
+        )
+    return folder, found, shown
+
+
 def test_a_run_that_dies_while_it_writes_has_the_bits_of_an_undisturbed_run(
-    tmp_path, monkeypatch, num_files
+    tmp_path, monkeypatch, finished
 ):
     """It writes a few files, and dies before the next one has its name: draws, or states of chains."""
-    monkeypatch.setattr(_sample, "_PARTS", 3)
-    shown, again, written = [], [], []
-    wanted = run(**QUICK, on_draws=lambda n, new: shown.append((n, np.array(new))))
+    again, written, names, died = [], [], [], []
+
+    def write(self, name, content, write=Progress._write):
+        names.append(name)
+        write(self, name, content)
 
     def fsync(file, fsync=os.fsync):
         written.append(file)
-        if len(written) > num_files:
+        # Before the first and the third draws, and between the second draws and their states
+        if len(written) > 2 + (attempts == 2):
+            died.append(names[-1])
             os.ftruncate(file, 10)
             raise Killed
         fsync(file)
 
+    monkeypatch.setattr(Progress, "_write", write)
     monkeypatch.setattr(_resume.os, "fsync", fsync)
     attempts = 0
     while attempts < 9:
@@ -81,8 +103,9 @@ def test_a_run_that_dies_while_it_writes_has_the_bits_of_an_undisturbed_run(
         except Killed:
             continue
         break
-    # Of the arguments, the optima, and draws and states of three parts, at most three in an attempt
-    assert 3 < attempts < 9
+    # After the arguments and the optima
+    assert died == ["draws-01.npz", "chains.npz", "draws-03.npz"]
+    _, wanted, shown = finished
     support.assert_same_bits(found, wanted)
     support.assert_same_bits(again, shown)
 
@@ -147,10 +170,9 @@ def test_processes_that_are_killed_in_each_phase_have_the_bits_of_an_undisturbed
     assert found.stdout == wanted.stdout
 
 
-def test_other_arguments_are_refused_by_name(tmp_path):
+def test_other_arguments_are_refused_by_name(tmp_path, finished):
     np.save(tmp_path / "y.npy", Y)
     on_disk = np.load(tmp_path / "y.npy", mmap_mode="r")
-    run(**QUICK, resume=tmp_path)
     for change, says in (
         ({"key": 2}, "key is"),
         ({"data": Y + 1}, "data is"),
@@ -164,19 +186,19 @@ def test_other_arguments_are_refused_by_name(tmp_path):
         ({"sampler": None}, "sampler is a function there and None here"),
     ):
         with pytest.raises(ValueError, match=f"run with other arguments: .*{says}"):
-            run(**QUICK | change, resume=tmp_path)
+            run(**QUICK | change, resume=finished[0])
 
 
-def test_a_damaged_file_and_a_file_for_a_folder_are_named(tmp_path):
-    run(**QUICK, resume=tmp_path / "run")
-    (tmp_path / "run" / "draws-03.npz").write_bytes(b"PK")
+def test_a_damaged_file_and_a_file_for_a_folder_are_named(tmp_path, finished):
+    folder = shutil.copytree(finished[0], tmp_path / "run")
+    (folder / "draws-03.npz").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"draws-03.npz is damaged"):
-        run(**QUICK, resume=tmp_path / "run")
-    (tmp_path / "run" / "draws-03.npz").unlink()
+        run(**QUICK, resume=folder)
+    (folder / "draws-03.npz").unlink()
     with pytest.raises(ValueError, match=r"draws-03.npz is missing"):
-        run(**QUICK, resume=tmp_path / "run")
+        run(**QUICK, resume=folder)
     with pytest.raises(ValueError, match="resume must be a folder"):
-        run(**QUICK, resume=tmp_path / "run" / "run.json")
+        run(**QUICK, resume=folder / "run.json")
     with pytest.raises(TypeError, match="resume must be the path of a folder, got 3"):
         run(**QUICK, resume=3)
 

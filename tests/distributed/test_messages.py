@@ -364,34 +364,6 @@ def test_a_compressed_message_of_another_model_is_named():
         jax.jit(lambda c, m: merge(c, [m], SGD))(init_center(params, SGD), message)
 
 
-def test_arguments_that_do_not_fit_are_refused():
-    params, opt_state, message, _ = one_message()
-    center = init_center(params, SGD)
-    for contributions, wanted in (([], "at least one"), (message, r"pass \[contribution\]")):
-        with pytest.raises(ValueError, match=wanted):
-            merge(center, contributions, SGD)
-    with pytest.raises(ValueError, match=r"center\.opt_state has a different tree.*outer\.init"):
-        merge(center, [message], ADAM)
-    with pytest.raises(ValueError, match="compress="):
-        contribution(params, opt_state, compress=FOUR_BITS)
-    with pytest.raises(ValueError, match="compress="):
-        contribution(params, one_message(compress=FOUR_BITS)[1])
-    with pytest.raises(ValueError, match="compress="):
-        contribution(params, one_message(compress=FOUR_BITS)[1], compress=LARGEST)
-    with pytest.raises(ValueError, match=r"center must be an .*Center"):
-        pull(params, opt_state, center._asdict())
-    with pytest.raises(ValueError, match=r"center\.params\['b'\] is float32\[5\]"):
-        pull(params, opt_state, center._replace(params=params | {"b": jnp.zeros(5)}))
-    plan = optperm.distributed.Every(4, 2)
-    fragments = optperm.diloco(SGD, every=plan).init(params)
-    with pytest.raises(ValueError, match="without fragments or a delay"):
-        contribution(params, fragments)
-    placing = optperm.agn(optperm.sgperm(), every=5)
-    weights = {"w": jnp.arange(12.0).reshape(3, 4)}
-    with pytest.raises(ValueError, match="exact params"):
-        contribution(weights, placing.init(weights))
-
-
 def through_pickle(tree):
     return pickle.loads(pickle.dumps(jax.device_get(tree)))
 

@@ -335,36 +335,3 @@ def test_scanned_layers_of_nnx_keep_the_weights_of_each_layer_and_head():
     exact = permuted_params(optimizer.opt_state, nnx.state(model, nnx.Param))
     for one, other in zip(jax.tree.leaves(rebuilt), jax.tree.leaves(exact), strict=True):
         support.assert_same_bits(one, other)
-
-
-NO_AXES = {
-    "out of range": LeafAxes("kernel", 0, 3, (1, 2)),
-    "one missing": LeafAxes("kernel", 0, 1),
-    "a number": 3,
-}
-
-
-@pytest.mark.parametrize(("method", "wrong"), [*itertools.product(BOTH, NO_AXES)])
-def test_axes_that_do_not_fit_a_leaf_name_it_and_its_shape(method, wrong):
-    params, axes = {"a": {"w": support.normal((4, 3, 2))}}, {"a": {"w": NO_AXES[wrong]}}
-    says = r"axes, for \['a'\]\['w'\] with the shape \(4, 3, 2\), must"
-    for given in (axes, lambda params: axes):
-        with pytest.raises((TypeError, ValueError), match=says):
-            BOTH[method](axes=given).init(params)
-
-
-def test_axes_that_fit_no_params_or_name_no_weights_are_refused():
-    params = {"a": {"w": support.normal((4, 3))}, "gain": jnp.float32(1.0)}
-    for tree in ({"b": None}, {"a": {"w": None, "v": None}, "gain": None}, [None]):
-        with pytest.raises(
-            ValueError, match=r"axes must be a tree like params of optperm\.LeafAxes"
-        ):
-            optperm.sgperm(axes=tree).init(params)
-    other = LeafAxes("other")
-    for make, axes in itertools.product(BOTH.values(), (None, other)):
-        with pytest.raises(ValueError, match=r"axes names no kernels, .* so each leaf would stay"):
-            make(axes={"a": {"w": axes}, "gain": other}).init(params)
-    state = optperm.laperm(optax.sgd(1.0), 1).init(params)
-    wrong = {"a": {"w": LeafAxes("bias", (), 1)}, "gain": None}
-    with pytest.raises(ValueError, match=r"for \['a'\]\['w'\] with the shape \(4, 3\)"):
-        permuted_params(state, params, axes=wrong)

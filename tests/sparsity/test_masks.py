@@ -292,14 +292,6 @@ def test_every_dtype_keeps_its_own():
         support.assert_same_bits(moved, pruned_like(doubled, held))
 
 
-def test_a_function_among_params_is_refused_by_name():
-    params = {"w": jnp.ones((2, 2)), "activation": jax.nn.relu}
-    opt_state = MASKS.init(params | {"activation": jnp.ones(())})
-    for call in (functools.partial(prune, opt_state=opt_state), keep_top, erk_sparsity):
-        with pytest.raises(TypeError, match=r"params\['activation'\] must be an array"):
-            call(params, sparsity=0.5)
-
-
 def test_nothing_to_choose_from_is_no_error():
     """Take trees without leaves or without entries, and selections of nothing for a fraction of 0."""
     trees = ({}, {"absent": None}, {"empty": jnp.zeros((0, 3))})
