@@ -37,15 +37,17 @@ def test_permutation_of_any_dtype_rebuilds_the_trained_weights():
         assert not np.array_equal(trained["bfloat16"], params["bfloat16"])
         export = jax.jit(export_permutation)
         permutation = export(params, opt_state)
-        few = {"float32": params["float32"], "bias": params["bias"]}
-        state = jax.jit(lambda p: tx.update(p, tx.init(p), p)[1])(few)
-        support.assert_same_bits(export_permutation(few, state), export(few, state))
         assert all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(permutation))
         assert jax.tree.map(jnp.shape, permutation) == jax.tree.map(jnp.shape, params)
         support.assert_same_bits(jax.jit(apply_permutation)(params, permutation), trained)
-        support.assert_same_bits(
-            apply_permutation(params, jax.tree.map(np.asarray, permutation)), trained
-        )
+    # Without `jax.jit`, each operation is a program of its own, so fewer leaves have to do.
+    few = {"kernel": np.float32(ties.ravel()[:24]).reshape(6, 4), "bias": support.bias(4)}
+    few["kernel"] = jax.device_put(few["kernel"])
+    state = jax.jit(lambda p: tx.update(p, tx.init(p), p)[1])(few)
+    permutation = export_permutation(few, state)
+    support.assert_same_bits(permutation, export(few, state))
+    rebuilt = apply_permutation(few, jax.tree.map(np.asarray, permutation))
+    support.assert_same_bits(rebuilt, permuted_params(state))
 
 
 @pytest.mark.usefixtures("lenient")

@@ -114,9 +114,8 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
 
 
 def pruned(w, fraction, structure, **options):
-    opt_state = optperm.mask_elements().init(w)
-    found = prune(w, opt_state, fraction, structure=structure, **options)
-    return np.asarray(found[0])
+    choose = functools.partial(prune, sparsity=fraction, structure=structure, **options)
+    return np.asarray(jax.jit(lambda w: choose(w, optperm.mask_elements().init(w))[0])(w))
 
 
 def test_structures_keep_what_numpy_keeps():

@@ -442,8 +442,11 @@ def test_a_part_of_a_stack_has_the_masks_of_the_whole_with_the_axes_of_the_whole
     assert [np.asarray(leaf).sum() for leaf in found] == [96, 96, 192]
 
 
-@pytest.mark.parametrize("method", ["prune_gradually", "rigl"])
-def test_layers_sharded_over_devices_are_chosen_in_place(method):
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    support.in_turns(("prune_gradually", "rigl"), (AxisType.Explicit, AxisType.Auto)),
+)
+def test_layers_sharded_over_devices_are_chosen_in_place(method, kind):
     """Make the masks of whole stacks, and move a few numbers between devices for each layer."""
     w = {"first": support.normal((4, 8, 64)), "second": support.normal((16, 4, 64), 1)}
     axes = {"first": KERNEL(1, 2, 0), "second": KERNEL(0, 2, 1)}
@@ -460,17 +463,16 @@ def test_layers_sharded_over_devices_are_chosen_in_place(method):
 
     wanted = jax.tree.map(np.asarray, jax.jit(choose)(w))
     assert any((wanted[0][name] != wanted[1][name]).any() for name in w)
-    for kind in (AxisType.Explicit, AxisType.Auto):
-        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
-        with jax.set_mesh(mesh):
-            placed = {n: jax.device_put(w[n], NamedSharding(mesh, specs[n])) for n in w}
-            program = jax.jit(choose).lower(placed).compile()
-            got = program(placed)
-        support.assert_same_bits(jax.tree.map(np.asarray, got), wanted)
-        for name, mask in got[1].items():
-            assert mask.sharding.is_equivalent_to(placed[name].sharding, 3)
-        found = replicas.collectives(program.as_text())
-        assert max(size for _, size, _ in found) <= 8 * 8
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(w[n], NamedSharding(mesh, specs[n])) for n in w}
+        program = jax.jit(choose).lower(placed).compile()
+        got = program(placed)
+    support.assert_same_bits(jax.tree.map(np.asarray, got), wanted)
+    for name, mask in got[1].items():
+        assert mask.sharding.is_equivalent_to(placed[name].sharding, 3)
+    found = replicas.collectives(program.as_text())
+    assert max(size for _, size, _ in found) <= 8 * 8
 
 
 def test_a_report_counts_the_zeros_of_each_leaf():
