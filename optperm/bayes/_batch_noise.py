@@ -193,7 +193,12 @@ def batch_covariance(
 @jax.jit
 def take_draws(draws: Any, chosen: Any) -> Any:
     """Return the draws with these numbers, where the draws of all chains are on one axis."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[chosen], draws)
+
+    def take(leaf: jax.Array) -> jax.Array:
+        num_chains, num_draws, *shape = leaf.shape
+        return leaf.reshape(num_chains * num_draws, *shape)[chosen]
+
+    return jax.tree.map(take, draws)
 
 
 def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array, np.ndarray]:
