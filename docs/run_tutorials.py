@@ -15,7 +15,6 @@ import io
 import math
 import pathlib
 import re
-import shutil
 import time
 from typing import Any
 
@@ -64,9 +63,6 @@ def run(
       is_short: Whether blocks that are marked as long are left out; what is shown stands for them.
     """
     outputs, namespace = [], {"__name__": f"tutorials.{page}"}
-    if pictures != TUTORIALS:
-        for kept in TUTORIALS.glob("*.json"):
-            shutil.copy(kept, pictures)
     with contextlib.chdir(pictures), matplotlib.style.context("optperm.pictures"):
         for index, block in enumerate(_BLOCK.finditer((TUTORIALS / f"{page}.md").read_text())):
             if is_short and block["long"]:

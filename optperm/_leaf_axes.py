@@ -200,8 +200,9 @@ def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
       LeafAxes(kind='kernel', in_axis=(1,), out_axis=(2,), batch_axis=(0,))
 
     Notes:
-      A leaf named `kernel` is a kernel even below a layer named `embedding`. The window of a convolution
-      counts as inputs. If all leaves of a stack share more than one axis, biases tell which axis counts
+      With overrides, a `UserWarning` names leaves that are neither known nor named. A leaf named
+      `kernel` is a kernel even below a layer named `embedding`. The window of a convolution counts as
+      inputs. If all leaves of a stack share more than one axis, biases tell which axis counts
       the layers, or else the first of the axes does.
 
     Raises:
@@ -222,6 +223,12 @@ def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
     if show:
         rows = zip(leaves, found, names, strict=True)
         print(align([_HEAD, *(_describe(*row) for row in rows)]))
+    if overrides:
+        # A method that gets this tree takes it that the user has said what all leaves are
+        pairs = zip(leaves, found, names, strict=True)
+        _warn_of(
+            "leaf_axes", params, [leaf for leaf, own, name in pairs if own == OTHER and not name]
+        )
     structure: Any = jax.tree.structure(params)
     return structure.unflatten(found)
 
@@ -273,14 +280,19 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
       params: The params; nothing is said of traced params.
       axes: The argument `axes` of the method. Whoever made a tree of axes has seen the params.
     """
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
-    if axes is not None or is_traced:
+    if axes is None:
+        leaves = _read_leaves(params)
+        pairs = zip(leaves, _classify(leaves), strict=True)
+        _warn_of(method, params, [leaf for leaf, own in pairs if own == OTHER])
+
+
+def _warn_of(method: str, params: Params, unknown: list[_Leaf]) -> None:
+    """Warn that a method leaves these leaves alone, if they hold many entries of params."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         return
-    leaves = _read_leaves(params)
-    pairs = zip(leaves, _classify(leaves), strict=True)
-    others = [leaf for leaf, own in pairs if own == OTHER and len(leaf.shape) > 1]
+    others = [leaf for leaf in unknown if len(leaf.shape) > 1]
     sizes = [math.prod(leaf.shape) for leaf in others]
-    if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in leaves):
+    if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in _read_leaves(params)):
         return
     first = others[int(np.argmax(sizes))]
     name, rank = "/".join(_elements(first.path)), len(first.shape)
@@ -293,7 +305,7 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
         f"axes are not known. Say what they are, for example axes={example}, or None to leave them "
         "alone.",
         UserWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -379,6 +379,8 @@ def compare_halves(
     # Orders from NumPy compile in half of the time.
     rng = np.random.default_rng(0)
     orders = np.array([rng.permutation(size) for _ in range(_ORDERS)])
+    # The direction of the gradients
+    z = normal_like(jax.random.key_data(jax.random.key(1)), params)
 
     def compare(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         key, order = each
@@ -393,6 +395,7 @@ def compare_halves(
                 return fold(leaf) if _is_shared_key(leaf) else leaf
 
             of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
+<<<<<<< HEAD
             return evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
 
         # L_B, and (|B_1| L_B1 + |B_2| L_B2) / |B|
@@ -401,6 +404,9 @@ def compare_halves(
         z = normal_like(jax.random.key_data(jax.random.key(1)), evaluations[0].grad)
 
         def numbers(e: Evaluation, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+=======
+            e = evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
+>>>>>>> main
             products = jax.tree.map(
                 lambda g, z: jnp.sum(g.astype(float) * z.astype(float)), e.grad, z
             )

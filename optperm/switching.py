@@ -110,9 +110,9 @@ def switch_after(
       [1.0, 2.0]
 
     Notes:
-      Without `track`, each step computes only the active optimizer, but under `jax.vmap`, each step
-      computes both. The state records the switch, and its structure never changes, so training can
-      resume before or after the switch, and one `jax.lax.scan` can run through the switch.
+      Without `track`, each step computes only the active optimizer. The state records the switch, and
+      its structure never changes, so training can resume before or after the switch, and one
+      `jax.lax.scan` can run through the switch.
 
       Without `track`, the second optimizer is initialized at the switch. Its state may contain the
       params at the switch (the weights of `optperm.sgperm`, the center of `optperm.agn`, a snapshot).

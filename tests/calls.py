@@ -15,6 +15,7 @@ import kernels
 import numpy as np
 import optax
 from jax.experimental import sparse
+from optax.contrib import GaLoreDimensionNumbers
 from support import PUBLIC
 from transformations import TRANSFORMATIONS, options_of
 
@@ -55,10 +56,17 @@ def state(tx):
     return tx.init(PARAMS)
 
 
+ON_MESH = jax.device_put(
+    jnp.zeros(1),
+    jax.NamedSharding(
+        jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,)), jax.P("d")
+    ),
+)
 NARROW = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
 WIDENED = optperm.widen_params(sgd()).init(NARROW)
 MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
 CENTER = optperm.distributed.init_center(PARAMS, sgd())
+FOUR_BITS = state(optperm.agn(sgd(), compress=optperm.distributed.Compression(bits=4)))
 MESSAGE, _ = optperm.distributed.contribution(PARAMS, state(optperm.agn(sgd())))
 # Valid arguments for each public function. Each test replaces one argument by an invalid value.
 FUNCTIONS = {
@@ -255,6 +263,11 @@ def of(argument, *values, **others):
     return [{argument: value, **others} for value in values]
 
 
+def said(message, **change):
+    """Return a change of a function's arguments, with what the sentence of its refusal has to match."""
+    return change, message
+
+
 def squares(w, x):
     """Return a loss that is a sum over examples."""
     return jnp.sum((x @ w - 3) ** 2)
@@ -289,6 +302,29 @@ WRONG_AXES = [
     *of("axes", {"w": "kernel", "b": None}),
 ]
 NO_FULL_GRADIENT = [dict(every=2, grad_fn=mean), dict(probability=0.5, grad_fn=mean)]
+KERNELS_FOR = {form: kernels.kernel_for(PARAMS, form) for form in ("diagonal", "full")}
+UNKNOWN = optperm.bayes.NoiseKernel.unknown(PARAMS, "diagonal", control_variates=False)
+# Two stacked matrices beside one.
+MATRICES = {"w": jnp.zeros((6, 9)), "s": jnp.zeros((2, 6, 9))}
+WITH_FUNCTION = {"w": EYE, "activation": jax.nn.relu}
+MASKED_EYES = optperm.mask_elements().init({"w": EYE, "activation": jnp.ones(())})
+# For a leaf of three axes: out of range, one missing, and no axes at all.
+NO_AXES = [OWN("kernel", 0, 3, (1, 2)), OWN("kernel", 0, 1), 3]
+PLACED = [
+    *(
+        said(r"axes, for \['kernel'\] with the shape \(4, 3, 2\), must", axes=given, params=KERNEL)
+        for axes in NO_AXES
+        for given in ({"kernel": axes}, lambda params, axes=axes: {"kernel": axes})
+    ),
+    *(
+        said("axes must be a tree like params of optperm.LeafAxes", axes=axes)
+        for axes in ({"a": None}, {"w": None, "b": None, "v": None}, [None])
+    ),
+    *(
+        said("axes names no kernels, .* so each leaf would stay", axes={"w": axes, "b": axes})
+        for axes in (None, OWN("other"))
+    ),
+]
 # Trees that must match params, of whose structure and shapes others are refused.
 TREES = {
     "apply_updates": ("updates",),
@@ -302,31 +338,81 @@ TREES = {
     "take_snapshot": ("params", "full_grad"),
 }
 # What else a function refuses, one case for each check: "f.init" and "f.update" are those of what
-# f gives, for other params, or with these extra arguments. The message names an argument or a function.
+# f gives, for other params, or with these extra arguments. The message names an argument or a function,
+# or has what `said` asks for.
 REFUSED = {
-    "narrow_params": of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
+    "narrow_params": [
+        *of("dtype", jnp.int32, jnp.float32, {"w": jnp.bfloat16}),
+        said(
+            "opt_state has no params of 16 bits",
+            opt_state=optperm.widen_params(sgd()).init(PARAMS),
+        ),
+    ],
+    "wide_params": [
+        said("widen_params", opt_state=state(optax.adam(0.1))),
+        said(r"params\['b'\] is bfloat16\[3\]", params=NARROW | {"b": jnp.ones(3, "bfloat16")}),
+    ],
+    "widen_params": [said("bits must be 0, 8 or 16, got 4", bits=4)],
+    "widen_params.init": [
+        said(
+            r"params\['w'\] must have at least 16 bits", params={"w": EYE.astype("float8_e4m3fn")}
+        ),
+    ],
     "Compression": of("fraction", None),
     "contribution": [
         *of("weight", -1.0, float("nan"), INF, jnp.ones(2), True, 1j),
-        *of("compress", Compression(bits=4), 4),
-        *of(
-            "opt_state", state(optperm.agn(sgd(), every=PLAN)), state(optperm.agn(optperm.sgperm()))
-        ),
+        *of("compress", 4),
+        said("compress=", compress=Compression(bits=4)),
+        said("compress=", opt_state=FOUR_BITS),
+        said("compress=", opt_state=FOUR_BITS, compress=Compression(0.5)),
+        said("without fragments or a delay", opt_state=state(optperm.agn(sgd(), every=PLAN))),
+        said("exact params", opt_state=state(optperm.agn(optperm.sgperm()))),
     ],
     "calibration_report": [
-        *of("probabilities", jnp.ones((2, 2)), jnp.ones(2), jnp.ones((2, 2), int)),
-        *of("labels", jnp.array([0, 2]), jnp.array([-1, 0]), jnp.ones(2), jnp.arange(3)),
+        *of("probabilities", jnp.ones((2, 2)), jnp.ones((2, 2), int)),
+        said(
+            "probabilities must .* need jax.nn.softmax",
+            probabilities=jnp.log(jnp.full((2, 2), 0.5)),
+        ),
+        said(r"shape \(n, classes\)", probabilities=jnp.ones(2)),
+        *(said(r"labels must be in \[0, 1\]", labels=jnp.array(x)) for x in ([0, 2], [-1, 0])),
+        said("labels integers", labels=jnp.ones(2)),
+        said(r"labels \(n,\), got \(2, 2\) and \(3,\)", labels=jnp.arange(3)),
+    ],
+    "constant_sgd": [
+        said("max_stability times learning_rate must be below 2, got 4", learning_rate=20.0)
+    ],
+    "constant_sgd.init": [
+        said(r"kernel.noise\['b'\] is float32\[2\]", params=PARAMS | {"b": jnp.ones(3)}),
+        said("kernel.noise has a different tree structure", params={"w": PARAMS["w"]}),
+        said(r"kernel.basis.w is .*\[8, 8\]", kernel=KERNELS_FOR["full"], params=jnp.zeros(9)),
+        said("no finite curvature, which learn_kernel measures", kernel=UNKNOWN),
+        said(
+            r"axis of chains \(of length 3\).*jax.tree.map\(lambda a: a\[0\]",
+            kernel=jax.tree.map(lambda a: jnp.stack([a, a, a]), KERNELS_FOR["diagonal"]),
+        ),
+        said(
+            "must be a NoiseKernel, got dict.*NoiseKernel.unknown",
+            kernel=KERNELS_FOR["diagonal"]._asdict(),
+        ),
     ],
     "init_center": of("params", {"w": "x"}, {"w": jnp.ones(2, int)}),
     "merge": [
         *of("center", PARAMS, CENTER._replace(params=jnp.ones(3))),
-        *of("contributions", [], MESSAGE, [PARAMS], [MESSAGE._replace(weight=jnp.ones(2))]),
+        *of("contributions", [PARAMS], [MESSAGE._replace(weight=jnp.ones(2))]),
         *of("contributions", [MESSAGE._replace(move=jnp.ones(3))]),
-        *of("outer", optax.adam(0.1)),
+        said("at least one", contributions=[]),
+        said(r"pass \[contribution\]", contributions=MESSAGE),
+        said(r"center\.opt_state has a different tree.*outer\.init", outer=optax.adam(0.1)),
         *of("combine", "pairs", "median"),
     ],
     "pull": [
-        *of("center", PARAMS, CENTER._replace(params=jnp.ones(3))),
+        *(said(r"center must be an .*Center", center=x) for x in (PARAMS, CENTER._asdict())),
+        said(
+            r"center\.params\['b'\] is float32\[3\]",
+            center=CENTER._replace(params=PARAMS | {"b": jnp.ones(3)}),
+        ),
+        *of("center", CENTER._replace(params=jnp.ones(3))),
         *of("center", CENTER._replace(version=jnp.int32(-1))),
         *of("mixing", -0.1, 1.5, float("nan"), "0.5"),
         *of("allow_older", 1),
@@ -420,12 +506,54 @@ REFUSED = {
     ],
     "ivon.update": of("draw", None),
     "katyusha.update": of("grad_fn", mean),
-    "erk_sparsity": WRONG_AXES,
-    "keep_top": [*of("sparsity", NOT_INCLUDED), *WRONG_AXES],
+    "erk_sparsity": [
+        *WRONG_AXES,
+        said(r"params\['activation'\] must be an array", params=WITH_FUNCTION),
+    ],
+    "keep_top": [
+        *of("sparsity", NOT_INCLUDED),
+        *WRONG_AXES,
+        said(r"params\['activation'\] must be an array", params=WITH_FUNCTION),
+    ],
     "laperm.init": [
         *of("inner", optperm.sgperm(), optax.chain(sgd(), optperm.mask_elements()), PRUNING),
-        *of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
+        *of("axes", STACK, {"kernel": None}, {}, params=KERNEL),
+        *PLACED,
     ],
+    "learn_kernel": [
+        said("stability", stability=2.0),
+        said(r"momentum must be in \[0, 1\) in float32, got 1.0", momentum=1.0),
+        said("steps must be at least 16", steps=15),
+        said("num_data must be the number of rows of data, 2, got 3", num_data=3),
+        said("batch_size must be at most the number of examples, 2", batch_size=3),
+        said("log_prior must return a real scalar", log_prior=lambda w: w),
+        said(r"params\['b'\] has dtype int32, but must be real floating", params=cast(int)),
+    ],
+    "low_rank": [
+        said("rank must be at least 1, got 0", rank=0),
+        said(r"rank must be an integer, or a ratio in \(0, 1\)", rank=1.0),
+        *(said("rank must be an integer", rank=rank) for rank in (True, "1/8")),
+        said(r"b2 must be in \[0, 1\)", b2=1 - 1e-9),
+    ],
+    "low_rank.init": [
+        said(
+            "the smaller side of every kernel, of which the largest is 6", rank=7, params=MATRICES
+        ),
+        *(
+            said(message, axes=axes, params=MATRICES)
+            for axes, message in (
+                (
+                    {"w": None, "s": GaLoreDimensionNumbers(0, 0)},
+                    r"\['s'\] .* must name distinct axes of it",
+                ),
+                ({"w": None, "s": OWN("kernel", 0, 3)}, r"\['s'\] .* give each of its axes"),
+                ({"w": None, "s": True}, r"axes, for \['s'\] .* must be an optperm.LeafAxes"),
+                ({"w": None, "s": None}, "axes names no kernels"),
+                ({"w": GaLoreDimensionNumbers()}, "axes .* like params"),
+            )
+        ),
+    ],
+    "apollo": [said("rank must be at least 1, got 0", rank=0)],
     "mandt_sgd.update": [
         {},
         *of("estimator", "single_example", "two_batches"),
@@ -436,11 +564,21 @@ REFUSED = {
     ],
     "minimize": [
         *of("data", {"x": BATCH, "y": 1.0}, iter([BATCH]), []),
-        *of("loss_fn", lambda w, _: w, lambda w, batch: jnp.sum(batch * jnp.sum(w**2))),
-        *of("params", jnp.ones(2, "bfloat16"), jnp.ones(2, int)),
-        *of("proximal", 3, lambda rate: rate, optax.sgd),
+        said("pass arrays of the same examples as a tuple", data=[BATCH, jnp.ones((2, 2))]),
+        said(r"data\[1\] must contain numbers, got the dtype <U1", data=(BATCH, np.full(2, "a"))),
+        *of("loss_fn", lambda w, _: w),
+        said(
+            "must be a mean over examples",
+            loss_fn=lambda w, batch: jnp.sum(batch * jnp.sum(w**2)),
+        ),
+        *of("params", jnp.ones(2, int)),
+        said("float32 or float64, got bfloat16", params=jnp.ones(2, "bfloat16")),
+        said("params must contain at least one array", params={}),
+        *of("proximal", 3, lambda rate: rate),
+        *(said("another direction", proximal=each) for each in (optax.sgd, optax.adamw)),
+        said("does not depend on the rate", proximal=lambda _: optperm.proximal(0.1, l1=0.1)),
         *of("batch_size", 3),
-        *of("callback", 3),
+        said("callback must be a function of the history, got 3", callback=3),
     ],
     "mars": of("b1", 1.0, -0.1, float("nan"), "0.9"),
     "mars.update": of("exact", True),
@@ -466,6 +604,9 @@ REFUSED = {
         *of("criterion", "random"),
         *of("sparsity", optax.constant_schedule(0.5), 1.5, NOT_INCLUDED),
         *of("sparsity", {"w": 0.5}, {"w": 0.5, "b": np.ones(2)}),
+        said(
+            r"params\['activation'\] must be an array", params=WITH_FUNCTION, opt_state=MASKED_EYES
+        ),
         *of("structure", Units, NOfM(2, 3)),
         *of("structure", NOfM(2, 4), sparsity=None),
         *of("structure", Blocks(2, 2), include=True),
@@ -473,6 +614,50 @@ REFUSED = {
         *of("scope", "unit", include=True),
         *of("scope", "global", sparsity={"w": 0.5, "b": 0.0}),
         *WRONG_AXES,
+    ],
+    "quantize_state": [said("bits must be 8 or 4, got", bits=bits) for bits in (16, True, "8")],
+    "quantize_state.init": [
+        said("no state with known moments: it has .*EmptyState", inner=sgd()),
+        said("no state with known moments: it has .*ScaleBySM3State", inner=optax.scale_by_sm3()),
+        said(r"include\['v'\]|include does not fit", include={"v": True}),
+    ],
+    "rank_for": [
+        said(
+            r"words=0\.6 cannot be reached: .* needs 1\.89 .* full rank is params\['experts'\]\.",
+            params={"experts": jnp.ones((4, 64, 256)), "w": jnp.ones((64, 64))},
+            words=0.6,
+        )
+    ],
+    "sample": [
+        said("at most the number of examples, 2, got 3", batch_size=3),
+        said("agree in their leading", data={"x": jnp.ones(3), "y": jnp.ones(4)}),
+        said("sampler must be a function", sampler=optperm.sgld(1e-5, 2)),
+        said(r"^log_prior .* got .*float32\[2\]", log_prior=lambda w: -w["b"]),
+        said("^log_prior must return a real scalar", log_prior=lambda w: (w, w)),
+        said("starts", starts=jnp.ones(3)),
+        said("explicit axes of a mesh", params=ON_MESH),
+        said("params must contain arrays to sample, got {}", params={}),
+        said("preconditioner is for sampler", preconditioner="diagonal"),
+        said("preconditioner", preconditioner="whole"),
+        said("num_data must be given", data=lambda key: BATCH),
+        said("batch_size=2 examples, got 1", data=lambda key: BATCH[:1], num_data=9),
+    ],
+    "sghmc": [
+        said(r"noise_estimate must be in \[0, 0.1\]", friction=0.1, noise_estimate=0.2),
+        said(r"1 - friction.* must be in \[0, 1\) in float32", friction=1e-9),
+    ],
+    "sgld": [
+        said("preconditioner must be above 0", preconditioner=jax.tree.map(jnp.zeros_like, PARAMS))
+    ],
+    "sgld.init": [
+        said(
+            r"preconditioner\['b'\] is float32\[3\]",
+            preconditioner=jax.tree.map(jnp.ones_like, PARAMS | {"b": jnp.ones(3)}),
+        )
+    ],
+    "state_report": [
+        said(r"tx must be an optax\.GradientTransformation", tx=tx)
+        for tx in (0.25, 4, optax.adam, optax.MultiSteps(optax.adam(0.1), 2))
     ],
     "prune_gradually": of("structure", NOfM(2, 4)),
     "prune_gradually.init": [
@@ -506,7 +691,10 @@ REFUSED = {
     ],
     "sgperm": of("aggressiveness", 0.1, optax.constant_schedule(0.1), num_steps=5),
     "permute_by_cycles.init": of("axes", {"kernel": None}, params=KERNEL),
-    "sgperm.init": of("axes", STACK, {"kernel": 3}, {"kernel": None}, {}, params=KERNEL),
+    "permuted_params": [
+        said(r"for \['w'\] with the shape \(3, 2\)", axes={"w": OWN("bias", (), 1), "b": None})
+    ],
+    "sgperm.init": [*of("axes", STACK, {"kernel": None}, {}, params=KERNEL), *PLACED],
     "stationary_covariance": [
         *of("hessian", np.ones(2), np.triu(np.ones((2, 2))), np.full((2, 2), np.inf)),
         *of("noise", THREE, EYE * 1j),
@@ -567,23 +755,29 @@ def call(name, change):
 OF_ANY_STATE = {"apply_updates", "draw_samples", "quantize", "dequantize"}
 
 
+def word(*names):
+    """Return an expression that matches one of the names as a word."""
+    return rf"\b({'|'.join(names)})\b"
+
+
 def refusals():
-    """Yield functions with changed arguments, the errors that they may raise, and what these name."""
+    """Yield functions with changed arguments, the errors they may raise, and what these must match."""
     for function, arguments in ARGUMENTS.items():
         for argument, kind in arguments.items():
             for error, values in ((ValueError, kind.out_of_range), (TypeError, kind.mistyped)):
                 for value in values:
-                    yield function, {argument: value}, error, argument
+                    yield function, {argument: value}, error, word(argument)
     for function, given in CASES.items():
         if function not in OF_ANY_STATE and (here := given.get("opt_state")):
             for opt_state in (state(optax.adam(0.1)), (here, here)):
-                yield function, {"opt_state": opt_state}, ValueError, "optperm"
+                yield function, {"opt_state": opt_state}, ValueError, word("optperm")
     for function, trees in TREES.items():
         for tree in trees:
             for wrong in ({"w": PARAMS["w"]}, PARAMS | {"b": jnp.ones(3)}):
-                yield function, {tree: wrong}, ValueError, tree
+                yield function, {tree: wrong}, ValueError, word(tree)
     for function, changes in REFUSED.items():
-        for change in changes:
+        for each in changes:
+            change, message = each if isinstance(each, tuple) else (each, None)
             # By `zip`, which names none, batches and their weights are paired.
-            named = "|".join([*PARAMETERS[function.partition(".")[0]], *change, *CASES, "zip"])
-            yield function, change, (ValueError, TypeError, LookupError), named
+            names = [*PARAMETERS[function.partition(".")[0]], *change, *CASES, "zip"]
+            yield function, change, (ValueError, TypeError, LookupError), message or word(*names)

@@ -38,7 +38,7 @@ def assert_followed(case, tx, masks=lambda opt_state: opt_state.mask, opt_state=
     """Train on the gradients of a case, and assert that masks and params are JaxPruner's."""
     z = load(case)
     grads = [{name: g[t] for name, g in z["grad"].items()} for t in range(40)]
-    trail = loops.train(tx, z["params0"], grads, how="scan", opt_state=opt_state)
+    trail = loops.train(tx, z["params0"], grads, how="scan", opt_state=opt_state, init="jit")
     for t, (found, state) in enumerate(trail):
         for name, wanted in z["mask"].items():
             np.testing.assert_array_equal(masks(state)[name], wanted[t], err_msg=f"{name} at {t}")

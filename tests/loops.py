@@ -100,7 +100,7 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
       tx: The transformation.
       params: The initial params.
       batches: One for each step; under a mapping those of all replicas, stacked, as are the results.
-      how: "eager", "jit", "scan" (one compiled scan over all steps), or one of `replicas.MAPPINGS`.
+      how: "eager", "jit", "scan" (one compiled scan, with results in NumPy), or of `replicas.MAPPINGS`.
       size: The number of replicas under a mapping, which all begin with these params.
       opt_state: A state to go on from, under a mapping stacked as the params are then.
       init: "eager", or "jit" where `init` computes: two dozen programs otherwise, for each shape.
@@ -118,7 +118,8 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
             return carried, carried
 
         run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
-        trail = run((params, opt_state), replicas.stack(batches))
+        # In NumPy, since each index of each leaf would be a program of JAX.
+        trail = jax.device_get(run((params, opt_state), replicas.stack(batches)))
         return [replicas.take(trail, index) for index in range(len(batches))]
     if how not in ("eager", "jit"):
         step = replicas.MAPPINGS[how](step, size)

@@ -127,8 +127,11 @@ def assert_permutes(after, before):
 
 
 def normal(shape, seed=0, dtype=np.float32):
-    """Return normal numbers by NumPy: a program of JAX would be compiled for each shape."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+    """Return normal numbers by NumPy: a program of JAX would be compiled for each shape.
+
+    `jnp.asarray` compiles a program for each shape as well, and `jax.device_put` compiles nothing.
+    """
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
 def bias(size, seed=0):
@@ -138,12 +141,12 @@ def bias(size, seed=0):
 def random_params(seed=0, dtype=np.float32):
     """Return a small network's parameters, without ties."""
     flat = np.random.default_rng(seed).normal(size=65).astype(dtype)
-    return {"kernel": jnp.asarray(flat[:60].reshape(12, 5)), "bias": jnp.asarray(flat[60:])}
+    return jax.device_put({"kernel": flat[:60].reshape(12, 5), "bias": flat[60:]})
 
 
 def random_like(params, seed):
     """Return a tree of normal numbers like params, from an integer."""
     rng = np.random.default_rng((seed, 1))  # others than `random_params` has
     return jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=jnp.shape(p)).astype(jnp.result_type(p))), params
+        lambda p: jax.device_put(rng.normal(size=jnp.shape(p)).astype(jnp.result_type(p))), params
     )

@@ -86,8 +86,8 @@ OF_README = [
     ("6.2 bytes", WIDE, "Muon, 8 bits more, 8-bit state", BYTES, 0, 1),
     ("instead of 12.3", WIDE, "Muon, float32", BYTES, 0, 1),
     ("Loss 2.29", LINKS, "every 3, 1 bit", "nats", 0, 1),
-    ("every step 2.20", LINKS, "in step", "nats", 0, 1),
-    ("alone 2.47", LINKS, "alone", "nats", 0, 1),
+    ("2.20 with all bytes", LINKS, "in step", "nats", 0, 1),
+    ("2.47 for one machine alone", LINKS, "alone", "nats", 0, 1),
     ("loss 0.051", MNIST, "Adam, temperature", "NLL", 0, 1),
     ("instead of 0.066", MNIST, "Adam", "NLL", 0, 1),
 ]
@@ -369,8 +369,13 @@ def test_tutorial_begins_with_figures_of_the_benchmarks(page, tmp_path):
 @pytest.mark.programs
 def test_picture_of_exchanges_has_a_line_for_each_number_of_bits(tmp_path, monkeypatch):
     """Through the losses of its periods by the bytes on a link, between the two baselines."""
-    drawn = []
-    monkeypatch.setattr(Axes, "plot", lambda self, *data, **how: drawn.append((*data, how)))
+    drawn, plot = [], Axes.plot
+
+    def draw(self, *data, **how):
+        drawn.append((*data, how))
+        return plot(self, *data, **how)
+
+    monkeypatch.setattr(Axes, "plot", draw)
     PICTURES["draw_frontier"](tmp_path / "picture.png")
     lines = {how["label"]: (x, y) for x, y, style, how in drawn if style == "-o"}
     table = load("frontier")["tables"][0]

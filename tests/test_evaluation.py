@@ -1,5 +1,7 @@
 """`evaluate` against closed forms and against plain JAX, alone and averaged over devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import kernels
@@ -14,7 +16,7 @@ import optperm
 from optperm import evaluation
 
 PARAMS, OTHER = support.random_params(0), support.random_params(1)
-BATCH = {"x": support.normal((8, 12), 1), "y": support.normal((8, 5), 2)}
+BATCH = {"x": np.asarray(support.normal((8, 12), 1)), "y": np.asarray(support.normal((8, 5), 2))}
 
 
 @jax.jit
@@ -83,12 +85,15 @@ def test_gradients_of_examples_of_a_batch_on_an_explicit_mesh_are_those_of_one_d
         outputs = jnp.sum(batch["x"][:, :, None] * params["kernel"][None], axis=1)
         return jnp.mean(jnp.sum((outputs + params["bias"][None] - batch["y"]) ** 2, axis=1))
 
-    wanted = optperm.evaluate(of_sums, PARAMS, BATCH).extra_args["per_example_grad_fn"](PARAMS)
+    @jax.jit
+    def gradients(batch):
+        return optperm.evaluate(of_sums, PARAMS, batch).extra_args["per_example_grad_fn"](PARAMS)
+
+    wanted = gradients(BATCH)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, P("data")))
-        e = optperm.evaluate(of_sums, PARAMS, sharded)
-        support.assert_close(e.extra_args["per_example_grad_fn"](PARAMS), wanted, rtol=1e-5)
+        support.assert_close(gradients(sharded), wanted, rtol=1e-5)
 
 
 def test_gradients_of_examples_are_a_loop_over_the_batch():
@@ -101,12 +106,16 @@ def test_gradients_of_examples_are_a_loop_over_the_batch():
     def part(start, size):
         return {name: BATCH[name][start : start + size] for name in ("x", "y")} | scale
 
-    scale = {"scale": jnp.float32(2.0)}
-    fns = optperm.evaluate(scaled, PARAMS, BATCH | scale).extra_args
-    each, grad = fns["per_example_grad_fn"](PARAMS), jax.jit(jax.grad(scaled))
+    @jax.jit
+    def gradients(batch):
+        fns = optperm.evaluate(scaled, PARAMS, batch).extra_args
+        return fns["per_example_grad_fn"](PARAMS), fns["grad_fn"](PARAMS, start=3, size=2)
+
+    scale = {"scale": np.float32(2.0)}
+    each, found = jax.tree.map(np.asarray, gradients(BATCH | scale))
+    grad = jax.jit(jax.grad(scaled))
     for i in range(8):
         support.assert_close(replicas.take(each, i), grad(PARAMS, part(i, 1)), rtol=1e-5)
-    found = fns["grad_fn"](PARAMS, start=3, size=2)
     support.assert_close(found, grad(PARAMS, part(3, 2)), rtol=1e-5, atol=1e-6)
 
 
@@ -124,7 +133,8 @@ def test_leaves_of_different_lengths_have_no_examples():
     def sums(params, batch):
         return jnp.mean(batch["x"]) * jnp.sum(params["bias"]) + jnp.sum(batch["y"])
 
-    fns = optperm.evaluate(sums, PARAMS, {"x": jnp.ones(3), "y": jnp.ones(4)}).extra_args
+    batch = {"x": np.ones(3, np.float32), "y": np.ones(4, np.float32)}
+    fns = optperm.evaluate(sums, PARAMS, batch).extra_args
     for call in (
         lambda: fns["per_example_grad_fn"](PARAMS),
         lambda: fns["grad_fn"](PARAMS, size=2),
@@ -147,16 +157,21 @@ def test_each_example_draws_from_a_key_of_its_own(bound):
 
     key, grad = jax.random.key(3), jax.jit(jax.grad(dropout, argnums=1))
     batch = {"x": BATCH["x"]} | ({} if bound else {"key": key})
-    e = optperm.evaluate(jax.tree_util.Partial(dropout, key), PARAMS, batch)
-    grad_fn = e.extra_args["per_example_grad_fn"]
-    each = grad_fn(PARAMS)["kernel"]
+
+    @jax.jit
+    def gradients(key, batch):
+        e = optperm.evaluate(jax.tree_util.Partial(dropout, key), PARAMS, batch)
+        grad_fn = e.extra_args["per_example_grad_fn"]
+        return grad_fn(PARAMS)["kernel"], grad_fn(PARAMS, start=3, size=2)["kernel"]
+
+    each, part = map(np.asarray, gradients(key, batch))
     for i in range(8):
         own = jax.random.fold_in(key, i)
         alone = grad(own, PARAMS, {"x": BATCH["x"][i : i + 1], "key": own})["kernel"]
         np.testing.assert_allclose(each[i], alone, rtol=1e-5)
-    masks = np.asarray(each[:, :, 0] != 0.0)
+    masks = each[:, :, 0] != 0.0
     assert len(np.unique(masks, axis=0)) == 8
-    support.assert_same_bits(grad_fn(PARAMS, start=3, size=2)["kernel"], each[3:5])
+    support.assert_same_bits(part, each[3:5])
 
 
 def test_closures_take_masked_params_as_they_were_evaluated():
@@ -174,9 +189,9 @@ def test_loss_of_a_part_of_the_params_is_refused_with_the_way_out():
     masked, mask = PARAMS | {"bias": optax.MaskedNode()}, {"bias": False, "kernel": True}
     tx = optax.masked(optperm.with_loss(optax.sgd(0.1), loss_fn, BATCH), mask)
     for call in (
-        lambda: optperm.evaluate(loss_fn, masked, BATCH),
+        lambda: jax.eval_shape(lambda p: optperm.evaluate(loss_fn, p, BATCH).grad, masked),
         lambda: optperm.variance.full_gradient(loss_fn, masked, [BATCH]),
-        lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS),
+        lambda: jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), PARAMS),
     ):
         with pytest.raises(
             ValueError, match=r'extra_args\["grad_fn"\], and put optperm.with_loss outside'
@@ -208,6 +223,12 @@ def everything(shared, batch, axis_name=replicas.AXIS):
     return averaged, fns["per_example_grad_fn"](params)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def of_whole(function, batch):
+    """Call one of these functions without a mapped axis."""
+    return function((PARAMS, OTHER), batch, axis_name=None)
+
+
 def quarters(batch):
     """What each of four replicas has."""
     return jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
@@ -217,10 +238,9 @@ def quarters(batch):
 def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
     """On every replica value, grad, value_fn, its derivative and grad_fn are the whole batch's, not
     sums, and per-example gradients are those of the replica's own examples."""
-    expected, each = everything((PARAMS, OTHER), BATCH, axis_name=None)
+    expected, each = of_whole(everything, BATCH)
     got, got_each = replicas.share(everything, mapping, 4)((PARAMS, OTHER), quarters(BATCH))
-    for replica in range(4):
-        support.assert_close(replicas.take(got, replica), expected, rtol=1e-4, atol=1e-6)
+    support.assert_close(got, replicas.stack([expected] * 4), rtol=1e-4, atol=1e-6)
     support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
@@ -247,27 +267,33 @@ def counted(shared, batch, axis_name=replicas.AXIS):
 
 def test_a_sum_and_a_count_are_the_quotient_of_all_that_counts():
     """Padding has no weight: only the other examples determine value and gradients."""
-    batch, few = BATCH | {"mask": MASK}, jax.tree.map(lambda leaf: leaf[MASK > 0], BATCH)
+    batch, few = BATCH | {"mask": MASK}, {name: leaf[MASK > 0] for name, leaf in BATCH.items()}
     whole, part = MASK.astype(bool), {"start": 2, "size": 2}
     at = jax.jit(jax.value_and_grad(lambda p, b: divided(masked_sum(p, b))))
     value, grad = at(PARAMS, batch)
-    (got, grads, *_, count), each = counted((PARAMS, OTHER), batch, axis_name=None)
-    np.testing.assert_allclose([got, count], [value, masked_sum(PARAMS, batch)[1]], rtol=1e-5)
+    (got, grads, *_, count), each = jax.tree.map(np.asarray, of_whole(counted, batch))
+    number = jax.jit(masked_sum)(PARAMS, batch)[1]
+    np.testing.assert_allclose([got, count], [value, number], rtol=1e-5)
     support.assert_close(grads, grad, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(value, loss_fn(PARAMS, few), rtol=1e-5)
     # An example, or a part of the batch, has its own sum and count; padding has no gradient.
-    e = optperm.evaluate(masked_sum, OTHER, batch)
     for i in range(8):
         alone = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], batch)
-        own = at(OTHER, alone)[1] if whole[i] else jax.tree.map(jnp.zeros_like, OTHER)
+        own = at(OTHER, alone)[1] if whole[i] else jax.tree.map(np.zeros_like, OTHER)
         support.assert_close(replicas.take(each, i), own, rtol=1e-4, atol=1e-6)
     two = jax.tree.map(lambda leaf: leaf[2:4], batch)
-    support.assert_close(
-        e.extra_args["grad_fn"](OTHER, **part), at(OTHER, two)[1], rtol=1e-4, atol=1e-6
-    )
-    assert e.extra_args["weight"] == e.count
-    with_both = optperm.evaluate(lambda p, b: (masked_sum(p, b), "aux"), OTHER, batch, has_aux=True)
-    assert (with_both.value, with_both.aux) == (e.value, "aux")
+
+    @jax.jit
+    def of_other(batch):
+        e = optperm.evaluate(masked_sum, OTHER, batch)
+        both = optperm.evaluate(lambda *of: (masked_sum(*of), "aux"), OTHER, batch, has_aux=True)
+        assert both.aux == "aux"
+        return e.extra_args["grad_fn"](OTHER, **part), e.extra_args["weight"], e.value, both.value
+
+    grads, weight, value, with_aux = of_other(batch)
+    support.assert_close(grads, at(OTHER, two)[1], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(weight, jax.jit(masked_sum)(OTHER, batch)[1], rtol=1e-6)
+    np.testing.assert_allclose(value, with_aux, rtol=1e-6)
 
 
 def divided(pair):
@@ -278,20 +304,19 @@ def divided(pair):
 def test_sums_and_counts_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
     """Not means of means; the last replica has nothing that counts."""
     batch = BATCH | {"mask": MASK}
-    expected, each = counted((PARAMS, OTHER), batch, axis_name=None)
+    expected, each = of_whole(counted, batch)
     got, got_each = replicas.share(counted, mapping, 4)((PARAMS, OTHER), quarters(batch))
-    for replica in range(4):
-        support.assert_close(replicas.take(got, replica), expected, rtol=1e-4, atol=1e-6)
+    support.assert_close(got, replicas.stack([expected] * 4), rtol=1e-4, atol=1e-6)
     support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
 def test_where_nothing_counts_loss_and_gradient_are_zero():
     empty = BATCH | {"mask": 0 * MASK}
-    (value, grad, *_, count), each = counted((PARAMS, OTHER), empty, axis_name=None)
+    (value, grad, *_, count), each = of_whole(counted, empty)
     assert value == count == 0
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((grad, each)))
     # What is not a number is no count of zero.
-    assert np.isnan(counted((PARAMS, OTHER), BATCH | {"mask": MASK * np.nan}, axis_name=None)[0][0])
+    assert np.isnan(of_whole(counted, BATCH | {"mask": MASK * np.float32(np.nan)})[0][0])
 
 
 @pytest.mark.parametrize(
@@ -375,12 +400,18 @@ def _zeros(params, batch):
     return batch["x"] @ (params["kernel"] - PARAMS["kernel"])
 
 
-@pytest.mark.parametrize("size", [8, 7])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "size"), support.in_turns(LOSSES, (8, 7)))
 def test_losses_that_are_no_means_over_examples_are_found(name, size):
     loss, is_mean = LOSSES[name]
     batch = {name: leaf[:size] for name, leaf in BATCH.items()} | {"key": KEY}
     assert evaluation.is_mean(loss, PARAMS, batch) == is_mean
+
+
+SAMPLERS = (
+    optperm.sgld(1e-3, 8), optperm.sghmc(1e-3, 8, 0.1), kernels.constant_sgd(),
+    optperm.mandt_sgd(80, 8), optperm.ivon(0.1, 8.0),
+    optax.partition({"a": optperm.sgld(1e-3, 8), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}),
+)  # fmt: skip
 
 
 def test_loss_of_one_example_passes_as_a_mean():
@@ -392,28 +423,33 @@ def test_loss_of_one_example_passes_as_a_mean():
     "ignore:The updates are not the gradient", "ignore:svrg has no snapshot"
 )
 @pytest.mark.parametrize(
-    ("before", "scale", "found"),
+    ("before", "scale", "found", "samplers"),
     [
-        ([], 1.0, True),
-        ([optperm.svrg()], 1.0, True),
-        ([optperm.svrg(every=2)], 1.0, True),
-        ([optperm.svrg(probability=0.5)], 1e3, True),
-        ([optax.scale_by_rss()], 1.0, False),
-        ([optax.clip_by_global_norm(1.0)], 1e3, False),
-        ([optax.add_decayed_weights(0.1)], 1e-3, False),
-        ([optax.trace(0.9), optax.scale(0.1)], 1.0, False),
+        ([], 1.0, True, SAMPLERS),
+        ([optperm.svrg()], 1.0, True, SAMPLERS[:1]),
+        ([optperm.svrg(every=2)], 1.0, True, SAMPLERS[:1]),
+        ([optperm.svrg(probability=0.5)], 1e3, True, SAMPLERS[:1]),
+        ([optax.scale_by_rss()], 1.0, False, SAMPLERS[:1]),
+        ([optax.clip_by_global_norm(1.0)], 1e3, False, SAMPLERS),
+        ([optax.add_decayed_weights(0.1)], 1e-3, False, SAMPLERS[:1]),
+        ([optax.trace(0.9), optax.scale(0.1)], 1.0, False, SAMPLERS[:1]),
     ],
 )
-def test_transformations_that_change_the_gradient_of_a_sampler_are_found(before, scale, found):
+def test_transformations_that_change_the_gradient_of_a_sampler_are_found(
+    before, scale, found, samplers
+):
     """For every method that looks, also in a part of the params."""
-    e = optperm.evaluate(lambda p, b: scale * loss_fn(p, b), PARAMS, BATCH)
-    for sampler in (
-        optperm.sgld(1e-3, 8), optperm.sghmc(1e-3, 8, 0.1), kernels.constant_sgd(),
-        optperm.mandt_sgd(80, 8), optperm.ivon(0.1, 8.0),
-        optax.partition({"a": optperm.sgld(1e-3, 8), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}),
-    ):  # fmt: skip
-        tx = optax.with_extra_args_support(optax.chain(*before, sampler))
+
+    @jax.jit
+    def look(params):
+        e = optperm.evaluate(lambda p, b: scale * loss_fn(p, b), params, BATCH)
         extras = {"full_grad_fn": e.extra_args["grad_fn"], "draw": OTHER}
-        assert evaluation.gets_gradient(tx, tx.init(PARAMS), PARAMS, e, **extras)[0] == found
-    other = optax.with_extra_args_support(optax.chain(*before, optax.sgd(0.1)))
-    assert evaluation.gets_gradient(other, other.init(PARAMS), PARAMS, e, **extras)[0] is None
+        chains = (optax.chain(*before, each) for each in (*samplers, optax.sgd(0.1)))
+        return [
+            evaluation.gets_gradient(tx, tx.init(params), params, e, **extras)[0]
+            for tx in map(optax.with_extra_args_support, chains)
+        ]
+
+    *gets, of_other = look(PARAMS)
+    assert [bool(each) for each in gets] == [found] * len(samplers)
+    assert of_other is None

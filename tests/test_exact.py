@@ -9,6 +9,7 @@ import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
 
 import optperm
@@ -87,7 +88,7 @@ def test_entries_of_states_are_exact_and_all_others_move():
 
 
 DECAY, SGD = optax.add_decayed_weights(0.1), optax.sgd(0.1)
-KERNEL = {"kernel": jnp.float32([[0.3, -0.1], [0.2, 0.4], [-0.6, 0.5]])}
+KERNEL = {"kernel": np.float32([[0.3, -0.1], [0.2, 0.4], [-0.6, 0.5]])}
 RESTARTED = {"every": 1, "num_snapshots": 2, "restart": "first"}
 # What sets exact params, each with the number of steps of six that set them and are not the last.
 SETTING = {
@@ -121,18 +122,20 @@ def pull(w, _):
 def take_steps(tx, apply=optperm.apply_updates):
     """Return the params and the states after each of six steps, and the updates to them."""
 
-    @jax.jit
-    def step(params, opt_state):
+    def step(carried, _):
+        params, opt_state = carried
         e = optperm.evaluate(pull, params, jnp.ones(1))
         extras = e.extra_args | {"full_grad_fn": e.extra_args["grad_fn"]}
         updates, opt_state = tx.update(e.grad, opt_state, params, **extras)
-        return apply(params, updates, opt_state), opt_state, updates
+        params = apply(params, updates, opt_state)
+        return (params, opt_state), (params, opt_state, updates)
 
-    params, opt_state, trail = KERNEL, tx.init(KERNEL), []
-    for _ in range(6):
-        params, opt_state, updates = step(params, opt_state)
-        trail.append((params, opt_state, updates))
-    return trail
+    @jax.jit
+    def run(params):
+        return jax.lax.scan(step, (params, tx.init(params)), length=6)[1]
+
+    trail = jax.tree.map(np.asarray, run(KERNEL))
+    return [replicas.take(trail, index) for index in range(6)]
 
 
 # One method in each chain, and each method in one chain.
@@ -145,7 +148,7 @@ def test_what_changes_updates_to_exact_params_is_applied_counted_and_said(name, 
     method, number = SETTING[name]
     before, said, counts = KERNEL, [], []
     for params, opt_state, updates in take_steps(AFTER[after](method)):
-        support.assert_close(params, optax.apply_updates(before, updates), rtol=1e-6)
+        support.assert_close(params, jax.tree.map(np.add, before, updates), rtol=1e-6)
         before = params
         said.append(find_warnings(opt_state, params, is_over=False))
         counts.append(int(optax.tree.get(opt_state, "mismatches")))
@@ -154,16 +157,29 @@ def test_what_changes_updates_to_exact_params_is_applied_counted_and_said(name, 
     assert said[-1][0].startswith(f"Steps began at params that {name} had not set")
 
 
+HOW = {"exactly": optperm.apply_updates, "by addition": loops.by_addition}
+
+
 @pytest.mark.parametrize(
-    ("name", "before"),
-    [pair for pair in itertools.product(SETTING, SOUND) if pair != ("katyusha", "pulls")],
+    ("name", "before", "how"),
+    support.every_night(
+        [
+            each
+            for each in itertools.product(SETTING, SOUND, HOW)
+            if each[:2] != ("katyusha", "pulls")
+        ],
+        [
+            *(("sgperm", before, [*HOW][i % 2]) for i, before in enumerate(SOUND)),
+            *(("laperm", "changes nothing", "by addition"), ("laperm", "pulls", "exactly")),
+            *(("dldr", "holds", "exactly"), ("dldr", "before", "by addition")),
+            *(("katyusha", "before", "exactly"), ("katyusha", "watches", "by addition")),
+        ],
+    ),
 )
-def test_what_changes_no_update_to_exact_params_is_not_said(name, before):
+def test_what_changes_no_update_to_exact_params_is_not_said(name, before, how):
     """Also with `optax.apply_updates`, which rounds."""
-    tx = SOUND[before](SETTING[name][0])
-    for apply in (optperm.apply_updates, loops.by_addition):
-        for params, opt_state, _ in take_steps(tx, apply):
-            assert find_warnings(opt_state, params) == []
+    for params, opt_state, _ in take_steps(SOUND[before](SETTING[name][0]), HOW[how]):
+        assert find_warnings(opt_state, params) == []
 
 
 @pytest.mark.usefixtures("lenient")
@@ -182,29 +198,45 @@ def test_a_placement_of_another_step_is_not_applied():
     """Where the updates lead elsewhere than to the targets, by more than rounding, they are applied,
     entry by entry and in each dtype; one that overflows on its way to its target gets there."""
     for dtype in (each for each in support.DTYPES.values() if each is not np.float64):
-        top = jnp.finfo(dtype).max
-        params = jnp.array([1.0, 2.0, -0.5, 0.0, -top, jnp.nan, 3.0], dtype)
-        targets = jnp.array([1.0, 2.5, 0.1, 1e-3, top, 1.0, 4.0], dtype)
-        others = jnp.array([0.05, 0.0, jnp.nan], dtype)
-        updates = (targets - params).at[jnp.array([0, 1, 6])].set(others)
+        top = float(jnp.finfo(dtype).max)
+        params = np.array([1.0, 2.0, -0.5, 0.0, -top, np.nan, 3.0], dtype)
+        targets = np.array([1.0, 2.5, 0.1, 1e-3, top, 1.0, 4.0], dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            updates = targets - params
+            updates[[0, 1, 6]] = np.array([0.05, 0.0, np.nan], dtype)
+            expected = np.where([0, 0, 1, 1, 1, 1, 0], targets, params + updates)
         for apply in (optperm.apply_updates, jax.jit(optperm.apply_updates)):
-            got = apply(params, updates, Placed(targets, True))
-            expected = jnp.where(jnp.array([0, 0, 1, 1, 1, 1, 0]), targets, params + updates)
+            got = apply(jnp.asarray(params), jnp.asarray(updates), Placed(targets, True))
             support.assert_same_bits(got, expected)
 
 
 @pytest.mark.usefixtures("lenient")
 def test_sam_takes_its_ascent_around_a_method_that_places():
     """Its steps equal those with `optax.apply_updates`, and the final params are exact."""
-    start = jnp.array([0.3, -0.8, 0.9, 0.1, -0.2, 0.6])
+    start = np.float32([0.3, -0.8, 0.9, 0.1, -0.2, 0.6])
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
 
     def descend(tx, apply=optperm.apply_updates):
         """Return the params after each of nine steps on a quadratic, and the state."""
         evaluate = loops.gradient(lambda w, goal: 0.5 * jnp.sum((w - goal) ** 2))
-        goals = [jnp.linspace(-1.0, 1.0, 6)] * 9
-        trail = loops.train(tx, start, goals, evaluate=evaluate, apply=apply)
-        return np.stack([w for w, _ in trail]), trail[-1][1]
+        step = loops.make_step(tx, evaluate, apply)
+
+        def body(carried, goal):
+            carried = step(*carried, goal)
+            return carried, carried[0]
+
+        @jax.jit
+        def run(goals):
+            state = tx.init(start)
+            # SAM turns the booleans of a state into integers, but a carry keeps its types.
+            types = jax.eval_shape(step, start, state, goals[0])[1]
+            state = optax.tree.cast_like(state, types)
+            (_, state), trail = jax.lax.scan(body, (start, state), goals)
+            return trail, state
+
+        return jax.tree.map(
+            np.asarray, run(np.tile(np.linspace(-1, 1, 6, dtype=np.float32), (9, 1)))
+        )
 
     agn = optperm.agn(optax.sgd(0.2, momentum=0.9), every=2)
     for method in (agn, optperm.sgperm(1.0)):
@@ -256,13 +288,13 @@ def test_scalars_alone_are_warned_of_and_beside_weights_move_by_their_updates():
 @pytest.mark.usefixtures("lenient")
 def test_wrappers_that_change_the_tree_are_named():
     """The trees of state and params differ; `optax.apply_updates` needs no state."""
-    w = {"w": jnp.array([0.3 + 1j, -0.1 + 0.2j])}
+    w = {"w": np.complex64([0.3 + 1j, -0.1 + 0.2j])}
     for tx, params in (
         (optax.contrib.split_real_and_imaginary(optperm.sgperm()), w),
         (optax.contrib.split_real_and_imaginary(optperm.mask_elements()), w),
         (optax.flatten(optperm.sgperm()), KERNEL),
     ):
-        updates, state = tx.update(params, tx.init(params), params)
+        updates, state = jax.jit(lambda p, tx=tx: tx.update(p, tx.init(p), p))(params)
         with pytest.raises(ValueError, match=r"split_real_and_imaginary .* optax\.apply_updates"):
             optperm.apply_updates(params, updates, state)
         optax.apply_updates(params, updates)

@@ -39,21 +39,22 @@ for each in calls.refusals():
     REFUSALS[each[0].partition(".")[0]].append(each)
 
 
+@pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_bad_arguments_of_each_function_are_refused_by_name(name):
     """Out of range, of another type, or not fitting the others."""
-    for called, change, error, named in REFUSALS[name]:
-        with pytest.raises(error, match=rf"\b({named})\b"):
+    for called, change, error, message in REFUSALS[name]:
+        with pytest.raises(error, match=message):
             calls.call(called, change)
 
 
 def test_limits_themselves_are_allowed():
-    """As numbers of Python, NumPy and JAX; what draws by a key would take long."""
+    """As numbers of Python, NumPy and JAX; what draws by a key, or trains, would take long."""
     for name, arguments in calls.ARGUMENTS.items():
         for argument, kind in arguments.items():
             if name in calls.FUNCTIONS and argument == "key":
                 continue
-            for value in kind.allowed:
+            for value in kind.allowed[: 1 if name == "learn_kernel" else None]:
                 calls.call(name, {argument: value})
     for name, change in calls.ALLOWED.items():
         calls.call(name, change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -193,12 +194,10 @@ def batch_covariance(
 @jax.jit
 def take_draws(draws: Any, chosen: Any) -> Any:
     """Return the draws with these numbers, where the draws of all chains are on one axis."""
-
-    def take(leaf: jax.Array) -> jax.Array:
-        num_chains, num_draws, *shape = leaf.shape
-        return leaf.reshape(num_chains * num_draws, *shape)[chosen]
-
-    return jax.tree.map(take, draws)
+    # A leaf may have no entries, so -1 would not tell the length
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])[chosen], draws
+    )
 
 
 def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array, np.ndarray]:

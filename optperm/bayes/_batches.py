@@ -15,7 +15,6 @@ from optperm.core import checks
 from optperm.core.dtypes import as_arrays
 from optperm.core.keys import is_key
 from optperm.core.shardings import take_rows
-from optperm.core.trees import is_function
 
 # The bytes of batches that are in memory at once, if batches are made on the host.
 MOST_BYTES = 64 * 2**20
@@ -129,37 +128,28 @@ def _draw_batch(key: jax.Array, rows: Any, *, size: int, num_data: int) -> Any:
     return jax.tree.map(lambda leaf: take_rows(leaf, chosen), rows)
 
 
-def make_batches(
-    data: Any, num_data: int | None, batch_size: int, *, num_apart: int = 0, full_data: Any = None
+def batches_of_rows(
+    data: Any, num_data: int | None, batch_size: int, *, num_apart: int = 0
 ) -> Batches:
-    """Return the batches of a user's data.
+    """Return batches of the rows of a user's arrays.
 
     Args:
-      data: A tree of arrays; a tree with NumPy memory maps, or other arrays that are read by
-        `leaf[rows]`; or a function `key -> batch`.
+      data: A tree of arrays; or a tree with NumPy memory maps, or other arrays that are read by
+        `leaf[rows]`.
       num_data: N; None for the number of rows.
       batch_size: S.
       num_apart: The number of further examples that are drawn with each batch.
-      full_data: All examples of a function, a tree like other data or an iterable of batches; None if
-        they are unknown.
 
     Raises:
-      TypeError: If a leaf is not an array of numbers, or `full_data` can be read only once.
-      ValueError: If leaves differ in length, if there are fewer examples than `batch_size`, if
-        `num_data` is missing or is not the number of rows, or if `data` is not a function but
-        `full_data` is given.
+      TypeError: If a leaf is not an array of numbers.
+      ValueError: If leaves differ in length, if there are fewer examples than `batch_size`, or if
+        `num_data` is not the number of rows.
     """
-    if is_function(data):
-        return _batches_of_function(data, num_data, batch_size, num_apart, full_data)
-    if full_data is not None:
-        raise ValueError(
-            "full_data is for a function data: arrays contain all examples themselves. Leave it out."
-        )
     found = _count_rows("data", data, num_data)
     _check_enough(found, batch_size)
     if not _is_on_disk(data):
         rows = jax.tree.map(jnp.asarray, data)
-        resize = functools.partial(make_batches, rows, None, num_apart=num_apart)
+        resize = functools.partial(batches_of_rows, rows, None, num_apart=num_apart)
         return Batches(
             found, batch_size, num_apart, rows, None, 0, all_rows=rows, resize=resize
         )  # fmt: skip
@@ -175,20 +165,41 @@ def make_batches(
     return Batches(
         found, batch_size, num_apart, None, read_rows, max(1, size * _bytes_of_row(data)),
         read_all=functools.partial(_read_slices, data, found),
-        resize=functools.partial(make_batches, data, None, num_apart=num_apart),
+        resize=functools.partial(batches_of_rows, data, None, num_apart=num_apart),
     )  # fmt: skip
 
 
-def size_of_batch(function: Callable[[jax.Array], Any]) -> int:
-    """Return the number of examples in the batches of a user's function."""
-    return _count_batch(as_arrays(function(jax.random.key(0))))
-
-
-def _batches_of_function(
-    function: Any, num_data: int | None, batch_size: int, num_apart: int, full_data: Any
+def batches_of_function(
+    function: Callable[[jax.Array], Any],
+    num_data: int | None,
+    batch_size: int | None,
+    *,
+    num_apart: int | None,
+    full_data: Any,
 ) -> Batches:
-    """Return the batches of a user's function, and all examples if they are given."""
+    """Return the batches of a user's function `key -> batch`.
+
+    Args:
+      function: The function. One call shows what its batches are.
+      num_data: N; None for the number of rows of `full_data`.
+      batch_size: S; None for the size of the function's batches.
+      num_apart: The number of further examples that are drawn with each batch. None for none, unless
+        batches have one example.
+      full_data: All examples, a tree of arrays or an iterable of batches; None if they are unknown.
+
+    Raises:
+      TypeError: If a leaf of `full_data` is not an array of numbers, or it can be read only once.
+      ValueError: If batches do not have `batch_size` examples, if `num_data` is missing or is not the
+        number of rows of `full_data`, or if `full_data` has other examples than the function.
+    """
     like = as_arrays(function(jax.random.key(0)))
+    size = _count_batch(like)
+    if batch_size is None:
+        batch_size = size
+    _check_size(size, batch_size)
+    if num_apart is None:
+        # An estimate of the noise from batches of one example needs another example
+        num_apart = int(batch_size == 1)
     all_rows: Any = None
     read_all: Callable[[int], Iterator[Any]] | None = None
     if _is_iterable_of_batches(full_data):
@@ -207,8 +218,9 @@ def _batches_of_function(
         )
     _check_enough(num_data, batch_size)
     read = _read_function(function, batch_size, num_apart)
-    shapes = read(jax.random.key(0)[None, None])
-    num_bytes = sum(x.nbytes for x in jax.tree.leaves(shapes))
+    num_bytes = (
+        sum(x.nbytes for x in jax.tree.leaves(like)) * (batch_size + num_apart) // batch_size
+    )
     return Batches(
         num_data, batch_size, num_apart, None, read, max(num_bytes, 1), True, all_rows, read_all
     )
@@ -279,6 +291,13 @@ def _count_batch(batch: Any) -> int:
     return checks.count_examples("the batch that data returns", batch, has_scalars=True)
 
 
+def _check_size(found: int, batch_size: int) -> None:
+    if found != batch_size:
+        raise ValueError(
+            f"data must return batches of batch_size={batch_size} examples, got {found}."
+        )
+
+
 def _bytes_of_row(data: Any) -> int:
     leaves = jax.tree.leaves(data)
     return sum(_dtype_of(x).itemsize * math.prod(x.shape[1:]) for x in leaves)
@@ -328,11 +347,7 @@ def _read_function(
 
     def one(key: jax.Array) -> Any:
         batch = as_arrays(function(key))
-        size = _count_batch(batch)
-        if size != batch_size:
-            raise ValueError(
-                f"data must return batches of batch_size={batch_size} examples, got {size}."
-            )
+        _check_size(_count_batch(batch), batch_size)
         if not num_apart:
             return batch
         other = as_arrays(function(jax.random.fold_in(key, 1)))

@@ -206,9 +206,8 @@ def sgld(
       With `optperm.svrg` before this transformation, :math:`R` is small near a snapshot (the control
       variates of Baker et al.). Do not put clipping, momentum or Adam's moments before it, because they
       also change the mean of the gradients. Do not scale the updates after it, because this changes the
-      temperature. Entries with a nonfinite gradient do not move. Each chain needs its own noise:
-      `optperm.bayes.draw_samples` provides it; for your own chains, initialize states with different
-      keys.
+      temperature. Each chain needs its own noise: `optperm.bayes.draw_samples` provides it; for your
+      own chains, initialize states with different keys.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
@@ -320,9 +319,8 @@ def sghmc(
       True
 
     Notes:
-      Entries with a nonfinite gradient do not move, and keep their velocity. Each chain needs its own
-      noise: `optperm.bayes.draw_samples` provides it; for your own chains, initialize states with
-      different keys.
+      Each chain needs its own noise: `optperm.bayes.draw_samples` provides it; for your own chains,
+      initialize states with different keys.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.

@@ -20,7 +20,7 @@ from optperm.bayes._batch_order import (
     judge_order,
     project,
 )
-from optperm.bayes._batches import Batches, make_batches, size_of_batch
+from optperm.bayes._batches import Batches, batches_of_function, batches_of_rows
 from optperm.bayes._chains import check_has_params
 from optperm.bayes._constant_sgd import ConstantSgdState, constant_sgd
 from optperm.bayes._control_variates import Anchor, check_anchors, correct_batch, find_anchors
@@ -521,18 +521,23 @@ def batches_of(
       full_data: All examples of a function.
       has_variates: Whether there are control variates.
     """
-    if batch_size is None and is_function(data):
-        batch_size = size_of_batch(data)
-    elif batch_size is None:
+    if is_function(data):
+        return batches_of_function(
+            data, num_data, batch_size, num_apart=num_apart, full_data=full_data
+        )
+    if full_data is not None:
+        raise ValueError(
+            "full_data is for a function data: arrays contain all examples themselves. Leave it out."
+        )
+    if batch_size is None:
         # The trace of A^-1 C of the noise H_n (theta - theta*) grows with D, for any N
         chosen = max(_SMALLEST, min(optax.tree.size(params), _LARGEST))
         checks.check_arrays("data", data)
         num_rows = checks.count_examples("data", data)
         batch_size = min(chosen if has_variates else _BATCH_SIZE, num_rows)
-    if num_apart is None:
-        # An estimate of the noise from batches of one example needs another example
-        num_apart = int(not is_function(data) or batch_size == 1)
-    return make_batches(data, num_data, batch_size, num_apart=num_apart, full_data=full_data)
+    # An estimate of the noise from batches of one example needs another example
+    num_apart = 1 if num_apart is None else num_apart
+    return batches_of_rows(data, num_data, batch_size, num_apart=num_apart)
 
 
 def _judge_batches(rows: jax.Array, kernels: NoiseKernel, params: Params) -> list[str]:

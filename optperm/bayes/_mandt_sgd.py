@@ -202,11 +202,10 @@ def mandt_sgd(
       True
 
     Notes:
-      Nonfinite estimates are ignored. Entries with a nonfinite gradient are left out of a step; with the
-      full preconditioner, all entries are left out. An entry without noise has the step size `max_step`;
-      without `max_step` and `damping`, it does not move. If the noise vanishes, as in a network that
-      fits its data, step sizes diverge: set `max_step`. Without `damping`, the full preconditioner takes
-      no step until it has seen about 2 D examples. Draw batches with replacement.
+      An entry without noise has the step size `max_step`; without `max_step` and `damping`, it does not
+      move. If the noise vanishes, as in a network that fits its data, step sizes diverge: set
+      `max_step`. Without `damping`, the full preconditioner takes no step until it has seen about 2 D
+      examples. Draw batches with replacement.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.

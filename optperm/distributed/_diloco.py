@@ -180,10 +180,9 @@ def diloco(
       below the learning rate; otherwise the centers may never converge. Converged centers still differ
       by about one rounding error of their dtype.
 
-      In `benchmarks/distributed.py`, averaging is never worse than one replica at equal time, while the
-      paper's optimizer can be worse, and one bit per entry every 3 steps has a lower loss than float32
-      every 10 steps. MuLoCo is `optperm.diloco(optax.contrib.muon(...), every=...)`, with which Nesterov
-      momentum can be better.
+      In `benchmarks/distributed.py`, the paper's optimizer can be worse than one replica alone. MuLoCo
+      is `optperm.diloco(optax.contrib.muon(...), every=...)`, with which Nesterov momentum can be
+      better.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

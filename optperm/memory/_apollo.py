@@ -133,13 +133,8 @@ def apollo(
       ((8, 16), (2, 16))
 
     Notes:
-      With Adam, a projected leaf takes 2 r k words instead of 2 d k. With `by="channel"`, a matrix with
-      sharded columns communicates only the norms for `limit`. Sharded rows need an all-reduce of R. The
-      method adds 1e-8 to :math:`\lVert R_j \rVert`, so columns whose norm is below about 1e-8 hardly
-      move.
-
-      Nonfinite gradients reach `inner`, and its moments keep them. To skip such steps, put
-      `optax.apply_if_finite` around the whole optimizer.
+      With Adam, a projected leaf takes 2 r k words instead of 2 d k. The method adds 1e-8 to
+      :math:`\lVert R_j \rVert`, so columns whose norm is below about 1e-8 hardly move.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number or an entry of `axes` has the wrong type,

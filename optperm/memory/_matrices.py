@@ -198,7 +198,9 @@ def _make_matrix(
     on_rows = (m < n) == (side == "smaller")
     pair = (axes.in_axis, axes.out_axis) if on_rows else (axes.out_axis, axes.in_axis)
     r = int(rank) if rank >= 1 else max(1, round(rank * min(m, n)))
-    return Matrix(name, shape, axes.batch_axis, *pair, on_rows, r)
+    # A reduction of the leaf over the other axes leaves the axes of the stack in this order
+    batch = tuple(sorted(axes.batch_axis))
+    return Matrix(name, shape, batch, *pair, on_rows, r)
 
 
 def check_rank(rank: object) -> None:

@@ -37,7 +37,7 @@ def muon_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
       >>> tx = optax.contrib.muon(0.02, muon_weight_dimension_numbers=axes)
 
     Notes:
-      Without overrides, a `UserWarning` names leaves whose axes are not known, which Adam trains.
+      A `UserWarning` names leaves whose axes are neither known nor given, which Adam trains.
 
     Raises:
       TypeError: If an override is neither an `optperm.LeafAxes` nor None.
@@ -47,5 +47,5 @@ def muon_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
     def of_leaf(axes: LeafAxes) -> MuonDimensionNumbers | None:
         return MuonDimensionNumbers(axes.in_axis, axes.out_axis) if axes.kind == "kernel" else None
 
-    warn_of_others("Muon", params, overrides or None)
+    warn_of_others("Muon", params, overrides or None)  # with overrides, `leaf_axes` warns
     return jax.tree.map(of_leaf, without_variables(leaf_axes(params, show=show, **overrides)))

@@ -179,18 +179,13 @@ def quantize_state(
       give an enormous step. One outlier therefore slows its block until the moments forget it, so clip
       gradients first.
 
-      Counts, keys, float64 moments, arrays without an axis, and unknown states are not quantized. `init`
-      warns if nothing is left to quantize. A nonfinite moment becomes NaN; in 4 bits, so does its block
-      of 32. Other blocks do not change.
+      Counts, keys, float64 moments, arrays without an axis, and unknown states are not quantized.
+      `init` warns if nothing is left to quantize.
 
       Blocks do not continue from one row to the next. With 8 bits, a last axis of fewer than 8 entries,
       as in convolutions of Equinox (out, in, height, width), is merged with axes before it until there
       are at least 32 entries. Shard such a leaf along the first of these axes, or along another axis.
       With 4 bits, axes are not merged, so each row has its own exponent.
-
-      A sharded moment has sharded codes. If the number of entries per device along the last axis is a
-      multiple of 32, the exponents are sharded too; otherwise they are replicated along this axis.
-      Within `jax.shard_map`, each device has its own blocks.
 
       `optperm.memory.quantize` and `optperm.memory.dequantize` convert a checkpoint of the plain
       optimizer to a checkpoint of the quantized optimizer and back.

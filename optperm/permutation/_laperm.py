@@ -170,10 +170,6 @@ def laperm(
       more than 1% of the entries. The inner state is neither reset nor permuted: it belongs to
       positions, not to weights.
 
-      A nonfinite gradient entry counts as zero. If a weight vector contains a NaN at a synchronization,
-      the vector returns to its last synchronized order. The sort runs only in steps that synchronize.
-      Under `jax.vmap`, a step sorts all mapped params if any of them synchronize.
-
       LaPerm must come last in its chain: after a transformation that changes its updates, the params of
       a synchronization are not the exact weights in the state. `mismatches` in the state counts this,
       and `optperm.training.fit` warns. At a synchronization, `optperm.apply_updates` sets these weights

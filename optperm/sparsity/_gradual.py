@@ -126,10 +126,9 @@ def prune_gradually(
       more entries, and `optperm.sparsity.reset_masks` frees all entries.
 
       Products stay dense, so training is not faster. While the ramp rises, steps that may change the
-      mask also select entries; under `jax.vmap`, all steps do. "movement" reads and writes S, a float32
-      number for each entry, in every step. If masks change, an average of the params outside this
-      transformation is not sparse. Unlike this method, `optperm.rigl` accepts
-      `optax.contrib.schedule_free` as `inner`.
+      mask also select entries. "movement" reads and writes S, a float32 number for each entry, in every
+      step. If masks change, an average of the params outside this transformation is not sparse. Unlike
+      this method, `optperm.rigl` accepts `optax.contrib.schedule_free` as `inner`.
 
     Raises:
       TypeError: If `inner` is not a transformation, a sparsity or the ramp is not a number, or a

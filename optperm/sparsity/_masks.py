@@ -104,7 +104,7 @@ def mask_elements(
     Each entry has its own boolean :math:`m_i`, while `optax.masked` has one boolean per leaf.
     `optperm.sparsity.prune`, `optperm.sparsity.freeze` and `optperm.sparsity.reset_masks` change the
     booleans between steps, even inside `jax.jit`, without a new compilation. The incoming update of a
-    masked entry is replaced, so it may be any number, even NaN.
+    masked entry is replaced.
 
     Args:
       mask: The entries that may move initially: a tree like params with a boolean, or a boolean array of

@@ -76,9 +76,9 @@ def rigl(
     A weight that is dropped and grown in the same step keeps its value and its state. Other grown
     weights start at 0, with the initial optimizer state. Dropped weights are set to 0. `inner` sees
     gradients and params with zeros for dead entries. Each layer keeps its number of live weights. With
-    `grow="random"`, grown entries are random (SET). With `drop_fraction=0`, the mask never changes. With
-    `grow="gradient"`, no mask changes in a step with a nonfinite gradient. The mask of a layer does
-    not change in a step in which all its gradients are 0, as for a batch of padding.
+    `grow="random"`, grown entries are random (SET). With `drop_fraction=0`, the mask never changes. The
+    mask of a layer does not change in a step in which all its gradients are 0, as for a batch of
+    padding.
 
     Args:
       inner: Any optimizer whose state consists of trees like params, scalars, counts, keys and, as in
@@ -120,10 +120,9 @@ def rigl(
       [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0]]
 
     Notes:
-      RigL needs the gradient of all entries. `jax.grad` computes this gradient, because dead weights are
-      ordinary zeros in the params. Do not multiply by a mask in the model: the gradients of dead weights
-      would then be zero, and RigL would regrow the first entries of a layer. To average gradients over
-      batches, put `optax.MultiSteps` outside.
+      RigL needs the gradient of all entries. `jax.grad` computes this gradient, because dead weights
+      are ordinary zeros in the params. Do not multiply by a mask in the model: the gradients of dead
+      weights would then be zero, and RigL would regrow the first entries of a layer.
 
       The params are dense until the first update. To make the params sparse earlier, call
       `params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)`.
@@ -133,10 +132,10 @@ def rigl(
       farther than an old weight, because its moments are new but the step count is not. With the decay
       rates 0.9 and 0.999, it moves 3.2 to 6.6 times as far. If this hurts, use b2=0.99.
 
-      `warnings()` of the state says if the mask has not moved although `drop_fraction` is not 0. Under
-      `jax.vmap`, every step selects entries. Within `jax.lax.scan`, a step that does not change
-      the mask costs as much as a step of the optimizer with `optperm.mask_elements`. A compiled program
-      of a single step always allocates memory for a selection, four times the bytes of the params.
+      `warnings()` of the state says if the mask has not moved although `drop_fraction` is not 0. Within
+      `jax.lax.scan`, a step that does not change the mask costs as much as a step of the optimizer with
+      `optperm.mask_elements`. A compiled program of a single step always allocates memory for a
+      selection, four times the bytes of the params.
 
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.

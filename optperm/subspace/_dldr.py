@@ -166,18 +166,17 @@ def dldr(
     Notes:
       Both phases are one optimizer, whose state has a fixed structure. One `jax.lax.scan` can therefore
       run through the switch, and training can resume from a checkpoint at any step. Snapshots take the
-      memory of m float32 copies of the params, and the basis overwrites them. Under `jax.vmap` over
-      independent runs (not over an axis of replicas), every step computes both phases and the basis. If
-      all snapshots are equal (for `twa`: zero) or not finite, there is no subspace, and the first phase
-      continues. `subspace.is_set` in the state of the subspace optimizer is then False.
+      memory of m float32 copies of the params, and the basis overwrites them. If all snapshots are
+      equal (for `twa`: zero) or not finite, there is no subspace, and the first phase continues.
+      `subspace.is_set` in the state of the subspace optimizer is then False.
 
       With `restart="last"`, the second phase continues from the params at the last snapshot, in the same
       step. Otherwise, this step sets the params exactly to the restart point (with
       `optperm.apply_updates`), and the state always holds one more copy of the params.
 
-      If the gradient is not finite, both phases skip the step. If the subspace optimizer has an
-      `axis_name`, both phases average gradients over this axis, all replicas record snapshots, and each
-      replica holds its own rows of the basis. Call `init` within the mapped function.
+      If the subspace optimizer has an `axis_name`, both phases average gradients over this axis, all
+      replicas record snapshots, and each replica holds its own rows of the basis. Call `init` within
+      the mapped function.
 
       For CIFAR, the paper takes one snapshot per epoch of SGD, 81 in all, and then trains for 20 epochs
       with batches of 1024 (for ImageNet, m = 121, k = 120, and 4 epochs):

@@ -74,8 +74,7 @@ def project(
 
     Notes:
       An optimizer that is not linear in the gradient leaves the subspace. `optperm.twa` instead trains
-      the coordinates with any optimizer. If the gradient or its projection is not finite, the step is
-      skipped.
+      the coordinates with any optimizer.
 
     Raises:
       TypeError: If `n_components` is not an integer, or a parameter does not have a real floating dtype.

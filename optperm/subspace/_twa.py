@@ -97,7 +97,7 @@ def twa(
 
     Notes:
       `optperm.subspace.set_basis` accepts any orthonormal rows. Until a basis is set, the params do not
-      move. If the gradient or its projection is not finite, the step is skipped.
+      move.
 
     Raises:
       TypeError: If `n_components` is not an integer, or a parameter does not have a real floating dtype.

@@ -126,9 +126,6 @@ def katyusha(
       larger batches instead. Inside `optax.partition` or `optax.masked`, Katyusha is exact only while
       the other params do not change.
 
-      If an entry of the gradient is not finite, the same entry of z does not change. A snapshot with
-      nonfinite params or a nonfinite full gradient is not taken.
-
     Raises:
       TypeError: If an argument has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, an extra argument is missing, or the trees passed to

@@ -86,10 +86,9 @@ def mars(
       the mean gradient, but `exact` would compare the mean with the gradient of the last batch. For
       `exact`, draw random numbers from a key in the batch, so that both gradients use the same numbers.
 
-      An entry whose correction is not finite passes through uncorrected. A nonfinite entry does not
-      count in the norm. Put `optax.zero_nans` and similar transformations after `mars`; otherwise `mars`
-      compares the next gradient with zero. By default, the authors' code trains biases and scales with
-      plain AdamW; for this, use `optax.masked(optperm.mars(), mask)`.
+      Put `optax.zero_nans` and similar transformations after `mars`; otherwise `mars` compares the next
+      gradient with zero. By default, the authors' code trains biases and scales with plain AdamW; for
+      this, use `optax.masked(optperm.mars(), mask)`.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

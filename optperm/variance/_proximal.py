@@ -94,8 +94,7 @@ def proximal(
       would shrink the params in each micro-step. The gradient must not include the penalty. Biases
       usually have no penalty; exclude them with `optax.masked`.
 
-      Params reach 0.0 exactly, and reach a bound up to the rounding of `params + updates`. A NaN in the
-      updates propagates to the params.
+      Params reach 0.0 exactly, and reach a bound up to the rounding of `params + updates`.
 
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.

@@ -96,9 +96,6 @@ def recursive_gradient(
       The notes of `svrg` on random numbers and on its place in a chain apply here too.
       `optperm.variance.take_snapshot` sets the estimate between steps.
 
-      The gradient of the batch replaces a nonfinite entry of the estimate. If this entry of the gradient
-      is not finite either, the next batch's gradient replaces the entry.
-
     Raises:
       TypeError: If a number has the wrong type, or a parameter does not have a real floating dtype.
       ValueError: If an argument is out of range, both `every` and `probability` are given, a needed

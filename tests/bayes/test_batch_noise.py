@@ -7,7 +7,7 @@ import support
 
 import optperm
 from optperm.bayes import _batch_noise
-from optperm.bayes._batches import make_batches
+from optperm.bayes._batches import batches_of_rows
 from optperm.bayes._report import measure_kernel_bias
 
 N, S = 200, 8
@@ -47,7 +47,7 @@ def test_noise_of_the_batches_of_sgld_is_measured():
 
     state = optperm.sgld(1e-5, 400).init(w)
     samples = optperm.bayes.Samples(jnp.zeros((2, 100, 20)), jnp.zeros((2, 20)), state, 100, 1)
-    batches, tx = make_batches(x, None, S), optperm.sgld(1e-5, 400)
+    batches, tx = batches_of_rows(x, None, S), optperm.sgld(1e-5, 400)
     found = _batch_noise.measure_batch_noise(tx, loss_fn, batches, samples, jax.random.key(0))
     np.testing.assert_allclose(found.batch_noise, 1 / S, rtol=0.35)
     exact = np.linalg.eigvalsh(np.cov(x.T) / S)[-1]

@@ -77,17 +77,3 @@ def test_probabilities_of_16_bits_and_sure_ones_are_scored():
     assert "of a calibrated classifier  0.0000 +- 0.0000" in str(sure)
     assert "log loss                    inf" in str(report)
     assert str(report).count("\n") == 8
-
-
-def test_logits_and_labels_that_do_not_fit_are_refused():
-    p, labels = predictions(n=8)
-    for change, error, says in (
-        ({"probabilities": np.log(p)}, ValueError, "probabilities must .* need jax.nn.softmax"),
-        ({"probabilities": p[:, 0]}, ValueError, r"shape \(n, classes\)"),
-        ({"labels": labels - 9}, ValueError, r"labels must be in \[0, 3\]"),
-        ({"labels": labels + 0.5}, TypeError, "labels integers"),
-        ({"labels": labels[:3]}, ValueError, r"labels \(n,\), got \(8, 4\) and \(3,\)"),
-        ({"num_bins": 0}, ValueError, "num_bins"),
-    ):
-        with pytest.raises(error, match=says):
-            optperm.bayes.calibration_report(**{"probabilities": p, "labels": labels} | change)

@@ -15,7 +15,7 @@ from kernels import kernel_for
 import optperm
 from optperm.bayes import _control_variates as module
 from optperm.bayes._batch_order import judge_mean_gradient
-from optperm.bayes._batches import make_batches
+from optperm.bayes._batches import batches_of_function, batches_of_rows
 from optperm.bayes._control_variates import Anchor, correct_batch, find_anchors
 from optperm.bayes._covariance import ESTIMATES, BatchGradients
 from optperm.bayes._forms import FORMS
@@ -95,8 +95,10 @@ def all_of(kind, data):
 def test_gradients_over_all_examples_are_means_over_parts_of_any_size(kind, rows, monkeypatch):
     """In memory, on disk, and in batches of a function's examples; with a last part that is shorter."""
     monkeypatch.setattr(module, "_ROWS", rows)
-    given = (rows_of, N, S) if kind is in_batches else (all_of(kind, DATA), None, S)
-    batches = make_batches(*given, full_data=in_batches(DATA) if kind is in_batches else None)
+    if kind is in_batches:
+        batches = batches_of_function(rows_of, N, S, num_apart=0, full_data=in_batches(DATA))
+    else:
+        batches = batches_of_rows(all_of(kind, DATA), None, S)
     stacked = jax.tree.map(lambda *x: np.stack(x), *map(params_of, range(2)))
     anchors = find_anchors(loss_fn, batches, stacked)
     support.assert_close(anchors.params, stacked, rtol=0)
@@ -185,7 +187,9 @@ def test_all_examples_of_a_function_are_compared_with_those_of_a_kernel(kind, le
     kernel, loss = learned[0], make_loss(
         loss_fn, OF_FUNCTION["params"], MANY, num_data=2000, log_prior=log_prior
     )  # fmt: skip
-    batches = make_batches(OF_FUNCTION["data"], 2000, 32, full_data=all_of(kind, MANY))
+    batches = batches_of_function(
+        OF_FUNCTION["data"], 2000, 32, num_apart=0, full_data=all_of(kind, MANY)
+    )
     _check_anchor(kernel, loss, batches)
     other = all_of(kind, jax.tree.map(lambda x: 100 * x, MANY))
     with pytest.raises(ValueError, match="belong to other data, another loss or another prior"):

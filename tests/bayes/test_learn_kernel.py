@@ -176,6 +176,23 @@ def counting(array):
     return found
 
 
+@pytest.mark.parametrize(("size", "apart"), [(1, 1), (3, 0)])
+def test_a_function_is_called_once_before_its_batches_are_read(size, apart):
+    """The call tells their size; batches of one example need another one, to show the noise."""
+    keys = []
+
+    def data(key):
+        keys.append(key)
+        return np.zeros((size, 2), np.float32)
+
+    batches = _batches.batches_of_function(data, 10, None, num_apart=None, full_data=None)
+    assert len(keys) == 1
+    assert (batches.batch_size, batches.num_apart) == (size, apart)
+    read = batches.read(jnp.stack([jax.random.key(0)] * 2)[:, None])
+    assert read.shape == (2, 1, size + apart, 2)
+    assert batches.num_bytes == read[0].nbytes
+
+
 def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_path):
     """The same batches; no read has more than the allowed bytes, while a kernel is learned."""
     data = data_of(examples())
@@ -185,7 +202,7 @@ def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_
     np.save(tmp_path / "rows.npy", x)
     mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
     keys = jax.random.split(jax.random.key(5), 1)
-    there, here = (_batches.make_batches(data, None, S) for data in (mapped, x))
+    there, here = (_batches.batches_of_rows(data, None, S) for data in (mapped, x))
     ((_, _, part),) = here.parts(keys, 50, 30)
     batch_of = jax.jit(here.batch)
     for first, count, read in there.parts(keys, 50, 30):
@@ -318,23 +335,6 @@ def test_params_of_several_dtypes_and_16_bits_learn_the_same_noise():
     np.testing.assert_allclose(
         np.concatenate([kernel.noise["a"], kernel.noise["b"]]), np.diag(NOISE), rtol=0.3
     )
-
-
-def test_arguments_that_do_not_fit_are_refused():
-    x = data_of(examples())
-    for options, message in (
-        ({"stability": 2.0}, "stability"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\) in float32, got 1.0"),
-        ({"steps": 15}, "steps must be at least 16"),
-        ({"num_data": N + 1}, "num_data must be the number of rows of data, 2000, got 2001"),
-        ({"batch_size": N + 1}, "batch_size must be at most the number of examples, 2000"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            learn(x, **options)
-    with pytest.raises(TypeError, match="log_prior must return a real scalar"):
-        learn(x, log_prior=lambda w: w)
-    with pytest.raises(TypeError, match="params has dtype int32, but must be real floating"):
-        learn(x, w=jnp.ones(D, jnp.int32))
 
 
 @pytest.mark.filterwarnings("ignore:.*")

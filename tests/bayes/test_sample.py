@@ -393,36 +393,6 @@ def test_batches_of_one_example_are_sampled_with_another_example():
     np.testing.assert_allclose(np.square(np.asarray(state.basis.w).ravel()), 1, rtol=0.3)
 
 
-def test_arguments_that_do_not_fit_are_refused():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    on_mesh = jax.device_put(jnp.zeros(1), jax.NamedSharding(mesh, jax.P("d")))
-    for change, error, message in (
-        ({"batch_size": N + 1}, ValueError, "at most the number of examples, 300, got 301"),
-        ({"data": {"x": jnp.ones(3), "y": jnp.ones(4)}}, ValueError, "agree in their leading"),
-        ({"sampler": optperm.sgld(1e-5, N)}, TypeError, "sampler must be a function"),
-        ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, r"^log_prior .* got float32\[2\]"),
-        ({"log_prior": lambda w: (w, w)}, TypeError, "^log_prior must return a real scalar"),
-        # All examples drawn with replacement are not warned of.
-        ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
-        ({"params": on_mesh}, ValueError, "explicit axes of a mesh"),
-        ({"params": {}}, ValueError, "params must contain arrays to sample, got {}"),
-        (
-            {"preconditioner": "diagonal", "sampler": sgld},
-            ValueError,
-            "preconditioner is for sampler",
-        ),
-        ({"preconditioner": "whole"}, ValueError, "preconditioner"),
-        ({"data": lambda key: Y[:32]}, ValueError, "num_data must be given"),
-        (
-            {"data": lambda key: Y[:31], "num_data": N, "batch_size": 32},
-            ValueError,
-            "batch_size=32 examples, got 31",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            draw(**{"sampler": None, "starts": None} | change)
-
-
 @pytest.mark.slow
 def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))

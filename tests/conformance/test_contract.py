@@ -109,15 +109,11 @@ def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, leni
     def as_integers(state):
         return jax.tree.map(lambda leaf: leaf * 1 if leaf.dtype == bool else leaf, state)
 
-    def take_steps(opt_state):
-        p = params
-        for batch in loops.linear_batches(3):
-            grads, extra_args = loops.linear(p, batch)
-            updates, opt_state = tx.update(grads, opt_state, p, **extra_args)
-            p = optax.apply_updates(p, updates)
-        return p, opt_state
-
-    (wanted, after), (got, integers) = (jax.jit(take_steps)(s) for s in (start, as_integers(start)))
+    step = loops.make_step(tx, loops.linear, loops.by_addition)
+    run = jax.jit(functools.partial(loops.carry, step))
+    batches = np.stack(loops.linear_batches(3))
+    wanted, after = run(params, start, batches)
+    got, integers = run(params, as_integers(start), batches)
     support.assert_same_bits(got, wanted)
     support.assert_same_bits(integers, as_integers(after))
 

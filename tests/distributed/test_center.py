@@ -43,10 +43,10 @@ def test_weight_decay_of_a_center_is_of_the_center():
 
 def test_the_center_has_what_is_not_trained():
     """Leaves that another transformation of a partition holds are taken from the params."""
-    params = {"w": jnp.ones(2), "frozen": jnp.full(3, 7.0)}
+    params = {"w": np.ones(2, np.float32), "frozen": np.full(3, 7.0, np.float32)}
     diloco = optperm.diloco(optax.sgd(0.1), optax.sgd(0.7), every=1)
     tx = optax.partition({"w": diloco, "frozen": optax.set_to_zero()}, {k: k for k in params})
-    _, opt_state = tx.update(params, tx.init(params), params)
+    _, opt_state = jax.jit(lambda p: tx.update(p, tx.init(p), p))(params)
     assert isinstance(center_params(opt_state)["frozen"], optax.MaskedNode)
     whole = center_params(opt_state, params)
     support.assert_same_bits(whole["frozen"], params["frozen"])
@@ -90,12 +90,14 @@ WEIGHED = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHED)
+@pytest.mark.parametrize(
+    "name", support.every_night(WEIGHED, [*{*WEIGHED}.difference(("diloco", "compressed"))])
+)
 def test_replicas_count_by_their_weights(name):
     """A mean or a sum of w n ignores weights that are 0, NaN or negative."""
     tx, start = WEIGHED[name](axis_name=AXIS), np.zeros((SIZE, 1), np.float32)
     step = loops.make_step(tx, lambda p, batch: (batch[:1], {"weight": batch[1]}))
-    step = replicas.MAPPINGS["vmap"](step, SIZE)
+    step, opt_state = replicas.MAPPINGS["vmap"](step, SIZE), jax.jit(jax.vmap(tx.init))(start)
     for weights, mean, in_turn, skipped in (
         ((1.0, 3.0, 0.0, 0.0), -1.75, -7.0, [0, 0, 0]),
         ((1.0, np.nan, -1.0, 0.0), -1.0, -1.0, [0, 1, 1]),
@@ -103,7 +105,7 @@ def test_replicas_count_by_their_weights(name):
     ):
         # Of the last one's NaN the local step makes zero; AGN's accumulator leaves it out.
         batch = np.stack([np.float32([1.0, 2.0, 4.0, np.nan]), np.float32(weights)], axis=1)
-        p, s = step(start, jax.vmap(tx.init)(start), batch)
+        p, s = step(start, opt_state, batch)
         wanted = in_turn if name in ("agn sequential", "diloco sum") else mean
         np.testing.assert_allclose(p, [[wanted]] * SIZE, rtol=1e-6)
         assert s.skipped.tolist()[:3] == skipped
@@ -123,11 +125,12 @@ def test_replicas_that_take_fewer_steps_count_by_their_steps(factory):
         replicas.MAPPINGS["shard_map"](functools.partial(update, commit=commit), 2)
         for commit in (False, "only")
     )
-    trees = np.zeros((2, 1), np.float32), jax.vmap(tx.init)(jnp.zeros((2, 1)))
+    start = np.zeros((2, 1), np.float32)
+    trees = start, jax.jit(jax.vmap(tx.init))(start)
     for number in range(5):
-        new = local(*trees, rates, numbers)
+        new = jax.device_get(local(*trees, rates, numbers))
         # The second machine does not call the program again
-        keep = lambda new, old: new.at[1].set(old[1])  # noqa: E731
+        keep = lambda new, old: np.stack([new[0], old[1]])  # noqa: E731
         trees = new if number < 2 else jax.tree.map(keep, new, trees)
     p, s = last(*trees, rates, np.float32(trees[1].since_commit))
     mean = (5 * 1 + 2 * 4) / 7 if factory is optperm.agn else 0.1 * (5 * 5 * 1 + 2 * 2 * 4) / 7
@@ -207,7 +210,10 @@ def test_gradients_that_count_as_zero_are_counted():
         tx = optperm.diloco(inner, SGD, every=3, axis_name=AXIS)
         step = loops.make_step(tx, lambda p, batch: (batch, {}))
         step = replicas.MAPPINGS["vmap"](step, 2)
-        p, s = np.zeros((2, 1), np.float32), jax.vmap(tx.init)(np.zeros((2, 1), np.float32))
+        p, s = (
+            np.zeros((2, 1), np.float32),
+            jax.jit(jax.vmap(tx.init))(np.zeros((2, 1), np.float32)),
+        )
         for batch in batches:
             p, s = step(p, s, batch)
         assert s.zeroed.tolist() == wanted
@@ -225,10 +231,14 @@ def test_replicas_draw_their_own_noise_from_their_own_keys(factory):
         key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(AXIS))
         return make(key).init(params)
 
-    tx, params = make(jax.random.key(0)), jnp.zeros((2, 3))
-    step = jax.vmap(lambda p, s: tx.update(p, s, p)[0], axis_name=AXIS)
-    same = step(params, jax.vmap(tx.init)(params))
-    own = step(params, jax.vmap(init, axis_name=AXIS)(params))
+    tx = make(jax.random.key(0))
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name=AXIS)
+    def step(p):
+        return [tx.update(p, s, p)[0] for s in (tx.init(p), init(p))]
+
+    same, own = map(np.asarray, step(np.zeros((2, 3), np.float32)))
     np.testing.assert_array_equal(same[0], same[1])
     assert (np.abs(own[0] - own[1]) > 1e-3).all()
 
@@ -255,12 +265,12 @@ def test_contributions_that_overflow_together_are_no_exchange(factory, rule, dty
     tx, start = factory(SGD, every=1, axis_name=AXIS, combine=rule), np.ones((SIZE, 2), dtype)
     step = loops.make_step(tx, lambda p, batch: (batch[0], {"weight": batch[1]}))
     step = replicas.MAPPINGS["vmap"](step, SIZE)
-    params, opt_state = start, jax.vmap(tx.init)(start)
+    params, opt_state = start, jax.jit(jax.vmap(tx.init))(start)
     for number, (size, weight) in enumerate(exchanges, start=1):
         batch = np.full_like(start, size), np.full(SIZE, weight, np.float32)
         params, opt_state = step(params, opt_state, batch)
         assert opt_state.skipped.tolist() == [min(number, len(exchanges) - 1)] * SIZE
-        is_same = center_params(opt_state) == start
+        is_same = np.asarray(center_params(opt_state)) == start
         assert (is_same == (number < len(exchanges))).all()
 
 
@@ -270,7 +280,7 @@ def test_a_displacement_that_overflows_in_the_dtype_of_the_center_is_left_out():
     tx = optperm.diloco(SGD, SGD, every=2, axis_name=AXIS)
     grads = [np.float16([[32.0], [40_000.0]])] * 2
     start = np.full((2, 1), 40_000.0, np.float16)
-    options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(start)}
+    options = {"how": "vmap", "size": 2, "opt_state": jax.jit(jax.vmap(tx.init))(start)}
     _, (params, opt_state) = loops.train(tx, start, grads, **options)
     np.testing.assert_array_equal(params, np.full((2, 1), 40_000.0 - 64.0))
     assert opt_state.skipped.tolist() == [0, 1]
@@ -281,7 +291,7 @@ def test_a_replica_whose_params_are_not_finite_is_put_on_the_center(mixing):
     """It skips one exchange, in which the other replicas move the center, and joins the next."""
     tx = optperm.diloco(optax.sgd(0.1), SGD, every=2, axis_name=AXIS, mixing=mixing)
     params, grads = np.zeros((2, 2), np.float32), [np.ones((2, 2), np.float32)] * 4
-    options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(params)}
+    options = {"how": "vmap", "size": 2, "opt_state": jax.jit(jax.vmap(tx.init))(params)}
     params[1, 0] = np.nan
     _, (_, second), _, (params, last) = loops.train(tx, params, grads, **options)
     np.testing.assert_allclose(center_params(second), np.full((2, 2), -0.2), rtol=1e-6)
@@ -293,7 +303,7 @@ def test_skipped_counts_the_exchanges_of_all_fragments():
     """The second replica misses one exchange of the second fragment, whose params are not finite."""
     tx = optperm.diloco(optax.sgd(0.1), SGD, every=Every(2, 2), axis_name=AXIS)
     params, grads = [np.zeros((2, 3), np.float32)] * 2, [[np.ones((2, 3), np.float32)] * 2] * 4
-    options = {"how": "vmap", "size": 2, "opt_state": jax.vmap(tx.init)(params)}
+    options = {"how": "vmap", "size": 2, "opt_state": jax.jit(jax.vmap(tx.init))(params)}
     params = [params[0], np.float32([[0.0] * 3, [np.nan] * 3])]
     params, last = loops.train(tx, params, grads, **options)[-1]
     assert np.all(np.isfinite(params))

@@ -83,7 +83,7 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
         return functools.partial(loops.carry, loops.make_step(tx, loops.gradient(loss_fn)))
 
     mapped, mesh = layout(name, four_steps(AXES.get(name, AXIS)))
-    opt_state = METHODS[method](optax.sgd(0.01), axis_name=AXIS).init(START)
+    opt_state = jax.jit(METHODS[method](optax.sgd(0.01), axis_name=AXIS).init)(START)
     given = *(replicas.stack([tree] * SIZE) for tree in (START, opt_state)), targets.T
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P(mesh.axis_names))
@@ -110,7 +110,8 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
 def test_a_flag_leaves_no_collective_in_a_local_step_and_one_in_a_commit(method):
     """A local step has no conditional either, and a counted one has its collective in it."""
     tx = METHODS[method](optax.sgd(0.1, 0.9), axis_name=AXIS)
-    given = [replicas.stack([tree] * SIZE) for tree in (START, tx.init(START), START)]
+    opt_state = jax.jit(tx.init)(START)
+    given = [replicas.stack([tree] * SIZE) for tree in (START, opt_state, START)]
     kind = "all-gather" if method == "agn sequential" else "all-reduce"
     for flag, wanted in ((False, []), (True, [(kind, False)]), (None, [(kind, True)])):
         update = functools.partial(tx.update, commit=flag)
@@ -143,7 +144,7 @@ def test_counted_steps_under_a_vmap_without_a_name_are_refused(method):
     """The collective does not know the replicas of an unnamed vmap; an explicit flag works there."""
     tx = METHODS[method](optax.sgd(0.1), axis_name=AXIS)
     params = replicas.stack([replicas.stack([START] * SIZE)] * 2)
-    opt_state = jax.vmap(jax.vmap(tx.init))(params)
+    opt_state = jax.jit(jax.vmap(jax.vmap(tx.init)))(params)
 
     def run(commit):
         update = jax.vmap(lambda p, s: tx.update(p, s, p, commit=commit)[0], axis_name=AXIS)
@@ -158,7 +159,9 @@ def test_counted_steps_under_a_vmap_without_a_name_are_refused(method):
         alone = optperm.diloco(optax.sgd(0.1), every=1)
         moves = jax.jit(jax.vmap(lambda p: alone.update(p, alone.init(p), p)[0]))
         support.assert_close(
-            moves(replicas.stack([START] * 2)), replicas.take(explicit, np.s_[:, 0]), atol=1e-6
+            moves(replicas.stack([START] * 2)),
+            replicas.take(jax.device_get(explicit), np.s_[:, 0]),
+            atol=1e-6,
         )
 
 
@@ -183,7 +186,7 @@ def test_what_differs_or_was_summed_between_replicas_is_refused_by_its_type(fact
 def test_replicas_that_skipped_a_step_commit_with_the_furthest():
     """Under vmap one clock counts for all, and each divides by the steps that it has made."""
     tx, params = AGN(optax.sgd(1.0), axis_name=AXIS), np.zeros((2, 1), np.float32)
-    opt_state = jax.vmap(tx.init)(params)._replace(
+    opt_state = jax.jit(jax.vmap(tx.init))(params)._replace(
         since_commit=np.int32([0, 1]),
         steps=np.int32([[0], [1]]),
         accumulator=np.float32([[0.0], [1.0]]),
@@ -207,7 +210,7 @@ def test_the_center_may_be_declared_the_same_on_all_devices():
         own = {name: getattr(opt_state, name) for name in names}
         return opt_state._replace(**dict.fromkeys(names)), (params, own)
 
-    opt_state, targets = tx.init(START), np.arange(16, dtype=np.float32).reshape(SIZE, 4)
+    opt_state, targets = jax.jit(tx.init)(START), np.arange(16, dtype=np.float32).reshape(SIZE, 4)
     own = replicas.stack([(START, {name: getattr(opt_state, name) for name in names})] * SIZE)
     shared = opt_state._replace(**dict.fromkeys(names))
     _, (found, _) = replicas.share(run, "shard_map", SIZE)(shared, (*own, targets))

@@ -151,9 +151,22 @@ def unflat(rows):
     }
 
 
+SLOW = ("diloco by flags of the device", "pairs of three")
+# What these combine, other cases have: a center with Nesterov's momentum ("diloco sum"), fragments with
+# a delay and with layers, and compression of each kind with each method.
+FURTHER = (
+    "agn of layers with a delay",
+    "agn largest",
+    "diloco with nesterov",
+    "diloco sum with a delay",
+    "diloco largest in turn",
+    "three fragments",
+    "four bits",
+)
+
+
 @pytest.mark.parametrize(
-    "name",
-    support.every_night(CASES, CASES, slow=["diloco by flags of the device", "pairs of three"]),
+    "name", support.every_night(CASES, [*{*CASES}.difference(FURTHER)], slow=SLOW)
 )
 @pytest.mark.usefixtures("x64")
 def test_steps_of_any_method_are_those_of_a_simulation(name):

@@ -52,7 +52,8 @@ def test_exchanges_and_states_of_another_plan_are_refused():
 
 def test_a_state_made_with_another_argument_is_refused():
     """If its arrays show it, also in a trace; a period or a decay is no such argument."""
-    params = {"layers": jnp.ones((4, 3)), "a": jnp.ones(2), "b": jnp.ones(2)}
+    params = {"layers": (4, 3), "a": (2,), "b": (2,)}
+    params = {name: np.ones(shape, np.float32) for name, shape in params.items()}
     diloco = functools.partial(optperm.diloco, SGD, SGD, every=Every(4, 2))
     agn = functools.partial(optperm.agn, SGD, every=Every(4, 2))
     parts = functools.partial(dict, a=0, b=1)
@@ -93,7 +94,7 @@ def test_a_state_made_with_another_argument_is_refused():
 
         def give(state, used=used):
             take = lambda _: used.update(params, state, params, commit=False)  # noqa: E731
-            return jax.vmap(take, axis_name=replicas.AXIS)(jnp.zeros(1))
+            return jax.vmap(take, axis_name=replicas.AXIS)(np.zeros(1, np.float32))
 
         for call in (give, functools.partial(jax.eval_shape, give))[: 1 + is_static]:
             if not name:
@@ -114,12 +115,13 @@ def test_slices_land_exactly_and_on_stacked_states():
         return updates, s, optperm.apply_updates(p, updates, s)
 
     step = replicas.MAPPINGS["vmap"](update, 2)
-    p, s = (replicas.stack([tree] * 2) for tree in (params, tx.init(params)))
+    p, s = (replicas.stack([tree] * 2) for tree in (params, jax.jit(tx.init)(params)))
+    apply = jax.jit(optperm.apply_updates)
     for number, rows in ((1, []), (2, [1, 2]), (3, []), (4, [0, 3])):
         updates, s, within = step(p, s, np.float32([1.0, 2.0]))
-        p = optperm.apply_updates(p, updates, s)
+        p = jax.device_get(apply(p, updates, s))
         support.assert_same_bits(p, within)
-        is_same = np.array((p["layers"] == center_params(s)["layers"]).all(axis=(0, 2)))
+        is_same = (p["layers"] == np.asarray(center_params(s)["layers"])).all(axis=(0, 2))
         assert np.flatnonzero(is_same).tolist() == rows, number
 
 
@@ -150,13 +152,19 @@ def test_an_exchange_is_received_once_and_only_if_it_was_sent():
 def test_a_center_that_is_replaced_receives_nothing_that_was_sent_before():
     """What is in flight belongs to the center of before, so its arrival changes nothing."""
     plan = Every(4, 1, 2)
-    tx = optperm.diloco(SGD, SGD, every=plan)
-    params, opt_state = jnp.zeros(1), tx.init(jnp.zeros(1))
+    tx, params = optperm.diloco(SGD, SGD, every=plan), np.zeros(1, np.float32)
+    opt_state = jax.jit(tx.init)(params)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def take_step(params, opt_state, commit):
+        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
     for step in range(1, 7):
-        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=plan.at(step))
-        params = optperm.apply_updates(params, updates, opt_state)
+        params, opt_state = take_step(params, opt_state, plan.at(step))
         if step == 4:
-            opt_state = opt_state.replace_targets(opt_state._replace(center=jnp.full(1, 9.0)))
+            center = np.full(1, 9.0, np.float32)
+            opt_state = opt_state.replace_targets(opt_state._replace(center=center))
     assert (float(params[0]), float(center_params(opt_state)[0])) == (-6.0, 9.0)
 
 
@@ -194,7 +202,7 @@ def test_everything_at_once_with_donated_buffers_and_an_empty_leaf():
     options = {"compress": Compression(0.5, bits=4), "center_dtype": "float32"}
     tx = optperm.diloco(optax.sgd(0.1), every=Every(4, 2, 1), **options)
     params = {"a": jnp.zeros((0, 3)), "b": jnp.arange(3.0)}
-    opt_state = tx.init(params)
+    opt_state = jax.jit(tx.init)(params)
     step = jax.jit(loops.make_step(tx), donate_argnums=(0, 1))
     for _ in range(6):
         params, opt_state = step(params, opt_state, jax.tree.map(jnp.ones_like, params))

@@ -1,6 +1,5 @@
 """Optimizers with moments in 8 and 4 bits, against the same optimizers in float32."""
 
-import functools
 import itertools
 import math
 import re
@@ -78,7 +77,7 @@ FORMS = {
 def params_of(seed=0, shapes=None):
     rng = np.random.default_rng(seed)
     shapes = shapes or {"w": (16, 70), "b": (40,)}
-    return {name: jnp.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def test_each_moment_has_the_form_of_what_it_is():
@@ -99,19 +98,24 @@ def test_each_moment_has_the_form_of_what_it_is():
     ),
 )
 def test_an_update_is_that_of_the_decoded_state(name, bits):
-    inner = INNERS[name]
+    inner, params = INNERS[name], params_of()
     tx = optperm.quantize_state(inner, min_size=2, bits=bits)
-    params = params_of()
-    state = jax.jit(tx.init)(params)
-    update, plain = jax.jit(tx.update), jax.jit(inner.update)
-    for step in range(4):
-        decoded = dequantize(state)
-        updates, state = update(params_of(step), state, params)
-        expected, after = plain(params_of(step), decoded, params)
-        support.assert_close(updates, expected, rtol=1e-6, atol=1e-7)
+
+    def step(state, grads):
+        expected, after = inner.update(grads, dequantize(state), params)
+        updates, state = tx.update(grads, state, params)
+        return state, (updates, expected, dequantize(state), after)
+
+    @jax.jit
+    def run(grads):
+        return jax.lax.scan(step, tx.init(params), grads)[1]
+
+    grads = jax.tree.map(lambda *leaves: np.stack(leaves), *map(params_of, range(4)))
+    updates, expected, *states = jax.tree.map(np.asarray, run(grads))
+    support.assert_close(updates, expected, rtol=1e-6, atol=1e-7)
     # The new state is near: it is what was encoded.
-    pairs = zip(jax.tree.leaves(dequantize(state)), jax.tree.leaves(after), strict=True)
-    for found, wanted in (map(np.asarray, pair) for pair in pairs):
+    for found, wanted in zip(*map(jax.tree.leaves, states), strict=True):
+        found, wanted = found[-1], wanted[-1]  # noqa: PLW2901
         if np.issubdtype(found.dtype, np.floating):
             top, error = np.max(np.abs(wanted)), np.abs(found - wanted)
             # A root moves by at most 1 / 8, its square by 27 %, and an integer by 1 of at least 63.
@@ -135,16 +139,14 @@ def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits
     g = {"w": np.exp(0.5 * support.normal((20, 64), 1))}
 
     def run(tx):
-        return jax.jit(
-            lambda: jax.lax.fori_loop(0, 1500, lambda _, s: tx.update(g, s, g)[1], tx.init(g))
-        )()
+        return jax.lax.fori_loop(0, 1500, lambda _, s: tx.update(g, s, g)[1], tx.init(g))
 
-    inner = INNERS[name]
-    exact = jax.tree_util.tree_leaves_with_path(run(inner))
-    found = dequantize(run(optperm.quantize_state(inner, min_size=2, bits=bits)))
+    tx = optperm.quantize_state(INNERS[name], min_size=2, bits=bits)
+    exact, found = jax.jit(lambda: (run(INNERS[name]), dequantize(run(tx))))()
+    exact = jax.tree_util.tree_leaves_with_path(exact)
     for (path, b), a in zip(exact, jax.tree.leaves(found), strict=True):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.shape == (20, 64):
-            ratio, field = np.asarray(a / b), jax.tree_util.keystr(path)
+            ratio, field = np.asarray(a) / np.asarray(b), jax.tree_util.keystr(path)
             error = 0.01 + 4 * ratio.std() / 36
             of_adamax = name == "adamax" and "nu" in field
             highest = 0.7 if "nu_max" in field else 0.12 if of_adamax else error
@@ -186,8 +188,8 @@ def test_a_state_in_any_container_is_quantized():
         held: object
         count: int = 0
 
-    adam, params = optax.scale_by_adam(), {"w": jnp.ones((64, 64))}
-    expected = optperm.quantize_state(adam).init(params)
+    adam, params = optax.scale_by_adam(), {"w": np.ones((64, 64), np.float32)}
+    expected = jax.jit(optperm.quantize_state(adam).init)(params)
     for wrap, unwrap in (
         (lambda s: flax.core.freeze({"s": s}), lambda s: s["s"]),
         (Holder, lambda s: s.held),
@@ -195,15 +197,20 @@ def test_a_state_in_any_container_is_quantized():
     ):
         init = lambda params, wrap=wrap: wrap(adam.init(params))  # noqa: E731
         tx = optperm.quantize_state(optax.GradientTransformation(init, optax.identity().update))
-        state = tx.init(params)
+
+        @jax.jit
+        def step(params, tx=tx):
+            state = tx.init(params)
+            return state, tx.update(params, state, params)[1]
+
+        state, after = step(params)
         support.assert_same_bits(unwrap(state.inner_state), expected.inner_state)
-        _, after = tx.update(params, state, params)
         support.assert_same_bits(after.inner_state, state.inner_state)
 
 
 def test_leaves_and_steps_and_keys_have_other_random_numbers():
     """Equal leaves of equal moments are rounded apart, and so are two keys and two steps."""
-    x = support.normal((64, 64))
+    x = params_of(0, {"a": (64, 64)})["a"]
     grads, codes = {"a": x, "b": x}, []
 
     @jax.jit
@@ -214,7 +221,8 @@ def test_leaves_and_steps_and_keys_have_other_random_numbers():
         return state.m1, state.m2
 
     for key, count in itertools.product(range(2), repeat=2):
-        codes += jax.tree.leaves(round_zeros(jax.random.key(key), jnp.int32(count)))
+        rounded = round_zeros(jax.random.key(key), np.int32(count))
+        codes += map(np.asarray, jax.tree.leaves(rounded))
     apart = [np.mean(a != b) for i, a in enumerate(codes) for b in codes[:i]]
     assert 0.3 < min(apart) <= max(apart) < 0.6
 
@@ -238,22 +246,13 @@ def test_what_is_small_or_wide_or_left_out_stays():
         assert dtypes(wide) == narrow | {"w": "float64"}
 
 
-def test_bits_states_and_flags_that_cannot_work_are_refused():
-    adam, params = optax.adam(0.1), {"w": jnp.zeros((64, 64))}
-    eight, four = (optperm.quantize_state(adam, bits=bits) for bits in (8, 4))
-    for bits in (16, True, "8"):
-        with pytest.raises(ValueError, match="bits must be 8 or 4, got"):
-            optperm.quantize_state(adam, bits=bits)
-    for old, new in ((8, four), (4, eight)):
-        state = (four if old == 4 else eight).init(params)
-        way = r"memory\.dequantize, then optperm\.memory\.quantize\.$"
-        with pytest.raises(ValueError, match=rf"^bits must be {old}, as in the state, got .*{way}"):
-            new.update(params, state, params)
-    for inner, names in ((optax.sgd(0.1), "EmptyState"), (optax.scale_by_sm3(), "ScaleBySM3State")):
-        with pytest.raises(ValueError, match=rf"no state with known moments: it has .*{names}"):
-            optperm.quantize_state(inner).init(params)
-    with pytest.raises(ValueError, match=r"include\['v'\]|include does not fit"):
-        optperm.quantize_state(adam, include={"v": True}).init(params)
+@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8)])
+def test_a_state_of_other_bits_is_refused_with_the_way_to_convert_it(old, new):
+    params = {"w": jnp.zeros((64, 64))}
+    made, given = (optperm.quantize_state(optax.adam(0.1), bits=bits) for bits in (old, new))
+    way = r"memory\.dequantize, then optperm\.memory\.quantize\.$"
+    with pytest.raises(ValueError, match=rf"^bits must be {old}, as in the state, got .*{way}"):
+        given.update(params, jax.jit(made.init)(params), params)
 
 
 def test_moments_that_stay_in_float32_are_warned_of():
@@ -265,12 +264,13 @@ def test_moments_that_stay_in_float32_are_warned_of():
         (optax.adam(0.1), (64, 64), False, nothing),
     ):
         with pytest.warns(UserWarning, match=message):
-            optperm.quantize_state(inner, include=include).init({"w": jnp.zeros(shape)})
+            optperm.quantize_state(inner, include=include).init({"w": np.zeros(shape, np.float32)})
 
 
 def test_warnings_of_inner_come_once():
     """`init` calls the `init` of `inner` once, with its own params: nothing is said of traced params."""
-    params = {"up": {"kernel": jnp.ones((64, 96))}, "odd": jnp.ones((64, 96, 2))}
+    kernel, odd = (np.ones(shape, np.float32) for shape in ((64, 96), (64, 96, 2)))
+    params = {"up": {"kernel": kernel}, "odd": odd}
     tx = optperm.quantize_state(optperm.apollo(rank=4))
     for init, number in ((tx.init, 1), (lambda p: jax.eval_shape(tx.init, p), 0)):
         with warnings.catch_warnings(record=True) as seen:
@@ -282,20 +282,20 @@ def test_warnings_of_inner_come_once():
 NEAR = ("rmsprop_corrected", "rmsprop_centered", "adan", "adadelta", "simplified_ademamix")
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", support.every_night(NEAR, ("rmsprop_centered", "adan")))
 def test_a_run_in_8_bits_stays_near_the_run_in_float32(name):
     """Least squares with noise: 300 steps on the same rows have about the same losses.
 
     A decay rate of 0.99, as in simplified AdEMAMix, adds up the rounding errors of a hundred steps.
     """
     x, w = support.normal((256, 40), 1), support.normal((40, 32), 2)
-    params = {"w": jnp.zeros((40, 32))}
+    params = {"w": np.zeros((40, 32), np.float32)}
+    rows = np.random.default_rng(0).integers(256, size=(300, 16), dtype=np.int32)
 
     def loss_fn(params, rows):
         return jnp.mean((x[rows] @ (params["w"] - w)) ** 2)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def train(tx):
+    def train(tx, rows):
         def step(carry, rows):
             params, state = carry
             grads = jax.grad(loss_fn)(params, rows)
@@ -303,14 +303,15 @@ def test_a_run_in_8_bits_stays_near_the_run_in_float32(name):
             params = optax.apply_updates(params, updates)
             return (params, state), loss_fn(params, slice(None))
 
-        rows = jax.random.randint(jax.random.key(0), (300, 16), 0, 256)
-        return jax.lax.scan(step, (params, tx.init(params)), rows)
+        (trained, _), losses = jax.lax.scan(step, (params, tx.init(params)), rows)
+        return trained["w"], losses
 
     inner = INNERS[name]
-    (exact, _), losses = train(inner)
-    (found, _), others = train(optperm.quantize_state(inner, min_size=2))
-    assert jnp.linalg.norm(found["w"] - exact["w"]) < 0.2 * jnp.linalg.norm(exact["w"])
-    assert jnp.all(jnp.abs(jnp.log(others / losses)) < 0.25)
+    methods = inner, optperm.quantize_state(inner, min_size=2)
+    trained = jax.jit(lambda rows: [train(tx, rows) for tx in methods])(rows)
+    (exact, losses), (found, others) = jax.tree.map(np.asarray, trained)
+    assert np.linalg.norm(found - exact) < 0.2 * np.linalg.norm(exact)
+    assert np.all(np.abs(np.log(others / losses)) < 0.25)
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -318,7 +319,7 @@ def test_a_run_in_8_bits_stays_near_the_run_in_float32(name):
 def test_schedule_free_adamw_is_quantized():
     params = params_of()
     tx = optperm.quantize_state(optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2), min_size=2)
-    state = tx.init(params)
+    state = jax.eval_shape(tx.init, params)
     assert state.exponents
     assert all(type(blocks).__name__ == "Root" for blocks in state.exponents)
     jax.eval_shape(tx.update, params, state, params)
@@ -328,13 +329,21 @@ def test_the_divisor_of_centered_squares_keeps_its_precision():
     """The variance is 1% of nu: an error of up to 27% of nu would be many times the variance."""
     inner = optax.scale_by_stddev(0.9)
     tx = optperm.quantize_state(inner, min_size=2)
-    state, exact = tx.init(params_of()), inner.init(params_of())
-    update, plain = jax.jit(tx.update), jax.jit(inner.update)
-    for step in range(60):
-        grads = jax.tree.map(lambda w, step=step: 1 + 0.1 * w, params_of(step))
-        _, state = update(grads, state)
-        _, exact = plain(grads, exact)
-    decoded = dequantize(state)
+    grads = [jax.tree.map(lambda w: 1 + np.float32(0.1) * w, params_of(i)) for i in range(60)]
+
+    @jax.jit
+    def run(grads):
+        def step(states, g):
+            return [
+                each.update(g, state)[1] for each, state in zip((tx, inner), states, strict=True)
+            ], None
+
+        start = tx.init(params_of()), inner.init(params_of())
+        state, exact = jax.lax.scan(step, [*start], grads)[0]
+        return dequantize(state), exact
+
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *grads)
+    decoded, exact = jax.tree.map(np.asarray, run(stacked))
     variance = decoded.nu["w"] - decoded.mu["w"] ** 2
     ratio = variance / (exact.nu["w"] - exact.mu["w"] ** 2)
     assert ratio.min() > 0
@@ -372,11 +381,17 @@ def test_a_registered_state_is_quantized_as_a_known_one(monkeypatch):
     with pytest.raises(ValueError, match=r"Momentum.*memory\.register_moments"):
         tx.init(params)
     optperm.memory.register_moments(Momentum, m="mean", v="square")
-    state = tx.init(params)
+
+    @jax.jit
+    def step(grads):
+        state = tx.init(grads)
+        updates, after = tx.update(grads, state, grads)
+        return state, updates, momentum().update(grads, dequantize(state))[0], dequantize(after).m
+
+    state, updates, wanted, m = step(params)
     assert [type(blocks).__name__ for blocks in state.exponents] == ["Random"] * 2 + ["Root"] * 2
-    updates, after = tx.update(params, state, params)
-    support.assert_close(updates, momentum().update(params, dequantize(state))[0], rtol=1e-6)
-    support.assert_close(dequantize(after).m, jax.tree.map(lambda g: 0.1 * g, params), rtol=0.13)
+    support.assert_close(updates, wanted, rtol=1e-6)
+    support.assert_close(m, jax.tree.map(lambda g: np.float32(0.1) * g, params), rtol=0.13)
 
 
 def test_registrations_that_contradict_are_refused(monkeypatch):
@@ -407,32 +422,36 @@ def test_a_checkpoint_is_quantized_and_back(bits):
     params, *grads = (params_of(seed, {"w": (64, 65)}) for seed in range(4))
     _, state = loops.train(plain, params, grads, apply=loops.by_addition)[-1]
     like = jax.eval_shape(tx.init, params)
-    found = quantize(state, like)
-    back = dequantize(found)
+    encode, decode = jax.jit(lambda state: quantize(state, like)), jax.jit(dequantize)
+    found = encode(state)
+    back = decode(found)
     assert jax.tree.structure((found, back)) == jax.tree.structure((like, state))
     # Numbers of the grid do not change.
-    support.assert_same_bits(dequantize(quantize(back, found)), back)
+    support.assert_same_bits(decode(encode(back)), back)
     support.assert_close(back[1][0].nu["w"], state[1][0].nu["w"], rtol=0.27, atol=1e-9)
     jax.eval_shape(tx.update, params, found, params)
     with pytest.raises(ValueError, match=r"opt_state.*like, decoded"):
-        quantize(plain.init({"w": jnp.zeros((3, 3))}), found)
+        quantize(
+            jax.eval_shape(plain.init, {"w": jax.ShapeDtypeStruct((3, 3), jnp.float32)}), found
+        )
     with pytest.raises(ValueError, match="like has no QuantizedState"):
         quantize(state, state)
 
 
 def test_quantize_takes_states_of_several_seeds():
     """All counts begin at 0, and the state trains on under vmap."""
-    plain, params = optax.adamw(1e-2), {"w": jnp.ones((3, 64, 64))}
+    plain, params = optax.adamw(1e-2), {"w": np.ones((3, 64, 64), np.float32)}
     tx = optperm.quantize_state(plain)
     like = jax.eval_shape(jax.vmap(tx.init), params)
-    state = optperm.memory.quantize(jax.vmap(plain.init)(params), like)
+    state = jax.eval_shape(lambda p: quantize(jax.vmap(plain.init)(p), like), params)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, like)
     jax.eval_shape(jax.vmap(lambda p, s: tx.update(p, s, p)), params, state)
 
 
 def test_map_params_maps_codes_and_leaves_exponents():
     tx, specs = optperm.quantize_state(optax.adam(1e-2)), {"w": P("x", None), "b": P()}
-    state = tx.init({"w": jnp.ones((64, 64)), "b": jnp.ones(8)})
+    params = {"w": np.ones((64, 64), np.float32), "b": np.ones(8, np.float32)}
+    state = jax.jit(tx.init)(params)
     marked = optax.tree.map_params(
         tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: None
     )
@@ -461,18 +480,18 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))
     tx = optperm.quantize_state(optax.adam(1e-2), min_size=2, bits=bits)
 
-    def run(place):
+    def run(place, init):
         params, *grads = (place(params_of(seed, {"w": (6, n)})) for seed in range(3))
-        state = tx.init(params)
+        state = init(params)
         update = jax.jit(tx.update).lower(grads[0], state, params).compile()
         for g in grads:
             _, state = update(g, state, params)
         return state, update.as_text()
 
-    whole, _ = run(lambda tree: tree)
+    whole, _ = run(jax.device_put, jax.jit(tx.init))
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P(None, "x"))
-        found, text = run(lambda tree: jax.device_put(tree, sharding))
+        found, text = run(lambda tree: jax.device_put(tree, sharding), tx.init)
     support.assert_same_bits(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, whole))
     codes = found.inner_state[0].nu["w"]
     assert codes.sharding.is_equivalent_to(sharding, 2)
@@ -480,22 +499,21 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
     assert max(moved, default=0) <= (0 if piece == 32 else 6 * n // 8)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("axis", "kind"), support.in_turns([0, 1], ["Auto", "Explicit"]))
 def test_merged_axes_of_a_sharded_leaf_have_the_codes_of_the_whole_one(axis, kind):
     """The blocks of a kernel (out, in, 3, 3) run over (in, 3, 3); a device has 45 of these numbers."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType[kind],), devices=jax.devices()[:4])
     tx = optperm.quantize_state(optax.adam(1e-2), min_size=2)
 
     def run(place):
-        params, *grads = (place(params_of(seed, {"w": (16, 40, 3, 3)})) for seed in range(3))
-        state, update = tx.init(params), jax.jit(tx.update)
+        params, *grads = (place(params_of(seed, {"w": (16, 20, 3, 3)})) for seed in range(3))
+        state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
         for g in grads:
             updates, state = update(g, state, params)
         return updates, state
 
-    whole = run(lambda tree: tree)
-    assert [blocks.exponents.shape for blocks in whole[1].exponents] == [(16, 12)] * 2
+    whole = run(jax.device_put)
+    assert [blocks.exponents.shape for blocks in whole[1].exponents] == [(16, 6)] * 2
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P(*[None] * axis, "x"))
         found = run(lambda tree: jax.device_put(tree, sharding))

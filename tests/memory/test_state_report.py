@@ -119,12 +119,6 @@ def test_ranks_are_those_of_the_method():
     assert treatments(LOW, PARAMS) == wanted
 
 
-def test_a_rank_is_no_optimizer():
-    for given in (0.25, 4, optax.adam, optax.MultiSteps(optax.adam(0.1), 2)):
-        with pytest.raises(TypeError, match=r"tx must be an optax\.GradientTransformation"):
-            optperm.memory.state_report(given, PARAMS)
-
-
 def test_wrappers_whose_parts_take_turns_are_reported():
     """Of a state that is known by its shapes alone no flag can be read, and none has to be."""
     sgd, params = optax.sgd(0.1, momentum=0.9), {"w": jnp.ones((8, 6))}

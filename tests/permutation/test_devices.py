@@ -69,7 +69,6 @@ TARGETS = {
         [
             ("Explicit", "both outputs", ("sgperm", "ffi")),
             ("Explicit", "columns", ("laperm", "ffi")),
-            ("Auto", "columns", ("sgperm", "callback")),
             ("Explicit", "columns of layers", ("sgperm", "callback")),
             ("Auto", "columns of layers", ("laperm", "ffi")),
         ],
@@ -87,14 +86,19 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType[axis_type],) * 2)
     w, g = (support.normal(shape, seed) for seed in range(2))
     tx = METHODS[method](axes)
+    export, rebuild = functools.partial(export_permutation, axes=axes), apply_permutation
+    if (
+        axis_type == "Explicit"
+    ):  # XLA shards the results of a compiled call as it likes on the other
+        export, rebuild = jax.jit(export), jax.jit(rebuild)
     _, expected = jax.jit(tx.update)(g, jax.jit(tx.init)(w), w)
     with jax.set_mesh(mesh):
         w, g = jax.device_put((w, g), NamedSharding(mesh, spec))
         initial, constant = jax.jit(tx.init)(w), jax.jit(lambda: tx.init(w))()
         update = jax.jit(tx.update).lower(g, initial, w).compile()
         _, opt_state = update(g, initial, w)
-        exported = export_permutation(w, opt_state, axes=axes)
-        rebuilt = apply_permutation(w, exported)
+        exported = export(w, opt_state)
+        rebuilt = rebuild(w, exported)
     support.assert_same_bits(permuted_params(constant), w)
     program = update.as_text()
     assert not re.search("all-gather|all-to-all|collective-permute", program)
@@ -177,8 +181,8 @@ def test_replicas_of_stacks_whose_layers_are_sharded_train_as_alone(method, spec
     def step(w, g):
         return permuted_params(tx.update(g, tx.init(w), w)[1])
 
-    alone = jax.jit(step)
-    expected = jnp.stack([alone(w, g) for w, g in zip(starts, pulls, strict=True)])
+    alone, (starts, pulls) = jax.jit(step), map(np.asarray, (starts, pulls))
+    expected = np.stack([alone(w, g) for w, g in zip(starts, pulls, strict=True)])
     with jax.set_mesh(mesh):
         starts, pulls = jax.device_put((starts, pulls), NamedSharding(mesh, spec))
         got = jax.jit(jax.vmap(step))(starts, pulls)

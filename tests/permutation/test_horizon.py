@@ -27,21 +27,25 @@ def test_falling_is_its_equation_for_any_count_and_traced_numbers():
         values = [falling(0.4, num_steps)(count) for count in counts.tolist()]
         np.testing.assert_allclose(values, 0.4 * fall(counts + 1.0), rtol=1e-6)
         traced = jax.jit(lambda start, count, n=num_steps: falling(start, n)(count))
-        in_jit = [traced(0.4, jnp.int32(count)) for count in counts]
+        in_jit = [traced(0.4, np.int32(count)) for count in counts]
         np.testing.assert_allclose(in_jit, values, rtol=1e-6)
 
 
 def test_sgperm_falls_from_a_tenth_and_counts_the_steps_past_its_length():
     """Past the end the last value holds; the length may be unknown, or a traced hyperparameter."""
-    params, grads = support.normal((50, 3), 0), list(support.normal((5, 50, 3), 1))
+    params, grads = support.normal((50, 3), 0), [*np.asarray(support.normal((5, 50, 3), 1))]
     build, ends = functools.partial(optperm.sgperm, momentum=0.0), []
     for (num_steps, fall), past in zip(FALLS, ([0, 0, 0, 1, 2], [0] * 5), strict=True):
-        values = jnp.asarray(0.1 * fall(np.arange(1.0, 6.0)), jnp.float32)
-        wanted = loops.train(build(lambda t, values=values: values[t]), params, grads, how="scan")
+        values, options = (
+            np.float32(0.1 * fall(np.arange(1.0, 6.0))),
+            {"how": "scan", "init": "jit"},
+        )
+        given = build(lambda t, values=values: jnp.asarray(values)[t])
+        wanted = loops.train(given, params, grads, **options)
         ends.append(wanted[-1][0])
         traced = optax.inject_hyperparams(build)(num_steps=num_steps)
         for tx in (build(num_steps=num_steps), traced):
-            trail = loops.train(tx, params, grads, how="scan")
+            trail = loops.train(tx, params, grads, **options)
             support.assert_same_bits([w for w, _ in trail], [w for w, _ in wanted])
             states = [getattr(state, "inner_state", state) for _, state in trail]
             assert [int(state[0].steps_past_end) for state in states] == past

@@ -14,7 +14,6 @@ import loops
 import numpy as np
 import optax
 import pytest
-import replicas
 import support
 from flax import nnx
 from stable_choice import highest
@@ -49,11 +48,11 @@ def held_by(opt_state):
 
 
 def pruned_like(params, held):
-    return jax.tree.map(lambda p, h: jnp.where(h, jnp.zeros_like(p), p), params, held)
+    return jax.tree.map(lambda p, h: np.where(h, np.zeros_like(p), p), params, held)
 
 
 def test_vmap_over_fractions_and_keys_gives_one_by_one():
-    params = {"w": support.normal((7, 11)), "none": jnp.zeros((0, 3))}
+    params = {"w": support.normal((10, 5)), "none": np.zeros((0, 3), np.float32)}
     opt_state = MASKS.init(params)
 
     @jax.jit
@@ -61,16 +60,15 @@ def test_vmap_over_fractions_and_keys_gives_one_by_one():
         options = {"criterion": "random", "scope": "erk", "key": key}
         return prune(params, opt_state, fraction, **options, **EVERYWHERE)
 
-    pairs = jnp.linspace(0.0, 1.0, 6), jax.random.split(jax.random.key(0), 6)
-    swept = jax.jit(jax.vmap(one))(*pairs)
-    for index, pair in enumerate(zip(*pairs, strict=True)):
-        support.assert_same_bits(replicas.take(swept, index), one(*pair))
+    pairs = np.linspace(0.0, 1.0, 6, dtype=np.float32), jax.random.split(jax.random.key(0), 6)
+    in_turn = jax.jit(lambda *pairs: jax.lax.map(lambda pair: one(*pair), pairs))
+    support.assert_same_bits(jax.jit(jax.vmap(one))(*pairs), in_turn(*pairs))
 
 
 _SCORES = st.sampled_from(
     [0.0, -0.0, 1e-45, -1e-45, 0.5, -0.5, 1.0, -2.0, 3e38, math.inf, -math.inf, math.nan]
 )
-_SHAPES = {"a": (10, 5), "b": (4,), "none": (2, 0), "number": ()}
+_SHAPES = {"a": (10, 5), "none": (2, 0), "number": ()}
 
 
 @pytest.mark.parametrize("scope", ["leaf", "global"])
@@ -79,7 +77,7 @@ def test_any_scores_have_the_exact_number_of_masks(scope):
     run = jax.jit(lambda w, fraction: prune(w, MASKS.init(w), fraction, scope=scope, **EVERYWHERE))
 
     @hypothesis.settings(max_examples=25)
-    @hypothesis.given(drawn=st.lists(_SCORES, min_size=55, max_size=55), part=st.integers(0, 64))
+    @hypothesis.given(drawn=st.lists(_SCORES, min_size=51, max_size=51), part=st.integers(0, 64))
     def check(drawn, part):
         params, rest = {}, np.float32(drawn)
         for name, shape in _SHAPES.items():
@@ -110,7 +108,8 @@ def test_traced_fractions_stay_within_the_leaf():
 
 def test_random_choice_is_nested_and_depends_on_the_key_alone():
     """Let neither scores, nor params, nor other leaves have a say."""
-    params, key = {"x": jnp.ones(50), "y": jnp.ones((10, 5))}, jax.random.key(3)
+    params = dict.fromkeys(("x", "y"), np.ones((10, 5), np.float32))
+    key = jax.random.key(3)
     opt_state = MASKS.init(params)
 
     def choose(fraction, key=key, **options):
@@ -122,18 +121,23 @@ def test_random_choice_is_nested_and_depends_on_the_key_alone():
     held = [choose(fraction) for fraction in (0.0, 0.4, 0.9)]
     for fewer, more in itertools.pairwise(held):
         assert all(np.all(more[name][fewer[name]]) for name in params)
-    support.assert_same_bits(choose(0.4, key=3, scores=jax.tree.map(jnp.negative, params)), held[1])
+    support.assert_same_bits(choose(0.4, key=3, scores=jax.tree.map(np.negative, params)), held[1])
     assert not np.array_equal(choose(0.4, jax.random.key(4))["x"], held[1]["x"])
-    assert not np.array_equal(held[1]["x"], held[1]["y"].ravel())
+    assert not np.array_equal(held[1]["x"], held[1]["y"])
     alone = choose(0.4, include={"x": False, "y": True})
-    support.assert_same_bits(alone, held[1] | {"x": np.zeros(50, bool)})
+    support.assert_same_bits(alone, held[1] | {"x": np.zeros((10, 5), bool)})
 
 
 def test_random_choice_is_uniform():
     """Mask each of ten entries three times in ten over 2000 keys, within five deviations."""
-    choose = functools.partial(freeze, MASKS.init(jnp.ones(10)), 0.3, criterion="random")
-    keys = jax.random.split(jax.random.key(0), 2000)
-    drawn = jax.vmap(lambda key: choose(key=key, **EVERYWHERE).mask)(keys)
+    choose = functools.partial(freeze, criterion="random", **EVERYWHERE)
+
+    @jax.jit
+    @jax.vmap
+    def draw(key):
+        return choose(MASKS.init(jnp.ones(10)), 0.3, key=key).mask
+
+    drawn = np.asarray(draw(jax.random.split(jax.random.key(0), 2000)))
     assert (np.sum(~drawn, axis=1) == 3).all()
     np.testing.assert_allclose(np.mean(~drawn, axis=0), 0.3, atol=5 * math.sqrt(0.21 / 2000))
 
@@ -205,10 +209,13 @@ def test_masks_accumulate_and_are_reset():
 
 def test_scores_decide_with_their_signs():
     """Drop the lowest scores, and not those nearest to 0."""
-    params, scores = jnp.array([[9.0, 0.1, -8.0]]), jnp.array([[0.0, 1.0, -2.0]])
-    for options, expected in (({"scores": scores}, [9.0, 0.1, 0.0]), ({}, [9.0, 0.0, -8.0])):
-        pruned, _ = prune(params, MASKS.init(params), 1 / 3, **options)
-        support.assert_same_bits(pruned, jnp.float32([expected]))
+    params, scores = np.float32([9, 0.1, -8, 3, 4]), np.float32([0, 1, -2, 3, 4])
+    for options, expected in (
+        ({"scores": scores[:, None]}, [9, 0.1, 0, 3, 4]),
+        ({}, [9, 0, -8, 3, 4]),
+    ):
+        pruned, _ = prune(params[:, None], MASKS.init(params[:, None]), 0.2, **options)
+        support.assert_same_bits(pruned, np.float32(expected)[:, None])
 
 
 def test_each_leaf_may_have_a_share_of_its_own():
@@ -219,8 +226,9 @@ def test_each_leaf_may_have_a_share_of_its_own():
         (erk_sparsity(params, 0.5), [54, 0, 0]),
         (0.5, [54, 0, 0]),
     ):
-        pruned, _ = prune(params, MASKS.init(params), fraction)
-        assert [int(np.sum(leaf == 0)) for leaf in jax.tree.leaves(pruned)] == zeros
+        choose = functools.partial(prune, sparsity=fraction)
+        pruned = jax.jit(lambda p, choose=choose: choose(p, MASKS.init(p))[0])(params)
+        assert [np.sum(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(pruned)] == zeros
 
 
 # Numbers that careless arithmetic changes
@@ -229,21 +237,22 @@ STRANGE = np.float32([-0.0, 0.0, 1e-45, -1e-40, math.inf, -math.inf, math.nan, 1
 
 def test_frozen_weights_keep_their_bits():
     """Hold also -0.0, subnormal numbers and NaN, under updates that are NaN or infinite."""
-    params, tx = jnp.array(STRANGE), optax.chain(optax.scale(1.0), optperm.mask_elements())
-    start = freeze(tx.init(params), 0.5, scores=jnp.arange(20.0), **EVERYWHERE)
-    for update in (math.nan, math.inf, 1.0, -0.0):
-        given = jnp.full(20, update)
+    params, tx = STRANGE, optax.chain(optax.scale(1.0), optperm.mask_elements())
+    start = freeze(tx.init(params), 0.5, scores=np.arange(20, dtype=np.float32), **EVERYWHERE)
+    step, plain_step = jax.jit(tx.update), jax.jit(optax.apply_updates)
+    for update in map(np.float32, (math.nan, math.inf, 1.0, -0.0)):
+        given = np.full(20, update)
         (_, once), (after, _) = loops.train(tx, params, [given] * 2, opt_state=start)
-        updates, _ = jax.jit(tx.update)(given, once, params)
+        after, updates = np.asarray(after), np.asarray(step(given, once, params)[0])
         support.assert_same_bits(after[:10], params[:10])
-        support.assert_same_bits(updates[:10], jnp.full(10, -0.0))
-        support.assert_same_bits(updates[10:], jnp.full(10, update))
+        support.assert_same_bits(updates[:10], np.full(10, np.float32(-0.0)))
+        support.assert_same_bits(updates[10:], given[10:])
         # Plain addition may flush a subnormal weight to zero, and the bits of NaN are its own.
         normal = np.array([0, 1, 4, 5, 7, 8, 9])
-        free = params[10:][normal]
-        expected = free + jnp.float32(update) + jnp.float32(update)
+        with np.errstate(invalid="ignore"):
+            expected = params[10:][normal] + update + update
         support.assert_same_bits(after[10:][normal], expected)
-        plain = jax.jit(optax.apply_updates)(params, updates)
+        plain = np.asarray(plain_step(params, updates))
         support.assert_same_bits(plain[normal], params[normal])
 
 
@@ -251,9 +260,9 @@ def test_frozen_weights_keep_their_bits():
 def test_negative_zero_stays_in_a_step_that_is_not_finite():
     """`optax.apply_if_finite` turns the whole update into 0.0, which would make 0.0 of -0.0."""
     tx = optax.apply_if_finite(optax.chain(optax.sgd(0.1), optperm.mask_elements()), 3)
-    params = jnp.array([-0.0, 1.0])
+    params = np.float32([-0.0, 1.0])
     opt_state = freeze(tx.init(params), 0.5, scores=params, **EVERYWHERE)
-    after, _ = loops.make_step(tx)(params, opt_state, jnp.array([0.0, jnp.nan]))
+    after, _ = loops.compiled(tx)(params, opt_state, np.float32([0.0, np.nan]))
     support.assert_same_bits(after, params)
 
 
@@ -261,27 +270,26 @@ def test_every_dtype_keeps_its_own():
     """Rank float16, bfloat16, float32 and float64 of one tree together, in float64."""
     with jax.enable_x64(True):
         params = {n: support.normal((9,), i, n) for i, n in enumerate(support.DTYPES)}
-        params["float64"] = 1 + jnp.arange(9.0) * 2.0**-50  # one number in float32
-        tx = optperm.mask_elements()
-        after, opt_state = prune(params, tx.init(params), 0.7, scope="global", **EVERYWHERE)
+        params["float64"] = 1 + np.arange(9) * 2.0**-50  # one number in float32
+
+        @jax.jit
+        def choose_and_move(params):
+            options = {"scope": "global"} | EVERYWHERE
+            after, opt_state = prune(params, MASKS.init(params), 0.7, **options)
+            updates, new_state = MASKS.update(params, opt_state)
+            moved = optperm.apply_updates(after, updates, new_state)
+            return after, opt_state, updates, moved
+
+        after, opt_state, updates, moved = choose_and_move(params)
+        params = jax.tree.map(np.asarray, params)
         held = lowest({n: np.asarray(p, np.float64) for n, p in params.items()}, 0.7, "global")
         assert 0 < held["float64"].sum() < 9
         support.assert_same_bits(held_by(opt_state), held)
         support.assert_same_bits(after, pruned_like(params, held))
-        updates, new_state = tx.update(params, opt_state)
-        minus_zero = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
-        support.assert_same_bits(updates, jax.tree.map(jnp.where, held, minus_zero, params))
+        minus_zero = jax.tree.map(lambda p: np.full_like(p, -0.0), params)
+        support.assert_same_bits(updates, jax.tree.map(np.where, held, minus_zero, params))
         doubled = jax.tree.map(lambda p: p + p, params)
-        moved = optperm.apply_updates(after, updates, new_state)
         support.assert_same_bits(moved, pruned_like(doubled, held))
-
-
-def test_a_function_among_params_is_refused_by_name():
-    params = {"w": jnp.ones((2, 2)), "activation": jax.nn.relu}
-    opt_state = MASKS.init(params | {"activation": jnp.ones(())})
-    for call in (functools.partial(prune, opt_state=opt_state), keep_top, erk_sparsity):
-        with pytest.raises(TypeError, match=r"params\['activation'\] must be an array"):
-            call(params, sparsity=0.5)
 
 
 def test_nothing_to_choose_from_is_no_error():
@@ -359,33 +367,35 @@ class Layer(eqx.Module):
 def test_a_stack_of_states_is_pruned_and_frozen_within_vmap():
     """Outside, the replicas would share their zeros, and biases would count as matrices."""
     params = {"a": support.normal((2, 4, 3)), "b": support.normal((2, 6))}
-    state = jax.vmap(MASKS.init)(params)
+    state = jax.jit(jax.vmap(MASKS.init))(params)
     for call in (lambda: prune(params, state, 0.5), lambda: freeze(state, 0.5, scores=params)):
         with pytest.raises(ValueError, match=r"a stack of states: call it within jax.vmap"):
             call()
-    pruned, state = jax.vmap(lambda p, s: prune(p, s, 0.5))(params, state)
-    assert (pruned["a"] == 0).sum(axis=(1, 2)).tolist() == [6, 6]
-    assert prune(params, state, 0.0)[0]["a"].tolist() == pruned["a"].tolist()
+    pruned, state = jax.jit(jax.vmap(lambda p, s: prune(p, s, 0.5)))(params, state)
+    assert (np.asarray(pruned["a"]) == 0).sum(axis=(1, 2)).tolist() == [6, 6]
+    again, _ = jax.jit(lambda p, s: prune(p, s, 0.0))(params, state)
+    assert again["a"].tolist() == pruned["a"].tolist()
 
 
 @pytest.mark.parametrize("tx", [MASKS, optperm.rigl(SGD, 0.5, end=200)], ids=["masks", "rigl"])
 def test_zeros_of_a_state_count_in_params_that_are_dense(tx):
     """Make as many zeros as asked for, since the zeros of the state rank below all weights."""
-    params, other = support.normal((8, 6)), support.normal((8, 6), 1)
+    params, other = support.normal((10, 5)), support.normal((10, 5), 1)
     _, state = prune(params, tx.init(params), 0.5)
-    before = ~state.mask
-    pruned, state = prune(other, state, 0.75)
-    assert (pruned == 0).sum() == (~state.mask).sum() == 36
-    assert (pruned == 0)[before].all()
+    before = ~np.asarray(state.mask)
+    pruned, state = prune(other, state, 0.8)
+    zeros = np.asarray(pruned) == 0
+    assert zeros.sum() == (~np.asarray(state.mask)).sum() == 40
+    assert zeros[before].all()
 
 
 def test_a_model_that_can_be_called_is_a_tree_of_fractions():
-    model = Layer(support.normal((4, 3)), jnp.ones(3))
+    model = Layer(support.normal((10, 5)), support.bias(5))
     fractions = jax.tree.map(lambda leaf: 0.5 * (leaf.ndim > 1), model)
-    assert (prune(model, MASKS.init(model), fractions)[0].kernel == 0).sum() == 6
-    assert (keep_top(model, fractions).kernel == 0).sum() == 6
-    assert (~optperm.rigl(SGD, fractions, end=200).init(model).mask.kernel).sum() == 6
-    assert optperm.prune_gradually(SGD, fractions, 1.0).init(model).zeros.asked.tolist() == [6]
+    assert (prune(model, MASKS.init(model), fractions)[0].kernel == 0).sum() == 25
+    assert (keep_top(model, fractions).kernel == 0).sum() == 25
+    assert (~optperm.rigl(SGD, fractions, end=200).init(model).mask.kernel).sum() == 25
+    assert optperm.prune_gradually(SGD, fractions, 1.0).init(model).zeros.asked.tolist() == [25]
 
 
 def test_a_mask_function_that_selects_all_or_nothing_is_refused():
@@ -403,29 +413,30 @@ def test_a_mask_function_that_selects_all_or_nothing_is_refused():
 
 def test_zeros_are_put_back_into_other_params():
     """Prune a rewound network as the trained one, from every state with zeros; hold frozen weights."""
-    start, other = {"w": support.normal((6, 5))}, {"w": support.normal((6, 5), 1)}
+    start, other = {"w": support.normal((10, 5))}, {"w": support.normal((10, 5), 1)}
     ramped, grown = (
         optperm.prune_gradually(SGD, 0.5, 1.0, every=1),
         optperm.rigl(SGD, 0.5, end=200),
     )
     _, masked = prune(start, optax.chain(SGD, MASKS).init(start), 0.5)
     given = optperm.mask_elements(lambda p: jax.tree.map(lambda w: w != 0, p))
+    step = lambda tx: jax.jit(lambda p: tx.update(p, tx.init(p), p)[1])(start)  # noqa: E731
     for opt_state in (
         masked,
-        ramped.update(start, ramped.init(start), start)[1],
-        grown.update(start, grown.init(start), start)[1],
+        step(ramped),
+        step(grown),
         given.init(prune(start, masked, 0.0)[0]),
     ):
         rewound, after = jax.jit(prune, static_argnums=2)(other, opt_state, 0.0)
         support.assert_same_bits(after, opt_state)
         support.assert_same_bits(rewound, pruned_like(other, held_by(opt_state)))
-        assert int((rewound["w"] == 0).sum()) == 15
+        assert np.sum(np.asarray(rewound["w"]) == 0) == 25
         free, _ = prune(other, reset_masks(opt_state), 0.0)
         support.assert_same_bits(free, other)
     # What is frozen keeps its value, even if it is 0 or if the bias of a layer starts at 0.
     frozen = freeze(masked, 0.8, scores=start)
     rewound, after = prune(other, frozen, 0.0)
-    assert int(after[1].mask["w"].sum()) < 15
+    assert np.sum(np.asarray(after[1].mask["w"])) < 25
     support.assert_same_bits(rewound, pruned_like(other, held_by(masked)))
     dense = {"w": start["w"], "b": jnp.zeros(5)}
     state = optperm.mask_elements({"w": True, "b": False}).init(dense)
@@ -435,15 +446,16 @@ def test_zeros_are_put_back_into_other_params():
 
 def test_a_leaf_that_a_global_choice_removes_is_named():
     """Warn of it, unless all leaves go, or the choice is traced, or each leaf has its own fraction."""
-    params = {"small": 0.01 * support.normal((4, 5)), "b": support.normal((4, 5), 1)}
+    small = jax.device_put(np.float32(1e-4) * np.asarray(support.normal((10, 5))))
+    params = {"small": small, "b": support.normal((10, 5), 1)}
     opt_state = MASKS.init(params)
     with pytest.warns(UserWarning, match=r"scope='global', all weights of small are zero") as said:
         prune(params, opt_state, 0.5, scope="global")
     assert said[0].filename == __file__
     tx = optperm.prune_gradually(SGD, 0.5, 1.0, every=1, scope="global")
-    _, state = tx.update(params, tx.init(params), params)
+    state = jax.jit(lambda p: tx.update(p, tx.init(p), p)[1])(params)
     (text,) = find_warnings(state, params)
     assert "all weights of small are zero" in text
     prune(params, opt_state, 1.0, scope="global")
     prune(params, opt_state, {"small": 1.0, "b": 0.0})
-    jax.jit(lambda p: prune(p, opt_state, 0.5, scope="global"))(params)
+    jax.eval_shape(lambda p: prune(p, opt_state, 0.5, scope="global"), params)

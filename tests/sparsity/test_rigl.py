@@ -36,19 +36,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", support.every_night(CASES, [*{*CASES}.difference(("rigl_erk_adam",))])
+)
 def test_jaxpruners_sequences_are_kept(case, monkeypatch):
     """Start from its first mask, and take its gradients and, for SET, its random scores."""
     optimizer, drop_fraction, skip_step = CASES[case]
     z, grow = jaxpruner.load(case), "random" if case == "set_erk" else "gradient"
     if grow == "random":
-        scores = [jnp.asarray(z["growscore"][name]) for name in sorted(z["growscore"])]
+        scores = [jax.device_put(z["growscore"][name]) for name in sorted(z["growscore"])]
         drawn = lambda leaves, raw, t: [module.order_codes(s[t]) for s in scores]  # noqa: E731
         monkeypatch.setattr(module, "_draw_codes", drawn)
     options = {"drop_fraction": drop_fraction, "grow": grow, "skip_step": skip_step}
     tx = optperm.rigl(optimizer, 0.8, end=31, every=5, **options)
-    start = tx.init(z["params0"])
-    mask = start.mask | {name: jnp.asarray(m) for name, m in z["mask0"].items()}
+    start = jax.jit(tx.init)(z["params0"])
+    mask = start.mask | z["mask0"]
     jaxpruner.assert_followed(case, tx, opt_state=start._replace(mask=mask))
     moved = sum((m[0] != m[-1]).sum() for m in z["mask"].values())
     assert (moved > 4) == (case != "static_random")
@@ -61,7 +63,7 @@ def test_each_leaf_moves_as_numpy_says():
 
     def draw(name):  # with ties
         dtype = "bfloat16" if name in ("b", "number") else "float32"
-        return jnp.asarray(rng.normal(size=shapes[name]).round(1), dtype)
+        return jax.device_put(rng.normal(size=shapes[name]).round(1).astype(dtype))
 
     params, grads = ({name: draw(name) for name in shapes} for _ in range(2))
     fractions = {name: 0.6 if leaf.ndim else 0.0 for name, leaf in params.items()}
@@ -104,16 +106,18 @@ def test_one_drop_and_grow_by_hand():
     """Drop 1 of the live weights 3 and 1, and grow the steepest weight from 0, not from its 7."""
     options = {"end": 3, "every": 1, "drop_fraction": lambda t: 0.5}
     tx = optperm.rigl(optax.sgd(0.1, momentum=0.5), 0.5, **options)
-    w, grads = jnp.array([[3.0, 1.0, 7.0, 7.0]]), jnp.array([[1.0, 2.0, 2.0, -3.0]])
-    start = tx.init(w)._replace(count=jnp.int32(1), mask=jnp.array([[True, True, False, False]]))
+    w, grads = np.float32([[3.0, 1.0, 7.0, 7.0]]), np.float32([[1.0, 2.0, 2.0, -3.0]])
+    start = jax.jit(tx.init)(w)
+    start = start._replace(count=np.int32(1), mask=np.array([[True, True, False, False]]))
     # A momentum of 1 everywhere counts at live entries alone.
-    start = start._replace(inner_state=jax.tree.map(jnp.ones_like, start.inner_state))
+    start = start._replace(inner_state=jax.tree.map(np.ones_like, start.inner_state))
     ((after, state),) = loops.train(tx, w, [grads], opt_state=start)
     np.testing.assert_allclose(state.inner_state[0].trace, [[1.5, 0.5, 0.0, -3.0]], rtol=1e-6)
     np.testing.assert_allclose(after, [[2.85, 0.0, 0.0, 0.3]], rtol=1e-6)
     # Nonfinite gradients are no reason to grow: the mask stays.
-    start = start._replace(mask=jnp.array([[False, False, True, True]]))
-    ((_, state),) = loops.train(tx, w, [jnp.full((1, 4), jnp.nan)], opt_state=start)
+    start = start._replace(mask=np.array([[False, False, True, True]]))
+    bad = np.full((1, 4), np.nan, np.float32)
+    ((_, state),) = loops.train(tx, w, [bad], opt_state=start)
     assert state.mask.tolist() == [[False, False, True, True]]
 
 
@@ -121,18 +125,20 @@ def test_a_gradient_of_zero_moves_no_mask_of_its_leaf():
     """Move the weights of the other leaf, since only zeros would be ranked by their positions."""
     params = {"a": support.normal((8, 6)), "b": support.normal((8, 6), 1)}
     tx = optperm.rigl(optax.sgd(0.1), 0.5, end=20, every=1)
-    start = tx.init(params)._replace(count=jnp.int32(1))
-    _, state = jax.jit(tx.update)(params | {"a": jnp.zeros((8, 6))}, start, params)
-    assert (state.mask["a"] == start.mask["a"]).all()
-    assert (state.mask["b"] != start.mask["b"]).any()
+    start = jax.jit(tx.init)(params)._replace(count=np.int32(1))
+    grads = params | {"a": np.zeros((8, 6), np.float32)}
+    _, state = jax.jit(tx.update)(grads, start, params)
+    before, after = (jax.tree.map(np.asarray, each.mask) for each in (start, state))
+    assert (after["a"] == before["a"]).all()
+    assert (after["b"] != before["b"]).any()
 
 
 def test_entry_that_grows_begins_where_init_of_the_optimizer_does():
     """Begin the sum of squares of AdaGrad at 0.1, and keep it elsewhere."""
     params, grads = support.normal((8, 6)), support.normal((8, 6), 1)
     tx = optperm.rigl(optax.adagrad(0.1), 0.7, end=20, every=2)
-    state = tx.init(params)._replace(count=jnp.int32(2))
-    old = jax.tree.map(jnp.ones_like, state.inner_state)
+    state = jax.jit(tx.init)(params)._replace(count=np.int32(2))
+    old = jax.tree.map(np.ones_like, state.inner_state)
     _, after = jax.jit(tx.update)(grads, state._replace(inner_state=old), params)
     before, now = np.asarray(state.mask), np.asarray(after.mask)
     assert (now & ~before).any()
@@ -144,21 +150,22 @@ def test_a_dense_leaf_whose_path_ends_like_a_sparse_leafs_keeps_its_state():
     """Tell a/w, which has a mask, from b/a/w, which shares its shape and the end of its path."""
     sgd = optax.sgd(0.1, momentum=0.9)
     labels = {"a": {"w": "x"}, "b": {"a": {"w": "y"}}, "c": "x"}
-    w = jnp.ones((4, 3))
-    params = {"a": {"w": w}, "b": {"a": {"w": w}}, "c": jnp.ones((2, 2))}
+    w = np.ones((4, 3), np.float32)
+    params = {"a": {"w": w}, "b": {"a": {"w": w}}, "c": np.ones((2, 2), np.float32)}
     include = {"a": True, "b": False, "c": False}
     optimizer = optax.partition({"x": sgd, "y": sgd}, labels)
     tx = optperm.rigl(optimizer, 0.5, end=9, every=8, include=include)
-    state, zeros = tx.init(params), jax.tree.map(jnp.zeros_like, params)
-    ones = jax.tree.map(jnp.ones_like, state.inner_state)
-    _, after = tx.update(zeros, state._replace(inner_state=ones), params)
-    sums = sorted(round(float(x.sum()), 3) for x in jax.tree.leaves(after.inner_state) if x.ndim)
+    state, zeros = jax.jit(tx.init)(params), jax.tree.map(np.zeros_like, params)
+    ones = jax.tree.map(np.ones_like, state.inner_state)
+    _, after = jax.jit(tx.update)(zeros, state._replace(inner_state=ones), params)
+    leaves = [np.asarray(x) for x in jax.tree.leaves(after.inner_state) if x.ndim]
+    sums = sorted(round(float(x.sum()), 3) for x in leaves)
     assert sums == [3.6, 5.4, 10.8]  # 0.9 of 4 entries, of the 6 live ones of 12, and of 12
 
 
 def test_a_state_that_cannot_be_restarted_is_refused():
     """Refuse arrays of another form than params, unless they belong to dense leaves alone."""
-    params = {"a": jnp.ones((4, 6)), "b": jnp.ones((2, 4))}
+    params = {"a": np.ones((4, 6), np.float32), "b": np.ones((2, 4), np.float32)}
     low = optperm.low_rank(optax.scale_by_adam(), 2)
     for optimizer, named in (
         (optax.flatten(optax.sgd(0.1, momentum=0.9)), r"\(\d+,\) in a TraceState"),
@@ -171,34 +178,38 @@ def test_a_state_that_cannot_be_restarted_is_refused():
     ):
         for given in (params, params["a"]):
             with pytest.raises(ValueError, match=f"an array of shape .*{named}, .*leave out"):
-                optperm.rigl(optimizer, 0.5, end=200).init(given)
+                jax.eval_shape(optperm.rigl(optimizer, 0.5, end=200).init, given)
     parts = optax.partition({"low": low, "full": optax.adam(0.1)}, {"a": "low", "b": "full"})
     tx = optperm.rigl(parts, 0.5, end=200, include={"a": False, "b": True})
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert bool(jnp.all(updates["a"] != 0))
+    updates, _ = jax.jit(lambda p: tx.update(p, tx.init(p), p))(params)
+    assert np.all(np.asarray(updates["a"]) != 0)
 
 
-@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("is_single", support.every_night((False, True), (False,)))
 def test_constants_beside_moments_like_params_are_kept(is_single):
     """Restart the moments of Muon at dead entries, but not its three coefficients."""
     params = {"a": support.normal((4, 3)), "b": support.normal((3, 5), 1)}
     params = params["a"] if is_single else params
     tx = optperm.rigl(optax.contrib.muon(0.1), 0.5, end=9, every=8)
-    state = tx.init(params)
-    update = jax.jit(tx.update)
+    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
     for _ in range(2):
         _, state = update(params, state, params)
     (moments,) = (s for s in find_states(state.inner_state, optax.contrib.MuonState))
     np.testing.assert_array_equal(moments.ns_coeffs, np.float32([3.4445, -4.775, 2.0315]))
     for mu, mask in zip(jax.tree.leaves(moments.mu), jax.tree.leaves(state.mask), strict=True):
-        np.testing.assert_array_equal(mu != 0, mask)
+        np.testing.assert_array_equal(np.asarray(mu) != 0, mask)
 
 
 def test_pruned_params_are_zero_where_the_mask_is_off():
     """Set dead weights to zero before the first step too."""
     tx, start = optperm.rigl(optax.sgd(0.1), 0.5, end=9, every=3), support.normal((6, 5))
-    state = tx.init(start)
-    params, pruned = prune(start, state, 0.5, criterion="random", key=0)
+
+    @jax.jit
+    def prune_first(params):
+        state = tx.init(params)
+        return state, prune(params, state, 0.5, criterion="random", key=0)
+
+    state, (params, pruned) = prune_first(start)
     assert int(pruned.mask.sum()) < int(state.mask.sum()) == 15
     np.testing.assert_array_equal(params, np.where(pruned.mask, start, 0.0))
 
@@ -215,7 +226,7 @@ def test_first_mask_and_random_growth_are_uniform():
         state = tx.init(w)
         return state.mask, tx.update(w, state._replace(count=jnp.int32(1)), w)[1].mask
 
-    for found in masks(jax.random.split(jax.random.key(0), 1000)):
+    for found in map(np.asarray, masks(jax.random.split(jax.random.key(0), 1000))):
         assert (found.sum(axis=(1, 2)) == 3).all()
         np.testing.assert_allclose(
             np.mean(found, axis=0), 0.25, atol=5 * np.sqrt(0.25 * 0.75 / 1000)

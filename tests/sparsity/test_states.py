@@ -1,12 +1,15 @@
 """What the states of sparse methods say: goals that are missed, and arguments that made the states."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
 from flax import nnx
 
@@ -24,14 +27,13 @@ rigl = functools.partial(optperm.rigl, SGD)
 def train(tx, steps, opt_state=None, params=PARAMS):
     """Return params and the state after compiled steps with the first params as gradients."""
     opt_state = tx.init(params) if opt_state is None else opt_state
-    step = jax.jit(tx.update)
     for _ in range(steps):
-        updates, opt_state = step(PARAMS, opt_state, params)
-        params = optperm.apply_updates(params, updates, opt_state)
+        params, opt_state = loops.compiled(tx)(params, opt_state, PARAMS)
     return params, opt_state
 
 
 RAMP = optax.linear_schedule(0.0, 1.0, 4)
+further = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +42,11 @@ RAMP = optax.linear_schedule(0.0, 1.0, 4)
         (gradual(0.5, RAMP, every=3), 0, ""),
         (gradual(0.5, RAMP, every=3), 4, "fewer zeros than sparsity asks for"),
         (gradual(0.5, RAMP, every=3), 7, ""),
-        (gradual(0.5, RAMP, every=100), 7, "fewer zeros than sparsity asks for"),
-        (gradual(0.5, lambda t: 0.8 * RAMP(t), every=1), 7, "fewer zeros"),
+        further(gradual(0.5, RAMP, every=100), 7, "fewer zeros than sparsity asks for"),
         (gradual(0.5, lambda t: 0.8 * RAMP(t), every=1, scope="global"), 7, "fewer zeros"),
+        further(gradual(0.5, lambda t: 0.8 * RAMP(t), every=1), 7, "fewer zeros"),
         (gradual(0.5, RAMP, every=2, structure=Units()), 5, ""),
-        (gradual(0.5, RAMP, every=2, structure=Blocks(4, 3)), 4, "fewer zeros"),
+        further(gradual(0.5, RAMP, every=2, structure=Blocks(4, 3)), 4, "fewer zeros"),
         (gradual(0.0, RAMP, every=100), 2, ""),
         (rigl(0.5, end=99, every=5), 0, ""),
         (rigl(0.5, end=99, every=5), 5, "mask of rigl has not moved"),
@@ -57,7 +59,7 @@ RAMP = optax.linear_schedule(0.0, 1.0, 4)
 def test_a_goal_that_is_missed_is_said(tx, steps, says):
     """Give the same warnings in a chain and stacked over replicas, none before the first step."""
     params, opt_state = train(tx, steps)
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), opt_state)
+    stacked = jax.device_put(replicas.stack([opt_state, opt_state]))
     for state in (opt_state, (optax.EmptyState(), opt_state), stacked):
         said = find_warnings(state, params)
         assert len(said) == bool(says)
@@ -69,10 +71,11 @@ def test_a_goal_that_is_missed_is_said(tx, steps, says):
 
 def test_a_gradient_that_is_not_finite_leaves_the_goal_missed():
     tx = gradual(0.5, 1.0, every=1, criterion="saliency")
-    bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
-    _, state = tx.update(bad, tx.init(PARAMS), PARAMS)
+    bad = jax.tree.map(lambda p: np.full_like(p, np.nan), PARAMS)
+    step = jax.jit(tx.update)
+    _, state = step(bad, tx.init(PARAMS), PARAMS)
     assert not state.reached_goal()
-    _, state = tx.update(PARAMS, state, PARAMS)
+    _, state = step(PARAMS, state, PARAMS)
     assert state.reached_goal()
 
 
@@ -80,31 +83,36 @@ def test_a_gradient_that_is_not_finite_leaves_the_goal_missed():
 def test_scores_that_are_all_zero_leave_the_goal_missed(criterion):
     """Wait for the next scores, since the gradients of a batch of padding rank nothing."""
     tx = gradual(0.5, 1.0, every=1, criterion=criterion)
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    _, state = tx.update(zeros, tx.init(PARAMS), PARAMS)
+    zeros, step = jax.tree.map(np.zeros_like, PARAMS), jax.jit(tx.update)
+    _, state = step(zeros, tx.init(PARAMS), PARAMS)
     assert all(mask.all() for mask in jax.tree.leaves(state.mask))
     assert "not all 0" in state.warnings(PARAMS)[0]
-    _, state = tx.update(PARAMS, state, PARAMS)
+    _, state = step(PARAMS, state, PARAMS)
     assert state.reached_goal()
 
 
 def test_a_state_in_variables_of_nnx_says_what_a_plain_state_says():
-    model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
-    for tx in (gradual(0.5, RAMP, every=100), rigl(0.5, end=99, every=5)):
-        optimizer, (_, plain) = nnx.Optimizer(model, tx, wrt=nnx.Param), train(tx, 1)
+
+    @nnx.jit(static_argnums=0)
+    def take_step(tx):
+        model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones(6))))(model))
+        return model, optimizer
+
+    for tx in (gradual(0.5, RAMP, every=100), rigl(0.5, end=99, every=5)):
+        (model, optimizer), (_, plain) = take_step(tx), train(tx, 1)
         assert optimizer.opt_state.warnings(model) == plain.warnings(PARAMS) != []
         assert optimizer.opt_state.reached_goal() == plain.reached_goal()
 
 
 def test_a_sparsity_that_changes_is_reached_or_refused():
     """Raise the sparsity as if from the start; a lower one is refused, and said if it was compiled."""
-    _, state = train(gradual(0.5, 1.0, every=1), 1)
-    params, higher = train(gradual(0.75, 1.0, every=1), 1, state)
-    assert int((params["w"] == 0).sum() + (params["v"] == 0).sum()) == 30
-    fresh = gradual(0.75, 1.0, every=1)
-    support.assert_same_bits(higher.mask, fresh.update(PARAMS, fresh.init(PARAMS), PARAMS)[1].mask)
-    lower = gradual(0.25, 1.0, every=1)
+    first, raised, lower = (gradual(sparsity, 1.0, every=1) for sparsity in (0.5, 0.75, 0.25))
+    _, state = train(first, 1)
+    params, higher = train(raised, 1, state)
+    assert sum(np.sum(np.asarray(params[name]) == 0) for name in ("w", "v")) == 30
+    support.assert_same_bits(higher.mask, train(raised, 1)[1].mask)
     with pytest.raises(
         ValueError, match=r"masks only shrink. Pass the earlier sparsity=, or .*reset"
     ):
@@ -113,12 +121,12 @@ def test_a_sparsity_that_changes_is_reached_or_refused():
     (text,) = find_warnings(state, params)
     assert "more zeros than sparsity asks for" in text
     assert not state.reached_goal()
-    _, state = lower.update(PARAMS, reset_masks(state), PARAMS)
+    _, state = train(lower, 1, reset_masks(state))
     assert state.reached_goal()
-    assert sum(int((~m).sum()) for m in jax.tree.leaves(state.mask)) == 10
+    assert sum(np.sum(~np.asarray(m)) for m in jax.tree.leaves(state.mask)) == 10
     # Zeros that are pruned by hand are asked for.
-    _, state = prune(PARAMS, train(gradual(0.5, 1.0, every=1), 1)[1], 0.9)
-    params, state = train(gradual(0.5, 1.0, every=1), 1, state)
+    _, state = prune(PARAMS, train(first, 1)[1], 0.9)
+    params, state = train(first, 1, state)
     assert state.reached_goal()
     assert find_warnings(state, params) == []
 
@@ -127,22 +135,25 @@ KERNEL = functools.partial(optperm.LeafAxes, "kernel")
 FLAGS = {"w": True, "v": True, "b": False}
 # Each row of v is a layer of its own.
 ROWS = {"w": KERNEL(0, 1), "v": optperm.LeafAxes("bias", (), 1, 0), "b": None}
-MASK = {"w": PARAMS["w"] > 0, "v": True, "b": False}
+MASK = {"w": np.asarray(PARAMS["w"]) > 0, "v": True, "b": False}
+GRADUAL, RIGL, BY_UNITS = (
+    gradual(0.5, 1.0),
+    rigl(0.5, end=200),
+    gradual(0.5, 1.0, structure=Units()),
+)
+INCLUDED = gradual(0.5, 1.0, include=FLAGS)
 OTHER_ARGUMENTS = {
-    "criterion": (gradual(0.5, 1.0), gradual(0.5, 1.0, criterion="movement")),
-    "criterion_": (gradual(0.5, 1.0), gradual(0.5, 1.0, criterion="saliency")),
-    "scope": (gradual(0.5, 1.0), gradual(0.5, 1.0, scope="leaf")),
-    "structure": (gradual(0.5, 1.0, structure=Blocks(2, 2)), gradual(0.5, 1.0, structure=Units())),
-    "include": (gradual(0.5, 1.0), gradual(0.5, 1.0, include=True)),
-    "include_": (
-        rigl(0.5, end=200),
-        rigl(0.5, end=200, include={"w": True, "v": False, "b": False}),
-    ),
-    "sparsity": (rigl(0.5, end=200), rigl(0.6, end=200)),
-    "axes": (gradual(0.5, 1.0, include=FLAGS), gradual(0.5, 1.0, include=FLAGS, axes=ROWS)),
-    "axes_": (rigl(0.5, end=200), rigl(0.5, end=200, include=FLAGS, axes=ROWS)),
+    "criterion": (GRADUAL, gradual(0.5, 1.0, criterion="movement")),
+    "criterion_": (GRADUAL, gradual(0.5, 1.0, criterion="saliency")),
+    "scope": (GRADUAL, gradual(0.5, 1.0, scope="leaf")),
+    "structure": (BY_UNITS, gradual(0.5, 1.0, structure=Blocks(2, 2))),
+    "include": (GRADUAL, gradual(0.5, 1.0, include=True)),
+    "include_": (RIGL, rigl(0.5, end=200, include={"w": True, "v": False, "b": False})),
+    "sparsity": (RIGL, rigl(0.6, end=200)),
+    "axes": (INCLUDED, gradual(0.5, 1.0, include=FLAGS, axes=ROWS)),
+    "axes_": (RIGL, rigl(0.5, end=200, include=FLAGS, axes=ROWS)),
     "axes__": (
-        gradual(0.5, 1.0, structure=Units()),
+        BY_UNITS,
         gradual(
             0.5, 1.0, structure=Units(), axes={"w": KERNEL(1, 0), "v": KERNEL(0, 1), "b": None}
         ),
@@ -150,7 +161,7 @@ OTHER_ARGUMENTS = {
     "mask": (optperm.mask_elements(MASK), optperm.mask_elements()),
     "mask_": (
         optperm.mask_elements(MASK),
-        optperm.mask_elements(MASK | {"w": PARAMS["w"] > 0.5}),
+        optperm.mask_elements(MASK | {"w": np.asarray(PARAMS["w"]) > 0.5}),
     ),
     "mask__": (
         optperm.mask_elements(lambda p: {"w": True, "v": True, "b": False}),
@@ -159,27 +170,34 @@ OTHER_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("argument", OTHER_ARGUMENTS)
-def test_a_state_made_with_another_argument_is_refused_by_name(argument):
+@pytest.mark.parametrize(
+    ("argument", "is_reversed"),
+    support.every_night(
+        itertools.product(OTHER_ARGUMENTS, (False, True)),
+        [(name, False) for name in OTHER_ARGUMENTS]
+        + [(name, True) for name in ("criterion", "sparsity", "mask")],
+    ),
+)
+def test_a_state_made_with_another_argument_is_refused_by_name(argument, is_reversed):
     """In both directions and after a step, and named for a checkpoint too."""
-    name = argument.rstrip("_")
-    for one, other in (OTHER_ARGUMENTS[argument], OTHER_ARGUMENTS[argument][::-1]):
-        _, opt_state = train(one, 1)
-        one.update(PARAMS, opt_state, PARAMS)
-        with pytest.raises(ValueError, match=f"made with another {name}=. Pass the value"):
-            other.update(PARAMS, opt_state, PARAMS)
-        lists = map(list_fingerprints, (opt_state, other.init(PARAMS)))
-        assert compare_fingerprints(*lists)[0] == name
+    name, (one, other) = argument.rstrip("_"), OTHER_ARGUMENTS[argument]
+    one, other = (other, one) if is_reversed else (one, other)
+    _, opt_state = train(one, 1)
+    one.update(PARAMS, opt_state, PARAMS)
+    with pytest.raises(ValueError, match=f"made with another {name}=. Pass the value"):
+        other.update(PARAMS, opt_state, PARAMS)
+    lists = map(list_fingerprints, (opt_state, other.init(PARAMS)))
+    assert compare_fingerprints(*lists)[0] == name
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (rigl(0.5, end=20, every=1), rigl(0.5, end=20, every=1, grow="random")),
+        further(rigl(0.5, end=20, every=1), rigl(0.5, end=20, every=1, grow="random")),
         (rigl(0.5, end=20, every=1), rigl(0.5, end=9, every=2, drop_fraction=0.7, skip_step=True)),
-        (rigl(0.5, end=20, every=1), rigl(erk_sparsity(PARAMS, 0.5), end=20, every=1)),
+        further(rigl(0.5, end=20, every=1), rigl(erk_sparsity(PARAMS, 0.5), end=20, every=1)),
         (gradual(0.5, 1.0, every=2), gradual(0.6, RAMP, every=1)),
-        (gradual(0.5, 1.0), gradual(0.5, 1.0, include=FLAGS)),
+        further(gradual(0.5, 1.0), gradual(0.5, 1.0, include=FLAGS)),
         (gradual(0.5, 1.0), gradual(0.5, 1.0, axes=optperm.leaf_axes(PARAMS))),
         # Scales and biases both stay dense.
         (

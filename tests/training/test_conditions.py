@@ -1,15 +1,19 @@
 """What samplers and control variates need of the loss and its gradient, before the first step."""
 
+import itertools
 import warnings
+from unittest import mock
 
 import fitting
 import jax.numpy as jnp
 import optax
 import pytest
+import support
 from fitting import BATCH, DATA, linear_fit, linear_loss
 
 import optperm
 from optperm.evaluation import NOT_GRADIENT, NOT_MEAN
+from optperm.training import _steps as steps
 from optperm.training._conditions import LOST_UPDATES, NOT_COUNT
 
 NUM_DATA = len(DATA["y"])
@@ -40,17 +44,26 @@ METHODS = {
     "ivon": optperm.ivon(0.01, NUM_DATA, hess_init=1.0),
     "mandt_sgd": fitting.method("mandt_sgd"),
     "svrg": fitting.method("svrg"),
-    "adam": optax.adam(0.01),
     "later": optperm.switch_after(3, optax.adam(0.01), optax.chain(optax.scale_by_adam(), SGLD)),
 }
 MEANS = {linear_loss, pair}
 
 
+class Begun(Exception):
+    """Training begins."""
+
+
+def begin(*_):
+    raise Begun
+
+
 def said(tx, loss_fn=linear_loss, **options):
-    """Return what is said of the loss and its gradient, before the first step."""
-    with warnings.catch_warnings(record=True) as caught:
+    """Return what is said of the loss and its gradient before the first step, which is not compiled."""
+    begun = mock.patch.object(steps, "compile_steps", return_value=steps.Steps(begin, begin))
+    with warnings.catch_warnings(record=True) as caught, begun:
         warnings.simplefilter("always")
-        linear_fit(loss_fn, tx=tx, steps=2, **options)
+        with pytest.raises(Begun):
+            linear_fit(loss_fn, tx=tx, steps=2, **options)
     found = [each for each in caught if str(each.message) in (NOT_MEAN, NOT_GRADIENT, NOT_COUNT)]
     assert {each.filename for each in found} <= {fitting.__file__}
     return [str(each.message) for each in found]
@@ -62,19 +75,23 @@ def said(tx, loss_fn=linear_loss, **options):
         ("sgld", (linear_loss, pair, mixed, wrong_pair)),
         ("ivon", (summed,)),
         ("svrg", (linear_loss, summed)),
-        ("adam", (summed,)),
         ("later", (pair, summed)),
         *[pytest.param(name, (summed,), marks=pytest.mark.slow) for name in ("sghmc", "mandt_sgd")],
     ],
 )
 def test_a_loss_that_is_no_mean_is_said_for_methods_that_need_a_mean(name, losses):
-    """From arrays and from streams; other optimizers may have any loss."""
+    """From arrays and from streams."""
     start = {"epoch_start": optperm.variance.take_snapshot} if name == "svrg" else {}
     for loss_fn in losses:
         wrong = NOT_COUNT if loss_fn is wrong_pair else NOT_MEAN
-        expected = [wrong] * (loss_fn not in MEANS and name != "adam")
+        expected = [wrong] * (loss_fn not in MEANS)
         data = {"train_data": fitting.batches} if loss_fn is mixed else {}
         assert said(METHODS[name], loss_fn, **data, **start) == expected, loss_fn
+
+
+def test_other_optimizers_train_with_any_loss():
+    """Warnings are errors here."""
+    linear_fit(summed, tx=optax.adam(0.01), steps=2)
 
 
 BEFORE = {
@@ -144,22 +161,33 @@ def focal(params, batch):
     return jnp.sum(weights * errors), jnp.sum(weights)
 
 
+FEEDS = {
+    "arrays": {},
+    "streams": {"train_data": fitting.batches},
+    "replicas": {
+        "tx": optperm.diloco(optax.sgd(0.01), every=2, axis_name="replica"),
+        **fitting.on(2, mapped=True),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("loss_fn", "is_said"), [(with_metric, True), (finite, False), (focal, False), (pair, False)]
+    ("loss_fn", "feed"),
+    support.every_night(
+        itertools.product((with_metric, finite, focal, pair), FEEDS),
+        [
+            *((with_metric, feed) for feed in FEEDS),
+            *((finite, "arrays"), (focal, "streams"), (pair, "replicas")),
+        ],
+    ),
 )
-def test_a_metric_in_place_of_a_count_is_said(loss_fn, is_said):
-    """From arrays, streams and replicas; sums of weights and of finite losses are counts."""
-    diloco = optperm.diloco(optax.sgd(0.01), every=2, axis_name="replica")
-    for options in (
-        {},
-        {"train_data": fitting.batches},
-        {"tx": diloco, **fitting.on(2, mapped=True)},
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            linear_fit(loss_fn, steps=2, **options)
-        found = [each.filename for each in caught if str(each.message) == NOT_COUNT]
-        assert found == [fitting.__file__] * is_said, options
+def test_a_metric_in_place_of_a_count_is_said(loss_fn, feed):
+    """Sums of weights and of finite losses are counts."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        linear_fit(loss_fn, steps=2, **FEEDS[feed])
+    found = [each.filename for each in caught if str(each.message) == NOT_COUNT]
+    assert found == [fitting.__file__] * (loss_fn is with_metric)
 
 
 def test_a_mean_with_a_constant_is_no_sum_for_a_sampler():
@@ -179,10 +207,18 @@ def large_in_between(rate):
         (optax.sgd, "bfloat16", 200, True),
         (optax.sgd, "bfloat16", 125, False),  # rows at steps 50 and 100
         (optax.sgd, "float32", 200, False),
-        (lambda rate: optax.sgd(1e4 * rate), "bfloat16", 200, False),
+        pytest.param(
+            lambda rate: optax.sgd(1e4 * rate),
+            *("bfloat16", 200, False),
+            marks=pytest.mark.exhaustive,
+        ),
         (lambda rate: optax.sgd(large_in_between(rate)), "bfloat16", 200, False),
         (lambda rate: optperm.widen_params(optax.sgd(rate)), "bfloat16", 200, False),
-        (lambda rate: optperm.widen_params(optax.sgd(rate), bits=0), "bfloat16", 200, False),
+        pytest.param(
+            lambda rate: optperm.widen_params(optax.sgd(rate), bits=0),
+            *("bfloat16", 200, False),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_updates_that_round_to_nothing_for_100_steps_are_said_once(make, dtype, steps, is_said):

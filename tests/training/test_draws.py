@@ -12,6 +12,8 @@ import optperm
 from optperm.core.remainders import join
 from optperm.core.states import DRAW_STREAM, draw_params
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def ivon(**options):
     return optperm.ivon(0.1, 100.0, hess_init=1.0, b2=0.9, **options)
@@ -40,7 +42,7 @@ def by_hand(tx, params, replicas, depth):
         key = jax.random.fold_in(of_draws, step)
         every = mapped(params, opt_state, batch, np.arange(replicas), key)
         params, opt_state = jax.tree.map(lambda leaf: leaf[0], every[:2])
-        losses.append(jnp.mean(every[2]))
+        losses.append(np.mean(every[2]))
     return params, opt_state, np.array(losses)
 
 

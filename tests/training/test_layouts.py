@@ -30,7 +30,8 @@ DATA = fitting.make_data(IN, OUT)
 
 def dense_params():
     kernels = {"in": support.normal((IN, HIDDEN)), "out": support.normal((HIDDEN, OUT), seed=1)}
-    return {"bias": jnp.zeros(HIDDEN), **optax.tree.scale(0.3, kernels)}
+    kernels = {name: np.float32(0.3) * np.asarray(kernel) for name, kernel in kernels.items()}
+    return {"bias": np.zeros(HIDDEN, np.float32), **kernels}
 
 
 def dense_loss(params, batch):
@@ -312,6 +313,8 @@ def test_call_of_several_processes_ends_with_a_commit(period, done, count):
 
 def test_period_is_the_number_of_steps_between_commits():
     with fitting.runs() as made:
-        fitting.fit("linen", "agn", steps=7, devices=2)
+        fitting.linear_fit(
+            tx=fitting.method("agn", "replica"), steps=7, **fitting.on(2, mapped=True)
+        )
     made[0]._find_period()
     assert (made[0].period, made[0].last_commit, made[0].commits) == (3, 6, 2)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 import support
-from fitting import BATCH, DATA, EVALUATION, linear_fit, linear_loss
+from fitting import ACCURACY, BATCH, DATA, EVALUATION, linear_fit, linear_loss
 
 import optperm
 from optperm import training
@@ -102,9 +102,14 @@ INTERRUPTIONS = {
 }
 # Kind of model, method, feed, devices, and what interrupts. Each value of each occurs.
 RUNS = [
-    *(("linen", "adam", "arrays", None, each) for each in INTERRUPTIONS if "loader" not in each),
-    ("linen", "adam", "batches", None, "error of the loader"),
-    ("linen", "adam", "json", None, "steps"),
+    ("linen", "adam", "arrays", None, "steps"),
+    *(
+        ("linear", "adam", "arrays", None, each)
+        for each in INTERRUPTIONS
+        if each not in ("steps", "error of the loader")
+    ),
+    ("linear", "adam", "batches", None, "error of the loader"),
+    ("linear", "adam", "json", None, "steps"),
     ("nnx", "adam", "bytes", None, "steps"),
     pytest.param("nnx", "svrg", "batches", 4, "steps", marks=pytest.mark.slow),
     pytest.param("linen", "agn", "arrays", 4, "SIGTERM", marks=pytest.mark.slow),
@@ -113,11 +118,18 @@ RUNS = [
 ]
 
 
+def linear_accuracy(params, batch):
+    return fitting.accuracy(batch["x"] @ params["w"], batch["y"])
+
+
 def run(kind, name, devices, **options):
     """Train for 15 steps in three epochs, with an evaluation."""
-    options = {"eval_fn": fitting.ACCURACY[kind], "eval_data": lambda epoch: [DATA], **options}
-    options |= {"keep_best": ("eval_accuracy", "max"), "devices": devices}
-    return fitting.fit(kind, name, epochs=3, **options)
+    eval_fn = ACCURACY.get(kind, linear_accuracy)
+    options = {"eval_fn": eval_fn, "eval_data": lambda epoch: [DATA], "epochs": 3, **options}
+    options |= {"keep_best": ("eval_accuracy", "max")}
+    if kind == "linear":
+        return linear_fit(tx=fitting.method(name), rng=jax.random.key(1), **options)
+    return fitting.fit(kind, name, devices=devices, **options)
 
 
 @functools.cache
@@ -474,6 +486,7 @@ TASKS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("task", TASKS)
 def test_signal_is_heard_within_one_batch_of_an_evaluation_or_a_full_gradient(task, tmp_path):
     """The task is cut off and still due; the resumed run is the uninterrupted one."""

@@ -286,18 +286,8 @@ def test_what_is_wrong_is_said():
     chunks = [(bad[i : i + 1000], CLASS[i : i + 1000]) for i in range(500, 4000, 1000)]
     with pytest.raises(ValueError, match=r"data\[0\] is not finite in 1 rows: 2500\."):
         minimize(logistic, chunks, zeros)
-    with pytest.raises(ValueError, match="float32 or float64, got bfloat16"):
-        minimize(logistic, data, jnp.zeros(12, jnp.bfloat16))
     with pytest.raises(ValueError, match="must be a mean over examples"):
         minimize(lambda w, batch: squares(w, batch) + w @ w / len(batch[0]), data, zeros)
-    with pytest.raises(ValueError, match="pass arrays of the same examples as a tuple"):
-        minimize(squares, [X, Y], zeros)
-    with pytest.raises(TypeError, match=r"data\[1\] must contain numbers, got the dtype <U1"):
-        minimize(squares, (X, np.full(4000, "a")), zeros)
-    with pytest.raises(ValueError, match="params must contain at least one array"):
-        minimize(squares, (X, Y), {})
-    with pytest.raises(TypeError, match="callback must be a function of the history, got 3"):
-        minimize(squares, (X, Y), zeros, callback=3)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         double = np.float64(X), np.float64(Y)
         with pytest.raises(ValueError, match="dtype float32 of params, got float64"):
@@ -399,20 +389,6 @@ def test_a_saddle_has_not_converged():
     with pytest.warns(RuntimeWarning, match="not convex"):
         found = minimize(lambda w, b: jnp.mean((w[0] * w[1] - b) ** 2), Y, jnp.zeros(2))
     assert not found.converged
-
-
-@pytest.mark.parametrize(
-    ("proximal", "message"),
-    [
-        pytest.param(optax.adamw, "another direction", marks=pytest.mark.exhaustive),
-        (optax.sgd, "another direction"),
-        (lambda _: optperm.proximal(0.1, l1=0.1), "does not depend on the rate"),
-    ],
-)
-def test_an_optimizer_or_a_fixed_rate_is_no_proximal_step(proximal, message):
-    # Optax's adamw needs the usual promotion of types.
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=message):
-        minimize(squares, (X, Y), jnp.zeros(12), proximal=proximal)
 
 
 def test_bounds_do_not_depend_on_the_rate():
