@@ -385,7 +385,7 @@ def compare_halves(
     def compare(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         key, order = each
 
-        def evaluate_part(rows: jax.Array, number: int) -> Evaluation:
+        def numbers(rows: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
             def fold(leaf: Any) -> Any:
                 return jax.random.fold_in(leaf, jax.random.bits(jax.random.fold_in(key, number)))
 
@@ -395,18 +395,7 @@ def compare_halves(
                 return fold(leaf) if _is_shared_key(leaf) else leaf
 
             of_part = jax.tree.map(lambda x: fold(x) if _is_shared_key(x) else x, loss_fn)
-<<<<<<< HEAD
-            return evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
-
-        # L_B, and (|B_1| L_B1 + |B_2| L_B2) / |B|
-        parts = order, order[:half], order[half:]
-        evaluations = [evaluate_part(rows, number) for number, rows in enumerate(parts)]
-        z = normal_like(jax.random.key_data(jax.random.key(1)), evaluations[0].grad)
-
-        def numbers(e: Evaluation, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-=======
             e = evaluate(of_part, params, jax.tree.map(choose, batch), has_aux=has_aux)
->>>>>>> main
             products = jax.tree.map(
                 lambda g, z: jnp.sum(g.astype(float) * z.astype(float)), e.grad, z
             )
@@ -414,7 +403,10 @@ def compare_halves(
             count = jnp.asarray(len(rows) if e.count is None else e.count, float)
             return jnp.stack([e.value.astype(float), slope]), count
 
-        (whole, n), (first, n1), (second, n2) = map(numbers, evaluations, parts)
+        # L_B, and (|B_1| L_B1 + |B_2| L_B2) / |B|
+        (whole, n), (first, n1), (second, n2) = (
+            numbers(rows, index) for index, rows in enumerate((order, order[:half], order[half:]))
+        )
         halves = first + _quotient(n2 * (second - first), n1 + n2)
         sizes = (jnp.abs(first) + jnp.abs(second)) / 2
         return jnp.append(whole, n), jnp.append(halves, n1 + n2), jnp.append(sizes, n1 + n2)
