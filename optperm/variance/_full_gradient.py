@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.core.optional import import_optional
 from optperm.core.shapes import Params, Updates
 from optperm.core.shardings import can_be_seen, explicit_mesh, shard_like, take, take_rows
-from optperm.evaluation import LossFn, checked_sum, is_mean, map_examples
+from optperm.evaluation import LossFn, checked_sum, compare_halves, judge_halves, map_examples
 
 # The number of examples at each end of a batch whose losses are compared with their mean, and the
 # smallest difference that counts, relative to the largest of these losses. Gradients cost more.
@@ -147,9 +147,7 @@ def full_gradient(
         bound = jax.tree.unflatten(structure, arrays)
         return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
 
-    def measure_gap(batch: Any, weights: Any) -> float:
-        return _measure_gap(bound, params, batch, weights, has_aux=has_aux)
-
+    measure_gap = _make_gap(bound, params, has_aux=has_aux)
     total: tuple[_Sums, _Sums] | None = None
     gap, batch, of_batch = 0.0, None, None
     pairs = _pair_with_weights(_show_progress(batches) if progress else batches, weights)
@@ -271,29 +269,22 @@ def _replace_padding(batch: Any, counts: jax.Array) -> Any:
     return jax.tree.map(fill, batch)
 
 
-def _measure_gap(
-    loss_fn: Partial, params: Params, batch: Any, weights: Any, *, has_aux: bool
-) -> float:
-    """Return the gap between the loss of a few examples and the mean of their losses.
+def _make_gap(loss_fn: Partial, params: Params, *, has_aux: bool) -> Callable[[Any, Any], float]:
+    """Return the function of a batch and its weights that measures a gap.
 
-    The examples come from both ends of the batch. The gap is 0 if it is a rounding error, for values
-    that Python cannot see, and if random keys would give the two losses different draws. The gap is
-    NaN if the losses agree, but not the gradients, or if the sums and counts of halves do not add up.
+    The gap is between the loss of a few examples from both ends of the batch and the mean of their
+    losses. The gap is 0 if it is a rounding error, for values that Python cannot see, and if random keys
+    would give the two losses different draws. The gap is NaN if the losses agree, but not the gradients,
+    or if the sums and counts of halves do not add up.
     """
     arrays, structure = jax.tree.flatten(loss_fn)
-    leaves = jax.tree.leaves((arrays, params, batch, weights))
-    if not all(can_be_seen(leaf) for leaf in leaves) or any(map(is_key, leaves)):
-        return 0.0
-    size = _count_batch(batch)
-    ends = jnp.asarray(np.unique(np.r_[: min(_FEW, size), max(size - _FEW, 0) : size]))
-    few = jax.tree.map(lambda leaf: take_rows(leaf, ends) if jnp.ndim(leaf) else leaf, batch)
-    kept = jnp.ones(len(ends), bool) if weights is None else take_rows(weights, ends) > 0.0
 
     @fresh_jit_once
     def compare(
-        params: Params, few: Any, kept: jax.Array, arrays: list[Any]
+        params: Params, few: Any, weights: Any, arrays: list[Any]
     ) -> tuple[jax.Array, jax.Array]:
         loss_fn = jax.tree.unflatten(structure, arrays)
+        kept = jnp.ones(_count_batch(few), bool) if weights is None else weights > 0.0
         examples = _replace_padding(few, kept)
         together, count, _ = checked_sum(loss_fn, params, examples, has_aux=has_aux)
         if count is not None and weights is None:
@@ -306,14 +297,32 @@ def _measure_gap(
         error = jnp.where(jnp.isfinite(together) & ~jnp.isfinite(error), jnp.inf, error)
         return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
 
-    with explicit_mesh(params, batch):
-        error, rounding = (float(x) for x in compare(params, few, kept, arrays))
-        if error > rounding or error == math.inf:
-            return error
-        rows = np.unique(np.r_[: min(_FEWER, len(ends)), max(len(ends) - _FEWER, 0) : len(ends)])
-        fewer = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, few)
-        agrees = weights is not None or is_mean(loss_fn, params, fewer, has_aux=has_aux)
-        return 0.0 if agrees else math.nan
+    halves = fresh_jit_once(lambda p, b: compare_halves(loss_fn, p, b, has_aux=has_aux))
+
+    def measure(batch: Any, weights: Any) -> float:
+        leaves = jax.tree.leaves((arrays, params, batch, weights))
+        if not all(can_be_seen(leaf) for leaf in leaves) or any(map(is_key, leaves)):
+            return 0.0
+        size = _count_batch(batch)
+        ends = np.unique(np.r_[: min(_FEW, size), max(size - _FEW, 0) : size])
+        few, of_few = _take_examples((batch, weights), ends)
+        with explicit_mesh(params, batch):
+            error, rounding = (float(x) for x in compare(params, few, of_few, arrays))
+            if error > rounding or error == math.inf:
+                return error
+            if weights is not None or len(ends) < 2:
+                return 0.0
+            most = len(ends)
+            rows = np.unique(np.r_[: min(_FEWER, most), max(most - _FEWER, 0) : most])
+            agrees = judge_halves(*halves(params, _take_examples(few, rows)))
+            return 0.0 if agrees else math.nan
+
+    return measure
+
+
+@jax.jit
+def _take_examples(batch: Any, rows: Any) -> Any:
+    return jax.tree.map(lambda leaf: take_rows(leaf, rows) if jnp.ndim(leaf) else leaf, batch)
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))

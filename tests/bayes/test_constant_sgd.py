@@ -75,6 +75,24 @@ def test_steps_are_the_preconditioned_gradient_and_new_noise(form):
     assert len(np.unique(points, axis=0)) >= 4
 
 
+CURVATURE = 3.0
+
+
+@jax.jit
+def partials_of(kernel):
+    """Return the derivatives of a step on a quadratic with respect to theta, v, z and the noise."""
+    tx, w = optperm.constant_sgd(kernel, temperature=T), jnp.zeros(1)
+    first = tx.init(w)
+
+    def step(theta, v, z, epsilon):
+        state = first._replace(velocity=jnp.array([v]), noise=jnp.array([z]))
+        theta = jnp.array([theta])
+        updates, state = tx.update(CURVATURE * theta + epsilon, state, theta)
+        return jnp.concatenate([theta + updates, state.velocity, state.noise])
+
+    return jax.jacfwd(step, (0, 1, 2, 3))(0.0, 0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("phi", [0.0, 0.5])
 @pytest.mark.parametrize("momentum", [0.0, 0.6, 0.9])
 @pytest.mark.parametrize("c", [0.2, 1.0, 1.9])
@@ -88,33 +106,24 @@ def test_variance_on_a_quadratic_is_the_posteriors_but_for_the_noise_of_the_batc
     of the gradient.
     """
     with jax.enable_x64(True):
-        curvature, w, s = 3.0, jnp.zeros(1), 2 * S * T / N
-        corrected = curvature * (1 - momentum) / (1 + momentum)
+        s = 2 * S * T / N
+        corrected = CURVATURE * (1 - momentum) / (1 + momentum)
         noise = phi * s * corrected / c
-        kernel = kernel_of("diagonal", w, momentum)._replace(
-            noise=jnp.full(1, noise),
-            curvature=jnp.full(1, corrected),
-            max_stability=jnp.float32(c),
-            noise_ratio=jnp.float32(1e6),
+        kernel = kernel_of("diagonal", jnp.zeros(1), momentum)._replace(
+            noise=np.full(1, noise),
+            curvature=np.full(1, corrected),
+            max_stability=np.float32(c),
+            noise_ratio=np.float32(1e6),
         )
-        tx = optperm.constant_sgd(kernel, temperature=T)
-        first = tx.init(w)
-
-        def step(theta, v, z, epsilon):
-            state = first._replace(velocity=jnp.array([v]), noise=jnp.array([z]))
-            theta = jnp.array([theta])
-            updates, state = tx.update(curvature * theta + epsilon, state, theta)
-            return jnp.concatenate([theta + updates, state.velocity, state.noise])
-
-        partials = np.stack(jax.jacfwd(step, (0, 1, 2, 3))(0.0, 0.0, 0.0, 0.0), axis=1)
-        transition, by_batch = partials[:, :3], partials[:, 3:]
-        # The new z enters as the last z does, and is kept
-        by_noise = transition[:, 2:] + np.array([[0.0], [0.0], [1.0]])
-        forcing = by_noise @ by_noise.T + noise / S * by_batch @ by_batch.T
-        found = np.linalg.solve(
-            np.eye(9) - np.kron(transition, transition), forcing.reshape(-1)
-        ).reshape(3, 3)
-    ratio = found[0, 0] * N * curvature / T
+        partials = np.stack(partials_of(kernel), axis=1)
+    transition, by_batch = partials[:, :3], partials[:, 3:]
+    # The new z enters as the last z does, and is kept
+    by_noise = transition[:, 2:] + np.array([[0.0], [0.0], [1.0]])
+    forcing = by_noise @ by_noise.T + noise / S * by_batch @ by_batch.T
+    found = np.linalg.solve(
+        np.eye(9) - np.kron(transition, transition), forcing.reshape(-1)
+    ).reshape(3, 3)
+    ratio = found[0, 0] * N * CURVATURE / T
     assert ratio == pytest.approx(1 + phi * (c / 2) / (1 - c / 2), rel=1e-4)
 
 
@@ -128,7 +137,7 @@ def test_steps_with_an_anchor_are_steps_with_the_corrected_gradient(form):
     g = grad_fn(params)
     corrected = jax.tree.map(lambda g, p, mu: g - jnp.exp(p) + mu, g, at, full)
     tx = optperm.constant_sgd(kernel)
-    wanted, _ = tx.update(corrected, tx.init(params), params)
+    wanted, _ = jax.jit(tx.update)(corrected, tx.init(params), params)
     tx = optperm.constant_sgd(kernel._replace(anchor=Anchor(at, full)))
     state = tx.init(params)
     found, _ = jax.jit(functools.partial(tx.update, grad_fn=grad_fn))(g, state, params)
@@ -324,9 +333,9 @@ def test_chains_with_their_own_kernels_and_keys_take_their_own_steps():
         return optperm.constant_sgd(kernel, key=key).init(params)
 
     keys = jax.random.split(jax.random.key(3), 2)
-    states = jax.vmap(init)(stacked, g, keys)
-    updates, _ = jax.vmap(optperm.constant_sgd(kernels[0]).update)(g, states, g)
+    update = jax.jit(optperm.constant_sgd(kernels[0]).update)
+    states = jax.jit(jax.vmap(init))(stacked, g, keys)
+    updates, _ = jax.jit(jax.vmap(update))(g, states, g)
     for index, kernel in enumerate(kernels):
-        tx = optperm.constant_sgd(kernel, key=keys[index])
-        alone, _ = tx.update(g[index], tx.init(g[index]), g[index])
+        alone, _ = update(g[index], jax.jit(init)(kernel, g[index], keys[index]), g[index])
         support.assert_close(updates[index], alone, rtol=1e-6)

@@ -163,7 +163,7 @@ BEFORE = {
 # Steps between the loss and the methods that warn in each step are tried with these methods alone
 PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]
 PAIRS += [("mandt_sgd", "weight decay")]
-QUICK_PAIRS = {("sgld", "clipping")}
+QUICK_PAIRS = {("sgld", "clipping"), ("sgld", "momentum")}
 
 
 @pytest.mark.parametrize(
