@@ -69,6 +69,7 @@ TARGETS = {
         [
             ("Explicit", "both outputs", ("sgperm", "ffi")),
             ("Explicit", "columns", ("laperm", "ffi")),
+            ("Auto", "columns", ("sgperm", "callback")),
             ("Explicit", "columns of layers", ("sgperm", "callback")),
             ("Auto", "columns of layers", ("laperm", "ffi")),
         ],
