@@ -10,9 +10,9 @@ import collections
 import functools
 import pathlib
 
+import chex
 import loops
 import numpy as np
-import support
 
 FILE = pathlib.Path(__file__).parent / "data" / "jaxpruner_reference.npz"
 
@@ -44,4 +44,4 @@ def assert_followed(case, tx, masks=lambda opt_state: opt_state.mask, opt_state=
             np.testing.assert_array_equal(masks(state)[name], wanted[t], err_msg=f"{name} at {t}")
         if t % 10 == 9:
             expected = {name: p[t // 10] for name, p in z["params"].items()}
-            support.assert_close(found, expected, atol=1e-5)
+            chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=0)

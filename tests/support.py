@@ -91,12 +91,6 @@ def assert_same_bits(actual, expected):
         assert a.tobytes() == b.tobytes(), f"{name}: {a} is not {b}"
 
 
-def assert_close(actual, expected, *, rtol=0.0, atol=0.0):
-    """Assert that two trees agree in structure and, leaf by leaf, within a tolerance."""
-    for name, a, b in _pairs(actual, expected):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)
-
-
 def signature(tree):
     """Return the structure, shapes, dtypes and weak types of a tree."""
     avals = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]

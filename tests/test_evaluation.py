@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import kernels
@@ -94,7 +95,7 @@ def test_gradients_of_examples_of_a_batch_on_an_explicit_mesh_are_those_of_one_d
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, P("data")))
-        support.assert_close(gradients(sharded), wanted, rtol=1e-5)
+        chex.assert_trees_all_close(gradients(sharded), wanted, rtol=1e-5)
 
 
 def test_gradients_of_examples_are_a_loop_over_the_batch():
@@ -116,8 +117,8 @@ def test_gradients_of_examples_are_a_loop_over_the_batch():
     each, found = jax.tree.map(np.asarray, gradients(BATCH | scale))
     grad = jax.jit(jax.grad(scaled))
     for i in range(8):
-        support.assert_close(replicas.take(each, i), grad(PARAMS, part(i, 1)), rtol=1e-5)
-    support.assert_close(found, grad(PARAMS, part(3, 2)), rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(replicas.take(each, i), grad(PARAMS, part(i, 1)), rtol=1e-5)
+    chex.assert_trees_all_close(found, grad(PARAMS, part(3, 2)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("start", "size"), [(5, 4), (-1, 2), (0, 9), (jnp.int32(7), 2)])
@@ -241,8 +242,8 @@ def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(mapping):
     sums, and per-example gradients are those of the replica's own examples."""
     expected, each = of_whole(everything, BATCH)
     got, got_each = replicas.share(everything, mapping, 4)((PARAMS, OTHER), quarters(BATCH))
-    support.assert_close(got, replicas.stack([expected] * 4), rtol=1e-4, atol=1e-6)
-    support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(got, replicas.stack([expected] * 4), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
 # Three of eight examples are padding, and a replica of four has nothing else.
@@ -275,13 +276,13 @@ def test_a_sum_and_a_count_are_the_quotient_of_all_that_counts():
     (got, grads, *_, count), each = jax.tree.map(np.asarray, of_whole(counted, batch))
     number = jax.jit(masked_sum)(PARAMS, batch)[1]
     np.testing.assert_allclose([got, count], [value, number], rtol=1e-5)
-    support.assert_close(grads, grad, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(grads, grad, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(value, loss_fn(PARAMS, few), rtol=1e-5)
     # An example, or a part of the batch, has its own sum and count; padding has no gradient.
     for i in range(8):
         alone = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], batch)
         own = at(OTHER, alone)[1] if whole[i] else jax.tree.map(np.zeros_like, OTHER)
-        support.assert_close(replicas.take(each, i), own, rtol=1e-4, atol=1e-6)
+        chex.assert_trees_all_close(replicas.take(each, i), own, rtol=1e-4, atol=1e-6)
     two = jax.tree.map(lambda leaf: leaf[2:4], batch)
 
     @jax.jit
@@ -292,7 +293,7 @@ def test_a_sum_and_a_count_are_the_quotient_of_all_that_counts():
         return e.extra_args["grad_fn"](OTHER, **part), e.extra_args["weight"], e.value, both.value
 
     grads, weight, value, with_aux = of_other(batch)
-    support.assert_close(grads, at(OTHER, two)[1], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(grads, at(OTHER, two)[1], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(weight, jax.jit(masked_sum)(OTHER, batch)[1], rtol=1e-6)
     np.testing.assert_allclose(value, with_aux, rtol=1e-6)
 
@@ -307,8 +308,8 @@ def test_sums_and_counts_over_a_mapped_axis_are_those_of_the_whole_batch(mapping
     batch = BATCH | {"mask": MASK}
     expected, each = of_whole(counted, batch)
     got, got_each = replicas.share(counted, mapping, 4)((PARAMS, OTHER), quarters(batch))
-    support.assert_close(got, replicas.stack([expected] * 4), rtol=1e-4, atol=1e-6)
-    support.assert_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(got, replicas.stack([expected] * 4), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(got_each, quarters(each), rtol=1e-4, atol=1e-6)
 
 
 def test_where_nothing_counts_loss_and_gradient_are_zero():
@@ -339,7 +340,7 @@ def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     tx = optax.contrib.sam(optax.sgd(1.0), ascent, opaque_mode=True)
     updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, grad_fn=grad_fn)
     above = optax.tree.add_scale(PARAMS, 0.1 / optax.tree.norm(grads), grads)
-    support.assert_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
+    chex.assert_trees_all_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
 
 
 def dropped(params, batch, key):

@@ -3,6 +3,7 @@
 import itertools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -148,7 +149,7 @@ def test_what_changes_updates_to_exact_params_is_applied_counted_and_said(name, 
     method, number = SETTING[name]
     before, said, counts = KERNEL, [], []
     for params, opt_state, updates in take_steps(AFTER[after](method)):
-        support.assert_close(params, jax.tree.map(np.add, before, updates), rtol=1e-6)
+        chex.assert_trees_all_close(params, jax.tree.map(np.add, before, updates), rtol=1e-6)
         before = params
         said.append(find_warnings(opt_state, params, is_over=False))
         counts.append(int(optax.tree.get(opt_state, "mismatches")))

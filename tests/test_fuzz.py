@@ -97,7 +97,7 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
         return loops.make_step(tx, everything)(PARAMS, tx.init(PARAMS), BATCH)
 
     got, wanted = (step(np.int32(number)) for number in (-1, argument == "every"))
-    support.assert_close(got, wanted, rtol=1e-6)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-6)
 
 
 def everything(params, batch):

@@ -3,6 +3,7 @@
 import functools
 
 import calls
+import chex
 import jax
 import jax.numpy as jnp
 import kernels
@@ -165,7 +166,7 @@ def test_extra_arguments_reach_line_searches_in_both_phases():
     alone = START
     for _ in range(2):
         alone, _ = loops.compiled(lbfgs, evaluate)(alone, lbfgs.init(alone), batch)
-    support.assert_close(after, alone, rtol=1e-5)
+    chex.assert_trees_all_close(after, alone, rtol=1e-5)
     assert loss_fn(after, batch) < loss_fn(before, batch) < loss_fn(START, batch)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -45,7 +46,7 @@ def test_snapshots_of_a_part_of_the_params_are_those_of_the_documented_loop():
     state, ours = tx.init(params), wrapped.init(params)
     for _ in range(5):
         (updates, state), (got, ours) = step(params, state, ours)
-        support.assert_close(got, updates, rtol=1e-6)
+        chex.assert_trees_all_close(got, updates, rtol=1e-6)
         params = optax.apply_updates(params, updates)
     snapshot = state.inner_states["svrg"].inner_state[0].snapshot
     assert snapshot.is_taken
@@ -93,7 +94,7 @@ def test_each_step_draws_a_batch_of_its_own_for_everything():
         batch = {"x": X[places], "y": DATA["y"][places], "scale": DATA["scale"]}
         wanted, wanted_grad = jax.value_and_grad(loss_fn)(before, batch)
         np.testing.assert_allclose(value, wanted, rtol=1e-4)
-        support.assert_close(grad, wanted_grad, rtol=1e-4, atol=1e-5)
+        chex.assert_trees_all_close(grad, wanted_grad, rtol=1e-4, atol=1e-5)
         drawn.add(tuple(places.tolist()))
         assert state.count == index + 1
         before = params

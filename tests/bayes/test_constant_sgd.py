@@ -6,13 +6,13 @@ import pickle
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import support
 
 import optperm
 from optperm.bayes._constant_sgd import ConstantSgdState
@@ -141,7 +141,7 @@ def test_steps_with_an_anchor_are_steps_with_the_corrected_gradient(form):
     tx = optperm.constant_sgd(kernel._replace(anchor=Anchor(at, full)))
     state = tx.init(params)
     found, _ = jax.jit(functools.partial(tx.update, grad_fn=grad_fn))(g, state, params)
-    support.assert_close(found, wanted, rtol=1e-5)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5)
     with pytest.raises(ValueError, match="grad_fn"):
         tx.update(g, state, params)
     with pytest.raises(ValueError, match=r"kernel.anchor.params\['b'\]"):
@@ -338,4 +338,4 @@ def test_chains_with_their_own_kernels_and_keys_take_their_own_steps():
     updates, _ = jax.jit(jax.vmap(update))(g, states, g)
     for index, kernel in enumerate(kernels):
         alone, _ = update(g[index], jax.jit(init)(kernel, g[index], keys[index]), g[index])
-        support.assert_close(updates[index], alone, rtol=1e-6)
+        chex.assert_trees_all_close(updates[index], alone, rtol=1e-6)

@@ -4,12 +4,12 @@ import contextlib
 import functools
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import support
 from kernels import kernel_for
 
 import optperm
@@ -101,10 +101,10 @@ def test_gradients_over_all_examples_are_means_over_parts_of_any_size(kind, rows
         batches = batches_of_rows(all_of(kind, DATA), None, S)
     stacked = jax.tree.map(lambda *x: np.stack(x), *map(params_of, range(2)))
     anchors = find_anchors(loss_fn, batches, stacked)
-    support.assert_close(anchors.params, stacked, rtol=0)
+    chex.assert_trees_all_close(anchors.params, stacked, rtol=0)
     for index in range(2):
         found = jax.tree.map(lambda leaf, index=index: leaf[index], anchors.full_grad)
-        support.assert_close(found, grad_of(params_of(index), DATA), rtol=1e-5, atol=1e-7)
+        chex.assert_trees_all_close(found, grad_of(params_of(index), DATA), rtol=1e-5, atol=1e-7)
 
 
 # Given starts need no search
@@ -138,7 +138,7 @@ def test_control_variates_of_another_sampler_are_those_of_svrg_before_it(name, k
     found = draws_of(lambda n, s: make[name](n), control_variates=True, **given)
     wanted = draws_of(lambda n, s: optax.chain(optperm.svrg(), make[name](n)), **given)
     assert wanted.params["none"].shape == (2, 20, 0, 2)
-    support.assert_close(found.params, wanted.params, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(found.params, wanted.params, rtol=1e-4, atol=1e-5)
     (state,) = find_states(wanted.last_opt_state, SvrgState)
     for index in range(2):
         at, full = (
@@ -146,7 +146,7 @@ def test_control_variates_of_another_sampler_are_those_of_svrg_before_it(name, k
             for tree in (state.snapshot.params, state.snapshot.full_grad)
         )
         assert np.any(at["w"] != params_of(0)["w"])
-        support.assert_close(full, grad_of(at, DATA), rtol=1e-5, atol=1e-7)
+        chex.assert_trees_all_close(full, grad_of(at, DATA), rtol=1e-5, atol=1e-7)
 
 
 OF_FUNCTION = {
@@ -178,7 +178,7 @@ def test_all_examples_of_a_function_give_the_gradient_of_the_anchor(learned):
     assert int(kernel.num_data) == 2000
     at, found = kernel.anchor
     wanted = jax.tree.map(lambda g, w: g + w / 2000, grad_of(at, MANY), at)
-    support.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [np.asarray, OnDisk, in_batches])

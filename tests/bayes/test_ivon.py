@@ -1,5 +1,6 @@
 """IVON against a transcription of the authors' code, its first draws, and what is no draw."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ def test_the_sequence_of_the_authors(mc_samples, radius):
             theta = optax.apply_updates(theta, updates)
             m, expected = authors_step(m, expected, draws, grads, radius)
             found = theta, state.hessian, state.momentum
-            support.assert_close(found, (m, expected[1], expected[0]), rtol=1e-12)
+            chex.assert_trees_all_close(found, (m, expected[1], expected[0]), rtol=1e-12)
 
 
 def test_draws_have_the_laws_mean_and_variance():

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -114,7 +115,7 @@ def test_preconditioner_of_all_params_is_masked_as_they_are():
     wanted, _ = alone.update({"a": w["a"]}, alone.init({"a": w["a"]}), {"a": w["a"]})
     tx = optax.masked(optperm.sgld(1e-2, N, preconditioner=m), {"a": True, "b": False})
     updates, _ = tx.update(w, tx.init(w), w)
-    support.assert_close(updates["a"], wanted["a"], rtol=1e-6)
+    chex.assert_trees_all_close(updates["a"], wanted["a"], rtol=1e-6)
 
 
 # (sampler, h of theta' = theta - h (g + noise), variance of the injected noise, decay of the momentum)

@@ -5,6 +5,7 @@ import functools
 import warnings
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,7 +226,7 @@ def test_sums_with_counts_sample_the_posterior_of_all_sums(drawn):
         return jnp.sum((y - p.mean) ** 2 / 2), 2 * y.size
 
     samples, _ = texts_of(lambda: draw(loss_fn=pair, **OF_MODEL))
-    support.assert_close(samples.params, drawn.params, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(samples.params, drawn.params, rtol=1e-4, atol=1e-5)
     assert samples.is_mean
     loss = make_loss(
         lambda m, y: (jnp.mean((y - m) ** 2), 0.9), jnp.zeros(()), Y[:8], num_data=N, log_prior=None
@@ -323,7 +324,7 @@ def test_data_on_a_mesh_with_explicit_axes_are_sampled(drawn):
     """As on one device; and L-BFGS finds the optimum, the mean."""
     mesh, y = on_mesh()
     samples, _ = texts_of(lambda: draw(loss_fn=loss_of_model, data=y, **OF_MODEL))
-    support.assert_close(samples.params, drawn.params, rtol=1e-3)
+    chex.assert_trees_all_close(samples.params, drawn.params, rtol=1e-3)
     with jax.set_mesh(mesh):
         found = search_starts(lambda m: loss_fn(m, y), jnp.zeros(2))
     np.testing.assert_allclose(found, np.mean(Y), rtol=1e-5)
@@ -469,7 +470,7 @@ def test_normal_prior_is_the_fraction_of_one_example():
     w, precision, n = {"a": jnp.float32([1.0, -2.0]), "b": jnp.float32(3.0)}, 0.5, 40
     value, grad = jax.value_and_grad(optperm.bayes.normal_prior)(w, precision, n)
     np.testing.assert_allclose(value, 0.5 / 80 * 14.0, rtol=1e-6)
-    support.assert_close(grad, jax.tree.map(lambda leaf: precision / n * leaf, w), rtol=1e-6)
+    chex.assert_trees_all_close(grad, jax.tree.map(lambda leaf: precision / n * leaf, w), rtol=1e-6)
 
 
 def test_log_prior_counts_once_among_all_examples():

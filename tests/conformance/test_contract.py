@@ -303,4 +303,4 @@ def test_steps_hold_under_the_checks_of_jax(ours):
         # A new function, so that it is traced here.
         run = functools.partial(loops.carry, loops.make_step(tx, loops.linear))
         found = jax.block_until_ready(jax.jit(run, donate_argnums=(0, 1))(*given))
-    support.assert_close(found, expected, rtol=1e-5 if ours.sums_over_params else 1e-6)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5 if ours.sums_over_params else 1e-6)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def test_closures_take_the_whole_model_and_the_filtered_one():
 
     found, expected = call_all()
     for each in found:
-        support.assert_close(each, expected, rtol=1e-5)
+        chex.assert_trees_all_close(each, expected, rtol=1e-5)
 
 
 def test_floating_leaves_may_be_held_too():

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -55,7 +56,7 @@ READ = {
 def assert_close_leaves(actual, expected):
     """Assert that two trees have the same leaves to rounding, in any containers."""
     leaves = jax.tree.leaves(actual), jax.tree.leaves(expected)
-    support.assert_close(*leaves, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(*leaves, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.spans("sgperm", "svrg")
@@ -125,7 +126,7 @@ def test_linen_train_state(ours):
     for batch in batches:
         state = step(state, batch)
     exact, _ = loops.train(tx, params, batches, evaluate=loops.linear)[-1]
-    support.assert_close(state.params, exact, rtol=1e-6, atol=5e-7)
+    chex.assert_trees_all_close(state.params, exact, rtol=1e-6, atol=5e-7)
     if ours.permutes:
         found, _ = loops.compiled(tx, loops.linear)(state.params, state.opt_state, batches[0])
         support.assert_permutes(found, params)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import kernels
@@ -242,4 +243,4 @@ def test_another_argument_is_refused_by_name_or_acts_as_from_the_start(
         assert re.search(rf"\b{argument}\b", str(error))  # noqa: PT017
     else:
         expected, _ = train(other, other.init(PARAMS), 0, steps + 2)
-        support.assert_close(got, expected[steps:], rtol=1e-6, atol=1e-9)
+        chex.assert_trees_all_close(got, expected[steps:], rtol=1e-6, atol=1e-9)

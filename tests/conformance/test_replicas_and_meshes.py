@@ -128,7 +128,7 @@ def assert_same(ours, actual, expected):
     if (ours.permutes and not ours.lenient) or ours.is_identity:
         return support.assert_same_bits(actual, expected)
     if not ours.sums_over_params:
-        return support.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        return chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
 
     def compare(actual, expected):
         # Sums round by where they are made, by their largest terms.

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import weakref
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,9 +70,9 @@ def test_public_function_sees_what_the_loss_reads_now(call):
     at_one = call(loss)
     assert np.all(at_one)  # zeros would be right at any scale
     loss.scale = 64.0
-    support.assert_close(call(loss), 64.0 * np.asarray(at_one), rtol=1e-5)
+    chex.assert_trees_all_close(call(loss), 64.0 * np.asarray(at_one), rtol=1e-5)
     loss.scale = 1.0
-    support.assert_close(call(loss), at_one, rtol=0)
+    chex.assert_trees_all_close(call(loss), at_one, rtol=0)
 
 
 def test_second_call_with_equal_values_compiles_nothing(programs):

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -150,7 +151,7 @@ def test_agn_with_sgd_is_diloco_with_an_outer_sgd_of_one_over_the_period():
         trail = loops.train(tx, start, grads, how="vmap", size=SIZE)
         trails.append([center_params(state) for _, state in trail])
     assert not (trails[0][-1][0] == start).any()
-    support.assert_close(*trails, atol=1e-6)
+    chex.assert_trees_all_close(*trails, atol=1e-6, rtol=0)
 
 
 def scheduled(count):

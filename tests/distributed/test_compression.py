@@ -3,6 +3,7 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -100,7 +101,7 @@ def test_shards_on_an_explicit_mesh_step_as_the_whole_does(encoder, lead):
         updates, state = jax.jit(over(step, spmd_axis_name=AXIS))(params)
     assert state.residual["kernel"].sharding.spec == specs["kernel"]
     wanted, _ = jax.jit(over(step))(start)
-    support.assert_close(jax.device_get(updates), wanted, atol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(updates), wanted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

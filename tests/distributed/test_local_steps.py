@@ -1,5 +1,6 @@
 """What AGN and DiLoCo give the optimizers within them, and which they refuse."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -67,7 +68,7 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
     steps = [read(START, extras["grad"], extras) for read in READINGS]
     wanted = [optax.tree.add_scale(START, -0.1, step) for step in steps]
     for index in range(SIZE):
-        support.assert_close(replicas.take(found, index), wanted, atol=1e-6, rtol=1e-7)
+        chex.assert_trees_all_close(replicas.take(found, index), wanted, atol=1e-6, rtol=1e-7)
 
 
 def test_a_value_without_its_function_is_averaged_over_the_replicas():

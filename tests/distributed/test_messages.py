@@ -6,6 +6,7 @@ import io
 import itertools
 import pickle
 
+import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -116,10 +117,12 @@ def test_jobs_that_exchange_at_the_same_step_are_mapped_replicas(name, weights):
         jobs = [pull(p, s, center, mixing) for (p, _), (_, s) in zip(jobs, sent, strict=True)]
         own = replicas.stack([jax.device_get(job) for job in jobs])
         atol = 1e-12 if compress is None else 1e-6
-        support.assert_close((params, center_params(opt_state)), (own[0], own[1].center), atol=atol)
+        chex.assert_trees_all_close(
+            (params, center_params(opt_state)), (own[0], own[1].center), atol=atol, rtol=0
+        )
         for field in ("local_state", "residual", "commits", "since_commit"):
             found, wanted = getattr(own[1], field), getattr(opt_state, field)
-            support.assert_close(wanted, found, atol=atol)
+            chex.assert_trees_all_close(wanted, found, atol=atol, rtol=0)
     assert int(center.version) == 3
 
 
@@ -286,7 +289,7 @@ def test_a_message_counts_each_time_that_it_is_merged():
     params, _, message, _ = one_message()
     start = init_center(jax.tree.map(jnp.zeros_like, params), SGD)
     twice = merge(start, [message, message], SGD, "sum").params
-    support.assert_close(twice, jax.tree.map(lambda x: -2 * x, message.move))
+    chex.assert_trees_all_close(twice, jax.tree.map(lambda x: -2 * x, message.move), rtol=0)
     support.assert_same_bits(
         merge(start, [message, message], SGD).params, merge(start, [message], SGD).params
     )
@@ -307,7 +310,7 @@ def test_a_function_combines_the_contributions_with_a_weight():
 
     dropped = message._replace(weight=jnp.float32(0.0))
     found = merge(start, [*sent, dropped], SGD, median)
-    support.assert_close(found.params, jax.tree.map(lambda x: -2 * x, message.move))
+    chex.assert_trees_all_close(found.params, jax.tree.map(lambda x: -2 * x, message.move), rtol=0)
     with pytest.raises(ValueError, match=r"outside jax\.jit"):
         jax.jit(lambda c, m: merge(c, [m], SGD, median))(start, message)
     with pytest.raises(ValueError, match=r"the result of combine has a different tree"):
@@ -457,8 +460,10 @@ def test_a_sharded_job_sends_and_pulls_as_a_job_on_one_device(kind, compress):
         found = run(sharded, *calls)
         inside = merge(init_center(sharded, NESTEROV), [found[0]], NESTEROV)
     wanted = run(start)
-    support.assert_close(jax.device_get(found), jax.device_get(wanted), atol=1e-6)
-    support.assert_close(jax.device_get(inside), jax.device_get(wanted[1]), atol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(found), jax.device_get(wanted), atol=1e-6, rtol=0)
+    chex.assert_trees_all_close(
+        jax.device_get(inside), jax.device_get(wanted[1]), atol=1e-6, rtol=0
+    )
     for leaf in jax.tree.leaves((found[2][0], found[2][1].center, inside.params)):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("model")), leaf.ndim)
 
@@ -529,7 +534,7 @@ def test_messages_work_under_jit():
         return center, pull(params, opt_state, center)
 
     found = jax.jit(all_of_it)(params, opt_state, center)
-    support.assert_close(found, all_of_it(params, opt_state, center), atol=1e-6)
+    chex.assert_trees_all_close(found, all_of_it(params, opt_state, center), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("outer", [optax.adam(0.1), optax.sgd(10.0)], ids=["moments", "params"])

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -98,7 +99,7 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
     if method == "pairs":
         assert {each.operation for each in large} == {"collective-permute"}
     expected, _ = jax.jit(jax.vmap(four_steps(AXIS), axis_name=AXIS))(*given)
-    support.assert_close(jax.device_get(params), expected, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(params), expected, atol=1e-5, rtol=0)
     center = jax.device_get(state.center)
     for index in range(SIZE if method != "pairs" else 0):
         support.assert_same_bits(replicas.take(center, index), replicas.take(center, 0))
@@ -154,14 +155,15 @@ def test_counted_steps_under_a_vmap_without_a_name_are_refused(method):
         run(None)
     if method == "diloco":
         explicit = run(True)
-        support.assert_close(run(jnp.array(True)), explicit, atol=1e-6)
+        chex.assert_trees_all_close(run(jnp.array(True)), explicit, atol=1e-6, rtol=0)
         # Without replicas there is nothing to exchange, and each of a population counts for itself.
         alone = optperm.diloco(optax.sgd(0.1), every=1)
         moves = jax.jit(jax.vmap(lambda p: alone.update(p, alone.init(p), p)[0]))
-        support.assert_close(
+        chex.assert_trees_all_close(
             moves(replicas.stack([START] * 2)),
             replicas.take(jax.device_get(explicit), np.s_[:, 0]),
             atol=1e-6,
+            rtol=0,
         )
 
 
@@ -215,4 +217,4 @@ def test_the_center_may_be_declared_the_same_on_all_devices():
     shared = opt_state._replace(**dict.fromkeys(names))
     _, (found, _) = replicas.share(run, "shard_map", SIZE)(shared, (*own, targets))
     trail = loops.train(tx, START, list(targets.T), evaluate=evaluate, how="vmap", size=SIZE)
-    support.assert_close(found, trail[-1][0], rtol=1e-5)
+    chex.assert_trees_all_close(found, trail[-1][0], rtol=1e-5)

@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 
+import chex
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -181,7 +182,9 @@ def test_stacked_layers_step_as_each_layer_alone(name, axis):
     found = jax.tree.map(np.asarray, train_stacked(stack(stacked))["layers"])
     for index in range(2):
         own = jax.tree.map(lambda leaf, i=index: np.take(leaf, i, axis), found)
-        support.assert_close(own, train(stack([each[index] for each in steps])), rtol=0, atol=2e-4)
+        chex.assert_trees_all_close(
+            own, train(stack([each[index] for each in steps])), rtol=0, atol=2e-4
+        )
 
 
 def test_random_projections_of_stacked_layers_have_the_law_of_unrolled_ones():
@@ -271,4 +274,4 @@ def test_aliases_are_the_chain_that_they_name(alias, direction):
     wanted, found = jax.jit(lambda g: [last_updates(tx, g, params) for tx in (parts, whole)])(
         stack(grads)
     )
-    support.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)

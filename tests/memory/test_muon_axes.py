@@ -1,5 +1,6 @@
 """Optax's Muon with the axes of a model's kernels."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ def test_muon_trains_the_kernels_of_scanned_layers_as_of_unrolled_ones():
         tx = optax.contrib.muon(0.1, adam_learning_rate=1.0, muon_weight_dimension_numbers=axes)
         step = jax.jit(lambda g, p, tx=tx: tx.update(g, tx.init(p), p)[0])
         updates.append(jax.tree.map(np.asarray, step(grad, tree)))
-    support.assert_close(unrolled(updates[0]), updates[1], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(unrolled(updates[0]), updates[1], rtol=1e-5, atol=1e-6)
     # The first step of Adam moves all entries as far.
     for name, leaf in (("embed", "embedding"), ("lm_head", "kernel")):
         size = np.abs(updates[1][name][leaf])

@@ -6,6 +6,7 @@ import re
 import warnings
 from typing import Any, NamedTuple
 
+import chex
 import flax.core
 import flax.nnx
 import flax.struct
@@ -112,7 +113,7 @@ def test_an_update_is_that_of_the_decoded_state(name, bits):
 
     grads = jax.tree.map(lambda *leaves: np.stack(leaves), *map(params_of, range(4)))
     updates, expected, *states = jax.tree.map(np.asarray, run(grads))
-    support.assert_close(updates, expected, rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, atol=1e-7)
     # The new state is near: it is what was encoded.
     for found, wanted in zip(*map(jax.tree.leaves, states), strict=True):
         found, wanted = found[-1], wanted[-1]  # noqa: PLW2901
@@ -390,8 +391,8 @@ def test_a_registered_state_is_quantized_as_a_known_one(monkeypatch):
 
     state, updates, wanted, m = step(params)
     assert [type(blocks).__name__ for blocks in state.exponents] == ["Random"] * 2 + ["Root"] * 2
-    support.assert_close(updates, wanted, rtol=1e-6)
-    support.assert_close(m, jax.tree.map(lambda g: np.float32(0.1) * g, params), rtol=0.13)
+    chex.assert_trees_all_close(updates, wanted, rtol=1e-6)
+    chex.assert_trees_all_close(m, jax.tree.map(lambda g: np.float32(0.1) * g, params), rtol=0.13)
 
 
 def test_registrations_that_contradict_are_refused(monkeypatch):
@@ -428,7 +429,7 @@ def test_a_checkpoint_is_quantized_and_back(bits):
     assert jax.tree.structure((found, back)) == jax.tree.structure((like, state))
     # Numbers of the grid do not change.
     support.assert_same_bits(decode(encode(back)), back)
-    support.assert_close(back[1][0].nu["w"], state[1][0].nu["w"], rtol=0.27, atol=1e-9)
+    chex.assert_trees_all_close(back[1][0].nu["w"], state[1][0].nu["w"], rtol=0.27, atol=1e-9)
     jax.eval_shape(tx.update, params, found, params)
     with pytest.raises(ValueError, match=r"opt_state.*like, decoded"):
         quantize(

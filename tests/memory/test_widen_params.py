@@ -1,5 +1,6 @@
 """Params of 16 bits with remainders: as good as float32, and nothing lost on the way."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -102,9 +103,9 @@ def test_sixteen_more_bits_train_as_float32(inner):
         return jax.tree.map(lambda x: x.astype(jnp.float32), p), wide_params(p, state), q
 
     narrow, wide, q = jax.tree.map(np.asarray, run_and_join(start))
-    support.assert_close(wide, q, rtol=0, atol=2e-4)
+    chex.assert_trees_all_close(wide, q, rtol=0, atol=2e-4)
     rounded = jax.tree.map(lambda x: x.astype(BF16).astype(np.float32), q)
-    support.assert_close(narrow, rounded, rtol=2**-7, atol=1e-3)
+    chex.assert_trees_all_close(narrow, rounded, rtol=2**-7, atol=1e-3)
 
 
 def test_gradients_in_16_bits_make_steps_in_float32():
@@ -196,7 +197,7 @@ def test_a_float32_checkpoint_becomes_16_bits_and_back(bits):
     # All but ties, and roundings to ties
     assert np.mean(np.asarray(params["w"]) == nearest) > 0.99
     unit = {16: 0.0, 8: 2.0**-16, 0: 2.0**-8}[bits]
-    support.assert_close(again, wide, rtol=unit, atol=0)
+    chex.assert_trees_all_close(again, wide, rtol=unit, atol=0)
     # Training continues from there.
     updates, _ = jax.eval_shape(tx.update, params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

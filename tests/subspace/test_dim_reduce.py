@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import dim_reduce_reference as golden
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def test_scan_over_devices_gives_the_trajectory_of_one(mapping):
     wanted, wanted_state = jax.jit(functools.partial(loops.carry, step))(
         start(), with_basis(alone, k), data.reshape(6, -1, 6)
     )
-    support.assert_close(got, replicas.stack([wanted] * size), atol=1e-5, rtol=1e-5)
+    chex.assert_trees_all_close(got, replicas.stack([wanted] * size), atol=1e-5, rtol=1e-5)
     assert np.all(opt_state.step_length == wanted_state.step_length)
     # Each keeps its own rows; those past the last are zero.
     assert opt_state.subspace.rows["b"].shape == (size, 2)
@@ -106,7 +107,7 @@ def test_rejected_trials_leave_the_inner_state_alone():
     assert after.step_length == 0
     direction = jax.tree.map(lambda m: np.float32(0.3) * m, after.residual)
     wanted = jax.jit(lambda g: inner.update(g, inner.init(start()), start()))(direction)
-    support.assert_close((updates, after.inner_state), wanted, rtol=1e-7)
+    chex.assert_trees_all_close((updates, after.inner_state), wanted, rtol=1e-7)
     kept = {"first_length": after.quasi_newton.first_length, "rejections": np.int32(1)}
     support.assert_same_bits(after.quasi_newton, opt_state.quasi_newton._replace(**kept))
 
@@ -173,7 +174,7 @@ def test_without_a_basis_only_the_residual_moves():
     trail = train(tx, batches(3)[:, 0], opt_state=tx.init(start()))
     assert all(opt_state.num_trials == opt_state.step_length == 0 for _, opt_state in trail)
     wanted = loops.train(optax.sgd(rate, 0.5), start(), batches(3)[:, 0], evaluate=valley.evaluate)
-    support.assert_close([p for p, _ in trail], [p for p, _ in wanted], rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close([p for p, _ in trail], [p for p, _ in wanted], rtol=1e-6, atol=1e-6)
 
 
 def test_alpha_of_zero_keeps_the_params_in_the_subspace():
@@ -306,7 +307,7 @@ def test_set_basis_in_any_nesting_forgets_the_old_curvature():
     support.assert_same_bits(again[1].quasi_newton, fresh)
     support.assert_same_bits(again[1].residual, opt_state[1].residual)
     assert {leaf.dtype for leaf in jax.tree.leaves(again[1].subspace.rows)} == {np.dtype("float32")}
-    support.assert_close(again[1].subspace.rows, rows(3, 1), atol=5e-3, rtol=1e-7)
+    chex.assert_trees_all_close(again[1].subspace.rows, rows(3, 1), atol=5e-3, rtol=1e-7)
 
 
 def test_basis_without_orthonormal_rows_is_refused():

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -59,14 +60,14 @@ def test_trajectory_is_that_of_the_parts_one_after_the_other():
     data, tx = valley.batches(12)[:, 0], SECOND["dim_reduce"]()
     trail = trail_of(optperm.dldr(FIRST, tx, **OPTIONS), data)
     alone = trail_of(FIRST, data[:SWITCH])
-    support.assert_close([p for p, _ in trail[:SWITCH]], [p for p, _ in alone], rtol=1e-6)
+    chex.assert_trees_all_close([p for p, _ in trail[:SWITCH]], [p for p, _ in alone], rtol=1e-6)
     basis = optperm.subspace.pca_basis(replicas.stack(samples_of(alone)), 3)
-    support.assert_close(trail[SWITCH][1].second.subspace.rows, basis, atol=1e-6, rtol=1e-7)
+    chex.assert_trees_all_close(trail[SWITCH][1].second.subspace.rows, basis, atol=1e-6, rtol=1e-7)
     opt_state = optperm.subspace.set_basis(tx.init(valley.start()), basis)
     then = trail_of(tx, data[SWITCH:], alone[-1][0], opt_state)
     assert np.any([state.step_length > 0 for _, state in then])
     params = [p for p, _ in trail[SWITCH:]]
-    support.assert_close(params, [p for p, _ in then], rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(params, [p for p, _ in then], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_snapshots_so_far_count_if_the_steps_of_snapshots_change(earlier, steps,
         t >= due[-1] for t in range(steps, 32)
     ]
     mean = jax.tree.map(lambda leaf: np.mean(leaf, axis=0), samples)
-    support.assert_close(trail[due[-1] + 1], mean, rtol=1e-6)
+    chex.assert_trees_all_close(trail[due[-1] + 1], mean, rtol=1e-6)
 
 
 def test_a_state_made_with_another_argument_is_refused():
@@ -164,7 +165,7 @@ def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
     samples = [after for after, _ in trail[1:SWITCH:2]]
     if restart == "mean":
         mean = jax.tree.map(lambda leaf: np.mean(leaf, axis=0), replicas.stack(samples))
-        support.assert_close(at_restart, mean, rtol=2e-7)
+        chex.assert_trees_all_close(at_restart, mean, rtol=2e-7)
     else:
         support.assert_same_bits(at_restart, samples[0])
     assert state.is_restarted
@@ -183,7 +184,7 @@ def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
         [jax.tree.map(np.float32, after) for after, _ in each] for each in (rest, alone)
     )
     exactly = {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 1e-2}
-    support.assert_close(got, expected, **exactly)
+    chex.assert_trees_all_close(got, expected, **exactly)
 
 
 def test_targets_of_the_second_phase_are_none_in_the_step_that_restarts():
@@ -253,9 +254,9 @@ def test_subspace_of_a_part_of_the_params_is_that_of_the_part_alone():
         return jax.lax.scan(step, (start, *states), data)[1]
 
     grads, updates, of_part = jax.tree.map(np.asarray, run(data))
-    support.assert_close(updates["a"], of_part["a"], rtol=1e-4, atol=1e-7)
+    chex.assert_trees_all_close(updates["a"], of_part["a"], rtol=1e-4, atol=1e-7)
     rates = np.float32([2e-3] * SWITCH + [1e-3] * (len(data) - SWITCH))
-    support.assert_close(updates["b"], -rates * grads["b"], rtol=1e-5)
+    chex.assert_trees_all_close(updates["b"], -rates * grads["b"], rtol=1e-5)
 
 
 def test_projected_gradient_is_the_part_in_the_subspace():
@@ -288,7 +289,7 @@ def test_first_phase_without_a_subspace_goes_on():
         assert not subspace.is_set
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(subspace.rows))
     alone = trail_of(still, data, params)
-    support.assert_close([p for p, _ in trail], [p for p, _ in alone], rtol=1e-6)
+    chex.assert_trees_all_close([p for p, _ in trail], [p for p, _ in alone], rtol=1e-6)
     assert valley.loss_fn(trail[-1][0], data[0]) < valley.loss_fn(params, data[0])
 
 
@@ -327,7 +328,7 @@ def test_many_devices_train_as_one(mapping, size):
     options = {"opt_state": replicas.MAPPINGS[mapping](tx.init, size)(params), "how": mapping}
     trail = loops.train(tx, params, data, evaluate=valley.evaluate, size=size, **options)
     expected = [replicas.stack([params] * size) for params, _ in alone]
-    support.assert_close([params for params, _ in trail], expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close([params for params, _ in trail], expected, rtol=1e-4, atol=1e-5)
     assert trail[-1][1].second.subspace.rows["b"].shape == (size, -(-4 // size))
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import fitting
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def test_padded_batches_of_replicas_train_as_their_examples_alone(name):
     tx, alone = TOGETHER[name]
     found = train(tx, BATCHES, loss_fn=with_aux, has_aux=True)
     for wanted in train_alone(alone):
-        support.assert_close(found.state.params, wanted.state.params, rtol=1e-4, atol=1e-6)
+        chex.assert_trees_all_close(found.state.params, wanted.state.params, rtol=1e-4, atol=1e-6)
         steps, expected = found.history.steps, wanted.history.steps
         np.testing.assert_allclose(steps["loss"], expected["loss"], rtol=1e-5)
         np.testing.assert_allclose(steps["twice"], 2 * expected["loss"], rtol=1e-5)

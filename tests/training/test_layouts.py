@@ -4,6 +4,7 @@ import contextlib
 import re
 import types
 
+import chex
 import fitting
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def batches_of(*sizes):
 
 
 def assert_close(result, other):
-    support.assert_close(result.state.params, other.state.params, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(result.state.params, other.state.params, rtol=1e-5, atol=1e-5)
 
 
 def assert_same_params(result, other):
@@ -161,7 +162,7 @@ def test_mapped_sampler_is_its_loop_by_hand():
     for batch in fitting.all_batches(2, source=DATA, replace=True):
         params, opt_state = mapped(params, opt_state, batch)
     trained = jax.tree.map(np.asarray, result.state.params)
-    support.assert_close(trained, jax.device_get(params), rtol=2e-4, atol=2e-5)
+    chex.assert_trees_all_close(trained, jax.device_get(params), rtol=2e-4, atol=2e-5)
     plain = dense_fit(optax.sgd(0.1)).state.params
     assert np.abs(trained["in"] - plain["in"]).max() > 1e-3
 
@@ -189,7 +190,7 @@ def test_batch_statistics_and_dropout_see_the_whole_batch():
     losses = [result.history.steps["loss"] for result in results]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     stats = [jax.device_get(result.state.model_state) for result in results]
-    support.assert_close(*stats, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(*stats, rtol=1e-4, atol=1e-6)
     placed = fitting.fit("linen", "sgperm", epochs=2, devices=4)
     support.assert_permutes(placed.state.params, fitting.variables()["params"])
 

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import NamedTuple
 
+import chex
 import fitting
 import jax
 import jax.numpy as jnp
@@ -315,8 +316,8 @@ def test_run_on_other_devices_is_resumed_to_rounding(tmp_path):
     linear_fit(epochs=1, checkpoints=tmp_path)
     linear_fit(epochs=2, checkpoints=tmp_path, resume=True, **fitting.on(4))
     resumed = linear_fit(epochs=3, checkpoints=tmp_path, resume=True, **fitting.on(2))
-    support.assert_close(resumed.history.steps, whole.history.steps, rtol=1e-6, atol=1e-7)
-    support.assert_close(resumed.state.params, whole.state.params, rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_close(resumed.history.steps, whole.history.steps, rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_close(resumed.state.params, whole.state.params, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("there", "here"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 4)])

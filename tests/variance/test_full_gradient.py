@@ -3,6 +3,7 @@
 import functools
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,7 +132,7 @@ def test_auxiliary_values_of_a_loss_under_jit_are_left_out():
 
         return full_gradient(loss, jnp.ones(3), [x[:5], x[5:]], has_aux=True)
 
-    support.assert_close(of_strength(3.0), 3.0 * x.mean(axis=0), rtol=1e-5)
+    chex.assert_trees_all_close(of_strength(3.0), 3.0 * x.mean(axis=0), rtol=1e-5)
 
 
 def test_a_loss_that_is_no_mean_is_noticed():
@@ -209,13 +210,13 @@ def test_batches_on_an_explicit_mesh_give_the_mean():
 
     exact = 2 * x.T @ (real * (x @ np.asarray(w) - y)) / real.sum()
     *batch, spread = jax.device_put((x, y, real), NamedSharding(mesh, P("data")))
-    support.assert_close(full_gradient(pair, w, [(*batch, spread)]), exact, rtol=1e-6)
+    chex.assert_trees_all_close(full_gradient(pair, w, [(*batch, spread)]), exact, rtol=1e-6)
 
     def mean(w, batch):
         return jnp.mean((batch[0] @ w - batch[1]) ** 2)
 
     got = full_gradient(mean, w, [tuple(batch)], weights=[spread])
-    support.assert_close(got, exact, rtol=1e-6)
+    chex.assert_trees_all_close(got, exact, rtol=1e-6)
 
 
 class Tensor:
@@ -243,7 +244,7 @@ def test_any_iterable_of_batches_is_taken():
         full_gradient(loss_fn, params, (data["x"], data["y"]))
     batches, weights = (map(functools.partial(jax.tree.map, Tensor), each) for each in padded(data))
     got = full_gradient(loss_fn, params, batches, weights=weights)
-    support.assert_close(got, expected, rtol=1e-5, atol=3e-6)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=3e-6)
 
 
 def test_weighted_examples_draw_dropout_masks_of_their_own():

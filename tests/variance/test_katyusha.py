@@ -1,12 +1,12 @@
 """Loopless Katyusha against NumPy in the letters of its paper, and its precision."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
 import numpy as np
 import optax
 import pytest
-import support
 from least_squares import coins, evaluation, make_data, numpy_grad, part, start
 
 import optperm
@@ -43,7 +43,7 @@ def test_params_are_those_of_the_paper(mu):
     batches = [part(data, t) for t in range(20)]
     trail = loops.train(tx, begin, batches, evaluate=evaluation(data))
     at = [begin, *(params for params, _ in trail)]
-    support.assert_close(at, reference_run(data, mu, 21), rtol=1e-13, atol=1e-13)
+    chex.assert_trees_all_close(at, reference_run(data, mu, 21), rtol=1e-13, atol=1e-13)
 
 
 def test_params_of_16_bits_lose_no_small_steps():

@@ -1,5 +1,6 @@
 """MARS against NumPy, in both forms, and what it does with norms and with what is not finite."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -47,7 +48,7 @@ def test_trajectory_in_both_forms_is_that_of_the_paper(exact, gamma, max_norm):
     options = {"gamma": gamma, "max_norm": max_norm, "exact": exact}
     expected = mars_adamw_in_numpy(batches, **options)
     trail = loops.train(tx, start(np.float64), batches, evaluate=evaluation())
-    support.assert_close([params for params, _ in trail], expected, rtol=1e-12, atol=1e-13)
+    chex.assert_trees_all_close([params for params, _ in trail], expected, rtol=1e-12, atol=1e-13)
     for other in ({"gamma": 0.0}, {"exact": not exact}, {"max_norm": np.inf}):
         differs = mars_adamw_in_numpy(batches, **options | other)[-1]["full"]
         assert np.abs(differs - expected[-1]["full"]).max() > 1e-6

@@ -1,5 +1,6 @@
 """Recursive gradients against plain NumPy, their precision, and what is not finite."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import loops
@@ -53,7 +54,7 @@ def test_trajectory_of_each_method_is_that_of_its_paper(a, options, is_refreshed
     expected = reference_run(data, a if callable(a) else lambda t: a, flags)
     batches = [part(data, t) for t in range(20)]
     trail = loops.train(tx, start(np.float64), batches, evaluate=evaluation(data))
-    support.assert_close([params for params, _ in trail], expected, rtol=1e-13, atol=1e-13)
+    chex.assert_trees_all_close([params for params, _ in trail], expected, rtol=1e-13, atol=1e-13)
     plain = reference_run(data, lambda t: 1.0, [False] * 20)[-1]["full"]
     assert np.abs(plain - trail[-1][0]["full"]).max() > 1e-2
 
@@ -101,7 +102,7 @@ def test_full_gradient_between_steps_becomes_the_estimate():
     opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
     grads, extra_args = evaluation(data)(params, part(data, 1))
     d, _ = tx.update(grads, opt_state, params, **extra_args)
-    support.assert_close(d, mu, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(d, mu, rtol=1e-5, atol=1e-6)
     assert np.abs(d["full"] - grads["full"]).max() > 1e-2
 
 

@@ -63,7 +63,7 @@ def test_trajectory_with_any_snapshots_is_that_of_the_papers(form, falling):
         if form == "between steps" and is_due[t]:
             opt_state = snapshot_at(opt_state, params, data)
         params, opt_state = step(params, opt_state, part(data, t))
-        support.assert_close(params, wanted, rtol=1e-13, atol=1e-13)
+        chex.assert_trees_all_close(params, wanted, rtol=1e-13, atol=1e-13)
     assert np.abs(run(lambda t: 0.0)[-1]["full"] - params["full"]).max() > 1e-2
 
 
@@ -145,7 +145,7 @@ def test_gradients_of_one_step_see_the_same_dropout_mask():
         batch = part(make_data(), 0) | {"key": jax.random.key(seed)}
         g, extra_args = evaluation(loss=loss)(params, batch)
         updates, _ = tx.update(g, opt_state, params, **extra_args)
-        support.assert_close(updates, mu, rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(updates, mu, rtol=1e-5, atol=1e-6)
         grads.append(g["full"])
     assert np.abs(grads[0] - grads[1]).max() > 0.1  # The mask did make a difference.
 
@@ -234,7 +234,7 @@ def test_part_of_the_params_is_corrected_by_its_own_loss():
     of_part = evaluation(loss=loss_of_part)
     alone = loops.train(svrg_sgd, own, batches, evaluate=of_part, opt_state=own_state)
     expected = [after | {"bias_full": frozen} for after, _ in alone]
-    support.assert_close([after for after, _ in trail], expected, rtol=1e-6)
+    chex.assert_trees_all_close([after for after, _ in trail], expected, rtol=1e-6)
     assert trail[-1][0]["bias_full"] == frozen
     assert np.abs(alone[-1][0]["full"]).max() > 0.1
 
@@ -252,7 +252,7 @@ def test_params_that_leave_a_snapshot_that_devices_share_are_corrected(options):
     nearby = [jax.tree.map(lambda p, i=i: np.float32(p + 0.1 * i), start()) for i in range(4)]
     got = replicas.MAPPINGS["shard_map"](update, 4)(replicas.stack(nearby))
     expected = jax.jit(jax.vmap(update))(replicas.stack(nearby))
-    support.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_states_of_replicas_take_a_snapshot_at_once():
