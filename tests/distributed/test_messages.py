@@ -328,7 +328,7 @@ MISFITS = {
         r"\.move\['b'\] is float32\[5\], but the center has float32\[4\]",
     ),
     "another dtype": (
-        lambda m: m._replace(move=jax.tree.map(lambda x: x.astype(jnp.float16), m.move)),
+        lambda m: m._replace(move=jax.tree.map(lambda x: x.astype(jnp.bfloat16), m.move)),
         r"\.move\['a'\] must be float32 or float64",
     ),
     "integers": (
