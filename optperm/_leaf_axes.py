@@ -202,8 +202,8 @@ def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
     Notes:
       With overrides, a `UserWarning` names leaves that are neither known nor named. A leaf named
       `kernel` is a kernel even below a layer named `embedding`. The window of a convolution counts as
-      inputs. If all leaves of a stack share more than one axis, biases tell which axis counts
-      the layers, or else the first of the axes does.
+      inputs. If all leaves of a stack share more than one axis, biases tell which axis counts the
+      layers, or else the first of the axes does.
 
     Raises:
       TypeError: If an override is neither a `LeafAxes` nor None.
@@ -223,12 +223,11 @@ def leaf_axes(params: Params, /, *, show: bool = False, **overrides: LeafAxes | 
     if show:
         rows = zip(leaves, found, names, strict=True)
         print(align([_HEAD, *(_describe(*row) for row in rows)]))
-    if overrides:
+    if overrides and not _is_traced(params):
         # A method that gets this tree takes it that the user has said what all leaves are
         pairs = zip(leaves, found, names, strict=True)
-        _warn_of(
-            "leaf_axes", params, [leaf for leaf, own, name in pairs if own == OTHER and not name]
-        )
+        unknown = [leaf for leaf, own, name in pairs if own == OTHER and not name]
+        _warn_of("leaf_axes", leaves, unknown)
     structure: Any = jax.tree.structure(params)
     return structure.unflatten(found)
 
@@ -280,19 +279,22 @@ def warn_of_others(method: str, params: Params, axes: Any) -> None:
       params: The params; nothing is said of traced params.
       axes: The argument `axes` of the method. Whoever made a tree of axes has seen the params.
     """
-    if axes is None:
-        leaves = _read_leaves(params)
-        pairs = zip(leaves, _classify(leaves), strict=True)
-        _warn_of(method, params, [leaf for leaf, own in pairs if own == OTHER])
-
-
-def _warn_of(method: str, params: Params, unknown: list[_Leaf]) -> None:
-    """Warn that a method leaves these leaves alone, if they hold many entries of params."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    if axes is not None or _is_traced(params):
         return
+    leaves = _read_leaves(params)
+    pairs = zip(leaves, _classify(leaves), strict=True)
+    _warn_of(method, leaves, [leaf for leaf, own in pairs if own == OTHER])
+
+
+def _is_traced(params: Params) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+
+
+def _warn_of(method: str, leaves: list[_Leaf], unknown: list[_Leaf]) -> None:
+    """Warn that a method leaves the unknown leaves alone, if they hold many of all entries."""
     others = [leaf for leaf in unknown if len(leaf.shape) > 1]
     sizes = [math.prod(leaf.shape) for leaf in others]
-    if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in _read_leaves(params)):
+    if sum(sizes) <= _MANY * sum(math.prod(leaf.shape) for leaf in leaves):
         return
     first = others[int(np.argmax(sizes))]
     name, rank = "/".join(_elements(first.path)), len(first.shape)
