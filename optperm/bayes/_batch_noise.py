@@ -69,7 +69,8 @@ def measure_batch_noise(
     if batches.batch_size < 2:
         return samples
     if len(find_states(opt_state, (SgldState, SghmcState))) == 1:
-        draws, keys, chains = _choose_draws(samples.params, _most_looks(batches, _LOOKS), key)
+        draws, chains = choose_draws(samples.params, _most_looks(batches, _LOOKS))
+        keys = jax.random.split(key, len(chains))
         if _is_langevin_alone(opt_state):
             covariance_fn = functools.partial(batch_covariance, loss, batches)
             looked = _read_batches(batches, keys)
@@ -96,7 +97,8 @@ def measure_batch_noise(
         )
 
     most = _most_looks(batches, max(_LOOKS, _EXAMPLES // batches.batch_size))
-    draws, keys, _ = _choose_draws(samples.params, most, key)
+    draws, chains = choose_draws(samples.params, most)
+    keys = jax.random.split(key, len(chains))
     looked = _read_batches(batches, keys)
     found = fresh_jit(in_basis)(kernel.basis, kernel.anchor, draws, keys, looked)
     return samples._replace(batch_noise=found)
@@ -192,7 +194,7 @@ def batch_covariance(
 
 
 @jax.jit
-def take_draws(draws: Any, chosen: Any) -> Any:
+def _take_draws(draws: Any, chosen: Any) -> Any:
     """Return the draws with these numbers, where the draws of all chains are on one axis."""
     # A leaf may have no entries, so -1 would not tell the length
     return jax.tree.map(
@@ -200,12 +202,12 @@ def take_draws(draws: Any, chosen: Any) -> Any:
     )
 
 
-def _choose_draws(draws: Any, most: int, key: jax.Array) -> tuple[Any, jax.Array, np.ndarray]:
-    """Return at most `most` draws of all chains on one axis, a key for each draw, and its chain."""
+def choose_draws(draws: Any, most: int) -> tuple[Any, np.ndarray]:
+    """Return at most `most` draws, with those of all chains on one axis, and the chain of each."""
     num_chains, num_draws = jax.tree.leaves(draws)[0].shape[:2]
     size = num_chains * num_draws
     chosen = np.linspace(0, size - 1, min(size, most)).astype(np.int32)
-    return take_draws(draws, chosen), jax.random.split(key, len(chosen)), chosen // num_draws
+    return _take_draws(draws, chosen), chosen // num_draws
 
 
 def _diagonal_and_maximum(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes._batch_noise import measure_batch_noise, take_draws
+from optperm.bayes._batch_noise import choose_draws, measure_batch_noise
 from optperm.bayes._batches import Batches
 from optperm.bayes._chains import (
     SAMPLERS,
@@ -683,8 +683,6 @@ def _split_draws(drawn: Samples) -> tuple[tuple[Any, Any, Any], Samples]:
 
 def _judge_bounds(problem: _Problem, samples: Samples) -> list[str]:
     """Return a warning if the loss is not finite at some draws; samplers see only the gradient."""
-    size = problem.num_chains * jax.tree.leaves(samples.params)[0].shape[1]
-    chosen = np.linspace(0, size - 1, min(size, _MOST_CHECKED)).astype(np.int32)
 
     def are_outside(draws: Any, batch: Any) -> jax.Array:
         def is_outside(params: Any) -> jax.Array:
@@ -693,5 +691,6 @@ def _judge_bounds(problem: _Problem, samples: Samples) -> list[str]:
         return jnp.mean(jax.lax.map(is_outside, draws))
 
     batch, _ = problem.batches.split(problem.batches.one(problem.keys[2]))
-    fraction = float(fresh_jit(are_outside)(take_draws(samples.params, chosen), batch))
+    draws, _ = choose_draws(samples.params, _MOST_CHECKED)
+    fraction = float(fresh_jit(are_outside)(draws, batch))
     return [_OUTSIDE.format(fraction)] if fraction else []
