@@ -153,14 +153,18 @@ def unflat(rows):
 
 SLOW = ("diloco by flags of the device", "pairs of three")
 # What these combine, other cases have: a center with Nesterov's momentum ("diloco sum"), fragments with
-# a delay and with layers, and compression of each kind with each method.
+# a delay, with flags and with layers, and each kind of compression.
 FURTHER = (
+    "agn in fragments",
     "agn of layers with a delay",
     "agn largest",
+    "agn largest in turn",
     "diloco with nesterov",
     "diloco sum with a delay",
+    "diloco sum of four bits",
     "diloco largest in turn",
     "three fragments",
+    "a delay by flags",
     "four bits",
 )
 
@@ -182,8 +186,8 @@ def test_steps_of_any_method_are_those_of_a_simulation(name):
         given = {"commit": batch.get("flag", flag), "weight": batch["weight"]}
         return jax.tree.map(jnp.subtract, params, batch["target"]), given
 
-    params = unflat(start)
-    opt_state, compiled = jax.jit(jax.vmap(case.tx.init))(params), {}
+    params, compiled = unflat(start), {}
+    opt_state = replicas.stack([case.tx.init(replicas.take(params, 0))] * case.size)
     for step, (wanted, center, missed) in enumerate(simulated, start=1):
         batch = {"target": unflat(targets[step - 1]), "weight": weights}
         flag = case.flags(step)
