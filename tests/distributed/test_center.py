@@ -140,6 +140,7 @@ def test_replicas_that_take_fewer_steps_count_by_their_steps(factory):
     assert s.count.tolist() == [5, 2]
 
 
+@pytest.mark.exhaustive
 def test_agn_with_sgd_is_diloco_with_an_outer_sgd_of_one_over_the_period():
     """The sum of T gradients times the rate is the displacement, to rounding."""
     rate, period = 0.25, 4

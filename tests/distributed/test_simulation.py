@@ -101,6 +101,9 @@ CASES = {
     "agn of one replica": agn(MOMENTUM, "mean", {4, 8, 12}, every=4)._replace(size=1, bad=6),
     "agn in fragments": agn(MOMENTUM, "sequential", (), THREE, Every(5, 3))._replace(bad=4),
     "agn with a delay and commits of all": agn(MOMENTUM, "mean", COMMITTED, TWO, DELAYED)._replace(
+        flags=lambda step: True if step in COMMITTED else None, bad=7
+    ),
+    "agn with a delay by flags": agn(MOMENTUM, "mean", COMMITTED, TWO, DELAYED)._replace(
         flags=lambda step: True if step in COMMITTED else DELAYED.at(step), bad=7
     ),
     "agn of layers with a delay": agn(
@@ -153,9 +156,12 @@ def unflat(rows):
 
 SLOW = ("diloco by flags of the device", "pairs of three")
 # What these combine, other cases have: a center with Nesterov's momentum ("diloco sum"), fragments with
-# a delay, with flags and with layers, and each kind of compression.
+# a delay, with flags and with layers, and compression. test_messages.py has the largest entries, and
+# test_center.py the known params of one replica.
 FURTHER = (
+    "agn of one replica",
     "agn in fragments",
+    "agn with a delay by flags",
     "agn of layers with a delay",
     "agn largest",
     "agn largest in turn",
@@ -165,6 +171,7 @@ FURTHER = (
     "diloco largest in turn",
     "three fragments",
     "a delay by flags",
+    "largest",
     "four bits",
 )
 

@@ -105,7 +105,10 @@ def test_rounding_errors_of_many_batches_do_not_add_up():
     assert got == np.float32(1000 / 1002)
 
 
-def test_sums_are_at_least_float32():
+@pytest.mark.parametrize(
+    "weights", [None, pytest.param([np.ones(3)] * 100, marks=pytest.mark.exhaustive)]
+)
+def test_sums_are_at_least_float32(weights):
     """bfloat16 params get a float32 mean, float64 params a float64 one, in one tree."""
     with jax.enable_x64(True):
         params = {"half": jnp.zeros(2, jnp.bfloat16), "double": jnp.zeros(2, jnp.float64)}
@@ -114,14 +117,13 @@ def test_sums_are_at_least_float32():
         def loss(params, batch):
             return jnp.mean(batch @ (params["half"].astype(np.float64) + params["double"]))
 
-        for weights in (None, [np.ones(3)] * 100):
-            got = full_gradient(loss, params, x, weights=weights)
-            assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
-            np.testing.assert_allclose(got["double"], x.mean(axis=(0, 1)), rtol=1e-13)
-            # Each gradient, a sum with weights, was rounded to bfloat16; their sum was not.
-            size = 3 if weights else 1
-            rounded = np.float64((size * x.mean(1)).astype(jnp.bfloat16))
-            np.testing.assert_allclose(got["half"], rounded.mean(0) / size, rtol=1e-6)
+        got = full_gradient(loss, params, x, weights=weights)
+        assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
+        np.testing.assert_allclose(got["double"], x.mean(axis=(0, 1)), rtol=1e-13)
+        # Each gradient, a sum with weights, was rounded to bfloat16; their sum was not.
+        size = 3 if weights else 1
+        rounded = np.float64((size * x.mean(1)).astype(jnp.bfloat16))
+        np.testing.assert_allclose(got["half"], rounded.mean(0) / size, rtol=1e-6)
 
 
 def test_auxiliary_values_of_a_loss_under_jit_are_left_out():
@@ -315,7 +317,8 @@ def test_devices_with_data_of_their_own_sum_over_a_named_axis_alone(mapping):
         assert_rounds_to(replicas.take(alone, device), own)
 
 
-def test_batches_sharded_over_a_mesh_give_the_mean():
+@pytest.mark.parametrize("is_weighted", support.every_night([True, False], [True]))
+def test_batches_sharded_over_a_mesh_give_the_mean(is_weighted):
     """Under jit nothing has to be said: further batches compile nothing, with weights and without."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     params, data = support.random_params(), make_data(32)
@@ -328,14 +331,12 @@ def test_batches_sharded_over_a_mesh_give_the_mean():
         traces.append(batch)
         return loss_fn(params, batch)
 
-    for given in (weights, None):
-        got = full_gradient(traced_loss, replicated, batches, weights=given)
-        assert_rounds_to(got, exact)
-        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
-        once, more = len(traces), None if given is None else [*given, *given]
-        full_gradient(traced_loss, replicated, [*batches, *batches], weights=more)
-        assert len(traces) == 2 * once
-        traces.clear()
+    got = full_gradient(traced_loss, replicated, batches, weights=weights if is_weighted else None)
+    assert_rounds_to(got, exact)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
+    once, more = len(traces), [*weights, *weights] if is_weighted else None
+    full_gradient(traced_loss, replicated, [*batches, *batches], weights=more)
+    assert len(traces) == 2 * once
 
 
 def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):

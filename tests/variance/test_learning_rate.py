@@ -100,7 +100,8 @@ def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size):
     assert counted == pytest.approx(find(lambda w, batch: total(w, batch) / len(batch)), rel=1e-5)
 
 
-def test_data_on_an_explicit_mesh_give_the_same_rate():
+@pytest.mark.parametrize("num_passes", support.every_night([0, 1], [0]))
+def test_data_on_an_explicit_mesh_give_the_same_rate(num_passes):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     data = support.normal((16, 3)), support.normal((16,), 1)
     spread = jax.device_put(data, jax.NamedSharding(mesh, jax.P("data")))
@@ -109,7 +110,7 @@ def test_data_on_an_explicit_mesh_give_the_same_rate():
         return jnp.mean((batch[0] @ w - batch[1]) ** 2)
 
     find = functools.partial(
-        optperm.variance.svrg_learning_rate, loss_fn, jnp.zeros(3), num_passes=1
+        optperm.variance.svrg_learning_rate, loss_fn, jnp.zeros(3), num_passes=num_passes
     )
     one, other = find(data, 4), find(spread, 4)
     assert one == pytest.approx(other, rel=1e-4)

@@ -464,7 +464,7 @@ def test_poisson_regression_with_a_large_mean_undoes_steps_that_overshoot():
     [
         pytest.param(0.3, "SVRG", marks=pytest.mark.exhaustive),
         (1e-3, "Katyusha"),
-        (1e-5, "preconditioned L-BFGS"),
+        pytest.param(1e-5, "preconditioned L-BFGS", marks=pytest.mark.slow),
     ],
 )
 def test_many_params_take_the_method_of_their_condition_number(l2, method, monkeypatch):
