@@ -20,13 +20,13 @@ def each_in_turn(*bits):
     usual = {("bfloat16", bits[-1]), ("float16", bits[0]), ("bfloat16", *bits[1:-1])}
     cells = [
         pytest.param(
-            *(getattr(jnp, dtype), each),
+            *(dtype, each),
             marks=[
                 *((support.needs_float16,) if dtype == "float16" else ()),
-                *(() if (dtype, each) in usual else (nightly,)),
+                *(() if (str(jnp.dtype(dtype)), each) in usual else (nightly,)),
             ],
         )
-        for dtype in ("bfloat16", "float16")
+        for dtype in (jnp.bfloat16, "float16")
         for each in bits
     ]
     return pytest.mark.parametrize(("dtype", "bits"), cells)
