@@ -1,5 +1,7 @@
 """Params of 16 bits and their remainders, against a transcription in NumPy, bit for bit."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,20 +17,14 @@ DTYPES = [jnp.bfloat16, support.FLOAT16]
 
 
 def each_in_turn(*bits):
-    """Parametrize over dtypes and bits, so that each is run every time; all pairs every night."""
-    nightly = pytest.mark.exhaustive
-    usual = {("bfloat16", bits[-1]), ("float16", bits[0]), ("bfloat16", *bits[1:-1])}
-    cells = [
-        pytest.param(
-            *(dtype, each),
-            marks=[
-                *((support.needs_float16,) if dtype == "float16" else ()),
-                *(() if (str(jnp.dtype(dtype)), each) in usual else (nightly,)),
-            ],
-        )
-        for dtype in (jnp.bfloat16, "float16")
-        for each in bits
-    ]
+    """Parametrize over dtypes and bits, so that each is run every time, and all pairs every night."""
+    usual = {("bfloat16", each) for each in bits[1:]} | {("float16", bits[0])}
+    cells = []
+    for dtype, each in itertools.product(("bfloat16", "float16"), bits):
+        marks = [support.needs_float16] if dtype == "float16" else []
+        if (dtype, each) not in usual:
+            marks.append(pytest.mark.exhaustive)
+        cells.append(pytest.param(dtype, each, marks=marks))
     return pytest.mark.parametrize(("dtype", "bits"), cells)
 
 
