@@ -96,8 +96,8 @@ def katyusha(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
-      >>> x = jax.random.normal(jax.random.key(0), (256, 3)) @ jnp.diag(jnp.array([1.0, 0.3, 0.1]))
-      >>> y = x @ jnp.ones(3) + jax.random.normal(jax.random.key(1), (256,))
+      >>> x = jax.random.normal(jax.random.key(0), (512, 3)) * jnp.array([1.0, 0.3, 0.1])
+      >>> y = x @ jnp.ones(3) + jax.random.normal(jax.random.key(1), (512,))
       >>> def loss_fn(w, batch):
       ...     return jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2 + jnp.sum(w**2) / 512
       >>> tx = optperm.katyusha(0.1, strong_convexity=1 / 256, probability=16 / 512)
@@ -109,7 +109,7 @@ def katyusha(
       ...         e.grad, opt_state, w, full_grad_fn=full_grad_fn, **e.extra_args
       ...     )
       ...     return (optax.apply_updates(w, updates), opt_state), None
-      >>> rows = jax.random.randint(jax.random.key(2), (1500, 16), 0, 256)
+      >>> rows = jax.random.randint(jax.random.key(2), (1500, 16), 0, 512)
       >>> w = jnp.zeros(3)
       >>> (w, _), _ = jax.lax.scan(step, (w, tx.init(w)), rows)
       >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)

@@ -77,11 +77,14 @@ def proximal(
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
       >>> loss_fn = lambda w: 0.5 * jnp.mean((x @ w - jnp.array([2.0, 0.1, 2.1])) ** 2)
       >>> tx = optax.chain(optax.sgd(0.5), optperm.proximal(0.5, l1=0.2))
+      >>> @jax.jit
+      ... def step(w, opt_state):
+      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
+      ...     return optperm.apply_updates(w, updates, opt_state), opt_state
       >>> w = jnp.ones(2)
       >>> opt_state = tx.init(w)
       >>> for _ in range(100):
-      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
-      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     w, opt_state = step(w, opt_state)
       >>> [round(entry, 3) for entry in w.tolist()]
       [1.75, 0.0]
 

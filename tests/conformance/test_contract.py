@@ -98,7 +98,7 @@ def assert_form_stays(tx, params, evaluate=loops.linear):
     assert support.signature(after) == support.signature((params, *start))
 
 
-@pytest.mark.spans("laperm", "rigl", "dldr", "constant_sgd", "switch_after")
+@pytest.mark.spans("constant_sgd", "switch_after")
 @pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, lenient):
@@ -118,7 +118,7 @@ def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, leni
     support.assert_same_bits(integers, as_integers(after))
 
 
-@pytest.mark.spans("sgperm", "diloco-streaming", "dim_reduce", "mandt_sgd", "mask_elements")
+@pytest.mark.spans("diloco-streaming", "dim_reduce", "mask_elements")
 @pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
@@ -148,6 +148,7 @@ def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
             assert_form_stays(tx, support.random_params(dtype=of_params), evaluate)
 
 
+@pytest.mark.spans("sgperm", "agn", "svrg")
 def test_update_is_pure_and_keeps_the_form_of_the_state(ours):
     """The same step twice gives the same bits and leaves what it was given alone; structure, shapes,
     dtypes and strong types are those of init, planned or made, and of the states' types."""
@@ -169,6 +170,7 @@ def test_update_is_pure_and_keeps_the_form_of_the_state(ours):
         assert support.signature(jax.eval_shape(tx.init, shapes)) == expected
 
 
+@pytest.mark.spans("sgperm", "agn", "svrg", "mandt_sgd")
 def test_init_keeps_no_alias_of_the_params(ours):
     """Params may be donated while the state lives: it holds copies."""
     params = support.random_params()
@@ -183,7 +185,7 @@ def test_init_keeps_no_alias_of_the_params(ours):
     support.assert_same_bits(opt_state, before)
 
 
-@pytest.mark.spans("sgperm", "diloco-streaming", "mandt_sgd")
+@pytest.mark.spans("sgperm", "diloco-streaming")
 def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
     """Params and state that went through Orbax after any of the first steps, alone or stacked, go on as
     they were bit for bit."""
@@ -218,7 +220,7 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     support.assert_same_bits(optax.tree.map_params(tx, lambda leaf: leaf, opt_state), opt_state)
 
 
-@pytest.mark.spans("sgperm", "laperm", "agn", "svrg", "mandt_sgd")
+@pytest.mark.spans("agn", "svrg")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_narrow_and_wide_leaves_of_one_tree_move(ours):
     """Beside float64 a leaf of bfloat16 is trained too, and each keeps its dtype."""
@@ -282,7 +284,7 @@ def test_what_does_not_fit_is_refused_by_name(ours):
             tx.update(params, opt_state, spoil(params))
 
 
-@pytest.mark.spans("sgperm", "agn", "mandt_sgd")
+@pytest.mark.spans("agn", "mask_elements")
 @pytest.mark.usefixtures("lenient")
 def test_steps_hold_under_the_checks_of_jax(ours):
     """As a scan's carry, in donated buffers, training is what the loop gives without them, to the last

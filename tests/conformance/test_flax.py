@@ -59,7 +59,7 @@ def assert_close_leaves(actual, expected):
     chex.assert_trees_all_close(*leaves, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.spans("sgperm", "svrg")
+@pytest.mark.spans("sgperm")
 def test_nnx_optimizer(ours):
     """Params and states are variables; they stay so through steps and through what is called between
     them, inside `nnx.jit` and outside, and hold what arrays do. In `optax.apply_if_finite`, a gradient

@@ -1,5 +1,7 @@
 """Params of 16 bits and their remainders, against a transcription in NumPy, bit for bit."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,20 @@ from optperm.core.remainders import step_params, step_to
 join, split = jax.jit(remainders.join), jax.jit(remainders.split, static_argnums=(1, 2))
 ALL = np.arange(2**16, dtype=np.uint16)
 DTYPES = [jnp.bfloat16, support.FLOAT16]
+
+
+def each_in_turn(*bits):
+    """Parametrize over dtypes and bits, so that each is run every time, and all pairs every night."""
+    usual = {("bfloat16", each) for each in bits[1:]} | {("float16", bits[0])}
+    cells = []
+    for dtype, each in itertools.product(("bfloat16", "float16"), bits):
+        marks = [support.needs_float16] if dtype == "float16" else []
+        if (dtype, each) not in usual:
+            marks.append(pytest.mark.exhaustive)
+        cells.append(pytest.param(dtype, each, marks=marks))
+    return pytest.mark.parametrize(("dtype", "bits"), cells)
+
+
 MISSING = {"bfloat16": 16, "float16": 13}
 
 
@@ -49,8 +65,7 @@ def random_remainders(dtype, bits, seed=0):
     return np.random.default_rng(seed).integers(-half, half, ALL.size).astype(f"int{bits}")
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_in_turn(8, 16)
 def test_join_of_all_params_is_exact(dtype, bits):
     p, is_regular = numbers(dtype)
     r = random_remainders(dtype, bits)
@@ -62,8 +77,7 @@ def test_join_of_all_params_is_exact(dtype, bits):
     assert np.array_equal(np.signbit(w[~is_regular]), np.signbit(p[~is_regular]))
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_in_turn(8, 16)
 def test_split_returns_what_was_joined(dtype, bits):
     params, (_, is_regular) = as_params(dtype), numbers(dtype)
     r = random_remainders(dtype, bits)
@@ -76,8 +90,7 @@ def test_split_returns_what_was_joined(dtype, bits):
         assert not np.any(remainder[~is_regular])
 
 
-@pytest.mark.parametrize("bits", [0, 8, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_in_turn(0, 8, 16)
 def test_rounding_at_random_is_unbiased_and_reaches_neighbors_only(dtype, bits):
     """In the range of normal and of subnormal numbers of float16, and across powers of two."""
     rng = np.random.default_rng(2)
@@ -113,9 +126,15 @@ def test_numbers_beyond_the_dtype_become_infinite(dtype):
         assert not np.any(remainder)
 
 
-@pytest.mark.parametrize("bits", [0, 8, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sum_with_the_update_is_the_param_of_the_remainder(dtype, bits):
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step_to, marks=pytest.mark.exhaustive, id="eager"),
+        pytest.param(jax.jit(step_to, static_argnums=2), id="jit"),
+    ],
+)
+@each_in_turn(0, 8, 16)
+def test_the_sum_with_the_update_is_the_param_of_the_remainder(dtype, bits, step):
     """Also for steps across zero, and for steps whose sum misses the split."""
     rng = np.random.default_rng(3)
     start = (0.01 * rng.normal(size=2**14)).astype(np.float32)
@@ -123,17 +142,16 @@ def test_the_sum_with_the_update_is_the_param_of_the_remainder(dtype, bits):
     w = start + (0.003 * rng.normal(size=start.size)).astype(np.float32)
     words = rng.integers(0, 2**32, start.size, dtype=np.uint32)
     wanted = np.asarray(split(w, p.dtype, bits, words)[0])
-    for function in (step_to, jax.jit(step_to, static_argnums=2)):
-        update, remainder = map(np.asarray, function(*map(jnp.asarray, (w, p)), bits, words))
-        reached = p + update
-        assert update.dtype == p.dtype
-        misses = reached.astype(np.float32) != wanted
-        assert 0 < misses.mean() < 0.12
-        assert not np.any(np.asarray(remainder)[misses])
-        if bits:
-            error = np.abs(np.asarray(join(reached, remainder), np.float64) - w)
-            unit = spacings(np.abs(np.asarray(reached, np.float64)) + 1e-30, dtype)[0]
-            assert np.all(error[~misses] <= unit[~misses] / 2.0 ** min(bits, MISSING[p.dtype.name]))
+    update, remainder = map(np.asarray, step(*map(jnp.asarray, (w, p)), bits, words))
+    reached = p + update
+    assert update.dtype == p.dtype
+    misses = reached.astype(np.float32) != wanted
+    assert 0 < misses.mean() < 0.12
+    assert not np.any(np.asarray(remainder)[misses])
+    if bits:
+        error = np.abs(np.asarray(join(reached, remainder), np.float64) - w)
+        unit = spacings(np.abs(np.asarray(reached, np.float64)) + 1e-30, dtype)[0]
+        assert np.all(error[~misses] <= unit[~misses] / 2.0 ** min(bits, MISSING[p.dtype.name]))
 
 
 @support.needs_float16
@@ -145,8 +163,7 @@ def test_steps_below_the_normal_numbers_of_float16_arrive():
     np.testing.assert_array_equal(remainder, 0)
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_in_turn(8, 16)
 def test_step_from_all_params_has_the_bits_of_step_to(dtype, bits):
     """On a CPU, the update and the remainder come from one array; no bit of either may be lost."""
     rng = np.random.default_rng(4)

@@ -127,6 +127,7 @@ def test_a_state_to_convert_is_refused_with_the_way_to_convert_it():
         tx.update(PARAMS, state)
 
 
+@pytest.mark.spans("sgperm", "mandt_sgd", "mask_elements")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_own_states_are_taken_from_wherever_they_come(ours):
     """Take copies of a map over the tree, of a pickle and of Flax's serialization."""

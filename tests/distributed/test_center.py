@@ -92,7 +92,7 @@ WEIGHED = {
 
 
 @pytest.mark.parametrize(
-    "name", support.every_night(WEIGHED, [*{*WEIGHED}.difference(("diloco", "compressed"))])
+    "name", support.every_night(WEIGHED, ["agn mean", "agn sequential", "diloco sum"])
 )
 def test_replicas_count_by_their_weights(name):
     """A mean or a sum of w n ignores weights that are 0, NaN or negative."""
@@ -140,6 +140,7 @@ def test_replicas_that_take_fewer_steps_count_by_their_steps(factory):
     assert s.count.tolist() == [5, 2]
 
 
+@pytest.mark.exhaustive
 def test_agn_with_sgd_is_diloco_with_an_outer_sgd_of_one_over_the_period():
     """The sum of T gradients times the rate is the displacement, to rounding."""
     rate, period = 0.25, 4
@@ -222,7 +223,9 @@ def test_gradients_that_count_as_zero_are_counted():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+@pytest.mark.parametrize(
+    "factory", support.every_night([optperm.agn, optperm.diloco], [optperm.diloco])
+)
 def test_replicas_draw_their_own_noise_from_their_own_keys(factory):
     def make(key):
         noisy = optax.chain(optax.add_noise(1.0, 0.0, key), SGD)
@@ -254,11 +257,14 @@ PRODUCTS = [(1e38, 10.0), (1.0, 1.0)]
 @pytest.mark.parametrize(
     ("factory", "rule", "dtype", "exchanges"),
     [
-        (optperm.agn, "mean", "float32", WEIGHTS),
+        pytest.param(optperm.agn, "mean", "float32", WEIGHTS, marks=pytest.mark.exhaustive),
         (optperm.diloco, "pairs", "float32", WEIGHTS),
         (optperm.agn, "sum", "float32", SUMS["float32"]),
         (optperm.agn, "sequential", "float32", PRODUCTS),
-        pytest.param(optperm.agn, "sum", "float16", SUMS["float16"], marks=support.needs_float16),
+        pytest.param(
+            *(optperm.agn, "sum", "float16", SUMS["float16"]),
+            marks=[support.needs_float16, pytest.mark.exhaustive],
+        ),
     ],
 )
 def test_contributions_that_overflow_together_are_no_exchange(factory, rule, dtype, exchanges):
@@ -287,7 +293,7 @@ def test_a_displacement_that_overflows_in_the_dtype_of_the_center_is_left_out():
     assert opt_state.skipped.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.5])
+@pytest.mark.parametrize("mixing", support.every_night([0.0, 0.5], [0.5]))
 def test_a_replica_whose_params_are_not_finite_is_put_on_the_center(mixing):
     """It skips one exchange, in which the other replicas move the center, and joins the next."""
     tx = optperm.diloco(optax.sgd(0.1), SGD, every=2, axis_name=AXIS, mixing=mixing)
@@ -325,7 +331,10 @@ def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
     [
         (optperm.agn, {"every": 2}, "shard_map"),
         (optperm.diloco, {"every": 2, "combine": "pairs"}, "pmap"),
-        (optperm.diloco, {"every": Every(2, 2), "center_dtype": "float32"}, "vmap"),
+        pytest.param(
+            *(optperm.diloco, {"every": Every(2, 2), "center_dtype": "float32"}, "vmap"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_center_begins_at_the_bits_that_replicas_have_alike_or_at_their_mean(

@@ -1,6 +1,7 @@
 """What is sent of compressed contributions, and what is held back."""
 
 import functools
+import itertools
 import math
 
 import chex
@@ -63,25 +64,40 @@ def test_zeros_among_the_largest_stay_zero(bits):
         np.testing.assert_allclose(sent, 2.0 * np.sign(leaf), rtol=1e-6)
 
 
-def test_replicas_in_rows_send_what_each_sends_alone(x64):
+@pytest.mark.parametrize(
+    ("fraction", "bits", "dtype"),
+    support.every_night(
+        [
+            (*encoder, dtype)
+            for encoder in [(None, 1), (None, 4), (1 / 4, None), (1 / 4, 1), (1 / 4, 4)]
+            for dtype in ("float32", "float64")
+        ],
+        [(None, 1, "float64"), (None, 4, "float32"), (1 / 4, 1, "float32")],
+    ),
+)
+def test_replicas_in_rows_send_what_each_sends_alone(fraction, bits, dtype, x64):
     """With x64, for each encoder: under jax.vmap, a sort replaces the top_k of one replica."""
-    for fraction, bits in [(None, 1), (None, 4), (1 / 4, None), (1 / 4, 1), (1 / 4, 4)]:
-        send = functools.partial(sent_of, Compression(fraction, bits=bits))
-        both = jax.jit(lambda rows, send=send: (jax.vmap(send)(rows), jax.lax.map(send, rows)))
-        for dtype in (np.float32, np.float64):
-            sent, alone = both(support.normal((3, 70), dtype=dtype))
-            assert sent.dtype == dtype
-            np.testing.assert_allclose(sent, alone, rtol=1e-6)
+    send = functools.partial(sent_of, Compression(fraction, bits=bits))
+    both = jax.jit(lambda rows: (jax.vmap(send)(rows), jax.lax.map(send, rows)))
+    sent, alone = both(support.normal((3, 70), dtype=np.dtype(dtype)))
+    assert sent.dtype == dtype
+    np.testing.assert_allclose(sent, alone, rtol=1e-6)
 
 
 ENCODERS = {
     "4 bits": Compression(bits=4),
-    "largest": Compression(1 / 4, bits=2),
+    "largest": Compression(1 / 4),
+    "largest in 2 bits": Compression(1 / 4, bits=2),
     "1 bit": Compression(bits=1),
 }
 
 
-@pytest.mark.parametrize(("encoder", "lead"), support.in_turns(ENCODERS, [(), (AXIS,)]))
+@pytest.mark.parametrize(
+    ("encoder", "lead"),
+    support.every_night(
+        itertools.product(ENCODERS, [(), (AXIS,)]), [("largest", ())], slow=[("4 bits", (AXIS,))]
+    ),
+)
 def test_shards_on_an_explicit_mesh_step_as_the_whole_does(encoder, lead):
     """Of one replica, and of two replicas that are sharded themselves; the residual stays sharded."""
     mesh = jax.make_mesh((2, 4), (AXIS, "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -118,14 +134,14 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     delta, held = support.normal((6000,)), np.full(6000, 4.0, np.float32)
     compress, alone = Compression(1 / 32, decay=0.5), Replicas(None, ())
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def give(weight=None):
+    @jax.jit
+    def give(weight):
         given = [delta[None]], [held[None]], jnp.array(True), alone, weight
         sent, (rest,), _ = compression.encode_contribution(compress, *given)
-        (own,), number = sent.sum(jnp.float32(1.0 if weight is None else weight), alone)
+        (own,), number = sent.sum(weight, alone)
         return own[0], number, rest[0]
 
-    own, number, rest = map(np.asarray, give())
+    own, number, rest = map(np.asarray, give(np.float32(1.0)))
     e, kept = np.asarray(delta) + 2, np.flatnonzero(own)
     for chunk in (np.arange(4096), np.arange(4096, 6000)):
         largest = chunk[np.argsort(-np.abs(e[chunk]))[:128]]
@@ -133,7 +149,7 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     support.assert_same_bits(own[kept], e[kept])
     support.assert_same_bits(rest, np.where(own == 0, e, np.float32(0)))
     assert number == 1
-    own, number, rest = map(np.asarray, give(0.0))
+    own, number, rest = map(np.asarray, give(np.float32(0.0)))
     assert number == 0
     assert not own.any()
     support.assert_same_bits(rest, held)

@@ -88,7 +88,8 @@ def test_leaves_of_all_dtypes_travel_in_one_vector():
     targets = {name: np.full((SIZE, 3), 1 / 3, dtype) for name, dtype in support.DTYPES.items()}
     tx = optperm.agn(optax.sgd(1.0), every=1, axis_name=replicas.AXIS)
     away = lambda p, target: (jax.tree.map(jnp.subtract, p, target), {})  # noqa: E731
-    ((params, _),) = loops.train(tx, start, [targets], evaluate=away, how="vmap", size=SIZE)
+    options = {"evaluate": away, "how": "vmap", "size": SIZE, "init": "jit"}
+    ((params, _),) = loops.train(tx, start, [targets], **options)
     support.assert_same_bits(params, targets)
 
 

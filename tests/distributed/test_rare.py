@@ -64,8 +64,8 @@ def layout(name, step):
 
 # Pairs are of one axis.
 CELLS = [(a, b) for a in LAYOUTS for b in METHODS if b != "pairs" or a not in AXES]
-USUAL = [("vmap in shard_map", "diloco"), ("spmd auto", "agn mean")]
-SLOW = [("shard_map", "slices"), ("mesh of two axes", "agn sequential")]
+USUAL = [("vmap in shard_map", "diloco")]
+SLOW = [("spmd auto", "agn mean"), ("shard_map", "slices"), ("mesh of two axes", "agn sequential")]
 SLOW += [("named vmap in shard_map", "plan"), ("spmd explicit", "pairs")]
 SLOW += [
     ("shard_map", "agn plan"),

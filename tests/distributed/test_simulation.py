@@ -101,6 +101,9 @@ CASES = {
     "agn of one replica": agn(MOMENTUM, "mean", {4, 8, 12}, every=4)._replace(size=1, bad=6),
     "agn in fragments": agn(MOMENTUM, "sequential", (), THREE, Every(5, 3))._replace(bad=4),
     "agn with a delay and commits of all": agn(MOMENTUM, "mean", COMMITTED, TWO, DELAYED)._replace(
+        flags=lambda step: True if step in COMMITTED else None, bad=7
+    ),
+    "agn with a delay by flags": agn(MOMENTUM, "mean", COMMITTED, TWO, DELAYED)._replace(
         flags=lambda step: True if step in COMMITTED else DELAYED.at(step), bad=7
     ),
     "agn of layers with a delay": agn(
@@ -153,14 +156,22 @@ def unflat(rows):
 
 SLOW = ("diloco by flags of the device", "pairs of three")
 # What these combine, other cases have: a center with Nesterov's momentum ("diloco sum"), fragments with
-# a delay and with layers, and compression of each kind with each method.
+# a delay, with flags and with layers, and compression. test_messages.py has the largest entries, and
+# test_center.py the known params of one replica.
 FURTHER = (
+    "agn of one replica",
+    "agn in fragments",
+    "agn with a delay by flags",
     "agn of layers with a delay",
     "agn largest",
+    "agn largest in turn",
     "diloco with nesterov",
     "diloco sum with a delay",
+    "diloco sum of four bits",
     "diloco largest in turn",
     "three fragments",
+    "a delay by flags",
+    "largest",
     "four bits",
 )
 
@@ -182,8 +193,8 @@ def test_steps_of_any_method_are_those_of_a_simulation(name):
         given = {"commit": batch.get("flag", flag), "weight": batch["weight"]}
         return jax.tree.map(jnp.subtract, params, batch["target"]), given
 
-    params = unflat(start)
-    opt_state, compiled = jax.jit(jax.vmap(case.tx.init))(params), {}
+    params, compiled = unflat(start), {}
+    opt_state = replicas.stack([case.tx.init(replicas.take(params, 0))] * case.size)
     for step, (wanted, center, missed) in enumerate(simulated, start=1):
         batch = {"target": unflat(targets[step - 1]), "weight": weights}
         flag = case.flags(step)

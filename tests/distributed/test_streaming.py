@@ -90,18 +90,20 @@ def test_a_state_made_with_another_argument_is_refused():
         ),
         (optperm.agn(sgd, every=3), optperm.agn(sgd, every=4, combine="sum"), "", 1),
     ):
-        state = made.init(params)
+        state = jax.jit(made.init)(params)
 
         def give(state, used=used):
             take = lambda _: used.update(params, state, params, commit=False)  # noqa: E731
             return jax.vmap(take, axis_name=replicas.AXIS)(np.zeros(1, np.float32))
 
-        for call in (give, functools.partial(jax.eval_shape, give))[: 1 + is_static]:
+        # A state that is no argument of the trace is seen, as outside of it.
+        seen, traced = functools.partial(give, state), functools.partial(give)
+        for call, given in ((seen, ()), (traced, (state,)))[: 1 + is_static]:
             if not name:
-                call(state)
+                jax.eval_shape(call, *given)
                 continue
             with pytest.raises(ValueError, match=f"made with another {name}="):
-                call(state)
+                jax.eval_shape(call, *given)
 
 
 def test_slices_land_exactly_and_on_stacked_states():

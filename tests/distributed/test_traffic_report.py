@@ -46,7 +46,7 @@ PLANS = {"fragments": FOUR, "fragments of agn": FOUR, "delay": LATE}
 
 
 @pytest.mark.parametrize(
-    "name", support.every_night(METHODS, ["sequential", "pairs"], slow=["fragments", "top k"])
+    "name", support.every_night(METHODS, ["sequential"], slow=["fragments", "top k", "pairs"])
 )
 def test_traffic_of_each_option_is_what_the_compiled_program_sends(name):
     """The operands in the HLO of a step whose conditionals are entered once a period."""

@@ -47,15 +47,17 @@ def padded(data, size=SIZE):
     return ragged(full, size), list(np.float32(~np.isnan(full["y"][:, 0])).reshape(-1, size))
 
 
-grad_of_one = jax.jit(jax.grad(loss_fn))
+def single_gradients(params, data):
+    """Return the gradient of each example, by hand in float64: of |tanh(W x + b) - y|^2."""
+    params, data = jax.tree.map(np.float64, (params, data))
+    values = np.tanh(data["x"] @ params["kernel"] + params["bias"])
+    of_bias = 2 * (values - data["y"]) * (1 - values**2)
+    return {"kernel": data["x"][:, :, None] * of_bias[:, None], "bias": of_bias}
 
 
 def mean_of_single_gradients(params, data, weights=None):
-    """In float64, one example at a time."""
-    with jax.enable_x64(True):
-        params, data = jax.tree.map(np.float64, (params, data))
-        grads = [grad_of_one(params, rows(data, slice(i, i + 1))) for i in range(len(data["y"]))]
-        return jax.tree.map(lambda *gs: np.average(gs, axis=0, weights=weights), *grads)
+    grads = single_gradients(params, data)
+    return jax.tree.map(lambda each: np.average(each, axis=0, weights=weights), grads)
 
 
 def assert_rounds_to(got, exact):
@@ -73,7 +75,7 @@ def test_batches_of_unequal_size_count_by_it():
         assert support.signature(got) == support.signature(params)
         assert_rounds_to(got, exact)
     support.assert_same_bits(*both)
-    means = [grad_of_one(params, batch)["bias"] for batch in ragged(data)]
+    means = [mean_of_single_gradients(params, batch)["bias"] for batch in ragged(data)]
     assert np.abs(np.mean(means, axis=0) - exact["bias"]).max() > 1e-3
 
 
@@ -103,7 +105,10 @@ def test_rounding_errors_of_many_batches_do_not_add_up():
     assert got == np.float32(1000 / 1002)
 
 
-def test_sums_are_at_least_float32():
+@pytest.mark.parametrize(
+    "weights", [None, pytest.param([np.ones(3)] * 100, marks=pytest.mark.exhaustive)]
+)
+def test_sums_are_at_least_float32(weights):
     """bfloat16 params get a float32 mean, float64 params a float64 one, in one tree."""
     with jax.enable_x64(True):
         params = {"half": jnp.zeros(2, jnp.bfloat16), "double": jnp.zeros(2, jnp.float64)}
@@ -112,14 +117,13 @@ def test_sums_are_at_least_float32():
         def loss(params, batch):
             return jnp.mean(batch @ (params["half"].astype(np.float64) + params["double"]))
 
-        for weights in (None, [np.ones(3)] * 100):
-            got = full_gradient(loss, params, x, weights=weights)
-            assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
-            np.testing.assert_allclose(got["double"], x.mean(axis=(0, 1)), rtol=1e-13)
-            # Each gradient, a sum with weights, was rounded to bfloat16; their sum was not.
-            size = 3 if weights else 1
-            rounded = np.float64((size * x.mean(1)).astype(jnp.bfloat16))
-            np.testing.assert_allclose(got["half"], rounded.mean(0) / size, rtol=1e-6)
+        got = full_gradient(loss, params, x, weights=weights)
+        assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
+        np.testing.assert_allclose(got["double"], x.mean(axis=(0, 1)), rtol=1e-13)
+        # Each gradient, a sum with weights, was rounded to bfloat16; their sum was not.
+        size = 3 if weights else 1
+        rounded = np.float64((size * x.mean(1)).astype(jnp.bfloat16))
+        np.testing.assert_allclose(got["half"], rounded.mean(0) / size, rtol=1e-6)
 
 
 def test_auxiliary_values_of_a_loss_under_jit_are_left_out():
@@ -255,8 +259,8 @@ def test_weighted_examples_draw_dropout_masks_of_their_own():
         keep = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape)
         return loss_fn(params, batch | {"x": jnp.where(keep, batch["x"], 0.0)})
 
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(SIZE))
-    masks = np.stack([jax.random.bernoulli(k, 0.5, (12,)) for k in keys])
+    draw = lambda place: jax.random.bernoulli(jax.random.fold_in(key, place), 0.5, (12,))  # noqa: E731
+    masks = np.asarray(jax.jit(jax.vmap(draw))(np.arange(SIZE)))
     assert len(np.unique(masks, axis=0)) == SIZE
     masked = data | {"x": data["x"] * masks[np.arange(N) % SIZE]}
     batches = [b | {"key": key} for b in ragged(data)]
@@ -267,7 +271,10 @@ def test_weighted_examples_draw_dropout_masks_of_their_own():
 
 @pytest.mark.parametrize(
     ("dtype", "heavier"),
-    [pytest.param("float16", 4097 / 4096, marks=support.needs_float16), ("bfloat16", 257 / 256)],
+    [
+        pytest.param("float16", 4097 / 4096, marks=[support.needs_float16, pytest.mark.exhaustive]),
+        ("bfloat16", 257 / 256),
+    ],
 )
 def test_weights_in_half_precision_are_not_rounded(dtype, heavier):
     """No sum over examples overflows, and weights are not rounded: the sum of a batch is, once; equal
@@ -310,7 +317,8 @@ def test_devices_with_data_of_their_own_sum_over_a_named_axis_alone(mapping):
         assert_rounds_to(replicas.take(alone, device), own)
 
 
-def test_batches_sharded_over_a_mesh_give_the_mean():
+@pytest.mark.parametrize("is_weighted", support.every_night([True, False], [True]))
+def test_batches_sharded_over_a_mesh_give_the_mean(is_weighted):
     """Under jit nothing has to be said: further batches compile nothing, with weights and without."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     params, data = support.random_params(), make_data(32)
@@ -323,14 +331,12 @@ def test_batches_sharded_over_a_mesh_give_the_mean():
         traces.append(batch)
         return loss_fn(params, batch)
 
-    for given in (weights, None):
-        got = full_gradient(traced_loss, replicated, batches, weights=given)
-        assert_rounds_to(got, exact)
-        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
-        once, more = len(traces), None if given is None else [*given, *given]
-        full_gradient(traced_loss, replicated, [*batches, *batches], weights=more)
-        assert len(traces) == 2 * once
-        traces.clear()
+    got = full_gradient(traced_loss, replicated, batches, weights=weights if is_weighted else None)
+    assert_rounds_to(got, exact)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
+    once, more = len(traces), [*weights, *weights] if is_weighted else None
+    full_gradient(traced_loss, replicated, [*batches, *batches], weights=more)
+    assert len(traces) == 2 * once
 
 
 def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):

@@ -17,7 +17,7 @@ def test_the_rate_is_one_over_the_expected_smoothness():
     x = np.random.default_rng(0).normal(size=(n, 5)) * np.array([1.0, 2.0, 30.0, 0.1, 5.0])
     whole = np.linalg.eigvalsh(x.T @ x / n + l2 * np.eye(5)).max()
     single = (x**2).sum(axis=1).max() + l2
-    for scale, b in ((1.0, 1), (1.0, 8), (1.0, n), (1e-8, 1), (1e12, 1)):
+    for scale, b in ((1.0, 8), (1e-8, 1), (1e12, n)):
 
         def loss_fn(w, batch, scale=scale):
             return 0.5 * jnp.mean((batch @ w - 1) ** 2) + 0.5 * l2 * scale**2 * jnp.dot(w, w)
@@ -82,7 +82,7 @@ def test_a_rate_is_found_outside_of_jit_alone():
         jax.jit(find)(jnp.ones(5))
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size):
     x = support.normal((32, 3))
 
@@ -100,7 +100,8 @@ def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size):
     assert counted == pytest.approx(find(lambda w, batch: total(w, batch) / len(batch)), rel=1e-5)
 
 
-def test_data_on_an_explicit_mesh_give_the_same_rate():
+@pytest.mark.parametrize("num_passes", support.every_night([0, 1], [0]))
+def test_data_on_an_explicit_mesh_give_the_same_rate(num_passes):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     data = support.normal((16, 3)), support.normal((16,), 1)
     spread = jax.device_put(data, jax.NamedSharding(mesh, jax.P("data")))
@@ -108,6 +109,8 @@ def test_data_on_an_explicit_mesh_give_the_same_rate():
     def loss_fn(w, batch):
         return jnp.mean((batch[0] @ w - batch[1]) ** 2)
 
-    find = functools.partial(optperm.variance.svrg_learning_rate, loss_fn, jnp.zeros(3))
+    find = functools.partial(
+        optperm.variance.svrg_learning_rate, loss_fn, jnp.zeros(3), num_passes=num_passes
+    )
     one, other = find(data, 4), find(spread, 4)
     assert one == pytest.approx(other, rel=1e-4)

@@ -20,6 +20,7 @@ NUMBERS = st.floats(-3, 3, width=32)
 STRENGTHS = st.floats(0, 2, width=32)
 
 
+@functools.partial(jax.jit, static_argnames="group_axes")
 def proximal_step(v, rate, **penalty):
     """The params after one step from zeros with the updates v."""
     tx, zeros = optperm.proximal(rate, **penalty), jax.tree.map(jnp.zeros_like, v)
