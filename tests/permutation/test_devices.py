@@ -68,10 +68,8 @@ TARGETS = {
         itertools.product(["Explicit", "Auto"], OUTPUTS_CUT, TARGETS),
         [
             ("Explicit", "both outputs", ("sgperm", "ffi")),
-            ("Explicit", "columns", ("laperm", "ffi")),
-            ("Auto", "columns", ("sgperm", "callback")),
             ("Explicit", "columns of layers", ("sgperm", "callback")),
-            ("Auto", "columns of layers", ("laperm", "ffi")),
+            ("Auto", "columns", ("laperm", "ffi")),
         ],
     ),
     ids=str,

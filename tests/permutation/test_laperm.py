@@ -140,7 +140,8 @@ def test_export_between_two_synchronizations_rebuilds_the_weights():
     initial |= jax.device_put({"scale": np.float32(2), "none": np.zeros((0, 3), np.float32)})
     tx = optperm.laperm(optax.sgd(0.5), 2, **options)
     drawn = [support.random_like(initial, index) for index in range(3)]
-    p, opt_state = loops.train(tx, initial, drawn, init="jit")[-1]
+    drawn.append(jax.tree.map(np.zeros_like, initial))
+    *_, (p, opt_state), (_, next_state) = loops.train(tx, initial, drawn, how="scan", init="jit")
     export = jax.jit(functools.partial(export_permutation, **options))
     read = jax.jit(functools.partial(permuted_params, **options))
     last, now = read(opt_state), read(opt_state, p)
@@ -151,7 +152,6 @@ def test_export_between_two_synchronizations_rebuilds_the_weights():
         rebuilt = rebuild(initial, export(initial, opt_state, *given))
         support.assert_same_bits(rebuilt, weights)
     # As the weights that one more synchronization would place.
-    _, next_state = loops.compiled(tx)(p, opt_state, jax.tree.map(np.zeros_like, p))
     support.assert_same_bits(permuted_params(next_state), now)
     with pytest.raises(ValueError, match=r"params\['scale'\]"):
         export(initial, opt_state, p | {"scale": np.ones(2, np.float32)})
