@@ -141,9 +141,12 @@ def take_steps(tx, apply=optperm.apply_updates):
 
 # One method in each chain, and each method in one chain.
 CHANGED = [("sgperm", after) for after in AFTER] + [(name, "chain") for name in [*SETTING][1:]]
+USUAL = [
+    each for each in CHANGED if each[0] != "sgperm" or each[1] not in ("chain", "chain in a chain")
+]
 
 
-@pytest.mark.parametrize(("name", "after"), CHANGED)
+@pytest.mark.parametrize(("name", "after"), support.every_night(CHANGED, USUAL))
 def test_what_changes_updates_to_exact_params_is_applied_counted_and_said(name, after):
     """A target is applied if and only if the update leads to it; the next step sees where it begins."""
     method, number = SETTING[name]
@@ -170,10 +173,9 @@ HOW = {"exactly": optperm.apply_updates, "by addition": loops.by_addition}
             if each[:2] != ("katyusha", "pulls")
         ],
         [
-            *(("sgperm", before, [*HOW][i % 2]) for i, before in enumerate(SOUND)),
+            *(("sgperm", "watches", "by addition"), ("sgperm", "changes nothing", "exactly")),
             *(("laperm", "changes nothing", "by addition"), ("laperm", "pulls", "exactly")),
-            *(("dldr", "holds", "exactly"), ("dldr", "before", "by addition")),
-            *(("katyusha", "before", "exactly"), ("katyusha", "watches", "by addition")),
+            *(("dldr", "before", "by addition"), ("katyusha", "holds", "exactly")),
         ],
     ),
 )
