@@ -1,7 +1,5 @@
 """`switch_after`: the two optimizers run by hand, one after the other."""
 
-import functools
-
 import calls
 import chex
 import jax
@@ -186,23 +184,30 @@ READ = {
 READ["posterior_report"] = kernels.constant_sgd().init(calls.PARAMS)
 
 
+# One of each subpackage that has any.
+USUAL = ("posterior_mean", "center_params", "permuted_params", "prune", "trajectory", "wide_params")
+
+
 @pytest.mark.filterwarnings("ignore:The (first|maximum|minimum) ")
-def test_a_state_in_a_phase_that_does_not_run_is_refused():
+@pytest.mark.parametrize("name", support.every_night(READ, USUAL))
+def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     """Of two states, find the one of the active phase; in a compiled program, find neither."""
-    other = sgd().init(calls.PARAMS)
+    other, state = sgd().init(calls.PARAMS), READ[name]
     both = optperm.switch_after(2, sgd(), sgd()).init(calls.PARAMS)
-    for name, state in READ.items():
-        read = functools.partial(lambda name, state: calls.call(name, {"opt_state": state}), name)
-        yet_to_come = both._replace(then=state)
-        over = both._replace(first=state, switched=jnp.array(True))
-        for opt_state in (over, yet_to_come, (other, yet_to_come)):
-            with pytest.raises(ValueError, match=r"in a phase \(of .*\) that is not running"):
-                read(opt_state)
-        in_both = both._replace(first=state, then=state)
-        read(in_both)
-        if name != "posterior_report":
-            with pytest.raises(ValueError, match=r"not known which phase"):
-                jax.eval_shape(lambda s, read=read: jax.tree.leaves(read(s)), in_both)
+
+    def read(opt_state):
+        return calls.call(name, {"opt_state": opt_state})
+
+    yet_to_come = both._replace(then=state)
+    over = both._replace(first=state, switched=jnp.array(True))
+    for opt_state in (over, yet_to_come, (other, yet_to_come)):
+        with pytest.raises(ValueError, match=r"in a phase \(of .*\) that is not running"):
+            read(opt_state)
+    in_both = both._replace(first=state, then=state)
+    read(in_both)
+    if name != "posterior_report":
+        with pytest.raises(ValueError, match=r"not known which phase"):
+            jax.eval_shape(lambda s: jax.tree.leaves(read(s)), in_both)
 
 
 def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():

@@ -94,7 +94,7 @@ def test_each_moment_has_the_form_of_what_it_is():
     ("name", "bits"),
     support.every_night(
         itertools.product(INNERS, (8, 4)),
-        [("adamw", 4), ("amsgrad", 8), ("switch_after", 8)],
+        [("adamw", 4), ("amsgrad", 8)],
         slow=[("low_rank", 8)],
     ),
 )

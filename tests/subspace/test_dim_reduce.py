@@ -42,7 +42,7 @@ def gradient():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("case", golden.CASES)
+@pytest.mark.parametrize("case", support.every_night(golden.CASES, ["stiff", "noisy"]))
 def test_golden_sequence_of_the_reference_is_kept(case):
     """Give its params and accepted step lengths to 1e-9 in float64."""
     data = golden.load(case)
