@@ -68,8 +68,8 @@ TARGETS = {
         itertools.product(["Explicit", "Auto"], OUTPUTS_CUT, TARGETS),
         [
             ("Explicit", "both outputs", ("sgperm", "ffi")),
-            ("Explicit", "columns of layers", ("sgperm", "callback")),
-            ("Auto", "columns", ("laperm", "ffi")),
+            ("Explicit", "columns of layers", ("laperm", "ffi")),
+            ("Auto", "columns", ("sgperm", "callback")),
         ],
     ),
     ids=str,

@@ -184,13 +184,12 @@ def test_the_state_of_an_nnx_model_is_exported_and_rebuilt():
         permutation = export_permutation(initial, state, axes=optperm.leaf_axes(initial, **own))
         return apply_permutation(initial, permutation)
 
-    for initial in (model, plain):
-        rebuilt = rebuild(initial, step(initial))
-        assert jax.tree.structure(rebuilt) == jax.tree.structure(initial)
-        for got, wanted in zip(
-            jax.tree.leaves(rebuilt), jax.tree.leaves(permuted_params(state)), strict=True
-        ):
-            support.assert_same_bits(got, wanted)
+    rebuilt = rebuild(model, step(model))
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(model)
+    for got, wanted in zip(
+        jax.tree.leaves(rebuilt), jax.tree.leaves(permuted_params(state)), strict=True
+    ):
+        support.assert_same_bits(got, wanted)
 
 
 def test_a_stack_of_states_is_exported_within_vmap():

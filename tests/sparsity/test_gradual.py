@@ -217,27 +217,30 @@ def test_a_gradient_that_is_not_finite_prunes_nothing(criterion):
 ADAMW = optax.adamw(0.05, weight_decay=0.1)
 
 
-@pytest.mark.parametrize(
-    ("tx", "dtype", "first_full"),
-    [
-        (optperm.prune_gradually(ADAMW, 0.6, table([0, 0.3, 0.6, 1, 1]), every=1), "float32", 3),
-        (optperm.rigl(ADAMW, 0.6, end=6, every=2), "bfloat16", 0),
-    ],
-    ids=["gradual", "rigl"],
-)
-def test_zeros_are_zero_bit_for_bit(tx, dtype, first_full):
+# A transformation, the dtype of params, and the first step after which all zeros are there.
+ZEROING = {
+    "gradual": (
+        *(optperm.prune_gradually(ADAMW, 0.6, table([0, 0.3, 0.6, 1, 1]), every=1), "float32", 3),
+    ),
+    "rigl": (optperm.rigl(ADAMW, 0.6, end=6, every=2), "bfloat16", 0),
+}
+APPLY = {"exactly": optperm.apply_updates, "by addition": loops.by_addition}
+
+
+@pytest.mark.parametrize(("name", "how"), support.in_turns(ZEROING, APPLY))
+def test_zeros_are_zero_bit_for_bit(name, how):
     """Make 0.0 of -0.0 too, after every step, by both ways of applying updates."""
+    tx, dtype, first_full = ZEROING[name]
     params = support.random_params(dtype=dtype)
     kernel = np.array(params["kernel"])
     kernel[0, 0] = -0.0
     params["kernel"] = jax.device_put(kernel)
     grads = [support.random_like(params, seed) for seed in range(5)]
-    for apply in (optperm.apply_updates, loops.by_addition):
-        trail = loops.train(tx, params, grads, apply=apply, how="scan", init="jit")
-        for t, (p, state) in enumerate(trail):
-            dead = ~np.asarray(state.mask["kernel"])
-            assert (support.as_integers(np.asarray(p["kernel"]))[dead] == 0).all()
-            assert (dead.sum() == 36) == (t >= first_full)
+    trail = loops.train(tx, params, grads, apply=APPLY[how], how="scan", init="jit")
+    for t, (p, state) in enumerate(trail):
+        dead = ~np.asarray(state.mask["kernel"])
+        assert (support.as_integers(np.asarray(p["kernel"]))[dead] == 0).all()
+        assert (dead.sum() == 36) == (t >= first_full)
 
 
 @pytest.mark.parametrize(

@@ -187,13 +187,16 @@ def test_alpha_of_zero_keeps_the_params_in_the_subspace():
     np.testing.assert_allclose(np.append(params["a"], params["b"]), best, atol=1e-3)
 
 
-def test_quadratic_of_any_curvature_and_scale_is_solved():
+@pytest.mark.parametrize(
+    "line_search", support.every_night(("safeguarded", "mindspore"), ["safeguarded"])
+)
+def test_quadratic_of_any_curvature_and_scale_is_solved(line_search):
     """Converge in float32, where MindSpore's search never finds a step for most curvatures."""
     curvatures = np.float32([1e-6, 1e-3, 1.0, 4.0, 5.0, 20.0, 100.0, 1e3, 1e6])
     basis = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0].astype(np.float32)
     target = np.float32([1.0, -2.0, 3.0, 0.5])
 
-    def end(line_search, scale, curvature):
+    def end(scale, curvature):
         tx = optperm.dim_reduce(n_components=4, line_search=line_search)
 
         def loss_fn(x, batch):
@@ -205,15 +208,17 @@ def test_quadratic_of_any_curvature_and_scale_is_solved():
         ratio = loss_fn(x, target) / loss_fn(start, target)
         return ratio, state.quasi_newton.rejections
 
-    def ends(line_search, *scales):
-        each = jax.vmap(functools.partial(end, line_search), (None, 0))
+    def ends(*scales):
+        each = jax.vmap(end, (None, 0))
         return jax.device_get(jax.jit(jax.vmap(each, (0, None)))(np.float32(scales), curvatures))
 
-    ratios, _ = ends("safeguarded", 1e-25, 1e-10, 1.0, 1e10, 1e25)
-    np.testing.assert_array_less(ratios, 1e-12)
-    ratios, rejections = ends("mindspore", 1.0)
-    np.testing.assert_allclose(ratios[0, 3:7], 1.0, rtol=1e-4)
-    np.testing.assert_array_equal(rejections[0, 3:7], 20)
+    if line_search == "safeguarded":
+        ratios, _ = ends(1e-25, 1e-10, 1.0, 1e10, 1e25)
+        np.testing.assert_array_less(ratios, 1e-12)
+    else:
+        ratios, rejections = ends(1.0)
+        np.testing.assert_allclose(ratios[0, 3:7], 1.0, rtol=1e-4)
+        np.testing.assert_array_equal(rejections[0, 3:7], 20)
 
 
 def test_search_in_vain_goes_on_where_it_stopped_and_forgets():
