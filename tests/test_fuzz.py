@@ -19,7 +19,7 @@ import pytest
 import support
 from calls import BATCH, CASES, PARAMS, loss_fn
 from hypothesis import strategies as st
-from transformations import SPANNING, bowl, half
+from transformations import bowl, half
 
 import optperm
 
@@ -48,16 +48,24 @@ def test_bad_arguments_of_each_function_are_refused_by_name(name):
             calls.call(called, change)
 
 
-def test_limits_themselves_are_allowed():
-    """As numbers of Python, NumPy and JAX; what draws by a key, or trains, would take long."""
+# Functions that train or estimate, so that a call compiles for a second or more.
+TRAIN = {"learn_kernel", "full_gradient", "minimize", "sample", "svrg_learning_rate"}
+
+
+@pytest.mark.parametrize("train", support.every_night((False, True), [False]))
+def test_limits_themselves_are_allowed(train):
+    """As numbers of Python, NumPy and JAX; what draws by a key would take long."""
     for name, arguments in calls.ARGUMENTS.items():
+        if (name in TRAIN) is not train:
+            continue
         for argument, kind in arguments.items():
             if name in calls.FUNCTIONS and argument == "key":
                 continue
             for value in kind.allowed[: 1 if name == "learn_kernel" else None]:
                 calls.call(name, {argument: value})
-    for name, change in calls.ALLOWED.items():
-        calls.call(name, change)
+    if not train:
+        for name, change in calls.ALLOWED.items():
+            calls.call(name, change)
 
 
 SCHEDULED = [
@@ -69,8 +77,9 @@ SCHEDULED = [
     or parameter.annotation == optax.ScalarOrSchedule
     or (argument == "every" and name == "laperm")
 ]
-# Of each method one is run every time.
-FIRST = {name: (name, argument) for name, argument in reversed(SCHEDULED) if name in SPANNING}
+# Of a few methods one is run every time.
+USUAL = ("sgperm", "laperm", "dim_reduce", "svrg")
+FIRST = {name: (name, argument) for name, argument in reversed(SCHEDULED) if name in USUAL}
 
 
 @pytest.mark.filterwarnings("ignore:svrg has no snapshot yet")
@@ -123,6 +132,7 @@ HAND_ON = {
 }
 
 
+@pytest.mark.spans("sgperm", "agn", "dim_reduce", "svrg", "mask_elements")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(entries=st.lists(ENTRIES, min_size=9, max_size=9))
@@ -134,7 +144,7 @@ def test_gradients_that_are_not_finite_leave_everything_finite(ours, entries):
     bad["e"] = MIXED["e"]
     grads = [bad, jax.tree.map(np.ones_like, bad)]
     tx = guarded(ours) if ours.name in HAND_ON else ours.make()
-    for after in loops.train(tx, MIXED, grads):
+    for after in loops.train(tx, MIXED, grads, init="jit"):
         chex.assert_trees_all_equal_shapes_and_dtypes(after[0], MIXED)
         for path, leaf in jax.tree_util.tree_leaves_with_path(after):
             place = jax.tree_util.keystr(path)

@@ -163,12 +163,15 @@ METHODS = {
 
 @pytest.mark.parametrize(
     ("name", "axis"),
-    support.every_night(itertools.product(METHODS, (0, 1)), [("low_rank", 1), ("larger side", 0)]),
+    support.every_night(itertools.product(METHODS, (0, 1)), [("low_rank", 1)]),
 )
 def test_stacked_layers_step_as_each_layer_alone(name, axis):
     """Two layers with three experts, in any order of the axes of layers and experts."""
-    steps = [[layer(10 * step + index) for index in range(2)] for step in range(3)]
 
+    def without_heads(seed):
+        return {name: part for name, part in layer(seed).items() if name != "attention"}
+
+    steps = [[without_heads(10 * step + index) for index in range(2)] for step in range(3)]
     stacked = [
         {"layers": jax.tree.map(lambda *leaves: np.stack(leaves, axis), *each)} for each in steps
     ]

@@ -55,6 +55,7 @@ def test_muon_trains_the_kernels_of_scanned_layers_as_of_unrolled_ones():
     assert np.abs(updates[1]["0"]["up"]["kernel"]).max() < 0.2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("lenient")
 def test_muon_on_a_model_of_nnx_with_states_of_8_bits():
     """Codes store the momentum of the kernels of the scanned layers, and moments of the embedding."""
