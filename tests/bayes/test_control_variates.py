@@ -124,7 +124,7 @@ def draws_of(sampler, data=DATA, **options):
     ("name", "kind"),
     [
         ("sgld", np.asarray),
-        ("sghmc", OnDisk),
+        pytest.param("sghmc", OnDisk, marks=pytest.mark.exhaustive),
         pytest.param("sgld", None, marks=pytest.mark.exhaustive),
     ],
 )
@@ -168,12 +168,15 @@ def learned():
     return learn(in_batches(MANY))
 
 
-def test_all_examples_of_a_function_give_the_gradient_of_the_anchor(learned):
-    """Examples whose mean gradient is not the mean of the batches are warned of."""
-    kernel, said = learned
-    assert not said
+@pytest.mark.exhaustive
+def test_all_examples_whose_mean_gradient_is_not_the_mean_of_the_batches_are_warned_of():
     _, said = learn(in_batches(MANY | {"y": 1 - MANY["y"]}))
     assert any("differs from the gradient over full_data" in text for text in said)
+
+
+def test_all_examples_of_a_function_give_the_gradient_of_the_anchor(learned):
+    kernel, said = learned
+    assert not said
     assert int(kernel.batch_size) == 32
     assert int(kernel.num_data) == 2000
     at, found = kernel.anchor
