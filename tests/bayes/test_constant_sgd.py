@@ -190,17 +190,17 @@ def test_updates_that_are_not_the_gradient_of_the_batch_are_counted_with_control
 
     def states_after(make, kernel, value=0.0):
         tx = make(optperm.constant_sgd(kernel))
-        state = tx.init(w)
 
         @jax.jit
-        def step(state, batch):
-            e = optperm.evaluate(loss, w, batch)
-            return tx.update(e.grad, state, w, **e.extra_args)[1]
+        def train(batches):
+            def step(state, batch):
+                e = optperm.evaluate(loss, w, batch)
+                return tx.update(e.grad, state, w, **e.extra_args)[1], None
+
+            return jax.lax.scan(step, tx.init(w), batches)[0]
 
         with jax.numpy_dtype_promotion("standard"):  # of Optax's accumulation
-            for batch in batches:
-                state = step(state, batch + np.float32(value))
-        return find_states(state, ConstantSgdState)[0]
+            return find_states(train(batches + np.float32(value)), ConstantSgdState)[0]
 
     kernel = kernel_of("diagonal")
     accumulate = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
@@ -285,17 +285,20 @@ def test_small_steps_of_16_bit_params_are_kept():
     """With remainders, the mean step over many steps is -(1 - mu) H g, below the spacing at 1."""
     kernel, w = kernel_of("diagonal", jnp.ones(64), momentum=0.0), jnp.ones(64, jnp.bfloat16)
     tx = optperm.constant_sgd(kernel, temperature=1e-3)
-    state, g = tx.init(w), jnp.full(64, 0.1, jnp.bfloat16)
 
-    def step(carry, _):
-        w, state = carry
-        updates, state = tx.update(g, state, w)
-        return (optax.apply_updates(w, updates), state), None
+    @jax.jit
+    def train(w, g):
+        def step(carry, _):
+            w, state = carry
+            updates, state = tx.update(g, state, w)
+            return (optax.apply_updates(w, updates), state), None
 
-    last, _ = jax.lax.scan(step, (w, state), length=2000)
+        last, _ = jax.lax.scan(step, (w, tx.init(w)), length=2000)
+        return jnp.mean(wide_params(*last))
+
     h = float(kernel.step_sizes(kernel.scale(1e-3))[0])
     assert 2000 * h * 0.1 > 1e-3
-    moved = float(jnp.mean(wide_params(*last))) - 1
+    moved = float(train(w, jnp.full(64, 0.1, jnp.bfloat16))) - 1
     assert moved == pytest.approx(-2000 * h * 0.1, rel=0.1)
 
 

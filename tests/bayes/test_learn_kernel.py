@@ -70,6 +70,7 @@ def test_noise_and_curvature_are_those_of_the_problem(form):
     assert np.abs(w).max() < 0.2  # the optimum is 0, and the posterior's sd at most 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", support.every_night([1e-3, 1e3], [1e-3]))
 def test_entry_with_hardly_any_noise_changes_no_other_entry_in_any_units(unit):
     """The noise of the last entry is 1e-12 of the others, and its curvature of the prior remains: its

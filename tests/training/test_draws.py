@@ -20,12 +20,12 @@ def ivon(**options):
 
 
 def train(tx, params=None, **options):
-    return fitting.linear_fit(tx=tx, params=params, epochs=2, key=3, **options)
+    return fitting.linear_fit(tx=tx, params=params, epochs=2, key=3, opt_state=None, **options)
 
 
 def by_hand(tx, params, replicas, depth):
     """Params, state and losses after two epochs of draws by `sample_params`; means over replicas."""
-    opt_state, losses = tx.init(params), []
+    opt_state, losses = jax.jit(tx.init)(params), []
     of_draws = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), DRAW_STREAM)
 
     def one(params, opt_state, batch, index, key):

@@ -458,7 +458,7 @@ def test_sampler_trains_on_batches_of_its_kernel():
     whole = kernels.constant_sgd(num_data=40, batch_size=BATCH)
     parts = optax.MultiSteps(kernels.constant_sgd(num_data=40, batch_size=2 * BATCH), 2)
     for tx in (whole, parts.gradient_transformation()):
-        assert linear_fit(tx=tx, epochs=1).step == 5
+        assert linear_fit(tx=tx, epochs=1, opt_state=None).step == 5
 
 
 def test_sam_gets_the_arguments_that_it_takes():
