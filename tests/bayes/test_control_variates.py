@@ -120,11 +120,12 @@ def draws_of(sampler, data=DATA, **options):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("sgld", np.asarray),
-        pytest.param("sghmc", OnDisk, marks=pytest.mark.exhaustive),
+        ("sghmc", OnDisk),
         pytest.param("sgld", None, marks=pytest.mark.exhaustive),
     ],
 )

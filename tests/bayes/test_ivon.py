@@ -80,10 +80,15 @@ def test_a_step_in_shard_map_draws_apart_on_replicas():
         return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P("replica"), out_specs=P()))(x)
 
     both = optperm.ivon(0.1, num_data=50.0, mc_samples=4)
-    keys = [jax.random.fold_in(key, index) for index in range(4)]
-    draws = jnp.stack([optperm.bayes.sample_params(both.init(m), m, key) for key in keys])
-    grads = jax.vmap(gradient)(draws, x[:, None])
-    expected, state = both.update(grads, both.init(m), m, draw=draws)
+
+    @jax.jit
+    def in_one_process(m):
+        keys = [jax.random.fold_in(key, index) for index in range(4)]
+        draws = jnp.stack([optperm.bayes.sample_params(both.init(m), m, key) for key in keys])
+        grads = jax.vmap(gradient)(draws, x[:, None])
+        return both.update(grads, both.init(m), m, draw=draws)
+
+    expected, state = in_one_process(m)
     updates, hessian = run(is_apart=True)
     np.testing.assert_allclose(updates, expected, rtol=1e-5)
     np.testing.assert_allclose(hessian, state.hessian, rtol=1e-6)

@@ -266,15 +266,19 @@ def test_sums_with_counts_sample_the_posterior_of_all_sums(drawn):
 @pytest.mark.parametrize(
     ("starts", "svrg"),
     [
+        (lambda key: 5.0 + jax.random.normal(key, (3,)), None),
         pytest.param(None, optperm.svrg, marks=pytest.mark.slow),
-        (lambda key: 5.0 + jax.random.normal(key, (3,)), optperm.svrg),
+        pytest.param(
+            lambda key: 5.0 + jax.random.normal(key, (3,)), optperm.svrg, marks=pytest.mark.slow
+        ),
         pytest.param(None, lambda: optperm.svrg(every=200), marks=pytest.mark.slow),
         pytest.param(None, lambda: optperm.svrg(probability=0.005), marks=pytest.mark.slow),
     ],
 )
 def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, svrg):
-    """Deviations agree with the Hessian of all data, and the noise is measured after svrg. Without svrg,
-    steps of the full Hessian A with the noise C / S have much larger deviations."""
+    """Those of the argument and of svrg: deviations agree with the Hessian of all data, and the noise is
+    measured behind control variates. Without them, steps of the full Hessian A with the noise C / S have
+    much larger deviations."""
     size, step_size = 16, 5e-4
     x = 1 + np.asarray(support.normal((2000, 3)))
     y = np.float32(np.random.default_rng(0).random(2000) < 1 / (1 + np.exp(-x @ [1.0, -1, 0.5])))
@@ -300,7 +304,9 @@ def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, s
     plain = variances(np.cov((x * (p - y)[:, None]).T))
     assert np.all(plain > 1.5**2 * np.diag(np.linalg.inv(2000 * hessian)))
     given = {"batch_size": size, "starts": starts, "num_draws": 400}
-    given["sampler"] = lambda n, s: optax.chain(svrg(), optperm.sgld(step_size, n))
+    given["sampler"] = lambda n, s: optax.chain(*before, optperm.sgld(step_size, n))
+    before = [] if svrg is None else [svrg()]
+    given["control_variates"] = svrg is None or None
     samples, texts = texts_of(lambda: optperm.bayes.sample(loss, (x, y), jnp.zeros(3), 0, **given))
     assert samples.is_gradient
     assert not any(text.startswith("A transformation before the sampler") for text in texts)
@@ -349,6 +355,7 @@ def on_mesh():
     return mesh, jax.device_put(Y, jax.NamedSharding(mesh, jax.P("d")))
 
 
+@pytest.mark.slow
 def test_data_on_a_mesh_with_explicit_axes_are_sampled(drawn):
     """As on one device."""
     _, y = on_mesh()
