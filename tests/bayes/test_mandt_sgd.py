@@ -85,7 +85,7 @@ def test_chains_have_the_known_stationary_distribution(form, momentum):
     assert abs(found - known) < 0.003 + 0.06 * known
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", support.every_night(FORMS, ["diagonal", "full"]))
 def test_updates_are_the_preconditioned_gradient(form):
     """By the plain mean of the estimates of the steps before, zero without an estimate; after
     `freeze_after` by what was known then."""
