@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import support
 
 import optperm
 from optperm.bayes._constant_sgd import ConstantSgdState
@@ -46,7 +47,9 @@ def kernel_of(form, params=None, momentum=MU):
     )
 
 
-@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+@pytest.mark.parametrize(
+    "form", support.every_night(["scalar", "diagonal", "full"], ["diagonal", "full"])
+)
 def test_steps_are_the_preconditioned_gradient_and_new_noise(form):
     """A gradient moves the params by -(1 - mu) H g, and each step by the mean of two successive
     W diag(h sqrt(b / S)) z, with z of 0 or sqrt(3), either way, for the scale s = 2 S T / N."""
@@ -127,7 +130,9 @@ def test_variance_on_a_quadratic_is_the_posteriors_but_for_the_noise_of_the_batc
     assert ratio == pytest.approx(1 + phi * (c / 2) / (1 - c / 2), rel=1e-4)
 
 
-@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+@pytest.mark.parametrize(
+    "form", support.every_night(["scalar", "diagonal", "full"], ["diagonal", "full"])
+)
 def test_steps_with_an_anchor_are_steps_with_the_corrected_gradient(form):
     """The gradient is replaced by g_B(theta) - g_B(theta*) + grad L(theta*)."""
     params = {"a": jnp.float32([1.0, -2.0, 3.0]), "b": jnp.float32(0.5)}
@@ -150,7 +155,9 @@ def test_steps_with_an_anchor_are_steps_with_the_corrected_gradient(form):
         )
 
 
-@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+@pytest.mark.parametrize(
+    "form", support.every_night(["scalar", "diagonal", "full"], ["diagonal", "full"])
+)
 def test_a_temperature_scales_all_draws_if_the_noise_is_that_which_control_variates_leave(form):
     """With gradients A_B theta, noise and curvature together are linear in theta: at T, the chain from
     the optimum is sqrt(T) times the chain at 1, whether noise or curvature limits a step."""
@@ -185,17 +192,17 @@ def test_updates_that_are_not_the_gradient_of_the_batch_are_counted_with_control
 
     def states_after(make, kernel, value=0.0):
         tx = make(optperm.constant_sgd(kernel))
-        state = tx.init(w)
 
         @jax.jit
-        def step(state, batch):
-            e = optperm.evaluate(loss, w, batch)
-            return tx.update(e.grad, state, w, **e.extra_args)[1]
+        def train(batches):
+            def step(state, batch):
+                e = optperm.evaluate(loss, w, batch)
+                return tx.update(e.grad, state, w, **e.extra_args)[1], None
+
+            return jax.lax.scan(step, tx.init(w), batches)[0]
 
         with jax.numpy_dtype_promotion("standard"):  # of Optax's accumulation
-            for batch in batches:
-                state = step(state, batch + np.float32(value))
-        return find_states(state, ConstantSgdState)[0]
+            return find_states(train(batches + np.float32(value)), ConstantSgdState)[0]
 
     kernel = kernel_of("diagonal")
     accumulate = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
@@ -280,17 +287,20 @@ def test_small_steps_of_16_bit_params_are_kept():
     """With remainders, the mean step over many steps is -(1 - mu) H g, below the spacing at 1."""
     kernel, w = kernel_of("diagonal", jnp.ones(64), momentum=0.0), jnp.ones(64, jnp.bfloat16)
     tx = optperm.constant_sgd(kernel, temperature=1e-3)
-    state, g = tx.init(w), jnp.full(64, 0.1, jnp.bfloat16)
 
-    def step(carry, _):
-        w, state = carry
-        updates, state = tx.update(g, state, w)
-        return (optax.apply_updates(w, updates), state), None
+    @jax.jit
+    def train(w, g):
+        def step(carry, _):
+            w, state = carry
+            updates, state = tx.update(g, state, w)
+            return (optax.apply_updates(w, updates), state), None
 
-    last, _ = jax.lax.scan(step, (w, state), length=2000)
+        last, _ = jax.lax.scan(step, (w, tx.init(w)), length=2000)
+        return jnp.mean(wide_params(*last))
+
     h = float(kernel.step_sizes(kernel.scale(1e-3))[0])
     assert 2000 * h * 0.1 > 1e-3
-    moved = float(jnp.mean(wide_params(*last))) - 1
+    moved = float(train(w, jnp.full(64, 0.1, jnp.bfloat16))) - 1
     assert moved == pytest.approx(-2000 * h * 0.1, rel=0.1)
 
 

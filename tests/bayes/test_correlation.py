@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 import optperm
 from optperm.bayes._correlation import Extremes, bounds, fraction_by_correlation, iterate
@@ -57,8 +58,9 @@ def exact_ratios(kernel, noise, hessian):
     return np.linalg.eigvalsh(root.T @ np.float64(found) @ root)
 
 
-@pytest.mark.parametrize("form", ["diagonal", "scalar"])
-@pytest.mark.parametrize("is_fisher", [True, False])
+@pytest.mark.parametrize(
+    ("form", "is_fisher"), support.in_turns(["diagonal", "scalar"], [True, False])
+)
 def test_variances_of_all_directions_are_within_the_bound(form, is_fisher):
     """For curvature that is the noise's covariance, as of a model that is right, and for any other."""
     for seed in range(3):

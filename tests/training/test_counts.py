@@ -68,7 +68,9 @@ def train_alone(tx):
     return [train(tx, batches, devices=0) for batches in (BATCHES, FEW)]
 
 
-@pytest.mark.parametrize("name", support.every_night(TOGETHER, [*TOGETHER], slow=["dim_reduce"]))
+@pytest.mark.parametrize(
+    "name", support.every_night(TOGETHER, ["sgd", "diloco"], slow=["dim_reduce"])
+)
 def test_padded_batches_of_replicas_train_as_their_examples_alone(name):
     """Beside one device that gets the examples that count; the history has their losses."""
     tx, alone = TOGETHER[name]
