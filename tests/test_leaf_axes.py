@@ -474,6 +474,7 @@ def shape(*sizes):
 
 # Of each tree: the kind, and the axes of inputs, outputs and copies, of each leaf.
 OTHER_LEAVES = ("other", (), (), ())
+TABLES = ("emb", "tok_emb", "pos", "pos_embedding", "wte", "wpe")
 SEEN_TOGETHER = {
     "a stack that no name shows": (
         {"layers": {"gain": shape(6, 16), "w1": shape(6, 16, 32), "w2": shape(6, 32, 16)}},
@@ -551,15 +552,19 @@ SEEN_TOGETHER = {
     ),
     "names of tables": (
         {
-            **dict.fromkeys(("emb", "tok_emb", "pos", "pos_embedding"), shape(100, 64)),
-            **{"unembed": shape(64, 100), "patch_embed": {"w": shape(64, 100)}},
+            **dict.fromkeys(TABLES, shape(100, 64)),
+            **{key: {"w": shape(64, 100)} for key in ("unembed", "patch_embed", "time_embed")},
         },
         {
+            **dict.fromkeys(TABLES, ("embedding", (0,), (1,), ())),
             **dict.fromkeys(
-                ("emb", "tok_emb", "pos", "pos_embedding"), ("embedding", (0,), (1,), ())
+                ("unembed/w", "patch_embed/w", "time_embed/w"), ("kernel", (0,), (1,), ())
             ),
-            **dict.fromkeys(("unembed", "patch_embed/w"), ("kernel", (0,), (1,), ())),
         },
+    ),
+    "queries, keys and values in one einsum": (
+        {"attn": {"qkv_einsum": {"w": shape(3, 4, 64, 16)}}},
+        {"attn/qkv_einsum/w": ("kernel", (2,), (1, 3), (0,))},
     ),
     "a table of one image": (
         {"pos_embedding": shape(1, 100, 64), "ln": {"scale": shape(64)}},

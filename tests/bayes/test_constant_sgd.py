@@ -252,8 +252,11 @@ def test_a_temperature_of_0_is_named_and_takes_no_steps():
 
 
 def test_entries_without_a_finite_gradient_are_left_out_of_a_step():
-    """With W = I, other entries move; velocity stays finite, and the step is counted."""
+    """With W = I, other entries move, these along their velocity alone, and the step is counted."""
     tx, w = optperm.constant_sgd(kernel_of("diagonal")), jnp.ones(D)
+    moving = tx.init(w)._replace(velocity=w)
+    updates, _ = tx.update(w.at[1].set(jnp.nan), moving, w)
+    assert float(updates[1]) == pytest.approx(-(1 - MU) * MU)
     updates, state = tx.update(w.at[1].set(jnp.nan), tx.init(w), w)
     assert float(updates[1]) == 0
     assert np.all(np.asarray(updates)[[0, 2, 3]] != 0)

@@ -105,11 +105,29 @@ def test_the_hessian_is_seen_with_the_variance_of_the_draw():
     assert float(other.num_data) == 5000
 
 
+def test_the_hessian_is_seen_with_the_weight_decay_of_the_draw():
+    """h^ has the delta of the step before, and the correction divides by the new one."""
+    m, g, b2 = np.float32([1.0, 2.0]), np.float32([0.5, -3.0]), 0.9
+    one, other = (
+        optperm.ivon(0.1, num_data=50.0, b2=b2, weight_decay=delta) for delta in (0.1, 0.4)
+    )
+    state = one.init(m)
+    _, after = jax.jit(other.update)(g, state, m, draw=m + np.float32(0.1))
+    h = np.asarray(state.hessian, np.float64)
+    seen = 50 * (h + 0.1) * 0.1 * g
+    wanted = h + (1 - b2) * (seen - h) + 0.5 * ((1 - b2) * (h - seen)) ** 2 / (h + 0.4)
+    np.testing.assert_allclose(after.hessian, wanted, rtol=1e-5)
+
+
 def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
-    m = jnp.array([1.0, 2.0])
-    _, state = IVON.update(jnp.array([jnp.nan, 1.0]), IVON.init(m), m, draw=m + 0.1)
-    assert state.hessian[0] == IVON.init(m).hessian[0]
-    assert state.momentum[0] == 0.0 < state.momentum[1]
+    """After a step, so that the momentum is not 0; the mean moves along the momentum."""
+    m, step = jnp.array([1.0, 2.0]), jax.jit(IVON.update)
+    _, before = step(m, IVON.init(m), m, draw=m + 0.1)
+    updates, after = step(jnp.array([jnp.nan, 1.0]), before, m, draw=m + 0.1)
+    assert after.hessian[0] == before.hessian[0]
+    assert after.momentum[0] == before.momentum[0] > 0
+    assert after.momentum[1] != before.momentum[1]
+    assert updates[0] < 0
 
 
 def test_a_part_of_the_params_is_learned_under_a_mask():

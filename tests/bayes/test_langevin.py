@@ -72,6 +72,9 @@ def test_updates_are_those_of_the_equations():
             np.testing.assert_allclose(updates, [*v, 0.0], rtol=1e-6)
         assert int(state.left_out) == 2
     np.testing.assert_allclose(state.velocity, [*v, 0.0], rtol=1e-6)
+    # A velocity stays through a step without a finite gradient.
+    _, state = update(np.full(3, np.nan, np.float32), state, w)
+    np.testing.assert_allclose(state.velocity, [*v, 0.0], rtol=1e-6)
 
 
 def test_injected_noise_is_of_the_size_of_the_equations():

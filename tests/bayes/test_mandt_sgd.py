@@ -102,7 +102,7 @@ def test_updates_are_the_preconditioned_gradient(form):
     support.assert_same_bits(trail[4][1].noise, trail[5][1].noise)
 
 
-def test_the_full_one_is_decomposed_at_powers_of_two_and_their_halves_threefold():
+def test_the_full_matrix_is_decomposed_after_2_3_4_6_8_and_12_steps():
     trail = run(mandt("full"), *(batch_gradients(step) for step in range(13)))
     noise = np.stack([state.noise for _, state in trail])
     changed = np.flatnonzero(np.any(noise[1:] != noise[:-1], axis=1)) + 2

@@ -326,7 +326,7 @@ def test_chains_begin_at_the_params_if_there_are_too_many_for_the_search():
     assert search_starts(pytest.fail, starts) is starts
 
 
-def test_chains_that_start_at_one_point_are_told(drawn):
+def test_drawn_chains_that_start_at_one_point_are_reported(drawn):
     one = drawn._replace(starts=jax.tree.map(jnp.zeros_like, drawn.starts))
     for samples, is_one in ((drawn, False), (one, True)):
         report = optperm.bayes.posterior_report(samples)
@@ -337,7 +337,7 @@ def test_chains_that_start_at_one_point_are_told(drawn):
 
 
 @pytest.mark.slow
-def test_chains_of_many_params_are_told_to_start_at_one_point():
+def test_chains_of_many_params_are_reported_to_start_at_one_point():
     """Above the limit of the search all chains begin at the params; below it, on both sides."""
     zeros = {"m": jnp.zeros(()), "rest": jnp.zeros(4200)}
 

@@ -483,7 +483,7 @@ MOVED = re.compile(
     ("piece", "kind", "bits"),
     support.every_night(
         itertools.product((16, 32, 48), ("Auto", "Explicit"), (8, 4)),
-        [(16, "Auto", 8)],
+        [(16, "Auto", 8), (32, "Explicit", 8)],
         slow=[(32, "Explicit", 4), (48, "Explicit", 8)],
     ),
 )

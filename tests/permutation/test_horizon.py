@@ -88,7 +88,7 @@ def test_fit_says_once_that_weights_stand_still():
     assert ends == [0, 0, 0, 0, 1]
 
 
-def test_weights_that_never_move_or_stop_are_told_from_those_that_move():
+def test_weights_that_never_move_or_that_stop_are_warned_of():
     still, usual = np.zeros(25), np.full(100, 0.5)
     stopped = np.where(np.arange(100) < 50, usual, 0.01)
     early = np.where(np.arange(100) < 5, usual, 0.04)

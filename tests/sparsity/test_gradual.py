@@ -202,6 +202,15 @@ def test_movement_drops_first_what_moves_towards_zero():
     assert trail[2][1].mask.tolist() == [[False, True], [True, False]]
 
 
+def test_movement_of_params_in_bfloat16_is_summed_in_float32():
+    """In bfloat16, 1 + 1 / 1024 is 1."""
+    tx = optperm.prune_gradually(optax.sgd(0.0), 0.5, 0.0, criterion="movement")
+    w = np.ones((2, 2), jnp.bfloat16)
+    grads = [-w, *[-w / jnp.bfloat16(1024)] * 2]
+    _, state = loops.train(tx, w, grads, init="jit")[-1]
+    np.testing.assert_array_equal(state.scores, np.full((2, 2), 1 + 2 / 1024))
+
+
 @pytest.mark.parametrize("criterion", ["saliency", "movement"])
 def test_a_gradient_that_is_not_finite_prunes_nothing(criterion):
     """Let the count catch up at the next change with a finite gradient."""

@@ -263,13 +263,12 @@ def test_projected_gradient_is_the_part_in_the_subspace():
     assert np.linalg.norm(p @ g) < 0.99 * np.linalg.norm(g)
 
 
-@pytest.mark.slow
 def test_first_phase_without_a_subspace_goes_on():
     """Set no basis where snapshots do not differ, or are not finite."""
     schedule = optax.masked(FIRST, lambda p: jax.tree.map(lambda _: True, p))
     still = optperm.switch_after(SWITCH + 1, optax.set_to_zero(), schedule)
     params, data = valley.start(), [np.ones((2, 6), np.float32)] * 12
-    tx = optperm.dldr(still, SECOND["dim_reduce"](), **OPTIONS, restart="first")
+    tx = optperm.dldr(still, SECOND["twa"](), **OPTIONS, restart="first")
     trails = [trail_of(tx, data, params | {"b": np.float32(b)}) for b in (np.nan, 0.0)]
     for trail in trails:
         subspace = trail[-1][1].second.subspace
