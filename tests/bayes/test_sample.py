@@ -304,9 +304,10 @@ def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, s
     plain = variances(np.cov((x * (p - y)[:, None]).T))
     assert np.all(plain > 1.5**2 * np.diag(np.linalg.inv(2000 * hessian)))
     given = {"batch_size": size, "starts": starts, "num_draws": 400}
-    given["sampler"] = lambda n, s: optax.chain(*before, optperm.sgld(step_size, n))
-    before = [] if svrg is None else [svrg()]
-    given["control_variates"] = svrg is None or None
+    if svrg is None:
+        given |= {"sampler": lambda n, s: optperm.sgld(step_size, n), "control_variates": True}
+    else:
+        given["sampler"] = lambda n, s: optax.chain(svrg(), optperm.sgld(step_size, n))
     samples, texts = texts_of(lambda: optperm.bayes.sample(loss, (x, y), jnp.zeros(3), 0, **given))
     assert samples.is_gradient
     assert not any(text.startswith("A transformation before the sampler") for text in texts)

@@ -684,6 +684,7 @@ def test_complex_params_take_the_steps_of_their_conjugate_gradient():
     np.testing.assert_allclose(result.state.params["w"], w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_later_run_sees_the_present_values_that_its_functions_read():
     """Of the loss, of the evaluation and of the change before an epoch, which are the same objects."""
