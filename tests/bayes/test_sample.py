@@ -509,10 +509,11 @@ def test_long_and_narrow_posteriors_are_sampled():
 
 def test_normal_prior_is_the_fraction_of_one_example():
     """precision / (2 N) |w|^2, so that N times its gradient is precision times the params."""
-    w, precision, n = {"a": jnp.float32([1.0, -2.0]), "b": jnp.float32(3.0)}, 0.5, 40
-    value, grad = jax.value_and_grad(optperm.bayes.normal_prior)(w, precision, n)
+    w, precision, n = {"a": np.float32([1.0, -2.0]), "b": np.float32(3.0)}, 0.5, 40
+    value, grad = jax.jit(jax.value_and_grad(optperm.bayes.normal_prior))(w, precision, n)
     np.testing.assert_allclose(value, 0.5 / 80 * 14.0, rtol=1e-6)
-    chex.assert_trees_all_close(grad, jax.tree.map(lambda leaf: precision / n * leaf, w), rtol=1e-6)
+    wanted = jax.tree.map(lambda leaf: np.float32(precision / n) * leaf, w)
+    chex.assert_trees_all_close(grad, wanted, rtol=1e-6)
 
 
 def test_log_prior_counts_once_among_all_examples():

@@ -95,6 +95,7 @@ def test_chains_differ_and_do_not_depend_on_their_number():
         support.assert_same_bits(draw(*start(), key=key), three)
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_once(monkeypatch):
     """Burn-in, draws and a later run share one compilation; inside jit the draws are the same."""
     traces, programs = [], {}
