@@ -137,8 +137,12 @@ def test_estimate_under_a_mask_is_of_what_it_sees(estimator):
     tx, alone = optperm.mandt_sgd(1000, 12, estimator=estimator), {"w": PARAMS["w"]}
 
     def first(tx, params, loss_fn):
-        e = optperm.evaluate(loss_fn, params, batch, example=example)
-        return e.grad, *tx.update(e.grad, tx.init(params), params, **e.extra_args)
+        @jax.jit
+        def step(params):
+            e = optperm.evaluate(loss_fn, params, batch, example=example)
+            return e.grad, *tx.update(e.grad, tx.init(params), params, **e.extra_args)
+
+        return step(params)
 
     state = first(optax.masked(tx, {"w": True, "b": False}), PARAMS, loss_fn)[2]
     expected = first(tx, alone, lambda w, batch: loss_fn(PARAMS | w, batch))[2]

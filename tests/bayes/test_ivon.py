@@ -144,6 +144,7 @@ def test_a_part_of_the_params_is_learned_under_a_mask():
     assert not updates["rest"].any()
 
 
+@pytest.mark.slow
 def test_the_hessian_of_a_quadratic_with_params_of_16_bits():
     """Noise of which 16 bits would keep little, at a distance of the params: h is the curvature."""
     w = jnp.zeros(64, jnp.bfloat16)

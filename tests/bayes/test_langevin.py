@@ -20,6 +20,7 @@ ROOT = np.array([[0.2, 0.0], [-0.1, 0.1]])  # of the covariance of the batch's g
 M = np.array([3.0, 0.5])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The length of the steps")
 @pytest.mark.parametrize(
     ("tx", "temperature", "h", "added", "momentum"),

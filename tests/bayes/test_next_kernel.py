@@ -178,22 +178,21 @@ def test_noise_along_a_chain_is_that_of_a_chain_with_the_posteriors_variance():
     """With half of the noise from the batches at the posterior's variance, a chain whose kernel has no
     noise is twice as wide, and a chain whose kernel has all noise has no width: both find a half."""
     kernel, seen = begin("diagonal", max_noise_ratio=1e9)
-    s = float(kernel.scale())
+    s = np.float32(kernel.scale())
     kernel = kernel._replace(
         anchor=Anchor(jnp.zeros(D), jnp.zeros(D)),
         curvature=jnp.full(D, 0.2), noise_ratio=jnp.float32(1e9),
     )  # fmt: skip
     for assumed in (0.0, 0.25, 0.9):
         # V = 1 - phi + V / 2, and h = 1
-        variance = 2 * (1 - assumed)
-        one = jnp.ones(D)
+        variance, one = np.float32(2 * (1 - assumed)), np.ones(D, np.float32)
         seen = seen._replace(
             estimates=jnp.int32(9),
-            covariance=s * variance / 2 * one,
+            covariance=np.float32(s * variance / 2) * one,
             curvature=one,
             root_square=one,
         )
-        new = next_kernel(kernel._replace(noise=s * assumed * one), seen)
+        new = jax.jit(next_kernel)(kernel._replace(noise=s * assumed * one), seen)
         np.testing.assert_allclose(new.noise, s / 2, rtol=1e-4)
 
 

@@ -1,5 +1,7 @@
 """Stationary covariances against published figures, closed forms and the recursion itself."""
 
+import functools
+
 import hypothesis
 import jax
 import numpy as np
@@ -51,8 +53,9 @@ def test_divergences_from_the_posterior(name, dtype):
     h, hessian, noise, posterior, zero = (np.asarray(x, dtype) for x in given)
     with jax.enable_x64(dtype == "float64"):
         for continuous, wanted in zip((True, False), figures, strict=True):
-            found = optperm.bayes.stationary_covariance(h, hessian, noise, continuous=continuous)
-            divergence = optperm.bayes.gaussian_kl(zero, found, zero, posterior)
+            solve = functools.partial(optperm.bayes.stationary_covariance, continuous=continuous)
+            found = jax.jit(solve)(h, hessian, noise)
+            divergence = jax.jit(optperm.bayes.gaussian_kl)(zero, found, zero, posterior)
             assert found.dtype == divergence.dtype == dtype
             tolerance = {"float64": 1e-6, "float32": 2e-6}[dtype]
             assert float(divergence) == pytest.approx(wanted, abs=tolerance)

@@ -252,7 +252,7 @@ def test_merged_batch_statistics_are_those_of_all_examples(kind, name):
     batches, options = [{"x": np.float32(sites)}], {"steps": 1, **fitting.on(4, mapped=True)}
     if kind == "linen":
         model = nn.BatchNorm(use_running_average=False, momentum=0.0)
-        variables = model.init(jax.random.key(0), batches[0]["x"])
+        variables = jax.jit(model.init)(jax.random.key(0), batches[0]["x"])
 
         def linen_loss(params, batch, *, model_state):
             given = {"params": params, **model_state}

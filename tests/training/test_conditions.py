@@ -124,7 +124,7 @@ BEFORE = {
         [
             ("clipped", "sgld", True, False),
             ("momentum", "sgld", True, False),
-            ("svrg", "sgld", False, False),
+            ("storm", "sgld", False, False),
         ],
     ),
 )
@@ -187,8 +187,7 @@ FEEDS = {
     support.every_night(
         itertools.product((with_metric, finite, focal, pair), FEEDS),
         [
-            *((with_metric, feed) for feed in ("arrays", "replicas")),
-            *((finite, "arrays"), (focal, "streams")),
+            *((with_metric, "streams"), (finite, "arrays"), (pair, "replicas")),
         ],
     ),
 )

@@ -48,7 +48,11 @@ def by_hand(tx, params, replicas, depth):
 
 @pytest.mark.parametrize(
     ("replicas", "dtype"),
-    [(1, jnp.bfloat16), pytest.param(4, jnp.float32, marks=pytest.mark.slow)],
+    [
+        (2, jnp.bfloat16),
+        pytest.param(1, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(4, jnp.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas, dtype):
     """Each replica draws with its own key, around 16-bit params with remainders; losses are at draws."""
