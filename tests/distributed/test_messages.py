@@ -74,7 +74,6 @@ TOGETHER = {
         itertools.product(TOGETHER, WEIGHTS),
         [
             ("agn mean", "weighted"),
-            ("diloco mixed", "weighted"),
             ("diloco largest", "weighted"),
         ],
     ),
