@@ -87,6 +87,8 @@ def __getattr__(name: str) -> _Any:
         value = getattr(_importlib.import_module(f"optperm.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
+    if name == "__version__":
+        return _importlib.import_module("importlib.metadata").version("optperm")
     message = f"module 'optperm' has no attribute {name!r}"
     if name.lower() in _ELSEWHERE:
         raise AttributeError(f"{message}: use {_ELSEWHERE[name.lower()]}.")

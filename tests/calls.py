@@ -23,10 +23,16 @@ import optperm
 
 INF = float("inf")
 KEY, EYE = jax.random.key(0), np.eye(2)
-PARAMS = {"w": jnp.array([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]), "b": jnp.array([0.3, -0.2])}
-GRADS = jax.tree.map(lambda p: 0.5 * p + 0.1, PARAMS)
-BATCH = jnp.array([1.0, 2.0])
-SNAPSHOTS = jax.tree.map(lambda p: jnp.stack([i * p + i * i for i in range(4)]), PARAMS)
+# Each operation on arrays of JAX would be a program for each process that collects the tests.
+VALUES = {
+    "w": np.float32([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]),
+    "b": np.float32([0.3, -0.2]),
+}
+PARAMS, GRADS = jax.device_put((VALUES, jax.tree.map(lambda p: np.float32(0.5 * p + 0.1), VALUES)))
+BATCH = jax.device_put(np.float32([1.0, 2.0]))
+SNAPSHOTS = jax.device_put(
+    jax.tree.map(lambda p: np.float32([i * p + i * i for i in range(4)]), VALUES)
+)
 
 
 def loss_fn(params, batch):
@@ -53,7 +59,7 @@ def draws(number):
 
 
 def state(tx):
-    return tx.init(PARAMS)
+    return jax.jit(tx.init)(PARAMS)
 
 
 ON_MESH = jax.device_put(
@@ -62,27 +68,28 @@ ON_MESH = jax.device_put(
         jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,)), jax.P("d")
     ),
 )
-NARROW = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-WIDENED = optperm.widen_params(sgd()).init(NARROW)
+NARROW = jax.device_put(jax.tree.map(lambda p: p.astype(jnp.bfloat16), VALUES))
+WIDENED = jax.jit(optperm.widen_params(sgd()).init)(NARROW)
 MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
-CENTER = optperm.distributed.init_center(PARAMS, sgd())
+CENTER = jax.jit(lambda params: optperm.distributed.init_center(params, sgd()))(PARAMS)
 FOUR_BITS = state(optperm.agn(sgd(), compress=optperm.distributed.Compression(bits=4)))
-MESSAGE, _ = optperm.distributed.contribution(PARAMS, state(optperm.agn(sgd())))
+AGN = state(optperm.agn(sgd()))
+MESSAGE, _ = jax.jit(optperm.distributed.contribution)(PARAMS, AGN)
 # Valid arguments for each public function. Each test replaces one argument by an invalid value.
 FUNCTIONS = {
-    "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
+    "apply_permutation": {"initial_params": BATCH, "permutation": np.array([1, 0])},
     "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
     "sample": {"loss_fn": loss_fn, "data": BATCH, "params": PARAMS, "key": KEY}
     | {"sampler": lambda num_data, batch_size: optperm.sgld(1e-4, num_data)}
     | {"batch_size": 2, "num_chains": 1, "num_draws": 4, "thinning": 1, "burn_in": 4},
     "sample_params": {"opt_state": state(optperm.ivon(0.1, 10.0)), "params": PARAMS, "key": KEY},
-    "posterior_mean": {"opt_state": SWAG.update(PARAMS, state(SWAG), PARAMS)[1]},
-    "center_params": {"opt_state": state(optperm.agn(sgd()))},
+    "posterior_mean": {"opt_state": jax.jit(SWAG.update)(PARAMS, state(SWAG), PARAMS)[1]},
+    "center_params": {"opt_state": AGN},
     "Compression": {"fraction": 0.5},
-    "contribution": {"params": PARAMS, "opt_state": state(optperm.agn(sgd()))},
+    "contribution": {"params": PARAMS, "opt_state": AGN},
     "init_center": {"params": PARAMS, "outer": sgd()},
     "merge": {"center": CENTER, "contributions": [MESSAGE], "outer": sgd()},
-    "pull": {"params": PARAMS, "opt_state": state(optperm.agn(sgd())), "center": CENTER},
+    "pull": {"params": PARAMS, "opt_state": AGN, "center": CENTER},
     "draw_samples": {"step": lambda params, opt_state, key: (params, opt_state)}
     | {"params": PARAMS, "opt_state": (), "key": KEY, "num_chains": 2, "num_draws": 2},
     "erk_sparsity": {"params": PARAMS, "sparsity": 0.5},
@@ -722,7 +729,7 @@ REFUSED = {
     "sparsity_report": [*of("params", {"w": "x"}), *WRONG_AXES],
     "to_sparse": [
         *WRONG_AXES,
-        *of("params", {"w": sparse.BCOO.fromdense(jnp.eye(2))}),
+        *of("params", {"w": sparse.BCOO((np.ones(2), np.array([[0, 0], [1, 1]])), shape=(2, 2))}),
         *of("params", jnp.eye(2, dtype="bfloat16"), format="scipy"),
     ],
     "traffic_report": [

@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tomllib
 import typing
 
 import pytest
@@ -77,6 +78,12 @@ def test_the_top_level_has_the_same_names_for_type_checkers():
     for name, module in typed.items():
         source = getattr(importlib.import_module(module), name)
         assert getattr(optperm, name) is source
+
+
+def test_the_version_is_that_of_the_project():
+    text = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    assert optperm.__version__ == project["version"]
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -108,7 +108,7 @@ SHARDED = {"kernel": P(AXIS, None, "model"), "bias": P(AXIS, "model"), "scale": 
     ),
 )
 def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes, checked):
-    """One collective over two replicas; their four shards agree on who takes part, by a number each."""
+    """One collective over two replicas. Their four shards agree on what is finite by a number a leaf."""
     manual, flag, rng = axes == "manual", True if checked else None, np.random.default_rng(0)
     options = {"shard_axes": "model"} if manual and not checked else {}
     make = functools.partial(METHODS[method], optax.sgd(0.1), every=1)
@@ -145,7 +145,8 @@ def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes,
     if manual or types == AxisType.Auto or jax.__version_info__ >= (0, 11):
         found = replicas.collectives(compiled.as_text())
         size = 4 * (16 * 8 // 4 + 8 // 4 + 8 + 1) * (2 if method == "agn sequential" else 1)
-        large = [(each.operation, each.bytes) for each in found if each.bytes > 8]
+        # XLA may join the checks of the params and of the sum. Of two sharded leaves they have 16 bytes.
+        large = [(each.operation, each.bytes) for each in found if each.bytes > 4 * 2 * 2]
         assert large == [("all-reduce", size)]
     assert opt_state.skipped.tolist() == [0, 1]
     wanted, _ = jax.jit(flagged_step(alone, True))(start, initial, pulls)

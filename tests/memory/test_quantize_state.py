@@ -136,7 +136,8 @@ def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits
     """The mean of 1,280 ratios to the moments in float32 is 1. Moments rounded to the nearest code would
     stand still. Maxima of noisy numbers are above their twins: those of AMSGrad climb, while those of
     Adamax decay, and so stay within one code: the root of their root has a code of width 1/16 to 1/8,
-    and they have twice this width."""
+    and they have twice this width. Squares of centered RMSProp contain the variance of their means.
+    Squares of Adadelta's updates are left out: each multiplies the last, so each rounding lasts."""
     g = {"w": np.exp(0.5 * support.normal((20, 64), 1))}
 
     def run(tx):
@@ -145,12 +146,20 @@ def test_moments_of_a_constant_gradient_are_unbiased_after_1500_steps(name, bits
     tx = optperm.quantize_state(INNERS[name], min_size=2, bits=bits)
     exact, found = jax.jit(lambda: (run(INNERS[name]), dequantize(run(tx))))()
     exact = jax.tree_util.tree_leaves_with_path(exact)
+    noise = 0.0
     for (path, b), a in zip(exact, jax.tree.leaves(found), strict=True):
-        if jnp.issubdtype(a.dtype, jnp.floating) and a.shape == (20, 64):
-            ratio, field = np.asarray(a) / np.asarray(b), jax.tree_util.keystr(path)
+        field = jax.tree_util.keystr(path)
+        if a.dtype != jnp.float32 or a.shape != (20, 64) or field.endswith(".e_x['w']"):
+            continue
+        if name == "adan" and field.endswith(".v['w']"):  # of differences of gradients
+            assert not np.any((a, b))
+        else:
+            ratio = np.asarray(a) / np.asarray(b)
             error = 0.01 + 4 * ratio.std() / 36
-            of_adamax = name == "adamax" and "nu" in field
-            highest = 0.7 if "nu_max" in field else 0.12 if of_adamax else error
+            highest = 0.7 if "nu_max" in field else error
+            if name in ("adamax", "rmsprop_centered") and ".nu" in field:
+                highest = 0.12 if name == "adamax" else error + noise
+            noise = ratio.var()
             assert -error < ratio.mean() - 1 < highest
             assert ratio.std() < (0.8 if bits == 4 else 0.4)
 
