@@ -156,14 +156,14 @@ def unflat(rows):
 
 SLOW = ("diloco by flags of the device", "pairs of three")
 # What these combine, other cases have: a center with Nesterov's momentum ("pairs"), sums, fragments with
-# a delay, with flags and with layers, and compression. test_messages.py has the largest entries, and
+# a delay, with flags and with layers, and the largest entries. test_messages.py has few bits, and
 # test_center.py the known params of one replica.
 FURTHER = (
     "agn of one replica",
     "agn in fragments",
     "agn with a delay by flags",
     "agn of layers with a delay",
-    "agn largest",
+    "agn four bits",
     "agn largest in turn",
     "diloco with nesterov",
     "diloco sum",
