@@ -118,7 +118,7 @@ def test_booleans_that_a_wrapper_turned_into_integers_act_as_booleans(ours, leni
     support.assert_same_bits(integers, as_integers(after))
 
 
-@pytest.mark.spans("diloco-streaming", "dim_reduce", "mask_elements")
+@pytest.mark.spans("diloco-streaming", "mask_elements")
 @pytest.mark.filterwarnings("ignore:The updates are not the gradient in the extra arguments")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):

@@ -208,7 +208,7 @@ def test_replicas_in_one_placement_train_as_alone(ours):
     one_of(MEAN, ours)(ours)
 
 
-@pytest.mark.spans("sgperm", "svrg")
+@pytest.mark.spans("svrg")
 def test_sharded_params_in_one_placement_train_as_alone(ours):
     one_of(MESH, ours)(ours)
 

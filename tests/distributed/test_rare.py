@@ -200,6 +200,7 @@ def test_replicas_that_skipped_a_step_commit_with_the_furthest():
     assert opt_state.commits.tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_the_center_may_be_declared_the_same_on_all_devices():
     """In shard_map's checked mode the center's type says that all replicas agree on it."""
     tx = AGN(optax.sgd(0.1, 0.9), axis_name=AXIS)

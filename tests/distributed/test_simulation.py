@@ -134,7 +134,7 @@ CASES = {
     "three fragments": diloco(SGD, OUTER, Every(5, 3), THREE),
     "a delay by flags": diloco(SGD, OUTER, DELAYED, TWO, mixing=0.25)._replace(flags=DELAYED.at),
     "layers with a delay beyond the next": diloco(
-        SGD, OUTER, Every(9, 3, 4), SLICES, mixing=0.5, fragment_of=OF_SLICES
+        SGD, OUTER, Every(9, 3, 4), SLICES, mixing=0.25, fragment_of=OF_SLICES
     ),
     "pairs": diloco(SGD, OUTER, Every(3), ALL, **PAIRS),
     "pairs of three": diloco(SGD, OUTER, Every(3, 2, 2), TWO, **PAIRS, mixing=0.5)._replace(size=3),
@@ -150,17 +150,18 @@ def unflat(rows):
 
 
 SLOW = ("diloco by flags of the device", "pairs of three")
-# What these combine, other cases have: a center with Nesterov's momentum ("diloco sum"), fragments with
-# a delay, with flags and with layers, and compression. test_messages.py has the largest entries, and
+# What these combine, other cases have: a center with Nesterov's momentum ("pairs"), sums, fragments with
+# a delay, with flags and with layers, and the largest entries. test_messages.py has few bits, and
 # test_center.py the known params of one replica.
 FURTHER = (
     "agn of one replica",
     "agn in fragments",
     "agn with a delay by flags",
     "agn of layers with a delay",
-    "agn largest",
+    "agn four bits",
     "agn largest in turn",
     "diloco with nesterov",
+    "diloco sum",
     "diloco sum with a delay",
     "diloco sum of four bits",
     "diloco largest in turn",

@@ -197,6 +197,7 @@ def test_gradients_of_fewer_digits_do_not_round_the_displacement():
     assert int(opt_state.skipped) == 0
 
 
+@pytest.mark.slow
 def test_everything_at_once_with_donated_buffers_and_an_empty_leaf():
     options = {"compress": Compression(0.5, bits=4), "center_dtype": "float32"}
     tx = optperm.diloco(optax.sgd(0.1), every=Every(4, 2, 1), **options)

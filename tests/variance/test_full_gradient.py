@@ -202,6 +202,7 @@ def test_a_loss_with_a_wrong_pair_or_mixed_examples_is_said(loss):
         full_gradient(loss, jnp.zeros(3), [batch])
 
 
+@pytest.mark.slow
 def test_batches_on_an_explicit_mesh_give_the_mean():
     """With weights and with a sum and a count, where the rows of a batch are spread over devices."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
@@ -251,6 +252,7 @@ def test_any_iterable_of_batches_is_taken():
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_weighted_examples_draw_dropout_masks_of_their_own():
     """From the batch's key, a leaf of rank 0, and its own place in the batch."""
     params, data, key = support.random_params(), make_data(), jax.random.key(3)

@@ -88,6 +88,7 @@ def test_entries_that_are_not_finite_do_no_harm():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, after)))
 
 
+@pytest.mark.slow
 def test_a_rate_that_falls_to_zero_ends_in_finite_params():
     rate = optax.linear_schedule(0.1, 0.0, 5)
     tx = optax.inject_hyperparams(optperm.katyusha)(rate, strong_convexity=0.1, probability=0.5)

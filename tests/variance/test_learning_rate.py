@@ -11,23 +11,28 @@ import support
 import optperm
 
 
-def test_the_rate_is_one_over_the_expected_smoothness():
+@pytest.mark.parametrize(
+    ("scale", "b"),
+    support.every_night(
+        [(1.0, 1), (1.0, 8), (1.0, 40), (1e-8, 1), (1e12, 1)], [(1.0, 8), (1e12, 1)]
+    ),
+)
+def test_the_rate_is_one_over_the_expected_smoothness(scale, b):
     """Of ridge regression, which has the same curvature everywhere, of any size."""
     n, l2 = 40, 0.1
     x = np.random.default_rng(0).normal(size=(n, 5)) * np.array([1.0, 2.0, 30.0, 0.1, 5.0])
     whole = np.linalg.eigvalsh(x.T @ x / n + l2 * np.eye(5)).max()
     single = (x**2).sum(axis=1).max() + l2
-    for scale, b in ((1.0, 8), (1e-8, 1), (1e12, n)):
 
-        def loss_fn(w, batch, scale=scale):
-            return 0.5 * jnp.mean((batch @ w - 1) ** 2) + 0.5 * l2 * scale**2 * jnp.dot(w, w)
+    def loss_fn(w, batch):
+        return 0.5 * jnp.mean((batch @ w - 1) ** 2) + 0.5 * l2 * scale**2 * jnp.dot(w, w)
 
-        data = np.float32(scale * x)
-        rate = optperm.variance.svrg_learning_rate(
-            loss_fn, jnp.zeros(5), data, b, num_passes=0, chunk_size=16
-        )
-        expected = n * (b - 1) / (b * (n - 1)) * whole + (n - b) / (b * (n - 1)) * single
-        np.testing.assert_allclose(1 / rate / scale**2, expected, rtol=2e-3)
+    data = np.float32(scale * x)
+    rate = optperm.variance.svrg_learning_rate(
+        loss_fn, jnp.zeros(5), data, b, num_passes=0, chunk_size=16
+    )
+    expected = n * (b - 1) / (b * (n - 1)) * whole + (n - b) / (b * (n - 1)) * single
+    np.testing.assert_allclose(1 / rate / scale**2, expected, rtol=2e-3)
 
 
 def test_a_rate_is_doubled_while_the_loss_falls():
@@ -82,8 +87,10 @@ def test_a_rate_is_found_outside_of_jit_alone():
         jax.jit(find)(jnp.ones(5))
 
 
-@pytest.mark.parametrize("batch_size", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size):
+@pytest.mark.parametrize(
+    ("batch_size", "num_passes"), support.every_night([(1, 0), (1, 1), (4, 1)], [(1, 0)])
+)
+def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size, num_passes):
     x = support.normal((32, 3))
 
     def total(w, batch):
@@ -91,7 +98,7 @@ def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size):
 
     def find(loss_fn):
         return optperm.variance.svrg_learning_rate(
-            loss_fn, jnp.zeros(3), x, batch_size, num_passes=1
+            loss_fn, jnp.zeros(3), x, batch_size, num_passes=num_passes
         )
 
     with pytest.raises(ValueError, match="must be a mean over examples"):
@@ -100,8 +107,8 @@ def test_a_sum_is_refused_and_a_sum_with_its_count_is_the_mean(batch_size):
     assert counted == pytest.approx(find(lambda w, batch: total(w, batch) / len(batch)), rel=1e-5)
 
 
-@pytest.mark.parametrize("num_passes", support.every_night([0, 1], [0]))
-def test_data_on_an_explicit_mesh_give_the_same_rate(num_passes):
+@pytest.mark.slow
+def test_data_on_an_explicit_mesh_give_the_same_rate():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     data = support.normal((16, 3)), support.normal((16,), 1)
     spread = jax.device_put(data, jax.NamedSharding(mesh, jax.P("data")))
@@ -109,8 +116,6 @@ def test_data_on_an_explicit_mesh_give_the_same_rate(num_passes):
     def loss_fn(w, batch):
         return jnp.mean((batch[0] @ w - batch[1]) ** 2)
 
-    find = functools.partial(
-        optperm.variance.svrg_learning_rate, loss_fn, jnp.zeros(3), num_passes=num_passes
-    )
+    find = functools.partial(optperm.variance.svrg_learning_rate, loss_fn, jnp.zeros(3))
     one, other = find(data, 4), find(spread, 4)
     assert one == pytest.approx(other, rel=1e-4)

@@ -240,7 +240,8 @@ def test_part_of_the_params_is_corrected_by_its_own_loss():
     assert np.abs(alone[-1][0]["full"]).max() > 0.1
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.exhaustive), {"every": 1}])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"every": 1}])
 def test_params_that_leave_a_snapshot_that_devices_share_are_corrected(options):
     """In checked shard_map a replicated state serves params that differ from device to device."""
     tx, data = optperm.svrg(**options), make_data()
