@@ -414,7 +414,7 @@ AT_EIGHT = {"mean and a constant", "loss and accuracy"}
 # Another loss finds the same in the same way.
 FURTHER = {
     *("mean and penalty", "zero", "sum and penalty", "sum with dropout", "broadcast"),
-    *("sum and count", "mean and count", "sum and constant", "broadcast of zeros", "infinite"),
+    *("sum and count", "mean and count", "sum and constant", "infinite"),
     *("dropout", "loss and accuracy", "sum of few"),
 }
 

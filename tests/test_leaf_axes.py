@@ -210,22 +210,28 @@ def test_axes_without_a_name_may_be_copies():
     assert at(found, "up/kernel") == LeafAxes("kernel", 1, 2, 0)
 
 
-def test_names_that_an_update_does_not_see_have_to_be_passed():
+READING = {
+    "sgperm": optperm.sgperm,
+    "low_rank": lambda **axes: optperm.low_rank(optax.sgd(1.0), 2, **axes),
+}
+
+
+@pytest.mark.parametrize("make", support.every_night(READING.values(), [optperm.sgperm]))
+def test_names_that_an_update_does_not_see_have_to_be_passed(make):
     """nnx.Optimizer gives variables to init, and plain arrays to update."""
     with nnx.use_eager_sharding(False):
         named = nnx.Param(support.normal((4, DIM, HIDDEN)), out_sharding=("expert", "embed", "mlp"))
         dense = nnx.Param(support.normal((DIM, HIDDEN)), out_sharding=("embed", "mlp"))
     params = {"wi": named, "up": dense}
-    for make in (optperm.sgperm, lambda **axes: optperm.low_rank(optax.sgd(1.0), 2, **axes)):
-        with pytest.raises(ValueError, match=r"pass axes=optperm\.leaf_axes\(params\)"):
-            make().init(params)
-        tx = make(axes=optperm.leaf_axes(params))
-        plain = nnx.to_pure_dict(nnx.State(params))
-        # The state of init comes into the trace as values, whose axes update compares.
-        state = nnx.as_pure(jax.jit(tx.init)(params))
-        update = jax.jit(lambda p, tx=tx, state=state: tx.update(p, state, p)[0])
-        assert np.any(update(plain)["wi"])
-        jax.eval_shape(make().init, {"up": dense})  # names change nothing
+    with pytest.raises(ValueError, match=r"pass axes=optperm\.leaf_axes\(params\)"):
+        make().init(params)
+    tx = make(axes=optperm.leaf_axes(params))
+    plain = nnx.to_pure_dict(nnx.State(params))
+    # The state of init comes into the trace as values, whose axes update compares.
+    state = nnx.as_pure(jax.jit(tx.init)(params))
+    update = jax.jit(lambda p: tx.update(p, state, p)[0])
+    assert np.any(update(plain)["wi"])
+    jax.eval_shape(make().init, {"up": dense})  # names change nothing
 
 
 class Mlp(eqx.Module):

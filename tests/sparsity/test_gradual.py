@@ -40,7 +40,9 @@ def table(values):
         ("magnitude_poly", optax.sgd(0.05, momentum=0.9), {}),
         pytest.param("magnitude_poly_erk", optax.adam(0.02), {}, marks=pytest.mark.exhaustive),
         ("saliency_poly", optax.sgd(0.05, momentum=0.9), {"criterion": "saliency"}),
-        ("global_magnitude", optax.adam(0.02), {"scope": "global"}),
+        pytest.param(
+            "global_magnitude", optax.adam(0.02), {"scope": "global"}, marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_jaxpruners_sequences_are_kept(case, optimizer, options):

@@ -161,7 +161,7 @@ CHOICES = {
 }
 # Of each layout, the choices without a marker.
 FAST = {
-    "first": ("rigl",),
+    "first": ("prune erk",),
     "second": ("prune n of m",),
     "experts": ("freeze unit",),
     "apart": ("freeze erk",),

@@ -178,6 +178,7 @@ def test_without_a_basis_only_the_residual_moves():
     chex.assert_trees_all_close([p for p, _ in trail], [p for p, _ in wanted], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_alpha_of_zero_keeps_the_params_in_the_subspace():
     """Reach the optimum of the subspace by pure P-BFGS, and nothing outside it."""
     tx = optperm.dim_reduce(n_components=3, alpha=0.0, max_search_steps=20)
