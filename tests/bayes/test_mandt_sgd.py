@@ -194,7 +194,6 @@ def test_momentum_temperature_and_rate_are_factors():
     np.testing.assert_allclose(burnt[3], plain[3], rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_full_waits_for_enough_estimates():
     """Forty params and batches of ten: 2 D examples, less one a batch."""
     rows = np.random.default_rng(0).normal(size=(12, S, 40)).astype(np.float32)

@@ -365,7 +365,6 @@ def test_data_on_a_mesh_with_explicit_axes_are_sampled(drawn):
     chex.assert_trees_all_close(samples.params, drawn.params, rtol=1e-3)
 
 
-@pytest.mark.exhaustive
 def test_search_with_data_on_a_mesh_with_explicit_axes_finds_the_optimum():
     mesh, y = on_mesh()
     with jax.set_mesh(mesh):
@@ -373,12 +372,13 @@ def test_search_with_data_on_a_mesh_with_explicit_axes_finds_the_optimum():
     np.testing.assert_allclose(found, np.mean(Y), rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_set", [False, True])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "is_set"),
     [
-        pytest.param("sgld", marks=pytest.mark.exhaustive),
-        pytest.param("constant_sgd", marks=pytest.mark.slow),
+        ("sgld", False),
+        pytest.param("sgld", True, marks=pytest.mark.exhaustive),
+        pytest.param("constant_sgd", False, marks=pytest.mark.slow),
+        pytest.param("constant_sgd", True, marks=pytest.mark.slow),
     ],
 )
 def test_data_on_a_mesh_with_explicit_axes_are_sampled_from_a_search(name, is_set):
