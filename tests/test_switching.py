@@ -243,5 +243,5 @@ def test_a_tracked_center_has_no_gradients_of_the_first_phase():
     """Take in the first commit one step by the mean of the gradients since the switch."""
     then = optperm.agn(optax.sgd(0.1), every=4)
     tx = optperm.switch_after(5, optax.sgd(0.5), then, track=True)
-    p, _ = loops.train(tx, jnp.float32(1.0), [jnp.float32(1.0)] * 9)[-1]
-    np.testing.assert_allclose(p, 1 - 5 * 0.5 - 0.1, rtol=1e-6)
+    p, _ = loops.train(tx, jnp.float32(1.0), [np.float32(g) for g in [2] * 5 + [1] * 4])[-1]
+    np.testing.assert_allclose(p, 1 - 5 * 0.5 * 2 - 0.1, rtol=1e-6)
