@@ -137,7 +137,8 @@ ACCURACY = {"linen": linen_accuracy, "nnx": nnx_accuracy}
 
 @functools.cache
 def variables():
-    return net.init(jax.random.key(0), jnp.zeros((1, FEATURES)), train=False)
+    x = np.zeros((1, FEATURES), np.float32)
+    return jax.jit(net.init, static_argnames="train")(jax.random.key(0), x, train=False)
 
 
 def linen_state(tx):

@@ -103,10 +103,12 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
       how: "eager", "jit", "scan" (one compiled scan, with results in NumPy), or of `replicas.MAPPINGS`.
       size: The number of replicas under a mapping, which all begin with these params.
       opt_state: A state to go on from, under a mapping stacked as the params are then.
-      init: "eager", or "jit" where `init` computes: two dozen programs otherwise, for each shape.
+      init: "eager", or "jit" where `init` computes: two dozen programs otherwise, for each shape. A
+        scan has it in its own program then.
       options: The step's `evaluate` and `apply`, as in `make_step`.
     """
-    if opt_state is None:
+    is_scanned_whole = how == "scan" and opt_state is None and size is None and init == "jit"
+    if opt_state is None and not is_scanned_whole:
         opt_state = jax.jit(tx.init)(params) if init == "jit" else tx.init(params)
         if size is not None:
             params, opt_state = (replicas.stack([tree] * size) for tree in (params, opt_state))
@@ -117,9 +119,13 @@ def train(tx, params, batches, *, how="jit", size=None, opt_state=None, init="ea
             carried = step(*carried, batch)
             return carried, carried
 
-        run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
+        @jax.jit
+        def run(params, opt_state, batches):
+            start = params, tx.init(params) if is_scanned_whole else opt_state
+            return jax.lax.scan(body, start, batches)[1]
+
         # In NumPy, since each index of each leaf would be a program of JAX.
-        trail = jax.device_get(run((params, opt_state), replicas.stack(batches)))
+        trail = jax.device_get(run(params, opt_state, replicas.stack(batches)))
         return [replicas.take(trail, index) for index in range(len(batches))]
     if how not in ("eager", "jit"):
         step = replicas.MAPPINGS[how](step, size)

@@ -210,22 +210,28 @@ def test_axes_without_a_name_may_be_copies():
     assert at(found, "up/kernel") == LeafAxes("kernel", 1, 2, 0)
 
 
-def test_names_that_an_update_does_not_see_have_to_be_passed():
+READING = {
+    "sgperm": optperm.sgperm,
+    "low_rank": lambda **axes: optperm.low_rank(optax.sgd(1.0), 2, **axes),
+}
+
+
+@pytest.mark.parametrize("make", support.every_night(READING.values(), [optperm.sgperm]))
+def test_names_that_an_update_does_not_see_have_to_be_passed(make):
     """nnx.Optimizer gives variables to init, and plain arrays to update."""
     with nnx.use_eager_sharding(False):
         named = nnx.Param(support.normal((4, DIM, HIDDEN)), out_sharding=("expert", "embed", "mlp"))
         dense = nnx.Param(support.normal((DIM, HIDDEN)), out_sharding=("embed", "mlp"))
     params = {"wi": named, "up": dense}
-    for make in (optperm.sgperm, lambda **axes: optperm.low_rank(optax.sgd(1.0), 2, **axes)):
-        with pytest.raises(ValueError, match=r"pass axes=optperm\.leaf_axes\(params\)"):
-            make().init(params)
-        tx = make(axes=optperm.leaf_axes(params))
-        plain = nnx.to_pure_dict(nnx.State(params))
-        # The state of init comes into the trace as values, whose axes update compares.
-        state = nnx.as_pure(jax.jit(tx.init)(params))
-        update = jax.jit(lambda p, tx=tx, state=state: tx.update(p, state, p)[0])
-        assert np.any(update(plain)["wi"])
-        jax.eval_shape(make().init, {"up": dense})  # names change nothing
+    with pytest.raises(ValueError, match=r"pass axes=optperm\.leaf_axes\(params\)"):
+        make().init(params)
+    tx = make(axes=optperm.leaf_axes(params))
+    plain = nnx.to_pure_dict(nnx.State(params))
+    # The state of init comes into the trace as values, whose axes update compares.
+    state = nnx.as_pure(jax.jit(tx.init)(params))
+    update = jax.jit(lambda p: tx.update(p, state, p)[0])
+    assert np.any(update(plain)["wi"])
+    jax.eval_shape(make().init, {"up": dense})  # names change nothing
 
 
 class Mlp(eqx.Module):
@@ -241,15 +247,19 @@ class Mlp(eqx.Module):
 
 
 def test_modules_of_equinox_tell_their_axes():
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    model = {
-        "layers": eqx.filter_vmap(Mlp)(keys),
-        "wide": eqx.nn.Conv2d(3, HIDDEN, 3, key=keys[0]),
-        "line": eqx.nn.Conv1d(DIM, HIDDEN, 5, key=keys[1]),
-        "table": eqx.nn.Embedding(11, DIM, key=keys[2]),
-        "cell": eqx.nn.GRUCell(DIM, HIDDEN, key=keys[0]),
-    }
-    found = optperm.leaf_axes(eqx.filter(model, eqx.is_inexact_array))
+
+    def make(key):
+        keys = jax.random.split(key, LAYERS)
+        model = {
+            "layers": eqx.filter_vmap(Mlp)(keys),
+            "wide": eqx.nn.Conv2d(3, HIDDEN, 3, key=keys[0]),
+            "line": eqx.nn.Conv1d(DIM, HIDDEN, 5, key=keys[1]),
+            "table": eqx.nn.Embedding(11, DIM, key=keys[2]),
+            "cell": eqx.nn.GRUCell(DIM, HIDDEN, key=keys[0]),
+        }
+        return eqx.filter(model, eqx.is_inexact_array)
+
+    found = optperm.leaf_axes(eqx.filter_eval_shape(make, jax.random.key(0)))
     assert found["layers"].up.weight == LeafAxes("kernel", 2, 1, 0)
     assert found["layers"].down.weight == LeafAxes("kernel", 2, 1, 0)
     assert found["layers"].norm.weight == LeafAxes("scale", (), 1, 0)
@@ -470,6 +480,7 @@ def shape(*sizes):
 
 # Of each tree: the kind, and the axes of inputs, outputs and copies, of each leaf.
 OTHER_LEAVES = ("other", (), (), ())
+TABLES = ("emb", "tok_emb", "pos", "pos_embedding", "wte", "wpe")
 SEEN_TOGETHER = {
     "a stack that no name shows": (
         {"layers": {"gain": shape(6, 16), "w1": shape(6, 16, 32), "w2": shape(6, 32, 16)}},
@@ -547,15 +558,19 @@ SEEN_TOGETHER = {
     ),
     "names of tables": (
         {
-            **dict.fromkeys(("emb", "tok_emb", "pos", "pos_embedding"), shape(100, 64)),
-            **{"unembed": shape(64, 100), "patch_embed": {"w": shape(64, 100)}},
+            **dict.fromkeys(TABLES, shape(100, 64)),
+            **{key: {"w": shape(64, 100)} for key in ("unembed", "patch_embed", "time_embed")},
         },
         {
+            **dict.fromkeys(TABLES, ("embedding", (0,), (1,), ())),
             **dict.fromkeys(
-                ("emb", "tok_emb", "pos", "pos_embedding"), ("embedding", (0,), (1,), ())
+                ("unembed/w", "patch_embed/w", "time_embed/w"), ("kernel", (0,), (1,), ())
             ),
-            **dict.fromkeys(("unembed", "patch_embed/w"), ("kernel", (0,), (1,), ())),
         },
+    ),
+    "queries, keys and values in one einsum": (
+        {"attn": {"qkv_einsum": {"w": shape(3, 4, 64, 16)}}},
+        {"attn/qkv_einsum/w": ("kernel", (2,), (1, 3), (0,))},
     ),
     "a table of one image": (
         {"pos_embedding": shape(1, 100, 64), "ln": {"scale": shape(64)}},

@@ -1,7 +1,5 @@
 """`switch_after`: the two optimizers run by hand, one after the other."""
 
-import functools
-
 import calls
 import chex
 import jax
@@ -43,11 +41,12 @@ PAIRS = ("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")
 
 def by_hand(first, then, *, track):
     """Return the params after each step, and the state of the second optimizer at the end."""
-    trail = loops.train(first, START, GRADS[:SWITCH])
+    trail = loops.train(first, START, GRADS[:SWITCH], init="jit")
     at_switch = trail[-1][0]
-    then_state = then.init(at_switch)
+    init = jax.jit(then.init)
+    then_state = init(at_switch)
     if track:
-        warm = then.init(START)
+        warm = init(START)
         before = [START, *(p for p, _ in trail[:-1])]
         for p, g in zip(before, GRADS[:SWITCH], strict=True):
             _, warm = loops.compiled(then)(p, warm, g)
@@ -68,7 +67,7 @@ def test_switch_trains_as_the_two_by_hand(first, then, track):
     first, then = OPTIMIZERS[first], OPTIMIZERS[then]
     tx = optperm.switch_after(SWITCH, first, then, track=track)
     wanted, then_state = by_hand(first, then, track=track)
-    trail = loops.train(tx, START, GRADS, how="scan")
+    trail = loops.train(tx, START, GRADS, how="scan", init="jit")
     for index, ((p, opt_state), expected) in enumerate(zip(trail, wanted, strict=True)):
         support.assert_same_bits(p, expected)
         assert opt_state.count == index + 1
@@ -84,13 +83,13 @@ def test_number_of_steps_may_be_traced_zero_or_never_reached():
     first, then = sgd(), OPTIMIZERS["sgperm"]
     make = optax.inject_hyperparams(optperm.switch_after, static_args=("track",))
     tx = make(SWITCH, first, then)
-    trail = loops.train(tx, START, GRADS)
+    trail = loops.train(tx, START, GRADS, init="jit")
     support.assert_same_bits([p for p, _ in trail], by_hand(first, then, track=False)[0])
     for number, alone in [(0, then), (2**31 - 1, first)]:
-        opt_state = tx.init(START)
+        opt_state = jax.jit(tx.init)(START)
         opt_state.hyperparams["num_steps"] = jnp.int32(number)
         p, _ = loops.train(tx, START, GRADS, opt_state=opt_state)[-1]
-        support.assert_same_bits(p, loops.train(alone, START, GRADS)[-1][0])
+        support.assert_same_bits(p, loops.train(alone, START, GRADS, init="jit")[-1][0])
     # Lowered below the steps already taken, it switches at once; raised again, it does not go back.
     p, opt_state = trail[1]
     for index, number in ((2, 1), (3, 9)):
@@ -130,14 +129,19 @@ def test_only_the_optimizer_whose_turn_it_is_is_computed(track):
 def test_weights_are_placed_in_their_phase_alone():
     """The active phase sets exact values, and `permuted_params` finds them."""
     tx = optperm.switch_after(SWITCH, sgd(), optperm.sgperm(0.4))
-    trail = loops.train(tx, START, GRADS)
+    trail = loops.train(tx, START, GRADS, how="scan", init="jit")
     at_switch = trail[SWITCH - 1][0]
     for p, opt_state in trail[SWITCH:]:
         support.assert_permutes(p, at_switch)
         support.assert_same_bits(optperm.permutation.permuted_params(opt_state), p)
     assert not np.array_equal(p["kernel"], at_switch["kernel"])
-    permutation = optperm.permutation.export_permutation(at_switch, opt_state)
-    support.assert_same_bits(optperm.permutation.apply_permutation(at_switch, permutation), p)
+
+    @jax.jit
+    def rebuild():  # of an active phase that is known
+        permutation = optperm.permutation.export_permutation(at_switch, opt_state)
+        return optperm.permutation.apply_permutation(at_switch, permutation)
+
+    support.assert_same_bits(rebuild(), p)
 
 
 def test_targets_of_another_state_replace_those_of_both_phases():
@@ -180,23 +184,30 @@ READ = {
 READ["posterior_report"] = kernels.constant_sgd().init(calls.PARAMS)
 
 
+# One of each subpackage that has any.
+USUAL = ("posterior_mean", "center_params", "permuted_params", "prune", "trajectory", "wide_params")
+
+
 @pytest.mark.filterwarnings("ignore:The (first|maximum|minimum) ")
-def test_a_state_in_a_phase_that_does_not_run_is_refused():
+@pytest.mark.parametrize("name", support.every_night(READ, USUAL))
+def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     """Of two states, find the one of the active phase; in a compiled program, find neither."""
-    other = sgd().init(calls.PARAMS)
+    other, state = sgd().init(calls.PARAMS), READ[name]
     both = optperm.switch_after(2, sgd(), sgd()).init(calls.PARAMS)
-    for name, state in READ.items():
-        read = functools.partial(lambda name, state: calls.call(name, {"opt_state": state}), name)
-        yet_to_come = both._replace(then=state)
-        over = both._replace(first=state, switched=jnp.array(True))
-        for opt_state in (over, yet_to_come, (other, yet_to_come)):
-            with pytest.raises(ValueError, match=r"in a phase \(of .*\) that is not running"):
-                read(opt_state)
-        in_both = both._replace(first=state, then=state)
-        read(in_both)
-        if name != "posterior_report":
-            with pytest.raises(ValueError, match=r"not known which phase"):
-                jax.eval_shape(lambda s, read=read: jax.tree.leaves(read(s)), in_both)
+
+    def read(opt_state):
+        return calls.call(name, {"opt_state": opt_state})
+
+    yet_to_come = both._replace(then=state)
+    over = both._replace(first=state, switched=jnp.array(True))
+    for opt_state in (over, yet_to_come, (other, yet_to_come)):
+        with pytest.raises(ValueError, match=r"in a phase \(of .*\) that is not running"):
+            read(opt_state)
+    in_both = both._replace(first=state, then=state)
+    read(in_both)
+    if name != "posterior_report":
+        with pytest.raises(ValueError, match=r"not known which phase"):
+            jax.eval_shape(lambda s: jax.tree.leaves(read(s)), in_both)
 
 
 def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():

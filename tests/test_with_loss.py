@@ -23,7 +23,8 @@ def loss_fn(params, batch):
 
 def run(tx, num_steps, gradient=START):
     """Params and state after each step of a loop that passes no extra arguments."""
-    return loops.train(tx, START, [gradient] * num_steps, apply=loops.by_addition)
+    options = {"apply": loops.by_addition, "how": "scan", "init": "jit"}
+    return loops.train(tx, START, [gradient] * num_steps, **options)
 
 
 def test_snapshots_of_a_part_of_the_params_are_those_of_the_documented_loop():
@@ -81,18 +82,19 @@ def test_each_step_draws_a_batch_of_its_own_for_everything():
     support.assert_same_bits(run(tx, 4), trail)
     typed = optperm.with_loss(recorded(4), loss_fn, DATA, 4, key=jax.random.key(5))
     support.assert_same_bits(typed.init(START).key, trail[0][1].key)
-    of_each = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(
-        START, {"x": X[:, None], "y": DATA["y"][:, None], "scale": jnp.ones(12)}
-    )["w"]
+    each = {"x": np.asarray(X)[:, None], "y": np.asarray(DATA["y"])[:, None]}
+    each["scale"] = np.ones(12, np.float32)
+    of_each = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))(START, each)["w"]
+    at = jax.jit(jax.value_and_grad(loss_fn))
     before, drawn = START, set()
     for index, (params, state) in enumerate(trail):
         grad, value, drawn_grads = state.inner_state
         # Which of the data the four examples are, by their gradients.
-        gaps = np.abs(drawn_grads["w"][:, None] - of_each[None]).max(2)
+        gaps = np.abs(drawn_grads["w"][:, None] - np.asarray(of_each)[None]).max(2)
         places = gaps.argmin(1)
         assert gaps.min(1).max() < 1e-4
-        batch = {"x": X[places], "y": DATA["y"][places], "scale": DATA["scale"]}
-        wanted, wanted_grad = jax.value_and_grad(loss_fn)(before, batch)
+        batch = {name: np.asarray(DATA[name])[places] for name in ("x", "y")}
+        wanted, wanted_grad = at(before, batch | {"scale": DATA["scale"]})
         np.testing.assert_allclose(value, wanted, rtol=1e-4)
         chex.assert_trees_all_close(grad, wanted_grad, rtol=1e-4, atol=1e-5)
         drawn.add(tuple(places.tolist()))

@@ -163,7 +163,7 @@ def constant_sgd(
       ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
       ...     w = optax.apply_updates(w, updates)
       ...     return (w, opt_state), w
-      >>> keys = jax.random.split(jax.random.key(2), 30_000)
+      >>> keys = jax.random.split(jax.random.key(2), 10_000)
       >>> _, draws = jax.lax.scan(step, (w, tx.init(w)), keys)
       >>> exact = jnp.linalg.inv(x.T @ x)  # covariance of the posterior
       >>> bool(jnp.allclose(jnp.cov(draws.T), exact, atol=2e-4))

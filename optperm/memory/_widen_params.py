@@ -88,14 +88,15 @@ def widen_params(
       in 32 or 64 bits are updated by `inner` as they are.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optperm
+      >>> import jax, jax.numpy as jnp, optax, optperm
       >>> w = plain = jnp.ones(1000, jnp.bfloat16)
+      >>> grads = jnp.full(1000, 1e-5, jnp.bfloat16)
       >>> tx = optperm.widen_params(optax.sgd(1.0))
-      >>> opt_state = tx.init(w)
+      >>> opt_state, update = tx.init(w), jax.jit(tx.update)
       >>> for _ in range(1000):
-      ...     updates, opt_state = tx.update(jnp.full(1000, 1e-5, jnp.bfloat16), opt_state, w)
+      ...     updates, opt_state = update(grads, opt_state, w)
       ...     w = optax.apply_updates(w, updates)
-      ...     plain = plain - jnp.full(1000, 1e-5, jnp.bfloat16)
+      ...     plain = plain - grads
       >>> wide = optperm.memory.wide_params(w, opt_state)
       >>> round(wide.mean().item(), 4), plain.mean().item()
       (0.99, 1.0)

@@ -115,10 +115,13 @@ def sgperm(
       >>> loss_fn = lambda w: jnp.mean((x @ w - y) ** 2)
       >>> start = jax.random.permutation(jax.random.key(1), jnp.linspace(-1.0, 1.0, 8))
       >>> tx = optperm.sgperm(optperm.permutation.falling(0.3, num_steps=50), momentum=0.0)
+      >>> @jax.jit
+      ... def step(w, opt_state):
+      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
+      ...     return optperm.apply_updates(w, updates, opt_state), opt_state
       >>> w, opt_state = start, tx.init(start)
       >>> for _ in range(50):
-      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
-      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     w, opt_state = step(w, opt_state)
       >>> bool(loss_fn(w) < 0.1 * loss_fn(start))
       True
       >>> bool(jnp.all(jnp.sort(w) == jnp.sort(start)))

@@ -103,13 +103,13 @@ def prune_gradually(
       `optperm.apply_updates`, zeros stay zero for any position in the chain.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optperm
+      >>> import jax, jax.numpy as jnp, optax, optperm
       >>> ramp = optax.polynomial_schedule(0.0, 1.0, 3, 4)
       >>> tx = optperm.prune_gradually(optax.sgd(0.1), 0.75, ramp, every=2)
       >>> w = jnp.array([[4.0, -3.0], [2.0, 1.0]])
-      >>> opt_state = tx.init(w)
+      >>> opt_state, update = tx.init(w), jax.jit(tx.update)
       >>> for step in range(5):
-      ...     updates, opt_state = tx.update(jnp.zeros_like(w), opt_state, w)
+      ...     updates, opt_state = update(jnp.zeros_like(w), opt_state, w)
       ...     w = optperm.apply_updates(w, updates, opt_state)
       ...     print(step, w.ravel().tolist())
       0 [4.0, -3.0, 2.0, 1.0]

@@ -111,10 +111,10 @@ def rigl(
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> tx = optperm.rigl(optax.sgd(0.5), 0.5, end=10, every=1)
       >>> w = jnp.ones((2, 4))
-      >>> opt_state = tx.init(w)
+      >>> opt_state, update = tx.init(w), jax.jit(tx.update)
       >>> target = jnp.arange(8.0).reshape(2, 4)
       >>> for _ in range(20):
-      ...     updates, opt_state = tx.update(w - target, opt_state, w)
+      ...     updates, opt_state = update(w - target, opt_state, w)
       ...     w = optperm.apply_updates(w, updates, opt_state)
       >>> w.round(1).tolist()  # the four largest
       [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0]]

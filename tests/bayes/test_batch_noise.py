@@ -15,21 +15,29 @@ N, S = 200, 8
 
 def test_bias_of_a_kernel_is_judged_by_the_steps_of_all_draws():
     """Not by a last step at which the rate is small, for noise that is twice the kernel's."""
-    w = {"a": jnp.zeros(3), "b": jnp.ones(2)}
-    kernel = optperm.bayes.NoiseKernel.unknown(w, "diagonal", control_variates=False)
-    one = jax.tree.map(jnp.ones_like, kernel.noise)
-    kernel = kernel._replace(
-        noise=one, curvature=one, num_data=jnp.int32(N), batch_size=jnp.int32(S)
-    )
-    tx = optperm.constant_sgd(kernel)
-    noise = jax.tree.map(lambda x: 2 * x / S, kernel.noise)
+    w = {"a": np.zeros(3, np.float32), "b": np.ones(2, np.float32)}
+
+    @jax.jit
+    def step(w):
+        kernel = optperm.bayes.NoiseKernel.unknown(w, "diagonal", control_variates=False)
+        one = jax.tree.map(jnp.ones_like, kernel.noise)
+        kernel = kernel._replace(
+            noise=one, curvature=one, num_data=jnp.int32(N), batch_size=jnp.int32(S)
+        )
+        tx = optperm.constant_sgd(kernel)
+        return tx.update(w, tx.init(w), w)[1]
+
+    state = step(w)
+    noise = jax.tree.map(lambda x: np.full_like(x, 2 / S), w)
     draws = jax.tree.map(lambda p: support.normal((2, 50, *p.shape)), w)
-    _, state = tx.update(w, tx.init(w), w)
-    samples = optperm.bayes.Samples(draws, jax.tree.map(lambda x: x[:, -1], draws), state, 50, 1)
-    samples = samples._replace(batch_noise=noise)
+    last = jax.tree.map(lambda p: np.zeros((2, *p.shape), np.float32), w)
+    samples = optperm.bayes.Samples(draws, last, state, 50, 1, batch_noise=noise)
     wanted = measure_kernel_bias([state], samples)
-    numbers = [jnp.full((2, 50), number) for number in state.numbers()]
-    last = state._replace(limit=1e-3 * state.limit, temperature=1e-3 * state.temperature)
+    numbers = [np.full((2, 50), number) for number in state.numbers()]
+    last = state._replace(
+        limit=np.float32(1e-3) * np.asarray(state.limit),
+        temperature=np.float32(1e-3) * np.asarray(state.temperature),
+    )
     known = samples._replace(step_sizes=numbers[0], temperatures=numbers[1])
     assert wanted > 0.1
     np.testing.assert_allclose(measure_kernel_bias([last], known), wanted, rtol=1e-4)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 import optperm
 from optperm.bayes._correlation import Extremes, bounds, fraction_by_correlation, iterate
@@ -44,11 +45,17 @@ def kernel_of(form, noise, fraction):
     )
 
 
+@jax.jit
+def numbers_of(kernel):
+    """Return the steps, the injected noise, and the bounds on the errors of the variances."""
+    scale = jnp.float32(2 * S / N)
+    h = kernel.step_sizes(scale)
+    return h, kernel.injected(h, scale), kernel.variance_errors()
+
+
 def exact_ratios(kernel, noise, hessian):
     """Return the eigenvalues of the stationary covariance divided by the posterior's, ascending."""
-    scale = jnp.float32(2 * S / N)
-    h = np.broadcast_to(np.float64(kernel.step_sizes(scale)), len(noise))
-    b = np.broadcast_to(np.float64(kernel.injected(jnp.float32(h), scale)), len(noise))
+    h, b = (np.broadcast_to(np.float64(x), len(noise)) for x in numbers_of(kernel)[:2])
     # Small steps, of the same law: the bound is of the limit
     found = optperm.bayes.stationary_covariance(
         h, hessian, (noise + np.diag(b)) / S, continuous=True
@@ -57,8 +64,9 @@ def exact_ratios(kernel, noise, hessian):
     return np.linalg.eigvalsh(root.T @ np.float64(found) @ root)
 
 
-@pytest.mark.parametrize("form", ["diagonal", "scalar"])
-@pytest.mark.parametrize("is_fisher", [True, False])
+@pytest.mark.parametrize(
+    ("form", "is_fisher"), support.in_turns(["diagonal", "scalar"], [True, False])
+)
 def test_variances_of_all_directions_are_within_the_bound(form, is_fisher):
     """For curvature that is the noise's covariance, as of a model that is right, and for any other."""
     for seed in range(3):
@@ -66,7 +74,7 @@ def test_variances_of_all_directions_are_within_the_bound(form, is_fisher):
         hessian = noise if is_fisher else random_covariance(7, 100 + seed)
         for fraction in (0.9, 0.3, 0.05):
             kernel = kernel_of(form, noise, fraction)
-            too_small, too_large = map(float, kernel.variance_errors())
+            too_small, too_large = map(float, numbers_of(kernel)[2])
             ratios = exact_ratios(kernel, noise, hessian)[[0, -1]]
             assert ratios[0] >= 1 - too_small - 2e-3
             assert ratios[1] <= 1 + too_large + 2e-3

@@ -1,5 +1,6 @@
 """The kernel: its steps have the noise that samples, in any basis and whatever limits them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,13 +16,17 @@ C = ROOT @ ROOT.T
 CURVATURE = np.array([0.01, 5.0, 50.0, 0.3])
 
 
+@jax.jit
+def turn(w, c, units, a):
+    form, noise, _ = Full(w).turn((c, units), a, a)
+    return noise, form.w
+
+
 def turned(c, a, w=None, units=None):
     """The noise and W of the form for the noise c and the curvature a, from the coordinates of w."""
     w = np.eye(len(c)) if w is None else w
     units = np.diag(c) if units is None else units
-    a = jnp.float32(a)
-    form, noise, _ = Full(jnp.float32(w)).turn((jnp.float32(c), jnp.float32(units)), a, a)
-    return np.asarray(noise), np.asarray(form.w)
+    return map(np.asarray, turn(*(np.asarray(x, np.float32) for x in (w, c, units, a))))
 
 
 def kernel_of(form, c, curvature, noise_ratio=2.0):

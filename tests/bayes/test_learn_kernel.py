@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 import optperm
 from optperm.bayes import _batches
@@ -69,7 +70,8 @@ def test_noise_and_curvature_are_those_of_the_problem(form):
     assert np.abs(w).max() < 0.2  # the optimum is 0, and the posterior's sd at most 0.04
 
 
-@pytest.mark.parametrize("unit", [1e-3, 1e3])
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", support.every_night([1e-3, 1e3], [1e-3]))
 def test_entry_with_hardly_any_noise_changes_no_other_entry_in_any_units(unit):
     """The noise of the last entry is 1e-12 of the others, and its curvature of the prior remains: its
     step is as long as c allows. The params are in several units, u w."""
@@ -85,18 +87,34 @@ def test_entry_with_hardly_any_noise_changes_no_other_entry_in_any_units(unit):
     np.testing.assert_allclose(h[2] * float(kernel.excess) * a[2], 0.2, rtol=1e-3)
 
 
-@pytest.fixture(scope="module")
-def outside():
-    """A kernel without control variates, of an example with NaN and outside the bounds of a prior."""
-    x = examples()
-    x[3] = np.nan
+# Rows of functions: an epoch has 50 batches
+FEW = examples(400)
+
+
+def log_prior(w):
+    return jnp.where(w[0] > -1, 0.0, -jnp.inf)
+
+
+def learn_from(draw, hessian=HESSIAN, **options):
+    """Return the kernel for batches of a function of a key that returns rows, and what is said."""
+    given = {"w": jnp.zeros(D), "num_data": 400, "steps": 1600, "log_prior": log_prior}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        kernel, _ = learn(
-            data_of(x), momentum=None, control_variates=False,
-            log_prior=lambda w: jnp.where(w[0] > 5, 0.0, -jnp.inf),
-        )  # fmt: skip
+        kernel, _ = learn(lambda key: data_of(draw(key), hessian=hessian), **given | options)
     return kernel, [str(each.message) for each in found]
+
+
+def random_rows(key, x=FEW):
+    return x[np.asarray(jax.random.randint(key, (S,), 0, len(x)))]
+
+
+@pytest.fixture(scope="module")
+def outside():
+    """A kernel without control variates, of an example with NaN and outside the bounds of a prior, whose
+    optimum is at -2 in the first entry."""
+    x = FEW + np.float32(HESSIAN @ [2.0, 0.0, 0.0])
+    x[3] = np.nan
+    return learn_from(lambda key: random_rows(key, x), momentum=None)
 
 
 def test_nonfinite_examples_and_bounds_of_a_prior_are_warned_of(outside):
@@ -105,29 +123,16 @@ def test_nonfinite_examples_and_bounds_of_a_prior_are_warned_of(outside):
         "log prior at the params that learn_kernel returns is inf",
     ):
         assert any(says in text for text in outside[1])
-    x = examples()
-    x[3] = np.nan
-    with pytest.raises(ValueError, match="gradient over all examples is not finite"):
-        learn(data_of(x))
 
 
-def test_numbers_of_the_kernel_are_those_of_the_call():
-    kernel, _ = learn(stability=0.1, noise_ratio=3.0, momentum=None, steps=160)
-    numbers = kernel.num_data, kernel.batch_size, kernel.max_stability, kernel.max_noise_ratio
-    np.testing.assert_allclose(numbers, [N, S, 0.1, 3.0], rtol=1e-6)
-    assert float(kernel.momentum) == pytest.approx(0.5)
-    assert float(kernel.noise_ratio) <= 3.0 + 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize(
-    ("has_variates", "numbers"), [(True, [0.5, 0.5, 0.25]), (False, [7 / 9, 0.2, 10.0])]
-)
-def test_default_numbers_depend_on_control_variates(has_variates, numbers, outside):
+def test_default_numbers_depend_on_control_variates(outside, read_in_parts):
     """The momentum, the stability c, and the maximum ratio of noises."""
-    kernel, _ = learn(momentum=None, steps=160) if has_variates else outside
-    found = kernel.momentum, kernel.max_stability, kernel.max_noise_ratio
-    np.testing.assert_allclose(found, numbers, rtol=1e-6)
+    for kernel, numbers in (
+        (read_in_parts[0], [0.5, 0.5, 0.25]),
+        (outside[0], [7 / 9, 0.2, 10.0]),
+    ):
+        found = kernel.momentum, kernel.max_stability, kernel.max_noise_ratio
+        np.testing.assert_allclose(found, numbers, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_searched", [False, True])
@@ -193,25 +198,43 @@ def test_a_function_is_called_once_before_its_batches_are_read(size, apart):
     assert batches.num_bytes == read[0].nbytes
 
 
-def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_path):
+DATA = data_of(examples())
+# The bytes of 40 batches
+PART = 40 * S * sum(leaf[0].nbytes for leaf in DATA.values())
+
+
+def learn_in_parts(x):
+    """Learn a kernel with control variates from rows that are read in parts."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_batches, "MOST_BYTES", PART)
+        return learn(DATA | {"x": x}, momentum=None)[0]
+
+
+@pytest.fixture(scope="module")
+def read_in_parts():
+    """A kernel, and the rows from which it was learned."""
+    rows = counting(DATA["x"])
+    return learn_in_parts(rows), rows
+
+
+def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(
+    monkeypatch, tmp_path, read_in_parts
+):
     """The same batches; no read has more than the allowed bytes, while a kernel is learned."""
-    data = data_of(examples())
-    row = sum(leaf[0].nbytes for leaf in data.values())
-    monkeypatch.setattr(_batches, "MOST_BYTES", 40 * S * row)
-    x = data["x"]
+    monkeypatch.setattr(_batches, "MOST_BYTES", PART)
+    x = DATA["x"]
     np.save(tmp_path / "rows.npy", x)
     mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
     keys = jax.random.split(jax.random.key(5), 1)
-    there, here = (_batches.batches_of_rows(data, None, S) for data in (mapped, x))
+    there, here = (_batches.batches_of_rows(rows, None, S) for rows in (mapped, x))
     ((_, _, part),) = here.parts(keys, 50, 30)
     batch_of = jax.jit(here.batch)
     for first, count, read in there.parts(keys, 50, 30):
         for step in range(first, first + count):
             wanted = batch_of(part, keys, np.int32(0), np.int32(step))
             np.testing.assert_array_equal(read[step - first], wanted)
-    rows = counting(x)
     # Equal Hessians of all examples leave no noise, after three passes over the rows
-    kernel, _ = learn(data | {"x": rows})
+    kernel, rows = read_in_parts
     assert np.all(kernel.noise_left < 1e-6)
     assert max(rows.reads) <= 40 * S < N
     assert sum(rows.reads) >= 800 * S + 3 * N - 2 * S
@@ -220,30 +243,15 @@ def test_rows_on_disk_are_the_rows_of_arrays_and_read_in_parts(monkeypatch, tmp_
     assert len(rows.reads) - len(rows.rows) == 2 * -(-N // (40 * S))
 
 
-# Rows of functions: an epoch has 50 batches
-FEW = examples(400)
-
-
-def learn_from(draw, **options):
-    """Return the kernel for batches of a function of a key that returns rows, and what is said."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        kernel, _ = learn(
-            lambda key: data_of(draw(key)), w=jnp.zeros(D), num_data=400, steps=1600, **options
-        )
-    return kernel, [str(each.message) for each in found]
-
-
-def random_rows(key):
-    return FEW[np.asarray(jax.random.randint(key, (S,), 0, len(FEW)))]
-
-
-def test_function_that_draws_rows_gives_a_kernel_and_needs_the_number_of_examples():
+def test_function_that_draws_rows_gives_a_kernel_with_the_numbers_of_the_call():
     """Batches that are drawn with replacement are not warned of."""
-    kernel, said = learn_from(random_rows)
+    kernel, said = learn_from(random_rows, stability=0.1, noise_ratio=3.0, momentum=0.25)
     assert not said
     check_noise(kernel)
-    assert int(kernel.num_data) == 400
+    numbers = kernel.num_data, kernel.batch_size, kernel.max_stability, kernel.max_noise_ratio
+    np.testing.assert_allclose(numbers, [400, S, 0.1, 3.0], rtol=1e-6)
+    assert float(kernel.momentum) == pytest.approx(0.25)
+    assert float(kernel.noise_ratio) <= 3.0 + 1e-6
     with pytest.raises(ValueError, match="num_data must be given if data is a function"):
         learn(random_rows)
     with pytest.raises(ValueError, match="must return batches of batch_size=8 examples, got 7"):
@@ -269,8 +277,13 @@ def chunks(x, size):
     ("name", "said"),
     [
         ("chunks", "Successive batches are alike, as if chunks .* times as much"),
-        ("epochs", "complement each other, as in shuffled epochs: .* only 0"),
-        ("same", "data returns the same batch for each key"),
+        pytest.param(
+            *("epochs", "complement each other, as in shuffled epochs: .* only 0"),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *("same", "data returns the same batch for each key"), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_order_of_a_functions_batches_is_named(name, said):
@@ -294,6 +307,7 @@ def test_variance_of_blocks_shows_correlations_and_passes_independent_batches():
     assert "alike" in judge_order(averages, ones)[0]
     assert "complement" in judge_order(np.diff(z, axis=0) / np.sqrt(2), ones)[0]
     assert "the mean gradient of a batch varies 9 times" in judge_order(3 * z, ones)[0]
+    assert "the same batch for each key" in judge_order(np.repeat(z[:1], 50, axis=0), ones)[0]
     wrong = sum(
         len(judge_order(rng.normal(size=(200, 1, 3)), np.full(1, 3.0))) for _ in range(1000)
     )
@@ -338,16 +352,13 @@ def test_params_of_several_dtypes_and_16_bits_learn_the_same_noise():
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize(
-    ("curvature", "message"),
-    [
-        (0.0, "no batch has shown finite gradients and a curvature"),
-        (np.nan, "gradient over all examples is not finite"),
-    ],
-)
-def test_losses_without_curvature_or_without_finite_gradients_are_refused(curvature, message):
-    with pytest.raises(ValueError, match=message):
-        learn(data_of(examples(), hessian=curvature * HESSIAN), steps=64)
+def test_losses_without_curvature_or_without_finite_gradients_are_refused():
+    with pytest.raises(ValueError, match="no batch has shown finite gradients and a curvature"):
+        learn_from(random_rows, hessian=0 * HESSIAN)
+    x = examples()
+    x[3] = np.nan
+    with pytest.raises(ValueError, match="gradient over all examples is not finite"):
+        learn_in_parts(counting(x))
 
 
 def test_a_summed_loss_is_warned_of_before_the_first_step():

@@ -142,7 +142,7 @@ def test_entries_that_have_not_moved_are_warned_of():
         assert "are not known" in " ".join(_report.describe_mixing(draws, figures, 3))
 
 
-def test_starts_are_told():
+def test_a_report_names_chains_that_start_at_one_point():
     """At one point R-hat certifies one mode alone, which is said; from several nothing is."""
     for starts, is_one in ((np.zeros((4, 3)), True), (GOOD[:, 0], False)):
         report = report_of(samples_of(GOOD, starts=jnp.float32(starts)))[1]
@@ -167,7 +167,7 @@ FAULTS_OF_CONSTANT_SGD = {
 }
 
 
-def test_what_a_state_of_constant_sgd_tells():
+def test_faults_in_a_state_of_constant_sgd_are_reported():
     """One fault each, by its words; the sound state has none."""
     assert report_of(samples_of(GOOD, kernel_state()))[0] == ""
     for says, changes in FAULTS_OF_CONSTANT_SGD.items():
@@ -224,7 +224,7 @@ def test_larger_batches_are_advised_if_their_noise_limits_the_slowest_steps():
         (2.0, 8.0, 8.0, "", "not checked with a preconditioner"),
     ],
 )
-def test_what_a_state_of_sgld_tells(preconditioner, noise, norm, warning, unchecked):
+def test_noise_in_a_state_of_sgld_is_reported(preconditioner, noise, norm, warning, unchecked):
     """Of the noise of the batches, by its maximum eigenvalue or its trace, if it is known."""
     w = jnp.zeros(3)
     scales = None if preconditioner is None else jnp.full(3, preconditioner)

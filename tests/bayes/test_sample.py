@@ -73,8 +73,9 @@ def test_starts_draws_and_progress():
 
 
 def test_chains_begin_in_pairs_around_params_even_if_a_leaf_has_no_entries():
-    params = {"w": jnp.ones(2), "none": jnp.zeros((0, 3))}
-    starts = first_starts(params, jax.random.key(0), 3, None)
+    params = {"w": np.ones(2, np.float32), "none": np.zeros((0, 3), np.float32)}
+    starts = jax.jit(lambda params: first_starts(params, jax.random.key(0), 3, None))(params)
+    starts = jax.device_get(starts)
     assert starts["none"].shape == (3, 0, 3)
     np.testing.assert_allclose(starts["w"][0] + starts["w"][1], 2, rtol=1e-6)
     assert np.all(np.abs(starts["w"] - 1) > 0)
@@ -116,13 +117,25 @@ OF_MODEL = {"params": Model(jnp.zeros(())), "starts": STARTS, "batch_size": 8, "
 
 
 @pytest.fixture(scope="module")
-def drawn():
-    """Draws of the mean in a model, in memory."""
-    return texts_of(lambda: draw(loss_fn=loss_of_model, **OF_MODEL))[0]
+def drawn_and_said():
+    """Draws of the mean in a model, in memory, and the warnings."""
+    return texts_of(lambda: draw(loss_fn=loss_of_model, **OF_MODEL))
+
+
+@pytest.fixture(scope="module")
+def drawn(drawn_and_said):
+    return drawn_and_said[0]
 
 
 def test_starts_that_can_be_called_are_a_tree(drawn):
     support.assert_same_bits(drawn.starts, STARTS)
+
+
+def test_sample_warns_of_what_a_report_warns_of(drawn_and_said):
+    """In the same sentences: here of too few draws."""
+    samples, texts = drawn_and_said
+    assert any(text.startswith("The minimum effective sample size") for text in texts)
+    assert tuple(texts) == optperm.bayes.posterior_report(samples).warnings
 
 
 @pytest.mark.parametrize(
@@ -133,17 +146,18 @@ def test_starts_that_can_be_called_are_a_tree(drawn):
             "The noise of the batches may make the variance",
             marks=pytest.mark.slow,
         ),
-        (lambda n, s: optax.sgd(1e-4), "The minimum effective sample size"),
+        pytest.param(
+            lambda n, s: optax.sgd(1e-4),
+            "The minimum effective sample size",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
-def test_sample_warns_of_what_a_report_warns_of(sampler, says):
-    """In the same sentences: biases of SGLD, too few draws, and optimizers that are no samplers."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        samples = draw(sampler=sampler, batch_size=8)
-    found = tuple(str(warning.message) for warning in caught)
-    assert any(text.startswith(says) for text in found)
-    assert found == optperm.bayes.posterior_report(samples).warnings
+def test_sample_warns_of_biases_and_of_optimizers_that_are_no_samplers(sampler, says):
+    """In the sentences of a report."""
+    samples, texts = texts_of(lambda: draw(sampler=sampler, batch_size=8))
+    assert any(text.startswith(says) for text in texts)
+    assert tuple(texts) == optperm.bayes.posterior_report(samples).warnings
 
 
 LANGEVIN = {
@@ -164,17 +178,19 @@ BEFORE = {
 # Steps between the loss and the methods that warn in each step are tried with these methods alone
 PAIRS = [(name, before) for name in ("sgld", "sghmc") for before in BEFORE]
 PAIRS += [("mandt_sgd", "weight decay")]
-QUICK_PAIRS = {("sgld", "clipping"), ("sgld", "momentum")}
 
 
-@pytest.mark.parametrize(
-    ("name", "before"),
-    [
-        pytest.param(*pair, marks=[] if pair in QUICK_PAIRS else [pytest.mark.slow])
-        for pair in PAIRS
-    ],
-)
-def test_transformation_that_changes_the_gradient_is_named_before_the_first_step(name, before):
+@pytest.mark.parametrize("before", ["clipping", "momentum"])
+def test_transformation_that_changes_the_gradient_is_named_before_the_first_step(before):
+    """The warning is raised as an error, which ends the call."""
+    make, _ = BEFORE[before]
+    with pytest.raises(UserWarning, match=r"^A transformation before the sampler"):
+        draw(sampler=lambda n, s: optax.chain(make(), LANGEVIN["sgld"](n)), burn_in=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "before"), PAIRS)
+def test_transformation_that_changes_the_gradient_is_named_in_the_report(name, before):
     make, is_gradient = BEFORE[before]
     samples, texts = texts_of(
         lambda: draw(sampler=lambda n, s: optax.chain(make(), LANGEVIN[name](n)), burn_in=None)
@@ -193,16 +209,22 @@ def sampler_of(name):
     return None if name == "constant_sgd" else lambda n, s: LANGEVIN[name](n)
 
 
-@pytest.mark.parametrize(
-    "name", support.every_night(["sgld", "sghmc", "constant_sgd"], ["sgld"], mark=pytest.mark.slow)
-)
+def summed_loss(mean, batch):
+    return 1e-3 * jnp.sum((batch - mean) ** 2)
+
+
+@pytest.mark.parametrize("name", ["sgld", "constant_sgd"])
 def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
-    samples, texts = texts_of(
-        lambda: draw(
-            loss_fn=lambda m, y: 1e-3 * jnp.sum((y - m) ** 2),
-            sampler=sampler_of(name),
-        )
-    )
+    """The warning is raised as an error, which ends the call."""
+    says = "^The loss of a batch is not the mean of the losses of its halves"
+    with pytest.raises(UserWarning, match=says):
+        draw(loss_fn=summed_loss, sampler=sampler_of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgld", "sghmc", "constant_sgd"])
+def test_loss_that_sums_its_batch_is_named_in_the_report(name):
+    samples, texts = texts_of(lambda: draw(loss_fn=summed_loss, sampler=sampler_of(name)))
     assert texts[0].startswith("The loss of a batch is not the mean of the losses of its halves")
     report = optperm.bayes.posterior_report(samples)
     assert texts[0] in report.warnings
@@ -210,12 +232,20 @@ def test_loss_that_sums_its_batch_is_named_before_the_first_step(name):
     assert not any("mean over examples" in line for line in report.not_checked)
 
 
-def test_sampler_in_accumulation_is_sampled_and_its_noise_is_not_known():
+@pytest.fixture(scope="module")
+def accumulated():
+    """Draws of a sampler in accumulation, with a prior with bounds, and the warnings."""
     with jax.numpy_dtype_promotion("standard"):
-        samples, _ = texts_of(
-            lambda: draw(sampler=lambda n, s: optax.MultiSteps(LANGEVIN["sgld"](n), 2))
+        return texts_of(
+            lambda: draw(
+                sampler=lambda n, s: optax.MultiSteps(LANGEVIN["sgld"](n), 2),
+                log_prior=lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf),
+            )
         )
-    report = optperm.bayes.posterior_report(samples)
+
+
+def test_sampler_in_accumulation_is_sampled_and_its_noise_is_not_known(accumulated):
+    report = optperm.bayes.posterior_report(accumulated[0])
     assert any("due to the batches' noise (not known here)" in line for line in report.not_checked)
 
 
@@ -237,15 +267,19 @@ def test_sums_with_counts_sample_the_posterior_of_all_sums(drawn):
 @pytest.mark.parametrize(
     ("starts", "svrg"),
     [
+        (lambda key: 5.0 + jax.random.normal(key, (3,)), None),
         pytest.param(None, optperm.svrg, marks=pytest.mark.slow),
-        (lambda key: 5.0 + jax.random.normal(key, (3,)), optperm.svrg),
+        pytest.param(
+            lambda key: 5.0 + jax.random.normal(key, (3,)), optperm.svrg, marks=pytest.mark.slow
+        ),
         pytest.param(None, lambda: optperm.svrg(every=200), marks=pytest.mark.slow),
         pytest.param(None, lambda: optperm.svrg(probability=0.005), marks=pytest.mark.slow),
     ],
 )
 def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, svrg):
-    """Deviations agree with the Hessian of all data, and the noise is measured after svrg. Without svrg,
-    steps of the full Hessian A with the noise C / S have much larger deviations."""
+    """Those of the argument and of svrg: deviations agree with the Hessian of all data, and the noise is
+    measured behind control variates. Without them, steps of the full Hessian A with the noise C / S have
+    much larger deviations."""
     size, step_size = 16, 5e-4
     x = 1 + np.asarray(support.normal((2000, 3)))
     y = np.float32(np.random.default_rng(0).random(2000) < 1 / (1 + np.exp(-x @ [1.0, -1, 0.5])))
@@ -271,7 +305,10 @@ def test_control_variates_of_sample_take_the_noise_of_the_batches_away(starts, s
     plain = variances(np.cov((x * (p - y)[:, None]).T))
     assert np.all(plain > 1.5**2 * np.diag(np.linalg.inv(2000 * hessian)))
     given = {"batch_size": size, "starts": starts, "num_draws": 400}
-    given["sampler"] = lambda n, s: optax.chain(svrg(), optperm.sgld(step_size, n))
+    if svrg is None:
+        given |= {"sampler": lambda n, s: optperm.sgld(step_size, n), "control_variates": True}
+    else:
+        given["sampler"] = lambda n, s: optax.chain(svrg(), optperm.sgld(step_size, n))
     samples, texts = texts_of(lambda: optperm.bayes.sample(loss, (x, y), jnp.zeros(3), 0, **given))
     assert samples.is_gradient
     assert not any(text.startswith("A transformation before the sampler") for text in texts)
@@ -291,7 +328,7 @@ def test_chains_begin_at_the_params_if_there_are_too_many_for_the_search():
     assert search_starts(pytest.fail, starts) is starts
 
 
-def test_chains_that_start_at_one_point_are_told(drawn):
+def test_drawn_chains_that_start_at_one_point_are_reported(drawn):
     one = drawn._replace(starts=jax.tree.map(jnp.zeros_like, drawn.starts))
     for samples, is_one in ((drawn, False), (one, True)):
         report = optperm.bayes.posterior_report(samples)
@@ -302,7 +339,7 @@ def test_chains_that_start_at_one_point_are_told(drawn):
 
 
 @pytest.mark.slow
-def test_chains_of_many_params_are_told_to_start_at_one_point():
+def test_chains_of_many_params_are_reported_to_start_at_one_point():
     """Above the limit of the search all chains begin at the params; below it, on both sides."""
     zeros = {"m": jnp.zeros(()), "rest": jnp.zeros(4200)}
 
@@ -320,22 +357,28 @@ def on_mesh():
     return mesh, jax.device_put(Y, jax.NamedSharding(mesh, jax.P("d")))
 
 
+@pytest.mark.slow
 def test_data_on_a_mesh_with_explicit_axes_are_sampled(drawn):
-    """As on one device; and L-BFGS finds the optimum, the mean."""
-    mesh, y = on_mesh()
+    """As on one device."""
+    _, y = on_mesh()
     samples, _ = texts_of(lambda: draw(loss_fn=loss_of_model, data=y, **OF_MODEL))
     chex.assert_trees_all_close(samples.params, drawn.params, rtol=1e-3)
+
+
+def test_search_with_data_on_a_mesh_with_explicit_axes_finds_the_optimum():
+    mesh, y = on_mesh()
     with jax.set_mesh(mesh):
         found = search_starts(lambda m: loss_fn(m, y), jnp.zeros(2))
     np.testing.assert_allclose(found, np.mean(Y), rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_set", [False, True])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "is_set"),
     [
-        pytest.param("sgld", marks=pytest.mark.exhaustive),
-        pytest.param("constant_sgd", marks=pytest.mark.slow),
+        ("sgld", False),
+        pytest.param("sgld", True, marks=pytest.mark.exhaustive),
+        pytest.param("constant_sgd", False, marks=pytest.mark.slow),
+        pytest.param("constant_sgd", True, marks=pytest.mark.slow),
     ],
 )
 def test_data_on_a_mesh_with_explicit_axes_are_sampled_from_a_search(name, is_set):
@@ -348,6 +391,7 @@ def test_data_on_a_mesh_with_explicit_axes_are_sampled_from_a_search(name, is_se
     np.testing.assert_allclose(found.params, run().params, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_params_whose_spacing_is_too_coarse_are_named():
     """In float32 near 4e6, numbers are 0.25 apart: steps are lost, or draws have few values."""
     starts, scales = jnp.full((2, 2), 4e6 + 3, jnp.float32), jnp.float32([1e-6, 1.0])
@@ -362,27 +406,26 @@ def test_params_whose_spacing_is_too_coarse_are_named():
         assert any(says in text and "float64" in text for text in texts), texts
 
 
-def draws_outside(recwarn):
+def draws_outside(texts):
     """What is said of a log prior that was infinite."""
-    texts = [str(warning.message) for warning in recwarn]
     return [text for text in texts if "log prior is infinite" in text]
 
 
-def test_prior_with_bounds_is_warned_of_with_the_transform(recwarn):
+def test_prior_with_bounds_is_warned_of_with_the_transform(accumulated):
     """Its gradient is zero on both sides, so that draws go through it."""
-    samples = draw(log_prior=lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf))
-    (says,) = draws_outside(recwarn)
+    samples, texts = accumulated
+    (says,) = draws_outside(texts)
     fraction = float(says.split(" of the draws")[0].split()[-1])
     assert fraction == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.01)
     assert "m = exp(u)" in says
 
 
 @pytest.mark.slow
-def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
+def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of():
     """The wall at 0 is between the start -1 and the mode 3."""
     wall = lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf)  # noqa: E731
-    draw(log_prior=wall, starts=jnp.array([-1.0, 2.0]), burn_in=200)
-    assert not draws_outside(recwarn)
+    _, texts = texts_of(lambda: draw(log_prior=wall, starts=jnp.array([-1.0, 2.0]), burn_in=200))
+    assert not draws_outside(texts)
 
 
 @pytest.mark.slow
@@ -467,10 +510,11 @@ def test_long_and_narrow_posteriors_are_sampled():
 
 def test_normal_prior_is_the_fraction_of_one_example():
     """precision / (2 N) |w|^2, so that N times its gradient is precision times the params."""
-    w, precision, n = {"a": jnp.float32([1.0, -2.0]), "b": jnp.float32(3.0)}, 0.5, 40
-    value, grad = jax.value_and_grad(optperm.bayes.normal_prior)(w, precision, n)
+    w, precision, n = {"a": np.float32([1.0, -2.0]), "b": np.float32(3.0)}, 0.5, 40
+    value, grad = jax.jit(jax.value_and_grad(optperm.bayes.normal_prior))(w, precision, n)
     np.testing.assert_allclose(value, 0.5 / 80 * 14.0, rtol=1e-6)
-    chex.assert_trees_all_close(grad, jax.tree.map(lambda leaf: precision / n * leaf, w), rtol=1e-6)
+    wanted = jax.tree.map(lambda leaf: np.float32(precision / n) * leaf, w)
+    chex.assert_trees_all_close(grad, wanted, rtol=1e-6)
 
 
 def test_log_prior_counts_once_among_all_examples():
@@ -482,6 +526,7 @@ def test_log_prior_counts_once_among_all_examples():
     np.testing.assert_allclose(total, np.sum((np.arange(5) - 2.0) ** 2) / 2 + 6.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_on_disk_and_of_a_function_give_the_same_draws(tmp_path, drawn):
     """SGLD from given starts: the rows of a memory map are those that a function draws with its key, and
     a part of a burn-in with a number of steps of its own changes nothing."""
@@ -502,7 +547,7 @@ def test_rows_on_disk_and_of_a_function_give_the_same_draws(tmp_path, drawn):
     assert report.batch_bias == pytest.approx(memory.batch_bias, rel=0.3)
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("in_memory", support.every_night([False, True], [False]))
 @pytest.mark.filterwarnings("ignore:R-hat and effective")
 def test_draws_are_the_params_after_the_burn_in_and_each_thinning(in_memory):
     """Of steps of 1 from 0 and from 5, in one part and in parts."""

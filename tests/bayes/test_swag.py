@@ -11,6 +11,7 @@ import pytest
 import optperm
 
 
+@functools.cache
 def collected(rank):
     """What SWAG collected of a random walk, how far that was from the mean so far, and its state."""
     walk = 1e3 + np.cumsum(np.random.default_rng(0).normal(size=(25, 4)), axis=0)

@@ -3,12 +3,15 @@
 import pathlib
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import replicas
 import support
-from transformations import GATHERED, SPANNING, TRANSFORMATIONS, bowl, two_examples
+from transformations import EXTRA_ARGS, GATHERED, SPANNING, TRANSFORMATIONS, bowl, two_examples
 
 import optperm
 
@@ -110,6 +113,42 @@ def test_methods_that_evaluate_the_loss_stay_outside_of_multi_steps_and_clipping
         assert re.search(r"\b(no|after|inside)\b", row["clipping"])
     if not row["MultiSteps"].startswith("inside"):
         assert not row["clipping"].startswith("before")
+
+
+@pytest.mark.parametrize(
+    "name",
+    support.every_night(
+        [name for name, row in ROWS.items() if row["MultiSteps"].startswith("inside")],
+        ["diloco", "ivon", "rigl"],
+        mark=pytest.mark.entries,
+    ),
+)
+def test_a_method_inside_multi_steps_takes_steps_with_the_mean_gradients(name):
+    """After six microbatches it is where three means have brought it alone, state and params."""
+    tx, params, state = start(METHODS[name][0])
+    several = optax.MultiSteps(tx, 2)
+    halves = [support.random_like(params, index) for index in range(6)]
+    means = jax.tree.map(lambda *g: np.stack(g).reshape(3, 2, *g[0].shape).mean(1), *halves)
+    options = {"draw": jax.tree.map(lambda p: p + 0.1, params)}
+
+    def run(tx, state, grads):
+        def step(carry, g):
+            params, state = carry
+            updates, state = tx.update(g, state, params, **EXTRA_ARGS, **options)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), grads)[0]
+
+    @jax.jit
+    def both(state):
+        inside = run(several, several.init(params)._replace(inner_opt_state=state), batched)
+        return inside, run(tx, state, means)
+
+    batched = replicas.stack(halves)
+    (found, outer), (wanted, inner) = both(state)
+    assert not np.array_equal(found["kernel"], params["kernel"])
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    chex.assert_trees_all_close((found, outer.inner_opt_state), (wanted, inner), **close)
 
 
 @each_method

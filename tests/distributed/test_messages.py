@@ -257,7 +257,7 @@ def test_an_older_center_is_refused_or_under_jit_not_taken():
     assert (params.tolist(), int(state.commits)) == ([1.0, 1.0], 2)
 
 
-def test_a_job_that_has_committed_on_its_own_is_told():
+def test_a_job_that_has_committed_on_its_own_is_refused():
     tx, center = optperm.agn(SGD, every=1), init_center(jnp.zeros(2), SGD)
     params, opt_state = pull(jnp.zeros(2), tx.init(jnp.zeros(2)), center)
     updates, opt_state = tx.update(jnp.ones(2), opt_state, params)

@@ -13,6 +13,7 @@ import optax
 import pytest
 import replicas
 import support
+import valley
 
 import optperm
 from optperm.distributed import Compression, Every
@@ -142,12 +143,6 @@ CASES = {
 }
 
 
-def flat(tree):
-    """Return stacked replicas as rows."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
-
-
 def unflat(rows):
     return {
         name: rows[:, PLACES[name]].reshape(len(rows), *shape) for name, shape in SHAPES.items()
@@ -205,8 +200,8 @@ def test_steps_of_any_method_are_those_of_a_simulation(name):
             one = loops.make_step(case.tx, functools.partial(evaluate, flag))
             compiled[flag] = replicas.MAPPINGS["vmap"](one, case.size)
         params, opt_state = compiled[flag](params, opt_state, batch)
-        np.testing.assert_allclose(flat(params), wanted, rtol=0, atol=case.atol)
-        found = flat(optperm.distributed.center_params(opt_state))
+        np.testing.assert_allclose(valley.flat(params), wanted, rtol=0, atol=case.atol)
+        found = valley.flat(optperm.distributed.center_params(opt_state))
         np.testing.assert_allclose(found, center, rtol=0, atol=case.atol)
         assert opt_state.skipped.tolist() == missed.tolist()
         if "pairs" not in name:

@@ -127,20 +127,22 @@ def test_slices_land_exactly_and_on_stacked_states():
         assert np.flatnonzero(is_same).tolist() == rows, number
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def push(tx, params, opt_state, commit):
+    """Take a step of plain SGD, by -1."""
+    updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
+    return optperm.apply_updates(params, updates, opt_state), opt_state
+
+
 def test_an_exchange_is_received_once_and_only_if_it_was_sent():
     """Push one replica down by 1 a step; it is averaged with itself, by a plan with a delay."""
     plan = Every(4, 1, 2)
     tx = optperm.diloco(SGD, SGD, every=plan)
 
-    @functools.partial(jax.jit, static_argnames="commit")
-    def step(params, opt_state, commit):
-        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
     def run(flags):
         params, opt_state = jnp.zeros(1), tx.init(jnp.zeros(1))
         for commit in flags:
-            params, opt_state = step(params, opt_state, commit)
+            params, opt_state = push(tx, params, opt_state, commit)
             yield float(params[0])
 
     # Told to exchange all between sending and arrival, it goes no further than its own steps.
@@ -157,13 +159,8 @@ def test_a_center_that_is_replaced_receives_nothing_that_was_sent_before():
     tx, params = optperm.diloco(SGD, SGD, every=plan), np.zeros(1, np.float32)
     opt_state = jax.jit(tx.init)(params)
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def take_step(params, opt_state, commit):
-        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
     for step in range(1, 7):
-        params, opt_state = take_step(params, opt_state, plan.at(step))
+        params, opt_state = push(tx, params, opt_state, plan.at(step))
         if step == 4:
             center = np.full(1, 9.0, np.float32)
             opt_state = opt_state.replace_targets(opt_state._replace(center=center))

@@ -1,6 +1,7 @@
 """low_rank against closed forms and Optax's GaLore, and with what fails; what both methods send."""
 
 import functools
+import itertools
 
 import chex
 import equinox as eqx
@@ -40,9 +41,14 @@ def scan(tx, grads):
     return jax.lax.scan(step, tx.init(jax.tree.map(lambda g: g[0], grads)), grads)[1]
 
 
+@functools.lru_cache(maxsize=4)
+def compiled(tx):
+    return jax.jit(functools.partial(scan, tx))
+
+
 def run(tx, grads):
     """Return the arrays of `scan` as those of NumPy."""
-    return jax.tree.map(np.asarray, jax.jit(functools.partial(scan, tx))(grads))
+    return jax.device_get(compiled(tx)(grads))
 
 
 def test_identity_with_its_residual_is_the_gradient(x64):
@@ -117,28 +123,30 @@ def test_axes_of_all_params_may_be_named_where_the_optimizer_sees_some():
     assert updates["w"].shape == (6, 9)
 
 
-@pytest.mark.parametrize("bad", [0.0, np.nan])
-def test_a_gradient_that_is_zero_or_not_finite_makes_no_basis(bad, x64):
+def test_a_gradient_that_is_zero_or_not_finite_makes_no_basis(x64):
     """At step 0, at a refresh, and between: the next one makes it, and the norm stays."""
     grads = grads_of({"w": (6, 9)}, steps=8, dtype=np.float64)["w"]
-    spoiled = grads.copy()
-    spoiled[[0, 3, 4, 7]] = bad
-    _, s = run(optperm.low_rank(optax.identity(), 2, projection="svd", every=3), {"w": spoiled})
-    basis, norm = (np.asarray(x["w"]) for x in (s.basis, s.norm))
-    assert np.all(basis[0] == 0)
-    same = [np.array_equal(basis[i], basis[i + 1]) for i in range(7)]
-    # Step 0 has none, 1 makes it; 3 and 4 fail, 5 makes the next; 6 is due by the plan; 7 is not.
-    assert same == [False, True, True, True, False, False, True]
-    assert norm[0] == 0 < norm[1]
-    assert norm[2] == norm[3] == norm[4]
-    assert norm[7] == norm[6] > 0
-    for at in (1, 5, 6):
-        u = np.linalg.svd(grads[at])[0][:, :2]
-        np.testing.assert_allclose(np.abs(np.sum(u * basis[at], 0)), 1.0, atol=1e-9)
-    # A power step needs an earlier basis, so the SVD makes the first basis.
-    power = optperm.low_rank(optax.identity(), 2, projection="power", every=3)
-    _, s = run(power, {"w": spoiled[:2]})
-    np.testing.assert_allclose(np.abs(s.basis["w"][1]), np.abs(basis[1]), atol=1e-9)
+    by_svd, by_power = (
+        optperm.low_rank(optax.identity(), 2, projection=each, every=3) for each in ("svd", "power")
+    )
+    for bad in (0.0, np.nan):
+        spoiled = grads.copy()
+        spoiled[[0, 3, 4, 7]] = bad
+        _, s = run(by_svd, {"w": spoiled})
+        basis, norm = (np.asarray(x["w"]) for x in (s.basis, s.norm))
+        assert np.all(basis[0] == 0)
+        same = [np.array_equal(basis[i], basis[i + 1]) for i in range(7)]
+        # Step 0 has none, 1 makes it; 3 and 4 fail, 5 makes the next; 6 is due by the plan; 7 is not.
+        assert same == [False, True, True, True, False, False, True]
+        assert norm[0] == 0 < norm[1]
+        assert norm[2] == norm[3] == norm[4]
+        assert norm[7] == norm[6] > 0
+        for at in (1, 5, 6):
+            u = np.linalg.svd(grads[at])[0][:, :2]
+            np.testing.assert_allclose(np.abs(np.sum(u * basis[at], 0)), 1.0, atol=1e-9)
+        # A power step needs an earlier basis, so the SVD makes the first basis.
+        _, s = run(by_power, {"w": spoiled[:2]})
+        np.testing.assert_allclose(np.abs(s.basis["w"][1]), np.abs(basis[1]), atol=1e-9)
 
 
 def test_random_bases_of_every_leaf_key_and_refresh_differ_and_take_turns():
@@ -458,8 +466,13 @@ def boxed_by_nnx():
 
 
 @pytest.mark.filterwarnings("ignore:apollo leaves")
-@pytest.mark.parametrize("boxed", [boxed_by_linen, boxed_by_nnx])
-@pytest.mark.parametrize("method", [optperm.low_rank, optperm.apollo])
+@pytest.mark.parametrize(
+    ("method", "boxed"),
+    support.every_night(
+        itertools.product((optperm.low_rank, optperm.apollo), (boxed_by_linen, boxed_by_nnx)),
+        [(optperm.apollo, boxed_by_linen)],
+    ),
+)
 def test_flax_shards_the_state_by_the_names_of_axes(method, boxed):
     """As in its guides, by the specs of an abstract state: leaves at full rank keep those of params, and
     arrays of other shapes have none. The updates are those without boxes."""
@@ -505,7 +518,7 @@ ALONG_K, ALONG_BOTH = (P(None, "x"), 16), (P("x", "y"), 4 * 64 * 4)
     ("kind", "spec", "largest"),
     support.every_night(
         [(kind, *cut) for kind in ("random", "svd", "apollo") for cut in (ALONG_K, ALONG_BOTH)],
-        [("svd", *ALONG_K), ("random", *ALONG_BOTH), ("apollo", *ALONG_K)],
+        [("svd", *ALONG_K), ("apollo", *ALONG_BOTH)],
     ),
 )
 def test_a_sharded_gradient_is_not_gathered(kind, spec, largest):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
 from flax import nnx
 
@@ -136,10 +137,6 @@ def experts(axis):
     return {"experts": optperm.LeafAxes("kernel", rows, columns, (*at, count))}
 
 
-def stack(trees):
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
 def last_updates(tx, grads, params=None):
     """Return the updates of the last of some steps, for params that stay."""
     start = jax.tree.map(lambda g: g[0], grads) if params is None else params
@@ -163,12 +160,15 @@ METHODS = {
 
 @pytest.mark.parametrize(
     ("name", "axis"),
-    support.every_night(itertools.product(METHODS, (0, 1)), [("low_rank", 1), ("larger side", 0)]),
+    support.every_night(itertools.product(METHODS, (0, 1)), [("low_rank", 1)]),
 )
 def test_stacked_layers_step_as_each_layer_alone(name, axis):
     """Two layers with three experts, in any order of the axes of layers and experts."""
-    steps = [[layer(10 * step + index) for index in range(2)] for step in range(3)]
 
+    def without_heads(seed):
+        return {name: part for name, part in layer(seed).items() if name != "attention"}
+
+    steps = [[without_heads(10 * step + index) for index in range(2)] for step in range(3)]
     stacked = [
         {"layers": jax.tree.map(lambda *leaves: np.stack(leaves, axis), *each)} for each in steps
     ]
@@ -179,18 +179,18 @@ def test_stacked_layers_step_as_each_layer_alone(name, axis):
             optperm.leaf_axes(stacked[0], **experts(axis)),
         )
     )
-    found = jax.tree.map(np.asarray, train_stacked(stack(stacked))["layers"])
+    found = jax.tree.map(np.asarray, train_stacked(replicas.stack(stacked))["layers"])
     for index in range(2):
         own = jax.tree.map(lambda leaf, i=index: np.take(leaf, i, axis), found)
         chex.assert_trees_all_close(
-            own, train(stack([each[index] for each in steps])), rtol=0, atol=2e-4
+            own, train(replicas.stack([each[index] for each in steps])), rtol=0, atol=2e-4
         )
 
 
 def test_random_projections_of_stacked_layers_have_the_law_of_unrolled_ones():
     """The mean and the spread, over keys, of the logarithm of the norm of each layer's update."""
     grads = [layer(index)["up"] for index in range(3)]
-    stacked = {"layers": stack(grads)}
+    stacked = {"layers": replicas.stack(grads)}
     stacked["layers"]["norm"] = {"scale": np.ones((3, 8), np.float32)}
     unrolled = {str(index): grad for index, grad in enumerate(grads)}
 
@@ -217,7 +217,7 @@ def test_random_projections_of_stacked_layers_have_the_law_of_unrolled_ones():
     assert np.all(np.abs(correlation[np.triu_indices(3, 1)]) < 4 / np.sqrt(len(a)))
 
 
-def test_experts_that_no_name_tells_stay_at_full_rank_until_they_are_named():
+def test_experts_of_unknown_names_stay_at_full_rank_until_they_are_named():
     wi, scale = np.zeros((4, 16, 32), np.float32), np.zeros(16, np.float32)
     params = {"wi": wi, "norm": {"scale": scale}}
     with pytest.warns(UserWarning, match=r"apollo leaves \['wi'\] alone"):
@@ -272,6 +272,6 @@ def test_aliases_are_the_chain_that_they_name(alias, direction):
         optax.scale_by_learning_rate(rate),
     )
     wanted, found = jax.jit(lambda g: [last_updates(tx, g, params) for tx in (parts, whole)])(
-        stack(grads)
+        replicas.stack(grads)
     )
     chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)

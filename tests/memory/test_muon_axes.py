@@ -55,6 +55,7 @@ def test_muon_trains_the_kernels_of_scanned_layers_as_of_unrolled_ones():
     assert np.abs(updates[1]["0"]["up"]["kernel"]).max() < 0.2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("lenient")
 def test_muon_on_a_model_of_nnx_with_states_of_8_bits():
     """Codes store the momentum of the kernels of the scanned layers, and moments of the embedding."""
@@ -85,7 +86,7 @@ def test_muon_on_a_model_of_nnx_with_states_of_8_bits():
     assert sorted(codes).count((LAYERS, 64, 64)) == 1
 
 
-def test_experts_that_no_name_tells_are_warned_of():
+def test_experts_of_unknown_names_are_warned_of():
     params = {"wi": np.ones((8, 64, 256), np.float32), "up": np.ones((4, 4), np.float32)}
     with pytest.warns(UserWarning, match=r"Muon leaves \['wi'\] alone"):
         assert muon_axes(params)["wi"] is None

@@ -94,7 +94,7 @@ def test_each_moment_has_the_form_of_what_it_is():
     ("name", "bits"),
     support.every_night(
         itertools.product(INNERS, (8, 4)),
-        [("adamw", 4), ("amsgrad", 8), ("adamax", 8), ("switch_after", 8)],
+        [("adamw", 4), ("amsgrad", 8)],
         slow=[("low_rank", 8)],
     ),
 )
@@ -190,32 +190,36 @@ def test_second_moments_of_noise_are_unbiased(places, steps, most):
     assert 0.1 < ratio.std() < 0.45
 
 
-def test_a_state_in_any_container_is_quantized():
+@flax.struct.dataclass
+class Holder:
+    held: object
+    count: int = 0
+
+
+CONTAINERS = {
+    "FrozenDict": (lambda s: flax.core.freeze({"s": s}), lambda s: s["s"]),
+    "dataclass": (Holder, lambda s: s.held),
+    "State": (lambda s: flax.nnx.State({"s": flax.nnx.Param(1.0), "t": s}), lambda s: s["t"]),
+}
+
+
+@pytest.mark.parametrize("kind", support.every_night(CONTAINERS, ["State"]))
+def test_a_state_in_any_container_is_quantized(kind):
     """A FrozenDict, a dataclass and an `nnx.State` may contain a state of Optax."""
-
-    @flax.struct.dataclass
-    class Holder:
-        held: object
-        count: int = 0
-
     adam, params = optax.scale_by_adam(), {"w": np.ones((64, 64), np.float32)}
-    expected = jax.jit(optperm.quantize_state(adam).init)(params)
-    for wrap, unwrap in (
-        (lambda s: flax.core.freeze({"s": s}), lambda s: s["s"]),
-        (Holder, lambda s: s.held),
-        (lambda s: flax.nnx.State({"s": flax.nnx.Param(1.0), "t": s}), lambda s: s["t"]),
-    ):
-        init = lambda params, wrap=wrap: wrap(adam.init(params))  # noqa: E731
-        tx = optperm.quantize_state(optax.GradientTransformation(init, optax.identity().update))
+    wrap, unwrap = CONTAINERS[kind]
+    wrapped = optax.GradientTransformation(lambda p: wrap(adam.init(p)), optax.identity().update)
+    tx = optperm.quantize_state(wrapped)
 
-        @jax.jit
-        def step(params, tx=tx):
-            state = tx.init(params)
-            return state, tx.update(params, state, params)[1]
+    @jax.jit
+    def step(params):
+        state = tx.init(params)
+        expected = optperm.quantize_state(adam).init(params)
+        return state, tx.update(params, state, params)[1], expected
 
-        state, after = step(params)
-        support.assert_same_bits(unwrap(state.inner_state), expected.inner_state)
-        support.assert_same_bits(after.inner_state, state.inner_state)
+    state, after, expected = step(params)
+    support.assert_same_bits(unwrap(state.inner_state), expected.inner_state)
+    support.assert_same_bits(after.inner_state, state.inner_state)
 
 
 def test_leaves_and_steps_and_keys_have_other_random_numbers():
@@ -292,7 +296,7 @@ def test_warnings_of_inner_come_once():
 NEAR = ("rmsprop_corrected", "rmsprop_centered", "adan", "adadelta", "simplified_ademamix")
 
 
-@pytest.mark.parametrize("name", support.every_night(NEAR, ("rmsprop_centered", "adan")))
+@pytest.mark.parametrize("name", support.every_night(NEAR, ("adan",)))
 def test_a_run_in_8_bits_stays_near_the_run_in_float32(name):
     """Least squares with noise: 300 steps on the same rows have about the same losses.
 
@@ -424,7 +428,7 @@ def test_registrations_that_contradict_are_refused(monkeypatch):
             register(state_type, **roles)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", support.every_night((8, 4), [8]))
 def test_a_checkpoint_is_quantized_and_back(bits):
     """The plain optimizer's state becomes the quantized optimizer's, and the other way round."""
     plain = optax.chain(optax.clip(1.0), optax.adam(1e-2))
@@ -479,7 +483,7 @@ MOVED = re.compile(
     ("piece", "kind", "bits"),
     support.every_night(
         itertools.product((16, 32, 48), ("Auto", "Explicit"), (8, 4)),
-        [(16, "Auto", 8)],
+        [(16, "Auto", 8), (32, "Explicit", 8)],
         slow=[(32, "Explicit", 4), (48, "Explicit", 8)],
     ),
 )
@@ -509,7 +513,10 @@ def test_a_sharded_last_axis_has_the_codes_of_the_whole_one(piece, kind, bits):
     assert max(moved, default=0) <= (0 if piece == 32 else 6 * n // 8)
 
 
-@pytest.mark.parametrize(("axis", "kind"), support.in_turns([0, 1], ["Auto", "Explicit"]))
+@pytest.mark.parametrize(
+    ("axis", "kind"),
+    support.every_night(itertools.product([0, 1], ["Auto", "Explicit"]), [(1, "Explicit")]),
+)
 def test_merged_axes_of_a_sharded_leaf_have_the_codes_of_the_whole_one(axis, kind):
     """The blocks of a kernel (out, in, 3, 3) run over (in, 3, 3); a device has 45 of these numbers."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType[kind],), devices=jax.devices()[:4])

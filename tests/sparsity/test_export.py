@@ -140,7 +140,7 @@ def test_units_of_a_stack_are_removed_where_no_layer_uses_them():
 
 def test_only_a_kernel_that_is_a_matrix_becomes_sparse():
     """Take the outputs as rows in each layout; leave stacks, windows and embeddings as they are."""
-    model = eqx.nn.MLP(3, 4, 5, 1, key=jax.random.key(0))
+    model = eqx.nn.MLP(4, 7, 5, 0, key=jax.random.key(0))
     got = to_sparse(eqx.filter(model, eqx.is_inexact_array))
     for layer, of_model in zip(got.layers, model.layers, strict=True):
         support.assert_same_bits(layer.weight.todense(), of_model.weight)

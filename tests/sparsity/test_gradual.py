@@ -38,9 +38,11 @@ def table(values):
     ("case", "optimizer", "options"),
     [
         ("magnitude_poly", optax.sgd(0.05, momentum=0.9), {}),
-        ("magnitude_poly_erk", optax.adam(0.02), {}),
+        pytest.param("magnitude_poly_erk", optax.adam(0.02), {}, marks=pytest.mark.exhaustive),
         ("saliency_poly", optax.sgd(0.05, momentum=0.9), {"criterion": "saliency"}),
-        ("global_magnitude", optax.adam(0.02), {"scope": "global"}),
+        pytest.param(
+            "global_magnitude", optax.adam(0.02), {"scope": "global"}, marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_jaxpruners_sequences_are_kept(case, optimizer, options):
@@ -79,20 +81,28 @@ def test_jaxpruners_sequences_are_kept(case, optimizer, options):
 def test_prune_makes_jaxpruners_choices(case, structure, axes):
     """Take JaxPruner's counts in place of its update of the masks."""
     z = jaxpruner.load(case)
+
+    @jax.jit
+    def choose(params, fraction, options):
+        state = optperm.mask_elements().init(params)
+        own = {"structure": structure, "axes": axes} | options
+        if "scores" in own:
+            own |= {"scope": "global", "include": are_kernels}
+        return prune(params, state, fraction, **own)[1].mask
+
     for t, zeros in enumerate(zip(*jaxpruner.num_zeros(z["mask"]).values(), strict=True)):
         params = {name: p[t] for name, p in z["params"].items()}
-        sizes, options = [p.size for p in params.values()], {"axes": axes}
+        sizes, options = [p.size for p in params.values()], {}
         fraction = dict(zip(z["mask"], np.divide(zeros, sizes), strict=True))
         if isinstance(structure, NOfM):
             fraction = None
         if case == "global_magnitude_normalized":
             fraction = sum(zeros) / sum(sizes)
             scores = {name: np.abs(p) / np.linalg.norm(p) for name, p in params.items()}
-            options = {"scope": "global", "scores": scores, "include": are_kernels}
-        opt_state = optperm.mask_elements().init(params)
-        _, after = prune(params, opt_state, fraction, structure=structure, **options)
+            options = {"scores": scores}
+        found = choose(params, fraction, options)
         for name, wanted in z["mask"].items():
-            np.testing.assert_array_equal(after.mask[name], wanted[t])
+            np.testing.assert_array_equal(found[name], wanted[t])
 
 
 def test_keep_top_is_jaxpruners_and_lets_gradients_through():
@@ -101,7 +111,7 @@ def test_keep_top_is_jaxpruners_and_lets_gradients_through():
     for t in range(4):
         params, forward = ({n: x[t] for n, x in z[kind].items()} for kind in ("params", "forward"))
         fractions = {name: (x == 0).mean() for name, x in forward.items()}
-        found = keep_top(params, fractions)
+        found = jax.jit(keep_top)(params, fractions)
         for name, x in forward.items():
             np.testing.assert_array_equal(found[name], x)
     pulls = support.random_like(params, 0)
@@ -194,6 +204,15 @@ def test_movement_drops_first_what_moves_towards_zero():
     assert trail[2][1].mask.tolist() == [[False, True], [True, False]]
 
 
+def test_movement_of_params_in_bfloat16_is_summed_in_float32():
+    """In bfloat16, 1 + 1 / 1024 is 1."""
+    tx = optperm.prune_gradually(optax.sgd(0.0), 0.5, 0.0, criterion="movement")
+    w = np.ones((2, 2), jnp.bfloat16)
+    grads = [-w, *[-w / jnp.bfloat16(1024)] * 2]
+    _, state = loops.train(tx, w, grads, init="jit")[-1]
+    np.testing.assert_array_equal(state.scores, np.full((2, 2), 1 + 2 / 1024))
+
+
 @pytest.mark.parametrize("criterion", ["saliency", "movement"])
 def test_a_gradient_that_is_not_finite_prunes_nothing(criterion):
     """Let the count catch up at the next change with a finite gradient."""
@@ -209,30 +228,36 @@ def test_a_gradient_that_is_not_finite_prunes_nothing(criterion):
 ADAMW = optax.adamw(0.05, weight_decay=0.1)
 
 
-@pytest.mark.parametrize(
-    ("tx", "dtype", "first_full"),
-    [
-        (optperm.prune_gradually(ADAMW, 0.6, table([0, 0.3, 0.6, 1, 1]), every=1), "float32", 3),
-        (optperm.rigl(ADAMW, 0.6, end=6, every=2), "bfloat16", 0),
-    ],
-    ids=["gradual", "rigl"],
-)
-def test_zeros_are_zero_bit_for_bit(tx, dtype, first_full):
+# A transformation, the dtype of params, and the first step after which all zeros are there.
+ZEROING = {
+    "gradual": (
+        *(optperm.prune_gradually(ADAMW, 0.6, table([0, 0.3, 0.6, 1, 1]), every=1), "float32", 3),
+    ),
+    "rigl": (optperm.rigl(ADAMW, 0.6, end=6, every=2), "bfloat16", 0),
+}
+APPLY = {"exactly": optperm.apply_updates, "by addition": loops.by_addition}
+
+
+@pytest.mark.parametrize(("name", "how"), support.in_turns(ZEROING, APPLY))
+def test_zeros_are_zero_bit_for_bit(name, how):
     """Make 0.0 of -0.0 too, after every step, by both ways of applying updates."""
+    tx, dtype, first_full = ZEROING[name]
     params = support.random_params(dtype=dtype)
     kernel = np.array(params["kernel"])
     kernel[0, 0] = -0.0
     params["kernel"] = jax.device_put(kernel)
     grads = [support.random_like(params, seed) for seed in range(5)]
-    for apply in (optperm.apply_updates, loops.by_addition):
-        trail = loops.train(tx, params, grads, apply=apply, how="scan", init="jit")
-        for t, (p, state) in enumerate(trail):
-            dead = ~np.asarray(state.mask["kernel"])
-            assert (support.as_integers(np.asarray(p["kernel"]))[dead] == 0).all()
-            assert (dead.sum() == 36) == (t >= first_full)
+    trail = loops.train(tx, params, grads, apply=APPLY[how], how="scan", init="jit")
+    for t, (p, state) in enumerate(trail):
+        dead = ~np.asarray(state.mask["kernel"])
+        assert (support.as_integers(np.asarray(p["kernel"]))[dead] == 0).all()
+        assert (dead.sum() == 36) == (t >= first_full)
 
 
-@pytest.mark.parametrize(("method", "mapping"), [("saliency", "shard_map"), ("rigl", "pmap")])
+@pytest.mark.parametrize(
+    ("method", "mapping"),
+    support.every_night([("saliency", "shard_map"), ("rigl", "pmap")], [("saliency", "shard_map")]),
+)
 def test_replicas_with_gradients_of_their_own_agree_on_masks(method, mapping):
     """Average scores over `axis_name`, though each replica's params go their own way."""
     sgd, options = optax.sgd(0.1), {"every": 1, "axis_name": replicas.AXIS}

@@ -36,9 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", support.every_night(CASES, [*{*CASES}.difference(("rigl_erk_adam",))])
-)
+@pytest.mark.parametrize("case", support.every_night(CASES, ["rigl_erk_sgd_momentum"]))
 def test_jaxpruners_sequences_are_kept(case, monkeypatch):
     """Start from its first mask, and take its gradients and, for SET, its random scores."""
     optimizer, drop_fraction, skip_step = CASES[case]
@@ -69,16 +67,21 @@ def test_each_leaf_moves_as_numpy_says():
     fractions = {name: 0.6 if leaf.ndim else 0.0 for name, leaf in params.items()}
     options = {"drop_fraction": lambda t: 0.5, "include": True}
     tx = optperm.rigl(optax.sgd(0.1), fractions, end=9, every=2, **options)
-    state = jax.jit(tx.init)(params)._replace(count=jnp.int32(2))
-    _, after = jax.jit(tx.update)(grads, state, params)
-    for name, before in state.mask.items():
+
+    @jax.jit
+    def step(params, grads):
+        state = tx.init(params)._replace(count=jnp.int32(2))
+        return state.mask, tx.update(grads, state, params)[1].mask
+
+    start, moved = step(params, grads)
+    for name, before in start.items():
         live = np.asarray(before)
         number = live.size - nearest_count(fractions[name], live.size)
         moving = nearest_count(0.5, number)
         assert live.sum() == number
         kept = highest(np.where(live, np.abs(np.float64(params[name])), -1.0), number - moving)
         grown = highest(np.where(kept, -1.0, np.abs(np.float64(grads[name]))), moving)
-        np.testing.assert_array_equal(after.mask[name], kept | grown, err_msg=name)
+        np.testing.assert_array_equal(moved[name], kept | grown, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +128,14 @@ def test_a_gradient_of_zero_moves_no_mask_of_its_leaf():
     """Move the weights of the other leaf, since only zeros would be ranked by their positions."""
     params = {"a": support.normal((8, 6)), "b": support.normal((8, 6), 1)}
     tx = optperm.rigl(optax.sgd(0.1), 0.5, end=20, every=1)
-    start = jax.jit(tx.init)(params)._replace(count=np.int32(1))
     grads = params | {"a": np.zeros((8, 6), np.float32)}
-    _, state = jax.jit(tx.update)(grads, start, params)
-    before, after = (jax.tree.map(np.asarray, each.mask) for each in (start, state))
+
+    @jax.jit
+    def step(params, grads):
+        start = tx.init(params)._replace(count=jnp.int32(1))
+        return start.mask, tx.update(grads, start, params)[1].mask
+
+    before, after = jax.device_get(step(params, grads))
     assert (after["a"] == before["a"]).all()
     assert (after["b"] != before["b"]).any()
 
@@ -137,13 +144,19 @@ def test_entry_that_grows_begins_where_init_of_the_optimizer_does():
     """Begin the sum of squares of AdaGrad at 0.1, and keep it elsewhere."""
     params, grads = support.normal((8, 6)), support.normal((8, 6), 1)
     tx = optperm.rigl(optax.adagrad(0.1), 0.7, end=20, every=2)
-    state = jax.jit(tx.init)(params)._replace(count=np.int32(2))
-    old = jax.tree.map(np.ones_like, state.inner_state)
-    _, after = jax.jit(tx.update)(grads, state._replace(inner_state=old), params)
-    before, now = np.asarray(state.mask), np.asarray(after.mask)
+
+    @jax.jit
+    def step(params, grads):
+        state = tx.init(params)
+        old = jax.tree.map(jnp.ones_like, state.inner_state)
+        state = state._replace(count=jnp.int32(2), inner_state=old)
+        _, after = tx.update(grads, state, params)
+        return state.mask, after.mask, after.inner_state[0].sum_of_squares
+
+    before, now, sums = map(np.asarray, step(params, grads))
     assert (now & ~before).any()
     wanted = np.where(before, 1.0, 0.1) + np.where(now, np.asarray(grads) ** 2, 0.0)
-    np.testing.assert_allclose(after.inner_state[0].sum_of_squares, wanted, rtol=1e-6)
+    np.testing.assert_allclose(sums, wanted, rtol=1e-6)
 
 
 def test_a_dense_leaf_whose_path_ends_like_a_sparse_leafs_keeps_its_state():
@@ -185,7 +198,7 @@ def test_a_state_that_cannot_be_restarted_is_refused():
     assert np.all(np.asarray(updates["a"]) != 0)
 
 
-@pytest.mark.parametrize("is_single", support.every_night((False, True), (False,)))
+@pytest.mark.parametrize("is_single", support.every_night((False, True), (True,)))
 def test_constants_beside_moments_like_params_are_kept(is_single):
     """Restart the moments of Muon at dead entries, but not its three coefficients."""
     params = {"a": support.normal((4, 3)), "b": support.normal((3, 5), 1)}
@@ -216,7 +229,7 @@ def test_pruned_params_are_zero_where_the_mask_is_off():
 
 def test_first_mask_and_random_growth_are_uniform():
     """Let each of 12 entries live in a quarter of 1000 masks, before and after a growth."""
-    w = jnp.arange(12.0).reshape(3, 4)
+    w = np.arange(12, dtype=np.float32).reshape(3, 4)
     options = {"end": 9, "every": 1, "grow": "random", "drop_fraction": lambda t: 1.0}
 
     @jax.jit

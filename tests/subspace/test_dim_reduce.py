@@ -42,7 +42,7 @@ def gradient():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("case", golden.CASES)
+@pytest.mark.parametrize("case", support.every_night(golden.CASES, ["stiff", "noisy"]))
 def test_golden_sequence_of_the_reference_is_kept(case):
     """Give its params and accepted step lengths to 1e-9 in float64."""
     data = golden.load(case)
@@ -171,12 +171,14 @@ def test_without_a_basis_only_the_residual_moves():
     """Descend by the gradient with momentum at the rate of each step, and evaluate nothing."""
     rate = lambda count: 0.1 / (1 + count)  # noqa: E731
     tx = optperm.dim_reduce(n_components=2, gamma=0.5, alpha=rate)
-    trail = train(tx, batches(3)[:, 0], opt_state=tx.init(start()))
+    options = {"how": "scan", "init": "jit", "evaluate": valley.evaluate}
+    trail = loops.train(tx, start(), batches(3)[:, 0], **options)
     assert all(opt_state.num_trials == opt_state.step_length == 0 for _, opt_state in trail)
-    wanted = loops.train(optax.sgd(rate, 0.5), start(), batches(3)[:, 0], evaluate=valley.evaluate)
+    wanted = loops.train(optax.sgd(rate, 0.5), start(), batches(3)[:, 0], **options)
     chex.assert_trees_all_close([p for p, _ in trail], [p for p, _ in wanted], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_alpha_of_zero_keeps_the_params_in_the_subspace():
     """Reach the optimum of the subspace by pure P-BFGS, and nothing outside it."""
     tx = optperm.dim_reduce(n_components=3, alpha=0.0, max_search_steps=20)
@@ -186,13 +188,16 @@ def test_alpha_of_zero_keeps_the_params_in_the_subspace():
     np.testing.assert_allclose(np.append(params["a"], params["b"]), best, atol=1e-3)
 
 
-def test_quadratic_of_any_curvature_and_scale_is_solved():
+@pytest.mark.parametrize(
+    "line_search", support.every_night(("safeguarded", "mindspore"), ["safeguarded"])
+)
+def test_quadratic_of_any_curvature_and_scale_is_solved(line_search):
     """Converge in float32, where MindSpore's search never finds a step for most curvatures."""
-    curvatures = jnp.array([1e-6, 1e-3, 1.0, 4.0, 5.0, 20.0, 100.0, 1e3, 1e6])
+    curvatures = np.float32([1e-6, 1e-3, 1.0, 4.0, 5.0, 20.0, 100.0, 1e3, 1e6])
     basis = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0].astype(np.float32)
-    target = jnp.array([1.0, -2.0, 3.0, 0.5])
+    target = np.float32([1.0, -2.0, 3.0, 0.5])
 
-    def end(line_search, scale, curvature):
+    def end(scale, curvature):
         tx = optperm.dim_reduce(n_components=4, line_search=line_search)
 
         def loss_fn(x, batch):
@@ -204,15 +209,17 @@ def test_quadratic_of_any_curvature_and_scale_is_solved():
         ratio = loss_fn(x, target) / loss_fn(start, target)
         return ratio, state.quasi_newton.rejections
 
-    def ends(line_search, *scales):
-        each = jax.vmap(functools.partial(end, line_search), (None, 0))
-        return jax.jit(jax.vmap(each, (0, None)))(jnp.array(scales), curvatures)
+    def ends(*scales):
+        each = jax.vmap(end, (None, 0))
+        return jax.device_get(jax.jit(jax.vmap(each, (0, None)))(np.float32(scales), curvatures))
 
-    ratios, _ = ends("safeguarded", 1e-25, 1e-10, 1.0, 1e10, 1e25)
-    np.testing.assert_array_less(ratios, 1e-12)
-    ratios, rejections = ends("mindspore", 1.0)
-    np.testing.assert_allclose(ratios[0, 3:7], 1.0, rtol=1e-4)
-    np.testing.assert_array_equal(rejections[0, 3:7], 20)
+    if line_search == "safeguarded":
+        ratios, _ = ends(1e-25, 1e-10, 1.0, 1e10, 1e25)
+        np.testing.assert_array_less(ratios, 1e-12)
+    else:
+        ratios, rejections = ends(1.0)
+        np.testing.assert_allclose(ratios[0, 3:7], 1.0, rtol=1e-4)
+        np.testing.assert_array_equal(rejections[0, 3:7], 20)
 
 
 def test_search_in_vain_goes_on_where_it_stopped_and_forgets():
@@ -257,7 +264,7 @@ def test_decrease_that_rounding_hides_is_not_searched_for():
 
 def test_rate_of_the_inner_optimizer_counts():
     """Predict the decrease of the step that is made; below sigma MindSpore's search finds none."""
-    data = jnp.ones((60, 2, 6))
+    data = np.ones((60, 2, 6), np.float32)
 
     def end(rate):
         tx = optperm.dim_reduce(optax.sgd(rate), n_components=6)
@@ -265,7 +272,7 @@ def test_rate_of_the_inner_optimizer_counts():
         params, _ = loops.carry(step, start(), with_basis(tx, 6), data)
         return valley.loss_fn(params, data[0])
 
-    ends = jax.jit(jax.vmap(end))(jnp.array([0.01, 0.3, 3.0]))
+    ends = jax.jit(jax.vmap(end))(np.float32([0.01, 0.3, 3.0]))
     np.testing.assert_array_less(ends, 1e-6 * valley.loss_fn(start(), data[0]))
 
 
@@ -301,8 +308,8 @@ def test_set_basis_in_any_nesting_forgets_the_old_curvature():
     tx = optax.chain(optax.clip(1e6), optperm.dim_reduce(n_components=3, max_search_steps=20))
     _, opt_state = train(tx, batches(4)[:, 0], 3)[-1]
     assert not np.array_equal(opt_state[1].quasi_newton.inverse_hessian, np.eye(3))
-    narrow = jax.tree.map(lambda r: r.astype(jnp.bfloat16), rows(3, 1))
-    again = optperm.subspace.set_basis(opt_state, narrow)
+    narrow = jax.tree.map(lambda r: np.asarray(r, jnp.bfloat16), rows(3, 1))
+    again = jax.jit(optperm.subspace.set_basis)(opt_state, narrow)
     fresh = jax.jit(tx.init)(start())[1].quasi_newton
     support.assert_same_bits(again[1].quasi_newton, fresh)
     support.assert_same_bits(again[1].residual, opt_state[1].residual)

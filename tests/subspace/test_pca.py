@@ -12,7 +12,7 @@ import valley
 import optperm
 
 
-def snapshots_with(spectrum, n=8_011, seed=0, dtype=np.float32):
+def snapshots_with(spectrum, n=2_011, seed=0, dtype=np.float32):
     """Return snapshots around a point with entries of size 1, with given singular values."""
     m = len(spectrum) + 1
     rng = np.random.default_rng(seed)

@@ -16,7 +16,7 @@ def record(steps, every, num_snapshots, **options):
     tx = optperm.record_trajectory(every, num_snapshots, **options)
     params = {"w": jnp.zeros((2, 3)), "b": jnp.float32(0.0)}
     ones = [jax.tree.map(jnp.ones_like, params)] * steps
-    trail = loops.train(tx, params, ones)
+    trail = loops.train(tx, params, ones, init="jit")
     for number, (after, _) in enumerate(trail, start=1):  # the updates pass unchanged
         assert np.all(after["w"] == number)
     return [state for _, state in trail]
@@ -27,7 +27,7 @@ def test_last_snapshots_come_oldest_first():
     states = record(20, every=3, num_snapshots=4)
     full = (12, [0, 3, 6, 9]), (13, [3, 6, 9, 12]), (20, [9, 12, 15, 18])
     for steps, wanted in ((1, [0]), (3, [0]), (4, [0, 3]), *full):
-        snapshots, count = optperm.subspace.trajectory(states[steps - 1])
+        snapshots, count = jax.device_get(optperm.subspace.trajectory(states[steps - 1]))
         assert count == len(wanted)
         assert snapshots["w"].shape == (4, 2, 3)
         assert snapshots["b"][:count].tolist() == wanted
@@ -45,14 +45,17 @@ def test_trajectory_of_mapped_states_has_their_leading_axes():
 
         return jax.lax.fori_loop(0, steps, step, tx.init(start))
 
-    starts, steps = jnp.arange(6.0).reshape(2, 3, 1), jnp.array([[3, 4, 5], [6, 7, 8]])
-    states = jax.vmap(jax.vmap(train))(starts, steps)
-    snapshots, count = optperm.subspace.trajectory(states)
+    starts = np.arange(6, dtype=np.float32).reshape(2, 3, 1)
+    steps = np.array([[3, 4, 5], [6, 7, 8]], np.int32)
+    states = jax.jit(jax.vmap(jax.vmap(train)))(starts, steps)
+    snapshots, count = jax.device_get(optperm.subspace.trajectory(states))
     for place in np.ndindex(2, 3):
-        alone, number = optperm.subspace.trajectory(train(starts[place], steps[place]))
+        alone, number = jax.device_get(
+            optperm.subspace.trajectory(train(starts[place], steps[place]))
+        )
         assert count[place] == number == min(steps[place], 4)
         np.testing.assert_array_equal(snapshots[place], alone)
-        assert alone[number - 1] == starts[place] + (steps[place] - 1).astype(float)
+        assert alone[number - 1] == starts[place] + np.float32(steps[place] - 1)
 
 
 def test_snapshots_of_every_dtype_are_float32_or_as_asked_for():

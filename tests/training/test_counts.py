@@ -68,7 +68,9 @@ def train_alone(tx):
     return [train(tx, batches, devices=0) for batches in (BATCHES, FEW)]
 
 
-@pytest.mark.parametrize("name", support.every_night(TOGETHER, [*TOGETHER], slow=["dim_reduce"]))
+@pytest.mark.parametrize(
+    "name", support.every_night(TOGETHER, ["sgd", "diloco"], slow=["dim_reduce"])
+)
 def test_padded_batches_of_replicas_train_as_their_examples_alone(name):
     """Beside one device that gets the examples that count; the history has their losses."""
     tx, alone = TOGETHER[name]
@@ -84,19 +86,22 @@ def test_padded_batches_of_replicas_train_as_their_examples_alone(name):
             np.testing.assert_allclose(row["loss"], mean, rtol=1e-5)
 
 
-def local_sgd(every):
-    """Local steps in NumPy; a mean of params is weighed by all that counted since the last commit."""
+def local_sgd(every, combine="mean"):
+    """Local steps in NumPy; a mean of params is weighed by all that counted since the last commit, and
+    in a sum each replica has the mean fraction of its examples that counted."""
     center, own = np.zeros(3), np.zeros((REPLICAS, 3))
-    weights = np.zeros(REPLICAS)
+    weights, steps = np.zeros(REPLICAS), 0
     for step in range(STEPS):
         for i, part in enumerate(np.split(np.arange(BATCH), REPLICAS)):
             x, y, m = X[step, part], Y[step, part], MASK[step, part]
             gradient = 2 * (m * (x @ own[i] - y)) @ x / max(m.sum(), 1)
             own[i] -= RATE * gradient
             weights[i] += m.sum()
+        steps += 1
         if (step + 1) % every == 0 or step + 1 == STEPS:
-            center = weights @ own / weights.sum()
-            own[:], weights[:] = center, 0
+            examples = weights.sum() if combine == "mean" else steps * BATCH / REPLICAS
+            center = center + weights @ (own - center) / examples
+            own[:], weights[:], steps = center, 0, 0
     return center
 
 
@@ -111,6 +116,13 @@ def test_commits_weigh_a_replica_by_all_that_counted_since_the_last_commit(every
     resumed = train(tx, BATCHES, checkpoints=tmp_path, resume=True)
     support.assert_same_bits(resumed.state.params, found.state.params)
     assert found.state.weights is None
+
+
+@pytest.mark.filterwarnings("ignore:The run ended after:UserWarning")
+def test_a_sum_of_replicas_weighs_each_by_the_fraction_of_its_examples_that_counted():
+    tx = optperm.diloco(SGD, optax.sgd(1.0), every=3, combine="sum", **NAME)
+    found = train(tx, BATCHES)
+    np.testing.assert_allclose(found.state.params["w"], local_sgd(3, "sum"), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -20,12 +20,12 @@ def ivon(**options):
 
 
 def train(tx, params=None, **options):
-    return fitting.linear_fit(tx=tx, params=params, epochs=2, key=3, **options)
+    return fitting.linear_fit(tx=tx, params=params, epochs=2, key=3, opt_state=None, **options)
 
 
 def by_hand(tx, params, replicas, depth):
     """Params, state and losses after two epochs of draws by `sample_params`; means over replicas."""
-    opt_state, losses = tx.init(params), []
+    opt_state, losses = jax.jit(tx.init)(params), []
     of_draws = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), DRAW_STREAM)
 
     def one(params, opt_state, batch, index, key):
@@ -48,7 +48,11 @@ def by_hand(tx, params, replicas, depth):
 
 @pytest.mark.parametrize(
     ("replicas", "dtype"),
-    [(1, jnp.bfloat16), pytest.param(4, jnp.float32, marks=pytest.mark.slow)],
+    [
+        (2, jnp.bfloat16),
+        pytest.param(1, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(4, jnp.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_fit_takes_each_gradient_at_a_draw_of_its_own(replicas, dtype):
     """Each replica draws with its own key, around 16-bit params with remainders; losses are at draws."""
@@ -83,25 +87,28 @@ def test_evaluations_and_the_best_state_are_of_the_mean():
 def test_only_the_phase_that_is_running_draws():
     """Each draw of a partition is of its own part; a sampler of 16 bits and SWAG draw nothing."""
     params, key = {"a": jnp.ones(50), "b": jnp.ones(50)}, jax.random.key(0)
+
+    def first_draw(tx, params):
+        return jax.jit(lambda params: draw_params(tx.init(params), params, key))(params)
+
     for tx in (optperm.sgld(1e-3, 10), optperm.swag(every=1), optax.adam(0.1)):
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        assert draw_params(tx.init(half), half, key) is None
+        assert first_draw(tx, half) is None
     parts = optax.partition({"a": ivon(), "b": optax.sgd(0.1)}, {"a": "a", "b": "b"})
-    draw = draw_params(parts.init(params), params, key)
+    draw = first_draw(parts, params)
     assert np.all(draw["a"] != 1)
     assert np.all(draw["b"] == 1)
     both = optax.partition({"a": ivon(), "b": ivon()}, {"a": "a", "b": "b"})
-    draw = draw_params(both.init(params), params, key)
+    draw = first_draw(both, params)
     assert np.all(draw["a"] != 1)
     assert np.all((draw["b"] != 1) & (draw["b"] != draw["a"]))
     tx = optperm.switch_after(2, optax.sgd(0.1), ivon())
+    start = jax.jit(tx.init)(params)
     for switched in (False, True):
-        state = tx.init(params)._replace(switched=jnp.array(switched))
-        draw = jax.jit(draw_params)(state, params, key)
+        draw = jax.jit(draw_params)(start._replace(switched=jnp.array(switched)), params, key)
         assert np.all((draw["a"] != 1) == switched)
-    accumulating = optax.MultiSteps(ivon(), 2).init(params)
     with pytest.raises(ValueError, match="mix the gradients of several draws"):
-        draw_params(accumulating, params, key)
+        first_draw(optax.MultiSteps(ivon(), 2), params)
 
 
 def test_several_draws_or_an_axis_that_the_method_lacks_are_refused():

@@ -103,11 +103,14 @@ INTERRUPTIONS = {
 }
 # Kind of model, method, feed, devices, and what interrupts. Each value of each occurs.
 RUNS = [
-    ("linen", "adam", "arrays", None, "steps"),
-    *(
-        ("linear", "adam", "arrays", None, each)
-        for each in INTERRUPTIONS
-        if each not in ("steps", "error of the loader")
+    pytest.param("linen", "adam", "arrays", None, "steps", marks=pytest.mark.exhaustive),
+    *support.every_night(
+        [
+            ("linear", "adam", "arrays", None, each)
+            for each in INTERRUPTIONS
+            if each not in ("steps", "error of the loader")
+        ],
+        [("linear", "adam", "arrays", None, each) for each in ("callback", "SIGTERM", "SIGINT")],
     ),
     ("linear", "adam", "batches", None, "error of the loader"),
     ("linear", "adam", "json", None, "steps"),
@@ -340,7 +343,7 @@ def loss_with_aux(params, batch):
     return loss, {"half": loss / 2}
 
 
-@pytest.mark.parametrize("is_dropped", [True, False])
+@pytest.mark.parametrize("is_dropped", support.every_night([True, False], [True]))
 def test_metric_that_comes_or_goes_in_a_resumed_run_is_nan_where_it_lacks(is_dropped, tmp_path):
     """So is the mean over an epoch with both kinds of steps."""
     phases = [(loss_with_aux, True), (linear_loss, False)]
@@ -357,7 +360,7 @@ def test_metric_that_comes_or_goes_in_a_resumed_run_is_nan_where_it_lacks(is_dro
     np.testing.assert_allclose(on.history.epochs["half"], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("cut", [6, 7])
+@pytest.mark.parametrize("cut", support.every_night([6, 7], [7]))
 def test_best_state_of_a_part_of_an_epoch_is_dropped_with_its_row(cut, tmp_path):
     """Within the second epoch the evaluation is better than at any end of an epoch."""
 
@@ -433,7 +436,7 @@ def shaped(axes=0, criterion="magnitude", rate=0.1):
     return transformation(init, update, method="shaped", shape_arguments=arguments)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("mapped", support.every_night([False, True], [False]))
 def test_run_with_other_arguments_that_shape_the_state_is_refused_by_their_names(mapped, tmp_path):
     """Also where the arrays differ as well; a learning rate may change."""
 
@@ -450,7 +453,7 @@ def test_run_with_other_arguments_that_shape_the_state_is_refused_by_their_names
     assert run(4, resume=True, rate=0.2).step == 4
 
 
-@pytest.mark.parametrize("every", [4, None])
+@pytest.mark.parametrize("every", support.every_night([4, None], [4]))
 def test_damaged_checkpoint_is_refused_with_the_steps_of_others(every, tmp_path):
     linear_fit(epochs=2, checkpoints=tmp_path, checkpoint_every=every)
     for file in (tmp_path / "10" / "state").rglob("*"):
@@ -488,7 +491,9 @@ TASKS = {
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", support.every_night(TASKS, ["row", "callback", "first full gradient"])
+)
 def test_signal_is_heard_within_one_batch_of_an_evaluation_or_a_full_gradient(task, tmp_path):
     """The task is cut off and still due; the resumed run is the uninterrupted one."""
     batches, calls = list(fitting.batches(1)), []

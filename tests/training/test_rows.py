@@ -123,7 +123,7 @@ def test_early_stopping_of_arguments_out_of_range_is_refused(arguments):
         training.EarlyStopping("loss", **{"patience": 3, **arguments})
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", support.every_night(["linen", "nnx"], ["linen"]))
 def test_best_params_are_those_of_the_best_evaluation(kind):
     states = {}
     note = {"every": {1: lambda event: states.update({event.step: event.state})}}
