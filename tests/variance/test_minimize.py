@@ -126,7 +126,6 @@ def test_chunks_end_where_arrays_end_and_an_iterator_is_refused(of_arrays):
         minimize(squares, (chunk for chunk in chunks), jnp.zeros(12))
 
 
-@pytest.mark.exhaustive
 def test_few_examples_in_chunks_are_all_used():
     """L-BFGS, which arrays of 300 rows take, would see only the first chunk."""
     chunks = [(X[i : i + 100], Y[i : i + 100]) for i in range(0, 300, 100)]
