@@ -291,8 +291,8 @@ _OF_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
 GATHERED = {
     **dict.fromkeys(("sgperm", "permute_by_cycles", "laperm"), _OF_VECTORS),
     "low_rank-svd": {"input": "kernel", "both": "kernel"},
-    "quantize_state": {"both": "kernel"},
-    "quantize_state-4": {"both": "kernel"},
+    "quantize_state": dict.fromkeys(("output", "both"), "kernel"),
+    "quantize_state-4": dict.fromkeys(("output", "both"), "kernel"),
 }
 
 
