@@ -61,28 +61,33 @@ def fresh_jit_once(function: Callable[..., _T]) -> Callable[..., _T]:
         form = structure, tuple(map(jax.typeof, leaves)), tuple(places)
         if form not in found:
             # A program that captures traced values belongs to the trace around it.
-            consts = jax.make_jaxpr(fresh)(*args).consts
-            is_inner = any(isinstance(const, jax.core.Tracer) for const in consts)
-            found[form] = fresh if is_inner else _find_or_compile(fresh, form, args)
+            traced = jax.make_jaxpr(fresh)(*args)
+            is_inner = any(isinstance(const, jax.core.Tracer) for const in traced.consts)
+            found[form] = fresh if is_inner else _find_or_compile(fresh, traced, form, args)
         return found[form](*args)
 
     return call
 
 
-def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+def _find_or_compile(
+    fresh: Any, traced: Any, form: Any, args: tuple[Any, ...]
+) -> Callable[..., Any]:
     """Return the program of a jitted function for arguments of this form."""
-    try:
-        exported = jax.export.export(fresh)(*args)
-    except (NotImplementedError, ValueError):
-        return fresh
-    if exported.nr_devices > 1:
-        return fresh
     lowered = fresh.lower(*args)
     digest = hashlib.sha256(lowered.compiler_ir().operation.get_asm().encode()).digest()
-    results = exported.out_tree, exported.out_avals
+    results = lowered.out_tree, tuple(traced.out_avals)
     key = form, results, _CONFIG.jax_default_device, digest
     program = _PROGRAMS.pop(key, None)
-    _PROGRAMS[key] = program = lowered.compile() if program is None else program
+    if program is None:
+        # What was kept has passed this check, which lowers the function once more.
+        try:
+            exported = jax.export.export(fresh)(*args)
+        except (NotImplementedError, ValueError):
+            return fresh
+        if exported.nr_devices > 1:
+            return fresh
+        program = lowered.compile()
+    _PROGRAMS[key] = program
     if len(_PROGRAMS) > _MOST_PROGRAMS:
         _PROGRAMS.pop(next(iter(_PROGRAMS)), None)
     return program
