@@ -62,6 +62,33 @@ def state(tx):
     return jax.jit(tx.init)(PARAMS)
 
 
+SWAG = optperm.swag(1)
+MADE = {
+    "adam": optax.adam(0.1),
+    "adam in 8 bits": optperm.quantize_state(optax.adam(0.1), min_size=1),
+    "agn": optperm.agn(sgd()),
+    "agn in 4 bits": optperm.agn(sgd(), compress=optperm.distributed.Compression(bits=4)),
+    "agn of sgperm": optperm.agn(optperm.sgperm()),
+    "dim_reduce": optperm.dim_reduce(n_components=2),
+    "ivon": optperm.ivon(0.1, 10.0),
+    "laperm": optperm.laperm(sgd(), 2),
+    "mask_elements": optperm.mask_elements(),
+    "sgperm": optperm.sgperm(),
+    "svrg": optperm.svrg(),
+    "trajectory": optperm.record_trajectory(1, 2),
+}
+
+
+@jax.jit
+def make_states(params):
+    """Return a state of each, and one of SWAG after a step, in one program."""
+    states = {name: tx.init(params) for name, tx in MADE.items()}
+    return states | {"swag": SWAG.update(params, SWAG.init(params), params)[1]}
+
+
+STATES = make_states(PARAMS)
+
+
 ON_MESH = jax.device_put(
     jnp.zeros(1),
     jax.NamedSharding(
@@ -70,33 +97,30 @@ ON_MESH = jax.device_put(
 )
 NARROW = jax.device_put(jax.tree.map(lambda p: p.astype(jnp.bfloat16), VALUES))
 WIDENED = jax.jit(optperm.widen_params(sgd()).init)(NARROW)
-MASKED, SWAG = state(optperm.mask_elements()), optperm.swag(1)
 CENTER = jax.jit(lambda params: optperm.distributed.init_center(params, sgd()))(PARAMS)
-FOUR_BITS = state(optperm.agn(sgd(), compress=optperm.distributed.Compression(bits=4)))
-AGN = state(optperm.agn(sgd()))
-MESSAGE, _ = jax.jit(optperm.distributed.contribution)(PARAMS, AGN)
+MESSAGE, _ = jax.jit(optperm.distributed.contribution)(PARAMS, STATES["agn"])
 # Valid arguments for each public function. Each test replaces one argument by an invalid value.
 FUNCTIONS = {
     "apply_permutation": {"initial_params": BATCH, "permutation": np.array([1, 0])},
-    "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
+    "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": STATES["sgperm"]},
     "sample": {"loss_fn": loss_fn, "data": BATCH, "params": PARAMS, "key": KEY}
     | {"sampler": lambda num_data, batch_size: optperm.sgld(1e-4, num_data)}
     | {"batch_size": 2, "num_chains": 1, "num_draws": 4, "thinning": 1, "burn_in": 4},
-    "sample_params": {"opt_state": state(optperm.ivon(0.1, 10.0)), "params": PARAMS, "key": KEY},
-    "posterior_mean": {"opt_state": jax.jit(SWAG.update)(PARAMS, state(SWAG), PARAMS)[1]},
-    "center_params": {"opt_state": AGN},
+    "sample_params": {"opt_state": STATES["ivon"], "params": PARAMS, "key": KEY},
+    "posterior_mean": {"opt_state": STATES["swag"]},
+    "center_params": {"opt_state": STATES["agn"]},
     "Compression": {"fraction": 0.5},
-    "contribution": {"params": PARAMS, "opt_state": AGN},
+    "contribution": {"params": PARAMS, "opt_state": STATES["agn"]},
     "init_center": {"params": PARAMS, "outer": sgd()},
     "merge": {"center": CENTER, "contributions": [MESSAGE], "outer": sgd()},
-    "pull": {"params": PARAMS, "opt_state": AGN, "center": CENTER},
+    "pull": {"params": PARAMS, "opt_state": STATES["agn"], "center": CENTER},
     "draw_samples": {"step": lambda params, opt_state, key: (params, opt_state)}
     | {"params": PARAMS, "opt_state": (), "key": KEY, "num_chains": 2, "num_draws": 2},
     "erk_sparsity": {"params": PARAMS, "sparsity": 0.5},
     "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
-    "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
+    "export_permutation": {"initial_params": PARAMS, "opt_state": STATES["sgperm"]},
     "falling": {"init_value": 0.1},
-    "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
+    "freeze": {"opt_state": STATES["mask_elements"], "fraction": 0.5, "scores": GRADS},
     "full_gradient": {"loss_fn": loss_fn, "params": PARAMS, "batches": [BATCH, BATCH]},
     "gaussian_kl": {"mean": np.zeros(2), "covariance": EYE}
     | {"other_mean": np.ones(2), "other_covariance": EYE},
@@ -112,14 +136,14 @@ FUNCTIONS = {
     "learn_kernel": {"loss_fn": loss_fn, "data": BATCH, "params": PARAMS, "key": KEY}
     | {"steps": 32},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
-    "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
+    "permuted_params": {"opt_state": STATES["laperm"], "params": PARAMS},
     "posterior_report": {"samples": draws(4)},
     "posterior_predictive": {"predict_fn": lambda params, inputs: jnp.ones(2)}
     | {"samples": draws(2), "inputs": BATCH},
-    "prune": {"params": PARAMS, "opt_state": MASKED, "sparsity": 0.5},
+    "prune": {"params": PARAMS, "opt_state": STATES["mask_elements"], "sparsity": 0.5},
     "remove_units": {"params": {"a": EYE, "b": EYE}, "groups": {"u": [("a", -1), ("b", 0)]}},
-    "reset_masks": {"opt_state": MASKED},
-    "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
+    "reset_masks": {"opt_state": STATES["mask_elements"]},
+    "set_basis": {"opt_state": STATES["dim_reduce"], "basis": rows(2)},
     "stationary_covariance": {"preconditioner": 0.1, "hessian": EYE, "noise": EYE},
     "svrg_learning_rate": {"loss_fn": lambda p, batch: loss_fn(p, batch) + 0 * jnp.mean(batch)}
     | {"params": PARAMS, "data": BATCH, "batch_size": 1, "num_passes": 0},
@@ -127,9 +151,8 @@ FUNCTIONS = {
     | {"data": BATCH, "params": jnp.ones(2)},
     "leaf_axes": {"params": PARAMS},
     "muon_axes": {"params": PARAMS},
-    "quantize": {"opt_state": state(optax.adam(0.1))}
-    | {"like": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
-    "dequantize": {"opt_state": state(optperm.quantize_state(optax.adam(0.1), min_size=1))},
+    "quantize": {"opt_state": STATES["adam"]} | {"like": STATES["adam in 8 bits"]},
+    "dequantize": {"opt_state": STATES["adam in 8 bits"]},
     "wide_params": {"params": NARROW, "opt_state": WIDENED},
     "narrow_params": {"wide": PARAMS, "opt_state": WIDENED, "dtype": jnp.bfloat16},
     "lost_updates": {"params": PARAMS, "updates": GRADS},
@@ -140,9 +163,9 @@ FUNCTIONS = {
     "fit_temperature": {"logits": jnp.array([[1.0, 0.0]] * 2), "labels": jnp.arange(2)},
     "calibration_report": {"probabilities": jnp.array([[0.7, 0.3]] * 2), "labels": jnp.arange(2)},
     "sparsity_report": {"params": PARAMS},
-    "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
+    "take_snapshot": {"opt_state": STATES["svrg"], "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
-    "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
+    "trajectory": {"opt_state": STATES["trajectory"]},
     "with_loss": {"inner": sgd(), "loss_fn": loss_fn, "data": BATCH},
 }
 CASES = FUNCTIONS | {ours.name: ours.required for ours in TRANSFORMATIONS if ours.name in PUBLIC}
@@ -356,7 +379,7 @@ REFUSED = {
         ),
     ],
     "wide_params": [
-        said("widen_params", opt_state=state(optax.adam(0.1))),
+        said("widen_params", opt_state=STATES["adam"]),
         said(r"params\['b'\] is bfloat16\[3\]", params=NARROW | {"b": jnp.ones(3, "bfloat16")}),
     ],
     "widen_params": [said("bits must be 0, 8 or 16, got 4", bits=4)],
@@ -370,10 +393,10 @@ REFUSED = {
         *of("weight", -1.0, float("nan"), INF, jnp.ones(2), True, 1j),
         *of("compress", 4),
         said("compress=", compress=Compression(bits=4)),
-        said("compress=", opt_state=FOUR_BITS),
-        said("compress=", opt_state=FOUR_BITS, compress=Compression(0.5)),
+        said("compress=", opt_state=STATES["agn in 4 bits"]),
+        said("compress=", opt_state=STATES["agn in 4 bits"], compress=Compression(0.5)),
         said("without fragments or a delay", opt_state=state(optperm.agn(sgd(), every=PLAN))),
-        said("exact params", opt_state=state(optperm.agn(optperm.sgperm()))),
+        said("exact params", opt_state=STATES["agn of sgperm"]),
     ],
     "calibration_report": [
         *of("probabilities", jnp.ones((2, 2)), jnp.ones((2, 2), int)),
@@ -423,9 +446,7 @@ REFUSED = {
         *of("center", CENTER._replace(version=jnp.int32(-1))),
         *of("mixing", -0.1, 1.5, float("nan"), "0.5"),
         *of("allow_older", 1),
-        *of(
-            "opt_state", state(optperm.agn(sgd(), every=PLAN)), state(optperm.agn(optperm.sgperm()))
-        ),
+        *of("opt_state", state(optperm.agn(sgd(), every=PLAN)), STATES["agn of sgperm"]),
     ],
     "agn.init": [
         *of("inner", optperm.switch_after(2, sgd(), optperm.sgperm()), FOUR_STEPS),
@@ -776,7 +797,7 @@ def refusals():
                     yield function, {argument: value}, error, word(argument)
     for function, given in CASES.items():
         if function not in OF_ANY_STATE and (here := given.get("opt_state")):
-            for opt_state in (state(optax.adam(0.1)), (here, here)):
+            for opt_state in (STATES["adam"], (here, here)):
                 yield function, {"opt_state": opt_state}, ValueError, word("optperm")
     for function, trees in TREES.items():
         for tree in trees:
