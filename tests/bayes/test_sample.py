@@ -375,7 +375,7 @@ def test_search_with_data_on_a_mesh_with_explicit_axes_finds_the_optimum():
 @pytest.mark.parametrize(
     ("name", "is_set"),
     [
-        ("sgld", False),
+        pytest.param("sgld", False, marks=pytest.mark.exhaustive),
         pytest.param("sgld", True, marks=pytest.mark.exhaustive),
         pytest.param("constant_sgd", False, marks=pytest.mark.slow),
         pytest.param("constant_sgd", True, marks=pytest.mark.slow),
