@@ -90,6 +90,7 @@ def assert_close(actual, desired, **options):
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.filterwarnings("ignore:(low_rank|apollo) leaves .* alone")
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
+@pytest.mark.filterwarnings("ignore:quantize_state saves nothing")  # of params in float64
 @pytest.mark.parametrize(
     ("name", "wanted"), RUNS, ids=lambda part: part if isinstance(part, str) else " ".join(part)
 )
