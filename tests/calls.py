@@ -151,7 +151,7 @@ FUNCTIONS = {
     | {"data": BATCH, "params": jnp.ones(2)},
     "leaf_axes": {"params": PARAMS},
     "muon_axes": {"params": PARAMS},
-    "quantize": {"opt_state": STATES["adam"]} | {"like": STATES["adam in 8 bits"]},
+    "quantize": {"opt_state": STATES["adam"], "like": STATES["adam in 8 bits"]},
     "dequantize": {"opt_state": STATES["adam in 8 bits"]},
     "wide_params": {"params": NARROW, "opt_state": WIDENED},
     "narrow_params": {"wide": PARAMS, "opt_state": WIDENED, "dtype": jnp.bfloat16},
